@@ -1,0 +1,290 @@
+"""The configuration of a run: frozen sections, a TOML file, and `section.key=value` overrides.
+
+Strict: an unknown section, an unknown key or a value of the wrong type is an error that names it. What can be
+checked without loading anything is checked here; what needs the model or the world size is checked where those
+are known (`parallel.grid`, `models.gpt`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_brorl.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_AT_LEAST_ONE = (
+    "rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches algo.epochs "
+    "parallel.tensor parallel.pipeline train.tokens_per_micro_batch train.keep_checkpoints evaluate.samples "
+    "evaluate.bootstrap sft.examples_per_step data.held_out_prompts"
+)
+_NOT_NEGATIVE = (
+    "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
+    "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature"
+)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = "runs/default"  # metrics, checkpoints, plots and the trained model go here
+    seed: int = 0  # the only seed: data order, initial weights and every random stream derive from it
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = ""  # Hugging Face directory: config.json, *.safetensors, tokenizer
+    dtype: Literal["fp32", "bf16"] = "fp32"  # of weights and activations; the optimizer keeps fp32 masters
+    context: int = 0  # prompt + response tokens at most; 0 = max_position_embeddings of config.json
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: bool = False  # Megatron's sequence parallelism (needs tensor > 1)
+    distributed_optimizer: bool = False  # ZeRO-1; its checkpoints need a GPU
+    timeout_s: float = 600.0  # a collective that waits longer ends the run
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """One reasoning-gym task of a generated data set."""
+
+    name: str
+    weight: float = 1.0
+    keep: str = ""  # regex; its first group is the prompt (strips the English template); "" = whole question
+    config: dict[str, Any] = field(default_factory=dict)  # keywords of reasoning_gym.create_dataset
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: tuple[str, ...] = ()  # JSONL or Parquet files
+    held_out: tuple[str, ...] = ()
+    tasks: tuple[TaskConfig, ...] = ()  # generated instead of files
+    train_seed: int = 1
+    held_out_seed: int = 2
+    held_out_prompts: int = 512  # how many are generated; files are used whole
+    template: str = "{prompt}"  # wraps the text of every prompt
+    chat: bool = False  # wrap in the tokenizer's chat template as one user message
+    skip_bad_rows: bool = False  # skip, count and list malformed rows instead of stopping
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    n: int = 512  # rollouts per prompt
+    prompts: int = 128  # prompts per step, over all ranks
+    engine: Literal["torch"] = "torch"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    max_tokens: int = 1024  # of a response
+    max_rows: int = 2048  # rollouts decoded at a time on one rank
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    workers: int = 2  # scoring processes per rank
+    timeout_s: float = 5.0  # per answer; a worker that takes longer is killed and the answer scores 0
+    max_chars: int = 4096  # a longer answer scores 0 unseen
+    extract: Literal["full", "answer_tag", "boxed"] = "full"  # what part of the response is the answer
+    strict: bool = True  # 1 if the verifier gives at least 0.99, else 0; false keeps partial credit
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    eps_low: float = 0.2
+    eps_high: float = 0.28
+    is_cap: float = 2.0  # truncated importance sampling between engine and trainer; 0 = off
+    old_log_probs: Literal["actor", "rollout"] = "actor"  # "rollout" saves a forward pass where engine == trainer
+    mini_batches: int = 1  # optimizer steps per sampled batch
+    epochs: int = 1
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = 1e-6
+    warmup_steps: int = 0  # linear, in optimizer steps
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 100
+    tokens_per_micro_batch: int = 16384  # a micro-batch is filled up to this many tokens
+    recompute: bool = False  # recompute activations in the backward pass
+    checkpoint_every: int = 50  # steps; 0 = only at the end
+    keep_checkpoints: int = 2
+    resume: Literal["auto", "never"] = "auto"
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    every: int = 0  # steps; 0 = only before and after
+    samples: int = 8  # k per prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    bootstrap: int = 2000  # resamples of the prompts for the 95% interval
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    steps: int = 200
+    examples_per_step: int = 256
+    lr: float = 1e-3
+    warmup_steps: int = 10
+    weight_decay: float = 0.01
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply `section.key=value` overrides and check the result.
+
+    Raises UserError naming the file and key for anything unknown, mistyped or out of range.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such configuration file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: not valid TOML: {e}") from None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
+    for item in overrides:
+        _override(table, item)
+    config = _build(Config, table, str(path), "")
+    validate(config, str(path))
+    return config
+
+
+def validate(config: Config, where: str) -> None:
+    """Range checks that need nothing but the configuration itself."""
+
+    def need(ok: bool, key: str, what: str) -> None:
+        if not ok:
+            section, name = key.split(".")
+            value = getattr(getattr(config, section), name)
+            raise UserError(f"{where}: {key} = {value!r}: {what}")
+
+    need(config.rollout.n >= 2, "rollout.n", "a group baseline needs at least 2 rollouts per prompt")
+    for key in _AT_LEAST_ONE.split():
+        section, name = key.split(".")
+        need(getattr(getattr(config, section), name) >= 1, key, "must be at least 1")
+    for key in _NOT_NEGATIVE.split():
+        section, name = key.split(".")
+        need(getattr(getattr(config, section), name) >= 0, key, "must not be negative")
+    need(config.rollout.temperature > 0, "rollout.temperature", "must be above 0 (sampling needs randomness)")
+    need(0 < config.rollout.top_p <= 1, "rollout.top_p", "must be in (0, 1]")
+    need(0 < config.evaluate.top_p <= 1, "evaluate.top_p", "must be in (0, 1]")
+    need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
+    need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")
+    need(0 < config.algo.eps_low < 1, "algo.eps_low", "must be in (0, 1)")
+    need(config.algo.eps_high > 0, "algo.eps_high", "must be above 0")
+    need(all(0 <= b < 1 for b in config.optim.betas), "optim.betas", "must be in [0, 1)")
+    need("{prompt}" in config.data.template, "data.template", "must contain {prompt}")
+    need(
+        not (config.data.tasks and (config.data.train or config.data.held_out)),
+        "data.tasks",
+        "give either generated tasks or files (data.train, data.held_out), not both",
+    )
+    need(config.data.train_seed != config.data.held_out_seed, "data.held_out_seed", "must differ from data.train_seed")
+    need(
+        not config.parallel.sequence or config.parallel.tensor > 1,
+        "parallel.sequence",
+        "sequence parallelism needs parallel.tensor > 1",
+    )
+    need(
+        config.rollout.prompts >= config.algo.mini_batches,
+        "algo.mini_batches",
+        f"cannot cut {config.rollout.prompts} prompts (rollout.prompts) into that many mini-batches",
+    )
+
+
+def _override(table: dict[str, Any], item: str) -> None:
+    """Apply one `a.b=c`; the value is TOML, or a plain string where it is not."""
+    key, eq, text = item.partition("=")
+    parts = key.strip().split(".")
+    if not eq or len(parts) != 2 or not all(parts):
+        raise UserError(f"override {item!r}: expected section.key=value, for example rollout.n=64")
+    try:
+        value: Any = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    section = table.setdefault(parts[0], {})
+    if not isinstance(section, dict):
+        raise UserError(f"override {item!r}: {parts[0]} is not a section")
+    section[parts[1]] = value
+
+
+def _build(cls: type, table: Any, where: str, prefix: str) -> Any:
+    if not isinstance(table, dict):
+        raise UserError(f"{where}: {prefix.rstrip('.')} must be a table, not {table!r}")
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in table:
+        if key not in known:
+            raise UserError(f"{where}: unknown key {prefix}{key}; known here: {', '.join(known)}")
+    try:
+        return cls(**{k: _convert(hints[k], v, where, f"{prefix}{k}") for k, v in table.items()})
+    except TypeError:
+        missing = [f.name for f in dataclasses.fields(cls) if f.name not in table and _required(f)]
+        raise UserError(f"{where}: {prefix}{missing[0]} is missing") from None
+
+
+def _required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, where, f"{key}.")
+    if origin is Literal:
+        if value not in args:
+            raise UserError(f"{where}: {key} = {value!r}: must be one of {', '.join(map(repr, args))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise UserError(f"{where}: {key} = {value!r}: must be a list")
+        if args[-1] is Ellipsis:
+            return tuple(_convert(args[0], v, where, f"{key}[{i}]") for i, v in enumerate(value))
+        if len(value) != len(args):
+            raise UserError(f"{where}: {key} = {value!r}: must have {len(args)} values")
+        return tuple(_convert(a, v, where, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
+    if origin is dict or isinstance(origin, types.GenericAlias):
+        if not isinstance(value, dict):
+            raise UserError(f"{where}: {key} = {value!r}: must be a table")
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise UserError(f"{where}: {key} = {value!r}: must be of type {hint.__name__}")
+    return value

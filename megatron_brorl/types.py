@@ -1,0 +1,82 @@
+"""What flows through a training step: one frozen type per arrow.
+
+Shape legend, used in every docstring:
+    P  prompts of a step              N  rollouts per prompt
+    B  rollouts (rows), P * N         G  tokens of one response
+    T  tokens of a packed stream      R  response tokens of a packed stream
+    V  vocabulary                     H  hidden size
+Log-probabilities are natural logarithms (nats) in float32. Rewards lie in [0, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A verifiable task, as the data layer hands it out."""
+
+    id: str  # unique in its source; part of the key of the random stream
+    text: str  # exactly what was tokenized
+    token_ids: tuple[int, ...]
+    answer: str | None  # the reference answer, if the task has one
+    verifier: str  # name in megatron_brorl.rewards.registry
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # what the verifier needs besides the answer
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled response."""
+
+    index: int  # 0 <= index < N among the siblings of its prompt
+    token_ids: Tensor  # [G] int64, the end-of-sequence token included when finish == "stop"
+    log_probs: Tensor  # [G] float32 under the sampling distribution (temperature, top-p, top-k)
+    finish: FinishReason
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """The sibling rollouts of one prompt, sampled from one version of the policy."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    version: int  # optimizer steps the sampling weights had seen
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group with the verdicts of its verifier."""
+
+    group: RolloutGroup
+    rewards: Tensor  # [N] float32
+
+
+@dataclass(frozen=True)
+class Experience:
+    """B rollouts ready to train on, of any number of prompts. Every tuple has length B."""
+
+    prompts: tuple[Tensor, ...]  # [prompt tokens] int64 each; siblings share one tensor
+    responses: tuple[Tensor, ...]  # [G] int64 each
+    rollout_log_probs: tuple[Tensor, ...]  # [G] float32 each, from the engine
+    old_log_probs: tuple[Tensor, ...]  # [G] float32 each, from the actor before its update
+    advantages: Tensor  # [B] float32, whitened over the global batch
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    def take(self, rows: list[int]) -> Experience:
+        """The given rows, in the given order."""
+        return Experience(
+            prompts=tuple(self.prompts[i] for i in rows),
+            responses=tuple(self.responses[i] for i in rows),
+            rollout_log_probs=tuple(self.rollout_log_probs[i] for i in rows),
+            old_log_probs=tuple(self.old_log_probs[i] for i in rows),
+            advantages=self.advantages[rows],
+        )
