@@ -1,0 +1,179 @@
+"""The actor of one pipeline stage: Megatron-Core's GPTModel for the dense Llama, Qwen2 and Qwen3 families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.hf_config import ModelShape
+from megatron_brorl.models.attention import PackedAttention, Segments
+from megatron_brorl.models.norm import RmsNorm
+from megatron_brorl.ops import rope
+from megatron_brorl.parallel import device
+from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.parallel.vocab import linear_log_probs
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+class Actor(GPTModel):
+    """GPTModel whose last stage ends at the hidden states, and whose rotary positions are explicit.
+
+    The LM head is applied by `log_probs` to the predicting positions alone, so that prompt tokens cost no logits.
+    """
+
+    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid) -> None:
+        inv_freq, self._rope_factor = rope.inverse_frequencies(shape)
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_layers(shape, config, grid),
+            vocab_size=padded_vocab(shape.vocab, grid.tensor),
+            max_sequence_length=shape.context,
+            pre_process=grid.first_stage,
+            post_process=grid.last_stage,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="none",
+            pg_collection=grid.groups,
+        )
+        self.shape = shape
+        self.fused_norms = False  # the names of the norms in models.hf_names
+        self.grid = grid
+        self._inv_freq = inv_freq.to(device.default_device())
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+        prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        inv_freq = self._inv_freq.to(torch.promote_types(torch.float32, self.config.params_dtype))
+        angles = rope.angles(position_ids.reshape(-1), inv_freq)
+        return (prepared[0], angles[:, None, None, :], *prepared[2:])
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        if self.post_process and self.config.sequence_parallel:
+            # Every tensor rank then computes the same head input, so the gradient is split, not reduced.
+            return gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return hidden_states
+
+    def forward_packed(self, batch: Packed, wrapper: torch.nn.Module | None = None) -> Tensor:
+        """Run this stage on a packed stream; the last stage returns hidden states [T, 1, H].
+
+        wrapper is the DistributedDataParallel around this module, where there is one.
+        """
+        where = device.default_device()
+        return (wrapper or self)(
+            input_ids=batch.input_ids.to(where).unsqueeze(0),
+            position_ids=batch.position_ids.to(where).unsqueeze(0),
+            attention_mask=None,
+            packed_seq_params=Segments(segments=batch.segments),
+        )
+
+    def head_weight(self) -> Tensor:
+        """This rank's shard [V/tp, H] of the LM head (last stage only)."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def log_probs(self, hidden: Tensor, batch: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy [R] of the batch's response tokens from hidden [T, 1, H] (last stage only)."""
+        rows = hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device))
+        targets = batch.targets.to(hidden.device)
+        return linear_log_probs(
+            rows, self.head_weight(), targets, self.shape.vocab, temperature, self.pg_collection.tp
+        )
+
+
+def padded_vocab(vocab: int, tensor: int) -> int:
+    """The smallest multiple of the tensor-parallel size that holds the vocabulary."""
+    return -(-vocab // tensor) * tensor
+
+
+def check_layout(shape: ModelShape, grid: Grid) -> None:
+    """Raise UserError where the model cannot be cut along the grid."""
+    for key, value in [
+        ("num_attention_heads", shape.heads),
+        ("num_key_value_heads", shape.kv_heads),
+        ("intermediate_size", shape.ffn),
+    ]:
+        if value % grid.tensor:
+            raise UserError(f"parallel.tensor = {grid.tensor} does not divide {key} = {value} of the model")
+    if shape.layers % grid.pipeline:
+        raise UserError(
+            f"parallel.pipeline = {grid.pipeline} does not divide num_hidden_layers = {shape.layers} of the model"
+        )
+
+
+def transformer_config(
+    shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False
+) -> TransformerConfig:
+    """Megatron's description of the model. dtype is that of weights and activations."""
+    _, rope_factor = rope.inverse_frequencies(shape)
+    gpu = device.on_gpu()
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=shape.init_std,
+        # The factor that YaRN puts on cos and sin of both query and key is one factor on their product.
+        softmax_scale=rope_factor**2 * shape.head_dim**-0.5,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=grid.tensor,
+        pipeline_model_parallel_size=grid.pipeline,
+        sequence_parallel=grid.sequence_parallel,
+        variable_seq_lengths=True,  # packed streams differ in length
+        moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts
+        calculate_per_token_loss=True,  # losses arrive divided by the global count: gradients are summed, not averaged
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        use_cpu_initialization=not gpu,
+        perform_initialization=False,  # weights always come from a Hugging Face directory
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=gpu,
+        bias_dropout_fusion=gpu,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def build_actor(shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False) -> Actor:
+    """This rank's stage with uninitialised weights (models.hf_io fills them)."""
+    check_layout(shape, grid)
+    with device.bridge():
+        actor = Actor(shape, transformer_config(shape, grid, dtype, recompute), grid)
+    return actor.to(device=device.default_device(), dtype=dtype)
+
+
+def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid) -> TransformerBlockSubmodules:
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    count = get_num_layers_to_build(config, pp_rank=grid.pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RmsNorm)

@@ -1,0 +1,87 @@
+"""Rotary position embeddings: the inverse frequencies of each scaling, and their application.
+
+Su et al. 2021 (RoFormer), eq. 34; "linear": position interpolation (Chen et al. 2023); "yarn": Peng et al. 2023,
+sections 3.2 and 3.4; "llama3": the smoothed rescaling of Llama 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.hf_config import ModelShape
+
+
+def inverse_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
+    """The frequencies [head_dim / 2] (float32, radians per token) and the factor on cos and sin.
+
+    Raises UserError for a rope_type that has no fixed frequencies (for example "dynamic").
+    """
+    dim = shape.head_dim
+    inv_freq = 1.0 / (shape.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return inv_freq, 1.0
+    kind = scaling["rope_type"]
+    try:
+        if kind == "linear":
+            return inv_freq / scaling["factor"], 1.0
+        if kind == "llama3":
+            return _llama3(inv_freq, dict(scaling), shape.context), 1.0
+        if kind == "yarn":
+            return _yarn(inv_freq, dict(scaling), shape)
+    except KeyError as e:
+        raise UserError(f"config.json: rope_scaling of type {kind!r} lacks the key {e.args[0]!r}") from None
+    raise UserError(
+        f"config.json: rope_scaling of type {kind!r} is not supported; use default, linear, llama3 or yarn"
+    )
+
+
+def _llama3(inv_freq: Tensor, s: dict[str, float], context: int) -> Tensor:
+    original = s.get("original_max_position_embeddings") or context
+    low, high = s["low_freq_factor"], s["high_freq_factor"]
+    wavelength = 2 * math.pi / inv_freq
+    slow = inv_freq / s["factor"]
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * slow + smooth * inv_freq
+    scaled = torch.where(wavelength > original / low, slow, inv_freq)
+    medium = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(medium, blended, scaled)
+
+
+def _yarn(inv_freq: Tensor, s: dict[str, float], shape: ModelShape) -> tuple[Tensor, float]:
+    original = s["original_max_position_embeddings"]
+    factor = s["factor"] or shape.context / original
+
+    def mscale(scale: float, weight: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+    attention = s.get("attention_factor")
+    if attention is None:
+        over, under = s.get("mscale"), s.get("mscale_all_dim")
+        attention = mscale(factor, over) / mscale(factor, under) if over and under else mscale(factor)
+
+    def dimension(rotations: float) -> float:
+        return shape.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
+
+    low, high = dimension(s.get("beta_fast") or 32), dimension(s.get("beta_slow") or 1)
+    if s.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, shape.head_dim - 1)
+    ramp = ((torch.arange(shape.head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(attention)
+
+
+def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Rotation angles [..., head_dim] in radians for integer positions [...]; both halves of a head share them."""
+    half = positions.to(inv_freq.dtype).unsqueeze(-1) * inv_freq
+    return torch.cat((half, half), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the (i, i + d/2) pairs of x [..., d] by angles whose cos and sin broadcast against it."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,66 @@
+"""The one room that knows that Megatron-Core says "cuda": the bridge that lets it run, unmodified, on a CPU.
+
+On a machine with CUDA nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def default_device() -> torch.device:
+    """The device of this process: its CUDA device (LOCAL_RANK, set by the launcher) or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
+
+
+@lru_cache(maxsize=1)
+def prepare() -> None:
+    """Point the few CUDA calls that Megatron-Core makes outside of tensor factories at the CPU. Idempotent."""
+    if on_gpu():
+        return
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[assignment]
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites device="cuda" to the CPU and lets tensors call themselves torch.cuda.*Tensor, as Megatron expects."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        result = func(*args, **kwargs)
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+@contextlib.contextmanager
+def bridge() -> Iterator[None]:
+    """Wrap every call into Megatron's schedules and optimizers in this."""
+    if on_gpu():
+        yield
+    else:
+        with _CudaMeansCpu():
+            yield

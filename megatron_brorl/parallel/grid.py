@@ -1,0 +1,109 @@
+"""The process grid: data x pipeline x tensor, and its groups, handed to whoever needs them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_brorl.config import ParallelConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.parallel import device
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where this process stands. Ranks vary fastest over tensor, then data, then pipeline (Megatron's order)."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    groups: ProcessGroupCollection  # .tp .pp .dp .mp (tensor x pipeline) ...
+    sequence_parallel: bool = False
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp_rank == self.pipeline - 1
+
+    @property
+    def mp_rank(self) -> int:
+        """Rank among the tensor x pipeline processes that together hold one copy of the model."""
+        return dist.get_rank(self.groups.mp)
+
+    @property
+    def mp_size(self) -> int:
+        return self.tensor * self.pipeline
+
+
+def build(config: ParallelConfig, seed: int = 0) -> Grid:
+    """Join the processes of the launcher (torchrun, Slurm; alone without one) into a grid.
+
+    Raises UserError when the world size is not a multiple of tensor x pipeline.
+    """
+    device.prepare()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    model = config.tensor * config.pipeline
+    if world % model:
+        raise UserError(
+            f"world size {world} is not a multiple of parallel.tensor x parallel.pipeline = {config.tensor} x "
+            f"{config.pipeline}: start {model} processes, or a multiple (torchrun --nproc-per-node)"
+        )
+    if not dist.is_initialized():
+        _join(world, config.timeout_s)
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor, pipeline_model_parallel_size=config.pipeline
+    )
+    # Dropout is off everywhere; Megatron still insists on seeded generators for its forks.
+    model_parallel_cuda_manual_seed(seed)
+    return Grid(
+        tensor=config.tensor,
+        pipeline=config.pipeline,
+        data=world // model,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
+        sequence_parallel=config.sequence,
+    )
+
+
+def _join(world: int, timeout_s: float) -> None:
+    if device.on_gpu():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if device.on_gpu() else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=world, timeout=timeout)
+
+
+def leave() -> None:
+    """Tear the groups down at the end of a command, so that no rank is left waiting."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

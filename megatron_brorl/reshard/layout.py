@@ -1,0 +1,76 @@
+"""How one Megatron parameter relates to Hugging Face tensors, and how it is cut over tensor-parallel ranks. Pure.
+
+Cutting happens on a view in which every rank's part is contiguous along one dimension:
+
+    layout       full view                          cut along   Hugging Face tensors
+    replicated   as is                              -           1
+    rows         [out, in]                          0           1   (column-parallel linear)
+    columns      [out, in]                          1           1   (row-parallel linear)
+    vocab        [V padded to tp, H]                0           1   (the padding is dropped)
+    qkv          [kv heads, (q per kv + 2) * d, H]  0           3   (q, k, v; one query group after another)
+    gate_up      [2, ffn, H]                        1           2   (gate, up)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
+_CUT = {"rows": 0, "columns": 1, "vocab": 0, "qkv": 0, "gate_up": 1}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter under both names."""
+
+    megatron: str  # with the global layer number
+    hf: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+    layout: Layout
+    stage: int  # pipeline stage that owns it
+
+
+def _view(layout: Layout, tensor: Tensor, kv_heads: int) -> Tensor:
+    """The view that is cut; also valid for one rank's part (with that rank's kv_heads)."""
+    if layout == "qkv":
+        return tensor.reshape(kv_heads, -1, *tensor.shape[1:])
+    if layout == "gate_up":
+        return tensor.reshape(2, -1, *tensor.shape[1:])
+    return tensor
+
+
+def to_local(entry: Entry, hf: Sequence[Tensor], kv_heads: int, rank: int, size: int) -> Tensor:
+    """The part of tensor-parallel rank `rank` of `size`, from full Hugging Face tensors."""
+    if entry.layout == "replicated":
+        return hf[0]
+    if entry.layout == "vocab":
+        padding = -len(hf[0]) % size
+        full = torch.cat((hf[0], hf[0].new_zeros(padding, *hf[0].shape[1:]))) if padding else hf[0]
+    elif entry.layout == "qkv":
+        full = torch.cat([_view("qkv", x, kv_heads) for x in hf], dim=1)
+    elif entry.layout == "gate_up":
+        full = torch.stack(tuple(hf))
+    else:
+        full = hf[0]
+    part = full.chunk(size, dim=_CUT[entry.layout])[rank]
+    return part.flatten(0, 1) if entry.layout in ("qkv", "gate_up") else part
+
+
+def to_hf(entry: Entry, parts: Sequence[Tensor], kv_heads: int) -> list[Tensor]:
+    """Full, contiguous Hugging Face tensors from the parts of all tensor-parallel ranks, in rank order."""
+    if entry.layout == "replicated":
+        return [parts[0]]
+    full = torch.cat([_view(entry.layout, p, kv_heads // len(parts)) for p in parts], dim=_CUT[entry.layout])
+    if entry.layout == "vocab":
+        return [full[: entry.hf_shapes[0][0]].contiguous()]
+    if entry.layout == "gate_up":
+        return [x.contiguous() for x in full]
+    if entry.layout == "qkv":
+        rows = [shape[0] // kv_heads for shape in entry.hf_shapes]
+        return [x.reshape(s) for x, s in zip(full.split(rows, dim=1), entry.hf_shapes, strict=True)]
+    return [full]

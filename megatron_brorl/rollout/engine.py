@@ -1,0 +1,50 @@
+"""What a rollout engine is: four verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_brorl.types import Prompt, RolloutGroup
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn. temperature = 0 is greedy."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # 0 = off
+    max_tokens: int
+    stop_ids: tuple[int, ...]  # a response ends with the first of these, which is part of it
+
+
+@dataclass(frozen=True)
+class Request:
+    """n siblings of one prompt, numbered first .. first + n - 1 within the prompt's random stream."""
+
+    prompt: Prompt
+    key: int  # of ops.philox.stream_key: the random numbers are a function of (key, sibling, position)
+    n: int
+    first: int = 0
+
+
+class RolloutEngine(Protocol):
+    """Holds one full copy of the policy for generation."""
+
+    version: int  # of the weights it holds; -1 before the first update
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take full tensors by Hugging Face name. Raises where one is missing, unknown or of the wrong shape."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[RolloutGroup]:
+        """Sample every request; groups come back in request order. Raises where weights were never given."""
+
+    def sleep(self) -> None:
+        """Give memory back (weights and caches) until wake."""
+
+    def wake(self) -> None:
+        """Be ready for update_weights and generate again; weights must be sent anew."""

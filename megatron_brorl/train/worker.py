@@ -1,0 +1,197 @@
+"""One rank's share of a model with its optimizer, driven through Megatron's pipeline schedule.
+
+The only file that speaks to Megatron's schedule, DDP and optimizer, and the only one where a loss is a closure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_brorl.config import OptimConfig
+from megatron_brorl.hf_config import ModelShape
+from megatron_brorl.models import hf_io, hf_names
+from megatron_brorl.models.gpt import build_actor
+from megatron_brorl.parallel import device
+from megatron_brorl.parallel.batch import Packed, pack
+from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.reshard.execute import stream
+
+# (batch, log-probs [R], entropy [R]) -> (scalar loss, values that the caller gets back)
+LossFunction = Callable[[Packed, Tensor, Tensor], tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did."""
+
+    grad_norm: float  # before clipping, over the whole model
+    applied: bool  # False where the gradient was not finite: weights and optimizer state are then untouched
+
+
+class Worker:
+    """The actor's stage on this rank."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        grid: Grid,
+        dtype: torch.dtype,
+        tokens_per_micro_batch: int,
+        recompute: bool = False,
+        optim: OptimConfig | None = None,
+        distributed_optimizer: bool = False,
+    ) -> None:
+        self.shape, self.grid, self.dtype = shape, grid, dtype
+        self.tokens_per_micro_batch = tokens_per_micro_batch
+        self.optim = optim
+        self.actor = build_actor(shape, grid, dtype, recompute)
+        self.model: torch.nn.Module = self.actor
+        if optim is not None:
+            with device.bridge():
+                self._make_trainable(optim, distributed_optimizer)
+
+    def _make_trainable(self, optim: OptimConfig, distributed_optimizer: bool) -> None:
+        config = self.actor.config
+        self.model = DistributedDataParallel(
+            config=config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+            ),
+            module=self.actor,
+        )
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.betas[0],
+                adam_beta2=optim.betas[1],
+                adam_eps=optim.eps,
+                clip_grad=optim.clip_grad,
+                bf16=self.dtype == torch.bfloat16,
+                params_dtype=self.dtype,
+                use_distributed_optimizer=distributed_optimizer,
+            ),
+            [self.model],
+        )
+        # Losses carry their global divisor already: gradients are only summed.
+        config.finalize_model_grads_func = lambda models, _tokens, **kwargs: finalize_model_grads(models, **kwargs)
+        config.no_sync_func = self.model.no_sync
+
+    def load_hf(self, directory: str | Path) -> None:
+        """Fill the weights from a Hugging Face directory (and the optimizer's fp32 masters from them)."""
+        hf_io.load(self.actor, self.shape, self.grid, directory, self.actor.fused_norms)
+        if self.optim is not None:
+            self.optimizer.reload_model_params()
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The full weights as (Hugging Face name, tensor), the same on every rank; a collective."""
+        entries = hf_names.entries(self.shape, self.grid.pipeline, self.actor.fused_norms)
+        parameters = hf_names.global_parameters(self.actor)
+        return stream(entries, parameters, self.shape.kv_heads, self.grid, self.dtype)
+
+    def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
+        """Log-probabilities [G] float32 of every response, in row order, on every rank of the model-parallel group."""
+        result = [torch.empty(len(r)) for r in responses]
+        if result:
+
+            def collect(batch: Packed, log_probs: Tensor, _entropy: Tensor) -> tuple[Tensor, Any]:
+                for row, values in batch.split(log_probs.float().cpu()):
+                    result[row] = values
+                return log_probs.sum(), None
+
+            with torch.no_grad():
+                self._run(self._pack(prompts, responses), collect, temperature, forward_only=True)
+            if self.grid.pipeline > 1:
+                flat = torch.cat(result).to(device.default_device())
+                source = dist.get_global_rank(self.grid.groups.pp, self.grid.pipeline - 1)
+                dist.broadcast(flat, source, group=self.grid.groups.pp)
+                result = list(flat.cpu().split([len(r) for r in responses]))
+        return result
+
+    def train(
+        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, temperature: float, lr: float
+    ) -> tuple[Update, list[Any]]:
+        """One optimizer step on this data-parallel rank's rows; returns it and what `loss` returned per micro-batch.
+
+        `loss` must divide by the size of the global batch. Values come back on the last pipeline stage alone.
+        """
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        values = self._run(self._pack(prompts, responses), loss, temperature)
+        return self._step(lr), values
+
+    def _step(self, lr: float) -> Update:
+        with device.bridge():
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            if not math.isfinite(norm):
+                return Update(norm, applied=False)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            if self.optim is not None and self.optim.clip_grad:
+                for optimizer in self.optimizer.chained_optimizers:
+                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.optim.clip_grad, norm)
+            self.optimizer.step_with_ready_grads()
+        return Update(norm, applied=True)
+
+    def _pack(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
+        multiple = self.grid.tensor if self.grid.sequence_parallel else 1
+        return pack(prompts, responses, self.tokens_per_micro_batch, multiple)
+
+    def _run(
+        self, batches: list[Packed], loss: LossFunction, temperature: float, forward_only: bool = False
+    ) -> list[Any]:
+        with device.bridge():
+            values = get_forward_backward_func()(
+                forward_step_func=partial(_forward_step, loss=loss, temperature=temperature),
+                data_iterator=iter(batches),
+                model=[self.model],
+                num_microbatches=len(batches),
+                seq_length=max(len(b.input_ids) for b in batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        return list(values)
+
+    def reduce(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor], keys: tuple[tuple[str, ...], ...]) -> dict[str, float]:
+        """Combine per-rank figures of the last stage over pipeline and data ranks; the same dict on every rank.
+
+        keys names all sums and all maxima, since the other stages have none.
+        """
+        where = device.default_device()
+        last = self.grid.last_stage
+        result: dict[str, float] = {}
+        for figures, names, op in ((sums, keys[0], dist.ReduceOp.SUM), (maxima, keys[1], dist.ReduceOp.MAX)):
+            values = [float(figures[n]) if last and n in figures else 0.0 for n in names]
+            packed = torch.tensor(values, dtype=torch.float64, device=where)
+            for group in (self.grid.groups.pp, self.grid.groups.dp):
+                dist.all_reduce(packed, op, group=group)
+            result |= dict(zip(names, packed.tolist(), strict=True))
+        return result
+
+
+def _forward_step(batches: Iterator[Packed], model: Any, loss: LossFunction, temperature: float) -> Any:
+    """What Megatron's schedule calls per micro-batch: (this stage's output, output -> (loss, count, values))."""
+    batch = next(batches)
+    actor = model.module if isinstance(model, DistributedDataParallel) else model
+
+    def head(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+        log_probs, entropy = actor.log_probs(hidden, batch, temperature)
+        value, figures = loss(batch, log_probs, entropy)
+        return value, torch.ones((), dtype=torch.int), figures
+
+    return actor.forward_packed(batch, model), head

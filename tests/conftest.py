@@ -1,0 +1,9 @@
+"""Shared helpers: tiny random Hugging Face models of each family, and processes over gloo."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
