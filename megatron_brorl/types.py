@@ -65,7 +65,7 @@ class Experience:
     prompts: tuple[Tensor, ...]  # [prompt tokens] int64 each; siblings share one tensor
     responses: tuple[Tensor, ...]  # [G] int64 each
     rollout_log_probs: tuple[Tensor, ...]  # [G] float32 each, from the engine
-    old_log_probs: tuple[Tensor, ...]  # [G] float32 each, from the actor before its update
+    old_log_probs: tuple[Tensor, ...] | None  # [G] float32 each, of the actor; None: the actor has not moved since
     advantages: Tensor  # [B] float32, whitened over the global batch
 
     def __len__(self) -> int:
@@ -77,6 +77,6 @@ class Experience:
             prompts=tuple(self.prompts[i] for i in rows),
             responses=tuple(self.responses[i] for i in rows),
             rollout_log_probs=tuple(self.rollout_log_probs[i] for i in rows),
-            old_log_probs=tuple(self.old_log_probs[i] for i in rows),
+            old_log_probs=self.old_log_probs and tuple(self.old_log_probs[i] for i in rows),
             advantages=self.advantages[rows],
         )

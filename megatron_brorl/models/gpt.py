@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.models.attention import PackedAttention, Segments
+from megatron_brorl.models.hf_names import entries, global_parameters
 from megatron_brorl.models.norm import RmsNorm
 from megatron_brorl.ops import rope
 from megatron_brorl.parallel import device
@@ -164,6 +165,15 @@ def build_actor(shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bo
     check_layout(shape, grid)
     with device.bridge():
         actor = Actor(shape, transformer_config(shape, grid, dtype, recompute), grid)
+    # Megatron marks sharded parameters only while it initialises them, and counts unmarked ones of tensor rank 0 alone
+    # in the gradient norm.
+    parameters = dict(global_parameters(actor))
+    for entry in entries(shape, grid.pipeline, actor.fused_norms):
+        if entry.layout != "replicated" and entry.megatron in parameters:
+            dim = 1 if entry.layout == "columns" else 0
+            set_tensor_model_parallel_attributes(parameters[entry.megatron], True, dim, 1)
+    if actor.post_process and not actor.pre_process and shape.tied:
+        set_tensor_model_parallel_attributes(actor.output_layer.weight, True, 0, 1)
     return actor.to(device=device.default_device(), dtype=dtype)
 
 

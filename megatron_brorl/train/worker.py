@@ -6,7 +6,7 @@ The only file that speaks to Megatron's schedule, DDP and optimizer, and the onl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -166,22 +166,6 @@ class Worker:
                 forward_only=forward_only,
             )
         return list(values)
-
-    def reduce(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor], keys: tuple[tuple[str, ...], ...]) -> dict[str, float]:
-        """Combine per-rank figures of the last stage over pipeline and data ranks; the same dict on every rank.
-
-        keys names all sums and all maxima, since the other stages have none.
-        """
-        where = device.default_device()
-        last = self.grid.last_stage
-        result: dict[str, float] = {}
-        for figures, names, op in ((sums, keys[0], dist.ReduceOp.SUM), (maxima, keys[1], dist.ReduceOp.MAX)):
-            values = [float(figures[n]) if last and n in figures else 0.0 for n in names]
-            packed = torch.tensor(values, dtype=torch.float64, device=where)
-            for group in (self.grid.groups.pp, self.grid.groups.dp):
-                dist.all_reduce(packed, op, group=group)
-            result |= dict(zip(names, packed.tolist(), strict=True))
-        return result
 
 
 def _forward_step(batches: Iterator[Packed], model: Any, loss: LossFunction, temperature: float) -> Any:

@@ -1,0 +1,54 @@
+"""Estimates from samples: pass@k of one prompt, and the mean over prompts with its bootstrap interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and the ends of its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {"mean": self.mean, "low": self.low, "high": self.high}
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples is right), given c right ones among n samples.
+
+    1 - C(n - c, k) / C(n, k), eq. 1 of Chen et al., "Evaluating Large Language Models Trained on Code" (2021).
+    In integers until the one division, which Python rounds correctly: the result is exact to the last bit.
+    """
+    if not 0 <= c <= n:
+        raise ValueError(f"right samples c = {c}: must be in [0, n = {n}]")
+    if not 1 <= k <= n:
+        raise ValueError(f"k = {k}: must be in [1, n = {n}]")
+    subsets = math.comb(n, k)
+    return (subsets - math.comb(n - c, k)) / subsets
+
+
+def bootstrap_mean(values: Sequence[float], resamples: int, seed: int) -> Interval:
+    """Mean of one value per prompt, with the 95% percentile bootstrap interval over prompts.
+
+    A function of its arguments only: the generator is counter-based (Philox) and keyed by the seed.
+    """
+    x = np.asarray(values, dtype=np.float64)
+    if x.ndim != 1 or x.size == 0:
+        raise ValueError(f"values of shape {x.shape}: need one value per prompt, and at least one prompt")
+    if not np.isfinite(x).all():
+        raise ValueError("values must be finite")
+    if resamples < 1:
+        raise ValueError(f"resamples = {resamples}: must be at least 1")
+    generator = np.random.Generator(np.random.Philox(key=seed % 2**64))
+    # One resample at a time: memory does not grow with resamples * prompts.
+    means = [x[generator.integers(x.size, size=x.size)].mean() for _ in range(resamples)]
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Interval(float(x.mean()), float(low), float(high))

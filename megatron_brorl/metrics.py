@@ -1,0 +1,175 @@
+"""The record of a run: metrics.jsonl, one line per step, and the same scalars for TensorBoard.
+
+A line is {"step": 3, "reward": 0.5, ..., "time": {"generate": 1.9, ...}}. Everything outside "time" is a function of
+the configuration and the seed: two runs with the same seed write the same bytes there. Wall-clock values live in
+"time" only, so that a comparison drops that one key. Floats are written by repr and come back bit for bit. JSON has no
+NaN: a value that is not finite becomes null, and its key is listed under "nonfinite".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_brorl.errors import UserError
+
+METRICS_FILE = "metrics.jsonl"
+_RESERVED = {"step", "nonfinite", "time"}
+
+
+class MetricsWriter:
+    """Appends one line per step and makes it durable before it returns. Exactly one rank may hold one.
+
+    `resume_step` is the first step that this process will write: lines of that step and later ones are dropped, so a
+    replayed step never appears twice. None starts a new record: an older one is moved aside (metrics.1.jsonl, ...),
+    and TensorBoard no longer shows the older scalars.
+
+    A write that fails, for example on a full disk, never ends the run: it warns once, and every line that did not make
+    it is kept and tried again with the next step.
+    """
+
+    def __init__(self, run_dir: Path, tensorboard: bool = True, resume_step: int | None = None) -> None:
+        self._path = Path(run_dir) / METRICS_FILE
+        self._pending = b""  # lines that are not yet safely in the file
+        self._warned: set[str] = set()
+        self._board: Any = None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_step is None:
+                _move_aside(self._path)
+            else:
+                _drop_from(self._path, resume_step)
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  held until close()
+            self._size = os.fstat(self._file.fileno()).st_size  # up to here the file holds whole lines
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter  # here because it takes a second to import
+
+                self._board = SummaryWriter(str(self._path.parent / "tensorboard"), purge_step=resume_step or 0)
+        except OSError as e:
+            where = e.filename or self._path
+            raise UserError(f"{where}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
+
+    def write(self, step: int, values: dict[str, float | int], seconds: dict[str, float]) -> None:
+        """Record one step: `values` are deterministic given the seed, `seconds` are wall-clock times by phase."""
+        clash = _RESERVED & values.keys()
+        if clash:
+            raise ValueError(f"reserved metric names: {', '.join(sorted(clash))}")
+        row: dict[str, Any] = {"step": step, **_finite(values)}
+        nonfinite = [key for key, value in values.items() if not math.isfinite(value)]
+        if nonfinite:
+            row["nonfinite"] = nonfinite
+        row["time"] = _finite(seconds)
+        self._pending += json.dumps(row, allow_nan=False).encode() + b"\n"
+        self._flush()
+        if self._board is not None:
+            scalars = {**values, **{f"time/{key}": value for key, value in seconds.items()}}
+            try:
+                for tag, value in scalars.items():
+                    self._board.add_scalar(tag, value, step)
+                self._board.flush()
+            except OSError as e:
+                self._board = None  # its file may end in half a record now
+                self._warn("TensorBoard's event file", e, "no more scalars go there in this run")
+
+    def close(self) -> None:
+        """Write what is left and close the files."""
+        if self._file.closed:
+            return
+        self._flush()
+        self._file.close()
+        if self._board is not None:
+            try:
+                self._board.close()
+            except OSError as e:
+                self._warn("TensorBoard's event file", e, "its last scalars may be missing")
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _flush(self) -> None:
+        try:
+            os.ftruncate(self._file.fileno(), self._size)  # take back what a failed attempt left
+            rest = memoryview(self._pending)
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+            os.fsync(self._file.fileno())
+        except OSError as e:
+            self._warn(str(self._path), e, "training goes on; missing lines are written when the disk allows it")
+        else:
+            self._size += len(self._pending)
+            self._pending = b""
+
+    def _warn(self, what: str, error: OSError, consequence: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
+                print(f"warning: {what}: {error.strerror or error}; {consequence}", file=sys.stderr, flush=True)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, in order. A last line torn by a crash is skipped."""
+    try:
+        return [row for _, row in _parse(Path(path))]
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give the folder of a run that has done a step") from None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value if math.isfinite(value) else None for key, value in values.items()}
+
+
+def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Every line with what it says, except a torn last one. Raises UserError on any other malformed line."""
+    lines = path.read_bytes().split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row: Any = None
+        with contextlib.suppress(ValueError):  # of the JSON or of its UTF-8
+            row = json.loads(line.decode())
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append((line, row))
+        elif number < len(lines):
+            raise UserError(f'{path}:{number}: not a JSON object with an integer "step"; delete this line')
+    return rows
+
+
+def _move_aside(path: Path) -> None:
+    """Rename an older record to the first free of metrics.1.jsonl, metrics.2.jsonl, ..."""
+    if path.exists():
+        number = 1
+        while (aside := path.with_suffix(f".{number}.jsonl")).exists():
+            number += 1
+        path.rename(aside)
+
+
+def _drop_from(path: Path, step: int) -> None:
+    """Keep the lines before `step`, byte for byte; the file is the old one or the new one at any instant."""
+    if not path.exists():
+        return
+    kept = [line + b"\n" for line, row in _parse(path) if row["step"] < step]
+    aside = path.with_suffix(".jsonl.tmp")
+    with open(aside, "wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # makes the rename itself durable
+    finally:
+        os.close(folder)

@@ -1,0 +1,121 @@
+"""Checkpoints for resuming: Megatron's distributed format, written aside, hashed and renamed.
+
+    checkpoints/step_00000003/   Megatron's files, run.json, manifest.json (SHA-256 of every other file)
+    checkpoints/latest           the name of the newest complete one, moved last
+
+Megatron-Core 0.16 loads a checkpoint with a flipped byte without a word, hence the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.models.hf_io import replace_directory
+from megatron_brorl.parallel import device
+
+LATEST = "latest"
+RUN = "run.json"
+MANIFEST = "manifest.json"
+
+
+def save(root: Path, step: int, actor: torch.nn.Module, optimizer: Any, run: dict[str, Any], keep: int) -> Path:
+    """Write the state after `step` steps; a collective. run is JSON that `load` gives back. Keeps the newest `keep`."""
+    target = root / f"step_{step:08d}"
+    aside = root / f".{target.name}.writing"
+    if dist.get_rank() == 0:
+        for stale in root.glob(".step_*.writing"):
+            shutil.rmtree(stale)
+        aside.mkdir(parents=True)
+    dist.barrier()
+    with device.bridge():
+        dist_checkpointing.save(_state(actor, optimizer, loading=False), str(aside))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (aside / RUN).write_text(json.dumps(run, indent=1), encoding="utf-8")
+        manifest = {p.relative_to(aside).as_posix(): _sha256(p) for p in sorted(aside.rglob("*")) if p.is_file()}
+        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        replace_directory(aside, target)
+        _write_atomically(root / LATEST, target.name)
+        for old in sorted(root.glob("step_*"))[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return target
+
+
+def find(root: Path) -> Path | None:
+    """The newest complete checkpoint under root, or None where there is none.
+
+    Raises UserError where checkpoints exist but the newest is damaged: going on from an older one is the user's choice.
+    """
+    candidates = sorted(root.glob("step_*"))
+    if not candidates:
+        return None
+    pointer = root / LATEST
+    name = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else candidates[-1].name
+    # A crash between the two renames leaves a complete checkpoint newer than the pointer: take it.
+    newest = max(candidates[-1].name, name)
+    directory = root / newest
+    problem = _damage(directory)
+    if problem:
+        raise UserError(f"{directory}: {problem}; delete this directory and {pointer} to go on from an older checkpoint")
+    return directory
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / RUN).read_text(encoding="utf-8"))
+
+
+def load(directory: Path, actor: torch.nn.Module, optimizer: Any) -> None:
+    """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one."""
+    with device.bridge():
+        state = dist_checkpointing.load(_state(actor, optimizer, loading=True), str(directory))
+        actor.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+
+def _state(actor: torch.nn.Module, optimizer: Any, loading: bool) -> dict[str, Any]:
+    model = actor.sharded_state_dict(prefix="")
+    return {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading)}
+
+
+def _damage(directory: Path) -> str:
+    path = directory / MANIFEST
+    if not path.is_file():
+        return f"{MANIFEST} is missing"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return f"{MANIFEST} is not readable"
+    for name, digest in manifest.items():
+        if not (directory / name).is_file():
+            return f"{name} is missing"
+        if _sha256(directory / name) != digest:
+            return f"{name} is damaged (its SHA-256 is not the one written)"
+    return ""
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.writing")
+    with aside.open("w", encoding="utf-8") as f:
+        f.write(text + "\n")
+        f.flush()
+        os.fsync(f.fileno())
+    aside.rename(path)

@@ -1,0 +1,27 @@
+"""Scalars over ranks: a few numbers by name, in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_brorl.parallel import device
+
+
+def combine(values: Mapping[str, float], op: Any, *groups: dist.ProcessGroup | None) -> dict[str, float]:
+    """Reduce every value over each group in turn (None = all ranks) in float64; every rank must name the same keys."""
+    packed = torch.tensor(list(values.values()), dtype=torch.float64, device=device.default_device())
+    for group in groups:
+        dist.all_reduce(packed, op, group=group)
+    return dict(zip(values, packed.tolist(), strict=True))
+
+
+def total(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dict[str, float]:
+    return combine(values, dist.ReduceOp.SUM, *(groups or (None,)))
+
+
+def greatest(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dict[str, float]:
+    return combine(values, dist.ReduceOp.MAX, *(groups or (None,)))

@@ -1,0 +1,238 @@
+"""The figure of a run: six panels from metrics.jsonl and, once the run has ended, summary.json.
+
+A row's "step" counts from 0, so its values belong to step + 1 on the axis; a held-out evaluation recorded in it was
+made after its update. "Before" stands at 0, "after" at summary["steps"]. No pyplot: nothing here is global.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.metrics import METRICS_FILE, read_metrics
+
+# Okabe and Ito's palette, which every kind of colour vision tells apart.
+BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+GREY = "#8C8C8C"
+PHASES = {"generate": BLUE, "score": ORANGE, "train": GREEN, "refit": PURPLE}
+_FEW = 40  # up to here every step gets a marker; above, a running mean
+
+Row = dict[str, Any]
+
+
+def plot_run(run_dir: Path) -> Path:
+    """Draw run_dir/curves.png and return its path."""
+    run_dir = Path(run_dir)
+    rows = read_metrics(run_dir / METRICS_FILE)
+    figure = build_figure(rows, _read_summary(run_dir / "summary.json"))
+    path, aside = run_dir / "curves.png", run_dir / "curves.png.tmp"
+    try:
+        FigureCanvasAgg(figure).print_figure(aside, dpi=110, format="png", pil_kwargs={"optimize": True})
+        os.replace(aside, path)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be written: {e.strerror}; free some space or make it writable") from None
+    return path
+
+
+def build_figure(rows: list[Row], summary: dict[str, Any]) -> Figure:
+    """The six panels, in reading order in `figure.axes`. Missing or null values leave gaps."""
+    figure = Figure(figsize=(13.5, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    figure.suptitle(_title(rows, summary), fontsize=13)
+    (reward, accuracy, length), (kept, seconds, health) = figure.subplots(2, 3)
+    steps = np.array([row["step"] + 1 for row in rows], dtype=np.int64)
+
+    _panel(reward, "Training reward", "mean reward")
+    _curve(reward, steps, _column(rows, "reward"), BLUE)
+
+    _panel(accuracy, "Held-out accuracy", "pass@1")
+    _accuracy(accuracy, rows, summary)
+
+    _panel(length, "Response length", "mean length (tokens)")
+    _curve(length, steps, _column(rows, "response_tokens"), PURPLE)
+
+    _panel(kept, "Dynamic sampling", "prompts kept")
+    _curve(kept, steps, _column(rows, "kept_share"), GREEN)
+    kept.set_ylim(-0.03, 1.03)
+    kept.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+    _panel(seconds, "Step time", "time per step (s)")
+    _stack(seconds, steps, rows)
+
+    _health(health, steps, rows)
+
+    last = max([*steps.tolist(), *_evaluations(rows, summary), 1])
+    for axes in figure.axes:
+        axes.set_xlim(-0.03 * last - 0.5, last * 1.03 + 0.5)
+    return figure
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path}: cannot be read: {e}; delete it to plot without it") from None
+    if not isinstance(summary, dict):
+        raise UserError(f"{path}: not a JSON object; delete it to plot without it")
+    return summary
+
+
+def _title(rows: list[Row], summary: dict[str, Any]) -> str:
+    steps = summary.get("steps", rows[-1]["step"] + 1 if rows else 0)
+    parts = [f"{steps} training step{'' if steps == 1 else 's'}"]
+    if "rollouts_per_prompt" in summary:
+        parts.insert(0, f"N = {summary['rollouts_per_prompt']} rollouts per prompt")
+    before, after = summary.get("pass_at_1_before"), summary.get("pass_at_1_after")
+    if before and after:
+        change = f"held-out pass@1 {before['mean']:.1%} → {after['mean']:.1%}"
+        if "held_out_prompts" in summary:
+            change += f" ({summary['held_out_prompts']} prompts)"
+        parts.append(change)
+    if "job_seconds" in summary:
+        minutes = summary["job_seconds"] / 60
+        parts.append(f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes:.1f} min")
+    return "   ·   ".join(parts)
+
+
+def _panel(axes: Axes, title: str, ylabel: str) -> None:
+    axes.set_title(title, fontsize=11, loc="left", fontweight="bold")
+    axes.set_xlabel("training step")
+    axes.set_ylabel(ylabel)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+
+
+def _column(rows: list[Row], key: str) -> np.ndarray:
+    """One value per row; NaN where it is missing or null."""
+    return np.array([np.nan if row.get(key) is None else row[key] for row in rows], dtype=np.float64)
+
+
+def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, smooth: bool = True) -> None:
+    """The values as they are, and their running mean where there are many."""
+    known = np.isfinite(values)
+    if not known.any():
+        _say(axes, "not recorded")
+        return
+    few = len(values) <= _FEW
+    faint = smooth and not few
+    # A point between two gaps has no line to either side: without a marker it would not show.
+    padded = np.concatenate([[False], known, [False]])
+    marked = known if few else known & ~padded[:-2] & ~padded[2:]
+    axes.plot(
+        steps,
+        values,
+        color=color,
+        linewidth=0.8 if faint else 1.6,
+        alpha=0.4 if faint else 1.0,
+        marker="o",
+        markersize=3.5,
+        markevery=np.flatnonzero(marked).tolist(),
+    )
+    if faint:
+        half = max(2, len(values) // 40)
+        means = [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+        axes.plot(steps, means, color=color, linewidth=2.0, label=f"mean of {2 * half + 1} steps")
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def _evaluations(rows: list[Row], summary: dict[str, Any]) -> dict[int, tuple[float, float, float]]:
+    """Steps done -> (mean, low, high) of pass@1; before and after come from the summary."""
+    found: dict[int, tuple[float, float, float]] = {}
+    for row in rows:
+        mean = row.get("pass_at_1")
+        if mean is not None:
+            low, high = row.get("pass_at_1_low"), row.get("pass_at_1_high")
+            found[row["step"] + 1] = (mean, mean if low is None else low, mean if high is None else high)
+    ends = {"pass_at_1_before": 0, "pass_at_1_after": summary.get("steps", rows[-1]["step"] + 1 if rows else 0)}
+    for key, step in ends.items():
+        if summary.get(key):
+            found[step] = (summary[key]["mean"], summary[key]["low"], summary[key]["high"])
+    return dict(sorted(found.items()))
+
+
+def _accuracy(axes: Axes, rows: list[Row], summary: dict[str, Any]) -> None:
+    found = _evaluations(rows, summary)
+    if not found:
+        _say(axes, "no evaluation yet")
+        return
+    mean, low, high = np.array(list(found.values()), dtype=np.float64).T
+    axes.errorbar(
+        list(found),
+        mean,
+        yerr=np.maximum([mean - low, high - mean], 0.0),
+        color=RED,
+        marker="o",
+        markersize=5,
+        linewidth=1.6,
+        elinewidth=1.4,
+        capsize=4,
+        label="mean and 95% interval",
+    )
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _stack(axes: Axes, steps: np.ndarray, rows: list[Row]) -> None:
+    """One band per phase; what no phase accounts for is "other"."""
+    times = [row.get("time") or {} for row in rows]
+    if not any(times):
+        _say(axes, "not recorded")
+        return
+    first = int(steps.min())
+    base = np.zeros(int(steps.max()) - first + 1)
+    edges = np.arange(first, first + len(base) + 1) - 0.5
+    whole = base.copy()
+    whole[steps - first] = np.nan_to_num(_column(times, "step"))
+    for phase, color in {**PHASES, "other": GREY}.items():
+        height = np.maximum(whole - base, 0)
+        if phase != "other":
+            height[:] = 0
+            height[steps - first] = np.nan_to_num(_column(times, phase))
+        if height.max() > 0.005 * whole.max():
+            axes.stairs(base + height, edges, baseline=base, fill=True, color=color, label=phase)
+        base = base + height
+    axes.margins(y=0)
+    axes.set_ylim(0, 1.25 * base.max() if base.max() > 0 else 1)  # room for the legend
+    axes.legend(
+        frameon=False, fontsize=9, ncols=5, loc="upper center", columnspacing=0.9, handlelength=0.9, handletextpad=0.4
+    )
+
+
+def _health(axes: Axes, steps: np.ndarray, rows: list[Row]) -> None:
+    """How far engine and trainer disagree; the gradient norm in a run that did not record it."""
+    gap = _column(rows, "logprob_gap_max")
+    if not np.isfinite(gap).any():
+        _panel(axes, "Gradient norm", "norm before clipping")
+        _curve(axes, steps, _column(rows, "grad_norm"), SKY)
+        return
+    _panel(axes, "Engine against trainer", "largest log-prob gap (nats)")
+    if not np.nanmax(gap) > 0:
+        _say(axes, "exactly 0 at every step")
+        return
+    axes.set_yscale("log")
+    _curve(axes, steps, np.where(gap > 0, gap, np.nan), SKY, smooth=False)  # a log scale has no 0
+
+
+def _say(axes: Axes, text: str) -> None:
+    """In place of a curve."""
+    axes.set_yticks([])
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)

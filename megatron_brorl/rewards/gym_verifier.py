@@ -1,0 +1,33 @@
+"""Scoring with reasoning-gym. Importing this file imports the library, which takes about a second."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import reasoning_gym  # noqa: F401  (here, so that the import is not on the clock of the first answer)
+
+from megatron_brorl.rewards import gym_tasks
+
+PARTIAL_CREDIT_CAP = 0.98
+
+
+def score(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+    """The library's verdict on `answer` for the item metadata["entry"] of task metadata["source_dataset"].
+
+    Partial credit is capped: one wrong cell of a hundred scores 0.99 in the library, which must not pass for right.
+    """
+    config = metadata.get("config")
+    scorer = _scorer(metadata["source_dataset"], json.dumps(config, sort_keys=True) if config else "{}")
+    value = scorer(answer, metadata["entry"])
+    return PARTIAL_CREDIT_CAP if PARTIAL_CREDIT_CAP < value < 1 else value
+
+
+@functools.lru_cache(maxsize=128)
+def _scorer(name: str, config: str) -> Callable[[str, Mapping[str, Any]], float]:
+    scorer: Callable[[str, Mapping[str, Any]], float] = gym_tasks.create(
+        name, 0, json.loads(config), "reward"
+    ).score_answer
+    return scorer

@@ -1,0 +1,204 @@
+"""Scoring in worker processes that can be killed.
+
+Verifiers run on text that the policy wrote. One that hangs, crashes, raises or returns nonsense costs its answer the
+reward and is counted; it never costs the step. Verdicts come in the order of the requests and do not depend on the
+number of workers.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.process import WorkerProcess
+from megatron_brorl.rewards.protocol import READY, STATUSES, Item
+from megatron_brorl.types import Prompt
+
+Status = Literal["ok", "timeout", "error", "invalid", "crash", "no_answer"]
+
+REGISTRY = "megatron_brorl.rewards.registry:verifier"
+_START_S = 120.0  # for the imports of a worker
+_START_ATTEMPTS = 3  # per worker
+_CHUNK = 256  # items at most per message
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    prompt: Prompt
+    answer: str | None  # None: the response holds no answer
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The reward of one request; 0 unless the status is ok.
+
+    timeout: took longer than the deadline. error: the verifier raised. invalid: it returned something other than a
+    number in [0, 1]. crash: its process died, twice. no_answer: there was nothing to score.
+    """
+
+    reward: float
+    status: Status
+
+
+class RewardPool:
+    """Worker processes behind one call. For use from one thread; a context manager.
+
+    resolve names the function that maps a verifier's name to the verifier, as "module:function" (tests give their own).
+    """
+
+    def __init__(self, workers: int, timeout_s: float, memory_mb: int = 4096, resolve: str = REGISTRY) -> None:
+        self._count, self._timeout_s, self._memory_mb, self._resolve = workers, timeout_s, memory_mb, resolve
+        self._lanes: list[_Lane] = []
+        self._closed = False
+        self._failed_starts = 0
+        self._open()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the workers."""
+        self._closed = True
+        self._kill()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers."""
+        return [lane.worker.pid for lane in self._lanes]
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
+        """One verdict per request, in order. Equal answers to the same prompt are scored once."""
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+        index: dict[tuple[str, str, str | None, int, str], int] = {}
+        items: list[Item] = []
+        places: list[int | None] = []
+        for request in requests:
+            prompt, answer = request.prompt, request.answer
+            if answer is None:
+                places.append(None)
+                continue
+            key = (prompt.verifier, prompt.id, prompt.answer, id(prompt.metadata), answer)
+            if key not in index:
+                index[key] = len(items)
+                items.append((prompt.verifier, prompt.answer, prompt.metadata, answer))
+            places.append(index[key])
+        self._open()
+        try:
+            verdicts = _Run(self, items).verdicts()
+        except BaseException:
+            self._kill()  # half-read verdicts must not meet the next call
+            raise
+        return [Verdict(0.0, "no_answer") if place is None else verdicts[place] for place in places]
+
+    def _open(self) -> None:
+        while len(self._lanes) < self._count:
+            self._lanes.append(_Lane(self._start()))
+
+    def _start(self) -> WorkerProcess:
+        return WorkerProcess(self._resolve, self._timeout_s, self._memory_mb)
+
+    def _kill(self) -> None:
+        for lane in self._lanes:
+            lane.worker.kill()
+        self._lanes.clear()
+
+
+class _Lane:
+    """One worker and the items it has been given and has not answered."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        self.worker = worker
+        self.pending: deque[int] = deque()
+        self.ready = False  # has imported what these items need
+        self.proven = False  # was ready before
+        self.deadline = float("inf")
+
+
+class _Run:
+    """One call of RewardPool.score."""
+
+    def __init__(self, pool: RewardPool, items: list[Item]) -> None:
+        self._pool, self._items = pool, items
+        self._queue = deque(range(len(items)))
+        self._crashed_before: set[int] = set()
+        self._verdicts: list[Verdict | None] = [None] * len(items)
+
+    def verdicts(self) -> list[Verdict]:
+        lanes = self._pool._lanes
+        with selectors.DefaultSelector() as selector:
+            for lane in lanes:
+                selector.register(lane.worker, selectors.EVENT_READ, lane)
+            while self._queue or any(lane.pending for lane in lanes):
+                for lane in lanes:
+                    if self._queue and not lane.pending:
+                        self._hand_out(lane)
+                began = time.monotonic()
+                wait = max(0.0, min(lane.deadline for lane in lanes) - began)
+                heard = [key.data for key, _ in selector.select(wait)]
+                for lane in lanes:
+                    if lane in heard:
+                        alive = self._listen(lane)
+                    else:
+                        alive = lane.deadline > began  # silent although its time was up before we listened
+                        if not alive:
+                            self._time_out(lane)
+                    if not alive:
+                        selector.unregister(lane.worker)
+                        self._replace(lane)
+                        selector.register(lane.worker, selectors.EVENT_READ, lane)
+        return [verdict for verdict in self._verdicts if verdict is not None]
+
+    def _hand_out(self, lane: _Lane) -> None:
+        size = min(_CHUNK, max(1, len(self._queue) // (4 * len(self._pool._lanes))))
+        lane.pending.extend(self._queue.popleft() for _ in range(min(size, len(self._queue))))
+        lane.ready, lane.deadline = False, time.monotonic() + _START_S
+        lane.worker.send([self._items[i] for i in lane.pending])
+
+    def _listen(self, lane: _Lane) -> bool:
+        """Take in what a worker says; False if it is gone."""
+        records = lane.worker.receive()
+        if records is None:
+            self._bury(lane)
+            return False
+        for status, reward in records:
+            if status == READY:
+                lane.ready = lane.proven = True
+                self._pool._failed_starts = 0
+            else:
+                self._verdicts[lane.pending.popleft()] = Verdict(reward, STATUSES[status])  # type: ignore[arg-type]
+        lane.deadline = time.monotonic() + self._pool._timeout_s if lane.pending else float("inf")
+        return True
+
+    def _bury(self, lane: _Lane) -> None:
+        """A worker died by itself: the item it was at is tried once more, the others are as new."""
+        if lane.pending and lane.ready:
+            suspect = lane.pending[0]
+            if suspect in self._crashed_before:
+                lane.pending.popleft()
+                self._verdicts[suspect] = Verdict(0.0, "crash")
+            self._crashed_before.add(suspect)
+        elif lane.pending and not lane.proven:
+            self._pool._failed_starts += 1
+            reason = lane.worker.failure()
+            if reason is not None or self._pool._failed_starts >= _START_ATTEMPTS * self._pool._count:
+                raise UserError(f"reward worker cannot start: {reason or 'killed, perhaps for lack of memory'}")
+
+    def _time_out(self, lane: _Lane) -> None:
+        if not lane.ready:
+            raise UserError(f"reward worker cannot start: no answer in {_START_S:.0f} s; is the machine overloaded?")
+        self._verdicts[lane.pending.popleft()] = Verdict(0.0, "timeout")
+
+    def _replace(self, lane: _Lane) -> None:
+        lane.worker.kill()
+        self._queue.extendleft(reversed(lane.pending))
+        lane.pending.clear()
+        lane.worker, lane.ready, lane.proven, lane.deadline = self._pool._start(), False, False, float("inf")

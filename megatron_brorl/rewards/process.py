@@ -1,0 +1,102 @@
+"""The pool's handle on one worker process.
+
+Started by exec and never by a plain fork, so it is safe in a process with torch threads and open sockets, and unlike
+multiprocessing's "spawn" it does not import the main module again. Its own session keeps the terminal's Ctrl-C away.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+
+from megatron_brorl.rewards.protocol import LENGTH, RECORD, Item
+
+_EXIT_S = 10.0
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class WorkerProcess:
+    def __init__(self, resolve: str, timeout_s: float, memory_mb: int) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed in kill)
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "megatron_brorl.rewards.worker"),
+                *(resolve, str(timeout_s), str(memory_mb), str(os.getpid())),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=_environment(),
+            start_new_session=True,
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._verdicts = self._process.stdin, self._process.stdout
+        self._partial = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Readable when there are verdicts, or when the process is gone."""
+        return self._verdicts.fileno()
+
+    def send(self, items: list[Item]) -> None:
+        """Hand over a chunk. A worker that is gone shows at the next receive."""
+        body = pickle.dumps(items, protocol=pickle.HIGHEST_PROTOCOL)
+        rest = memoryview(LENGTH.pack(len(body)) + body)
+        try:
+            while rest:
+                rest = rest[os.write(self._requests.fileno(), rest) :]
+        except BrokenPipeError:
+            pass
+
+    def receive(self) -> list[tuple[int, float]] | None:
+        """The records (status, reward) that have arrived; None when the process is gone."""
+        data = os.read(self._verdicts.fileno(), 1 << 16)
+        if not data:
+            return None
+        data = self._partial + data
+        whole = len(data) - len(data) % RECORD.size
+        self._partial = data[whole:]
+        return list(RECORD.iter_unpack(data[:whole]))
+
+    def failure(self) -> str | None:
+        """Why a worker that is gone ended by itself: the last line it wrote. None if a signal ended it."""
+        try:
+            if self._process.wait(_EXIT_S) < 0:
+                return None
+        except subprocess.TimeoutExpired:
+            return None
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {self._process.returncode}"
+
+    def kill(self) -> None:
+        """End it and all that its verifiers have started."""
+        if self._process.returncode is None:  # not waited for yet, so the number is still its own
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self._process.kill()
+            self._process.wait()
+        for file in (self._requests, self._verdicts, self._stderr):
+            file.close()
+
+
+def _environment() -> dict[str, str]:
+    seed = os.environ.get("PYTHONHASHSEED", "")
+    return {
+        **os.environ,
+        **dict.fromkeys(_ONE_THREAD, "1"),
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONHASHSEED": seed if seed.isdigit() else "0",  # the same reward in every worker
+        "CUDA_VISIBLE_DEVICES": "",
+    }

@@ -1,0 +1,22 @@
+"""What the pool and its workers say to one another, over two pipes.
+
+Pool to worker: the length of a pickle (8 bytes), then the pickle, a list of items. Worker to pool: one fixed record
+when it has imported what the items need, then one per item, each written before the next item begins. So the pool
+knows at any moment which item a worker is at, and it never unpickles what comes back from a process that has handled
+hostile text.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+Item = tuple[str, str | None, Mapping[str, Any], str]  # verifier, reference, metadata, answer
+
+LENGTH = struct.Struct("<Q")
+RECORD = struct.Struct("<Bd")  # status, reward
+
+READY = 255
+STATUSES = ("ok", "error", "invalid")  # by their code
+OK, ERROR, INVALID = range(3)

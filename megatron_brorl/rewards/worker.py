@@ -1,0 +1,91 @@
+"""A process of the reward pool: `python -m megatron_brorl.rewards.worker RESOLVE TIMEOUT_S MEMORY_MB PARENT_PID`.
+
+It runs verifiers and nothing else, never imports torch, and dies with its parent: idle, it sees the end of its input;
+inside a verifier that hangs, an alarm of the kernel ends it soon after the pool should have.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import resource
+import select
+import signal
+import sys
+from numbers import Real
+
+from megatron_brorl.rewards.protocol import ERROR, INVALID, LENGTH, OK, READY, RECORD, Item
+from megatron_brorl.rewards.registry import Verifier
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_LOOK_UP_MS = 5000  # how often an idle worker looks whether its parent lives
+
+
+def main(resolve_path: str, timeout_s: float, memory_mb: int, parent: int) -> None:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _limit(resource.RLIMIT_AS, memory_mb << 20)
+    _limit(resource.RLIMIT_CORE, 0)
+    requests, verdicts = os.dup(0), os.dup(1)
+    silence = os.open(os.devnull, os.O_RDWR)
+    os.dup2(silence, 0)
+    os.dup2(silence, 1)  # some verifiers print
+    module, _, function = resolve_path.partition(":")
+    resolve = getattr(importlib.import_module(module), function)
+    known: dict[str, Verifier] = {}
+    while (items := _read_chunk(requests, parent)) is not None:
+        for name in {item[0] for item in items} - known.keys():
+            known[name] = resolve(name)
+        os.dup2(silence, 2)  # what went wrong until here is for the pool to read; from here on, verdicts say it
+        os.write(verdicts, RECORD.pack(READY, 0.0))
+        for item in items:
+            signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 10)
+            os.write(verdicts, RECORD.pack(*judge(known[item[0]], item)))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def judge(verify: Verifier, item: Item) -> tuple[int, float]:
+    """Status and reward of one item; only a real number in [0, 1] is a reward."""
+    _, reference, metadata, answer = item
+    try:
+        reward = verify(answer, reference, metadata)
+        if isinstance(reward, Real) and 0 <= reward <= 1:
+            return OK, float(reward)
+        return INVALID, 0.0
+    except BaseException:  # SystemExit too: a verifier cannot end its worker
+        return ERROR, 0.0
+
+
+def _limit(what: int, value: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def _read_chunk(fd: int, parent: int) -> list[Item] | None:
+    """The next list of items; None when the parent is gone."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while not poll.poll(_LOOK_UP_MS):
+        if os.getppid() != parent:
+            return None
+    header = _read(fd, LENGTH.size)
+    body = _read(fd, LENGTH.unpack(header)[0]) if header else None
+    return pickle.loads(body) if body else None
+
+
+def _read(fd: int, size: int) -> bytes | None:
+    parts = []
+    while size:
+        part = os.read(fd, min(size, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

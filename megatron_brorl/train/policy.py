@@ -1,0 +1,111 @@
+"""The actor's update: mini-batches of prompts, the clipped loss, and the figures people watch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron_brorl.algo import loss as losses
+from megatron_brorl.config import AlgoConfig, OptimConfig
+from megatron_brorl.parallel import collect, device
+from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.train.worker import Worker
+from megatron_brorl.types import Experience
+
+
+def learning_rate(optim: OptimConfig, update: int) -> float:
+    """Linear warm-up over warmup_steps optimizer steps, then constant. update counts from 0."""
+    return optim.lr * min(1.0, (update + 1) / optim.warmup_steps) if optim.warmup_steps else optim.lr
+
+
+def update_policy(
+    worker: Worker,
+    experience: Experience,
+    groups: list[int],
+    algo: AlgoConfig,
+    optim: OptimConfig,
+    temperature: float,
+    first_update: int,
+) -> dict[str, float]:
+    """Run epochs x mini_batches optimizer steps; returns their figures, the same on every rank.
+
+    groups: the sizes of the experience's groups in order; a mini-batch takes whole groups. first_update: optimizer
+    steps done before. Figures are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where
+    the actor still has the weights that the engine sampled from.
+    """
+    sums = dict.fromkeys(losses.SUMS, 0.0)
+    ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
+    batches = [b for _ in range(algo.epochs) for b in mini_batches(groups, algo.mini_batches)]
+    for i, rows in enumerate(batches):
+        part = experience.take(rows)
+        divisor = collect.total({"tokens": float(sum(map(len, part.responses)))}, worker.grid.groups.dp)["tokens"]
+        if not divisor:
+            continue  # every rank's share of this mini-batch was dropped
+        lr = learning_rate(optim, first_update + i)
+        update, values = worker.train(
+            part.prompts, part.responses, _loss_function(part, algo, divisor), temperature, lr
+        )
+        figures = _over_ranks(worker, values)
+        for key in losses.SUMS:
+            sums[key] += figures[key]
+        ratio_max = max(ratio_max, figures["ratio_max"])
+        norms.append(update.grad_norm)
+        skipped += not update.applied
+        if i == 0:
+            gap = {"mean": figures["rollout_gap"] / figures["tokens"], "max": figures["rollout_gap_max"]}
+    tokens = sums["tokens"] or 1.0
+    return {
+        "loss": sums["loss"] / max(len(norms), 1),
+        "grad_norm": sum(norms) / max(len(norms), 1),
+        "updates": float(len(norms)),
+        "updates_skipped": float(skipped),
+        "lr": lr,
+        "entropy": sums["entropy"] / tokens,
+        "clipped_low": sums["clipped_low"] / tokens,
+        "clipped_high": sums["clipped_high"] / tokens,
+        "approx_kl": sums["approx_kl"] / tokens,
+        "ratio_max": ratio_max,
+        "logprob_gap_mean": gap["mean"],
+        "logprob_gap_max": gap["max"],
+        "trained_tokens": sums["tokens"],
+    }
+
+
+def mini_batches(groups: list[int], count: int) -> list[list[int]]:
+    """Cut groups of the given sizes into `count` runs of whole groups, as even as possible; rows of each."""
+    starts = [0]
+    for size in groups:
+        starts.append(starts[-1] + size)
+    cuts = [len(groups) * i // count for i in range(count + 1)]
+    return [list(range(starts[a], starts[b])) for a, b in zip(cuts, cuts[1:])]  # noqa: B905
+
+
+def _loss_function(part: Experience, algo: AlgoConfig, divisor: float) -> Any:
+    where = device.default_device()
+
+    def loss(batch: Packed, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
+        old = None if part.old_log_probs is None else batch.gather(part.old_log_probs).to(where)
+        result = losses.policy_loss(
+            log_probs,
+            entropy,
+            old,
+            batch.gather(part.rollout_log_probs).to(where),
+            batch.repeat(part.advantages).to(where),
+            divisor,
+            algo.eps_low,
+            algo.eps_high,
+            algo.is_cap,
+        )
+        return result.loss, result
+
+    return loss
+
+
+def _over_ranks(worker: Worker, values: list[losses.PolicyLoss]) -> dict[str, float]:
+    """Figures of all micro-batches of all ranks; only the last pipeline stage has any."""
+    grid = worker.grid
+    sums = {k: sum((v.sums[k] for v in values), 0.0) for k in losses.SUMS}
+    maxima = {k: max((v.maxima[k] for v in values), default=0.0) for k in losses.MAXIMA}
+    groups = (grid.groups.pp, grid.groups.dp)
+    return collect.total(sums, *groups) | collect.greatest(maxima, *groups)

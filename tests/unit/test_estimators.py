@@ -1,0 +1,75 @@
+"""pass@k against enumeration, the bootstrap against the normal approximation and itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from megatron_brorl.algo.estimators import Interval, bootstrap_mean, pass_at_k
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_sample(n: int) -> None:
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        right = [i < c for i in range(n)]
+        subsets = [any(chosen) for chosen in itertools.combinations(right, k)]
+        assert pass_at_k(n, c, k) == float(Fraction(sum(subsets), len(subsets)))
+
+
+def test_pass_at_k_at_the_sizes_of_a_real_run() -> None:
+    assert pass_at_k(512, 1, 1) == 1 / 512
+    assert pass_at_k(512, 1, 256) == 0.5
+    # As a product (the form in the paper's code), where floats are good enough to compare.
+    product = 1 - math.prod(1 - 64 / i for i in range(512 - 3 + 1, 512 + 1))
+    assert pass_at_k(512, 3, 64) == pytest.approx(product, rel=1e-12)
+    assert pass_at_k(8192, 8191, 4096) == 1.0
+    assert pass_at_k(10**6, 1, 1) == 1e-6  # 1 - (1 - 1e-6) would have lost ten digits
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5), (0, 0, 1)])
+def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match=r"must be in \["):
+        pass_at_k(n, c, k)
+
+
+def test_bootstrap_agrees_with_the_normal_approximation() -> None:
+    x = np.random.default_rng(0).beta(2.0, 3.0, size=4000)
+    got = bootstrap_mean(x.tolist(), resamples=4000, seed=1)
+    half = 1.959964 * x.std() / math.sqrt(x.size)
+    assert got.mean == x.mean()
+    # The ends are quantiles of 4000 draws: their own standard error is 0.0422 * (2 * half / 3.92).
+    assert got.low == pytest.approx(x.mean() - half, abs=0.1 * half)
+    assert got.high == pytest.approx(x.mean() + half, abs=0.1 * half)
+
+
+def test_bootstrap_of_two_prompts_is_the_binomial() -> None:
+    # Means 0, 1/2, 1 with probability 1/4, 1/2, 1/4: the 2.5% and 97.5% quantiles are the extremes.
+    assert bootstrap_mean([0.0, 1.0], resamples=500, seed=0) == Interval(0.5, 0.0, 1.0)
+
+
+def test_bootstrap_depends_on_its_arguments_only() -> None:
+    values = np.random.default_rng(1).random(50).tolist()
+    first = bootstrap_mean(values, resamples=200, seed=7)
+    np.random.seed(123)
+    np.random.random(10)
+    assert bootstrap_mean(values, resamples=200, seed=7) == first
+    assert bootstrap_mean(values, resamples=200, seed=8) != first
+    assert bootstrap_mean(values, resamples=200, seed=-1).low < first.mean  # any integer is a seed
+
+
+def test_bootstrap_of_equal_values_has_no_width() -> None:
+    assert bootstrap_mean([0.25], resamples=10, seed=0).as_dict() == {"mean": 0.25, "low": 0.25, "high": 0.25}
+    assert bootstrap_mean([0.5] * 9, resamples=10, seed=0) == Interval(0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "resamples", "message"),
+    [([], 10, "at least one prompt"), ([0.5], 0, "at least 1"), ([0.5, float("nan")], 10, "finite")],
+)
+def test_bootstrap_refuses_what_has_no_interval(values: list[float], resamples: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bootstrap_mean(values, resamples, seed=0)

@@ -1,0 +1,122 @@
+"""What the console shows, with a clock that the test turns."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from megatron_brorl.progress import progress
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a pipe stays plain all the same
+    clock, out = _Clock(), io.StringIO()
+    with progress(3, "train", True, stream=out, clock=clock) as p:
+        clock.now += 10
+        p.update(1, {"reward": "0.25", "loss": "1e-3"})
+        p.note("saved [step 1]")
+        clock.now += 20
+        p.update(2, {})
+        clock.now += 3600
+        p.update(3, {"reward": "0.50"})
+    assert out.getvalue() == (
+        "train 1/3  elapsed 0:10  left 0:20  reward 0.25  loss 1e-3\n"
+        "saved [step 1]\n"
+        "train 2/3  elapsed 0:30  left 0:15\n"
+        "train 3/3  elapsed 1:00:30  left 0:00  reward 0.50\n"
+    )
+
+
+def test_time_left_follows_the_last_twenty_steps() -> None:
+    clock, out = _Clock(), io.StringIO()
+    with progress(100, "t", True, stream=out, clock=clock) as p:
+        for step in range(1, 41):
+            clock.now += 60 if step <= 20 else 1
+            p.update(step, {})
+    assert out.getvalue().splitlines()[19].endswith("left 1:20:00")  # 80 steps of 60 s
+    assert out.getvalue().splitlines()[39].endswith("left 1:00")  # 60 steps of 1 s
+
+
+def test_a_resumed_run_does_not_count_the_steps_of_its_forerunner() -> None:
+    clock, out = _Clock(), io.StringIO()
+    with progress(100, "train", True, start=90, stream=out, clock=clock) as p:
+        p.update(90, {})
+        clock.now += 5
+        p.update(91, {})
+    assert out.getvalue() == "train 90/100  elapsed 0:00  left ?\ntrain 91/100  elapsed 0:05  left 0:45\n"
+
+
+def test_no_steps_at_all() -> None:
+    out, terminal = io.StringIO(), _Terminal()
+    for stream in (out, terminal):
+        with progress(0, "train", True, stream=stream, clock=_Clock()) as p:
+            p.update(0, {})
+    assert out.getvalue() == "train 0/0  elapsed 0:00  left 0:00\n"
+    assert "0/0" in terminal.getvalue()
+
+
+def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    for stream in (out, None):
+        with progress(3, "train", False, stream=stream) as p:
+            p.update(1, {"reward": "0.5"})
+            p.note("hello")
+    assert out.getvalue() == ""
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_default_is_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(1, "train", True) as p:
+        p.note("hello")
+    assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_a_terminal_gets_one_display_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    clock, out = _Clock(), _Terminal()
+    with progress(4, "train", True, stream=out, clock=clock) as p:
+        clock.now += 10
+        p.update(1, {"reward": "0.25"})
+        p.note("saved [bold] step 1")
+    text = out.getvalue()
+    for part in ("train", "1/4", "elapsed 0:10", "left 0:30", "reward 0.25", "saved [bold] step 1", "\x1b[2K"):
+        assert part in text
+    assert text.endswith("\x1b[?25h")  # the cursor is given back
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    out = _Terminal()
+    with progress(1, "train", True, stream=out, clock=_Clock()) as p:
+        p.update(1, {})
+    assert out.getvalue() == "train 1/1  elapsed 0:00  left 0:00\n"
+
+
+def test_a_stream_nobody_reads_does_not_end_the_run() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with progress(1, "train", True, stream=Gone(), clock=_Clock()) as p:
+        p.update(1, {})
+        p.note("hello")
+
+
+def test_an_error_inside_passes_through() -> None:
+    with pytest.raises(KeyError), progress(1, "train", True, stream=_Terminal()):
+        raise KeyError
