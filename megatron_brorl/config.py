@@ -37,7 +37,8 @@ _NOT_NEGATIVE = (
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = "runs/default"  # metrics, checkpoints, plots and the trained model go here
-    seed: int = 0  # the only seed: data order, initial weights and every random stream derive from it
+    seed: int = 0  # the only seed: data order and every random stream derive from it
+    started: float = 0.0  # Unix time at which the whole job began, where this command is not its first; 0 = now
 
 
 @dataclass(frozen=True)

@@ -7,3 +7,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -169,9 +169,9 @@ def build_actor(shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bo
     # in the gradient norm.
     parameters = dict(global_parameters(actor))
     for entry in entries(shape, grid.pipeline, actor.fused_norms):
-        if entry.layout != "replicated" and entry.megatron in parameters:
-            dim = 1 if entry.layout == "columns" else 0
-            set_tensor_model_parallel_attributes(parameters[entry.megatron], True, dim, 1)
+        parameter = parameters.get(entry.megatron)
+        if parameter is not None and entry.layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, 1 if entry.layout == "columns" else 0, 1)
     if actor.post_process and not actor.pre_process and shape.tied:
         set_tensor_model_parallel_attributes(actor.output_layer.weight, True, 0, 1)
     return actor.to(device=device.default_device(), dtype=dtype)

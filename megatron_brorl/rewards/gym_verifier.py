@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ def score(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> fl
     """
     config = metadata.get("config")
     scorer = _scorer(metadata["source_dataset"], json.dumps(config, sort_keys=True) if config else "{}")
-    value = scorer(answer, metadata["entry"])
+    with decimal.localcontext(decimal.DefaultContext):  # a task that sets the precision must not set that of others
+        value = scorer(answer, metadata["entry"])
     return PARTIAL_CREDIT_CAP if PARTIAL_CREDIT_CAP < value < 1 else value
 
 

@@ -19,6 +19,7 @@ from megatron_brorl.rewards.protocol import ERROR, INVALID, LENGTH, OK, READY, R
 from megatron_brorl.rewards.registry import Verifier
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ALARM_SLACK_S = 5.0  # beyond the deadline, so that a living pool is always first
 _LOOK_UP_MS = 5000  # how often an idle worker looks whether its parent lives
 
 
@@ -42,7 +43,7 @@ def main(resolve_path: str, timeout_s: float, memory_mb: int, parent: int) -> No
         os.dup2(silence, 2)  # what went wrong until here is for the pool to read; from here on, verdicts say it
         os.write(verdicts, RECORD.pack(READY, 0.0))
         for item in items:
-            signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 10)
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + _ALARM_SLACK_S)
             os.write(verdicts, RECORD.pack(*judge(known[item[0]], item)))
         signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -1,0 +1,116 @@
+"""An endless stream of generated prompts: prompt i is a pure function of (tasks, seed, i).
+
+Nothing is stored to resume it, any rank can make any part of it, and the random state of Python is not touched.
+"""
+
+from __future__ import annotations
+
+import decimal
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Container
+from typing import Any
+
+from megatron_brorl.config import DataConfig, TaskConfig
+from megatron_brorl.data.prompts import render
+from megatron_brorl.data.tokenizers import Tokenizer
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import gym_tasks
+from megatron_brorl.types import Prompt
+
+_ATTEMPTS = 1000
+
+
+class GeneratedPrompts:
+    """Prompts of the weighted tasks of `config`, none of which has a text in `exclude`."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        seed: int,
+        tokenizer: Tokenizer,
+        max_prompt_tokens: int,
+        exclude: frozenset[str] = frozenset(),
+    ) -> None:
+        self._config, self._seed, self._exclude = config, seed, exclude
+        self._tokenizer, self._max_prompt_tokens = tokenizer, max_prompt_tokens
+        self._tasks = [_Task(task, f"data.tasks[{i}]", _draw(seed, "task", i)) for i, task in enumerate(config.tasks)]
+        self._until = list(itertools.accumulate(task.weight for task in config.tasks))
+
+    def prompt(self, index: int) -> Prompt:
+        return self._first_outside(self._exclude, index)
+
+    def held_out(self, count: int) -> list[Prompt]:
+        """`count` prompts of different text."""
+        found: dict[str, Prompt] = {}
+        for index in range(count):
+            prompt = self._first_outside(found, index)
+            found[prompt.text] = prompt
+        return list(found.values())
+
+    def _first_outside(self, taken: Container[str], index: int) -> Prompt:
+        for attempt in range(_ATTEMPTS):
+            prompt = self._make(index, attempt)
+            if prompt.text not in taken:
+                return prompt
+        raise UserError(
+            f"data.tasks: {_ATTEMPTS} draws in a row gave a text that is held out already: the tasks have too few "
+            "different prompts; lower data.held_out_prompts or widen the config of the tasks"
+        )
+
+    def _make(self, index: int, attempt: int) -> Prompt:
+        """What `index` stands for at an attempt; the first takes item `index`, the next ones a random item."""
+        point = _draw(self._seed, "pick", index, attempt) / 2**48 * self._until[-1]
+        which = next(i for i, until in enumerate(self._until) if point < until)
+        task = self._tasks[which]
+        item = index if attempt == 0 else _draw(self._seed, "item", index, attempt) >> 8
+        text, entry = task.item(item)
+        text, ids = render(text, self._tokenizer, self._config, self._max_prompt_tokens, f"{task.where} item {item}")
+        metadata = {"source_dataset": task.name, "entry": entry}
+        if task.config:
+            metadata["config"] = task.config
+        prompt_id = f"{task.name}:{self._seed}:{index}"
+        return Prompt(prompt_id, text, ids, entry["answer"], "reasoning_gym", metadata)
+
+
+class _Task:
+    def __init__(self, task: TaskConfig, where: str, seed: int) -> None:
+        self.where, self.name, self.config = f"{where} ({task.name})", task.name, dict(task.config)
+        if not (task.weight > 0 and math.isfinite(task.weight)):
+            raise UserError(f"{where}.weight = {task.weight}: must be a positive number")
+        self._keep = self._pattern(task.keep, where) if task.keep else None
+        self._items = gym_tasks.create(task.name, seed, task.config, where)
+
+    def item(self, index: int) -> tuple[str, dict[str, Any]]:
+        """Text and entry of an item, the entry as it would come out of a JSON file."""
+        with decimal.localcontext(decimal.DefaultContext):  # some tasks set the precision, for all that come after
+            entry = json.loads(json.dumps(self._items[index]))
+        question: str = entry["question"]
+        if self._keep is None:
+            return question, entry
+        match = self._keep.search(question)
+        if match is None or not match[1]:
+            raise UserError(
+                f"{self.where}: keep = {self._keep.pattern!r} finds nothing in {question!r}; "
+                'mend the pattern, or set keep = "" for the whole question'
+            )
+        return match[1], entry
+
+    @staticmethod
+    def _pattern(keep: str, where: str) -> re.Pattern[str]:
+        try:
+            pattern = re.compile(keep, re.DOTALL)
+        except re.error as e:
+            raise UserError(f"{where}.keep = {keep!r}: not a regular expression: {e}") from None
+        if pattern.groups < 1:
+            raise UserError(f"{where}.keep = {keep!r}: needs a group (...) around what is to be the prompt")
+        return pattern
+
+
+def _draw(*key: int | str) -> int:
+    """A number below 2**48 that depends on the key only."""
+    digest = hashlib.blake2b(":".join(map(str, key)).encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")

@@ -1,0 +1,90 @@
+"""Hugging Face tokenizers, read from a local directory by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from megatron_brorl.errors import UserError
+
+_MARK = "\u2039message\u203a"  # stands for the message while its chat template is taken apart
+
+
+class HuggingFaceTokenizer:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        try:
+            self._inner: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except Exception as e:  # a broken tokenizer.json arrives as almost anything, even a bare Exception
+            reason = " ".join(str(e).split()) or type(e).__name__
+            raise UserError(
+                f"{directory}/tokenizer.json: transformers cannot load it: {reason}; copy the tokenizer files again"
+            ) from None
+        self.vocab_size = len(self._inner)
+        eos_id = self._inner.eos_token_id
+        if eos_id is None:
+            raise UserError(
+                f"{directory}/tokenizer_config.json: the tokenizer has no end-of-sequence token, so no response could "
+                'end; set "eos_token" to the token the model was trained to end with'
+            )
+        self.eos_id = int(eos_id)
+        self.bos_id: int | None = self._inner.bos_token_id
+        self.pad_id: int | None = self._inner.pad_token_id
+        self.unk_id: int | None = self._inner.unk_token_id
+        self._special = [t.content for t in self._inner.added_tokens_decoder.values() if t.special]
+        plain = self._ids("a")
+        led = self._inner("a").input_ids
+        self._leads_with_bos = self.bos_id is not None and led[:1] == [self.bos_id] and plain[:1] != [self.bos_id]
+
+    def encode(self, text: str) -> list[int]:
+        return self._ids(text, split_special_tokens=True)
+
+    def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
+        ids = self._framed(before, text, after)
+        if self._leads_with_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def apply_chat(self, text: str) -> tuple[str, list[int]]:
+        if not self._inner.chat_template:
+            raise UserError(
+                f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
+                "set data.chat = false or use an instruction-tuned model"
+            )
+        rendered = self._render(text)
+        if not self._has_special(text):
+            return rendered, self._ids(rendered)
+        before, mark, after = self._render(_MARK).partition(_MARK)
+        if not mark or _MARK in after:
+            raise UserError(
+                f"{self.directory}: a prompt contains a special token of the tokenizer, and its chat template does not "
+                "keep messages apart; remove the special token from the data"
+            )
+        return before + text + after, self._framed(before, text, after)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(
+            self._inner.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def _render(self, text: str) -> str:
+        message = [{"role": "user", "content": text}]
+        return str(self._inner.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+
+    def _framed(self, before: str, text: str, after: str) -> list[int]:
+        """In one piece, as the model was trained to see it, unless the text would turn into special tokens."""
+        if self._has_special(text):
+            return [*self._ids(before), *self.encode(text), *self._ids(after)]
+        return self._ids(before + text + after)
+
+    def _has_special(self, text: str) -> bool:
+        return any(token in text for token in self._special)
+
+    def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
+        encoded = self._inner(
+            text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False
+        ).input_ids
+        return [int(i) for i in encoded]

@@ -1,0 +1,193 @@
+"""Rows of data files, checked one by one, and their way to prompts.
+
+A row is an object {"prompt": str, "answer": str or null, "verifier": str, "id": str, "metadata": object}; only the
+prompt is required, the verifier is "exact" by default. JSONL rows are named by their line, Parquet rows by their
+number, both from 1. In Parquet, metadata may be a struct or a string of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from megatron_brorl.config import DataConfig
+from megatron_brorl.data.tokenizers import Tokenizer
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.gym_tasks import check_entry
+from megatron_brorl.rewards.registry import check_verifier
+from megatron_brorl.types import Prompt
+
+_KEYS = ("prompt", "answer", "verifier", "id", "metadata")
+_BOM = b"\xef\xbb\xbf"
+_TOLERATED = 0.01  # share of rows that may be skipped
+
+
+@dataclass(frozen=True)
+class Row:
+    where: str  # file:row
+    prompt: str
+    answer: str | None
+    verifier: str
+    id: str
+    metadata: dict[str, Any]
+
+
+def read_rows(path: Path, skip_bad: bool) -> tuple[list[Row], list[str]]:
+    """The rows of a .jsonl or .parquet file, and one line for each malformed row that was skipped.
+
+    Raises UserError at the first malformed row, or with skip_bad where more than 1% of the rows are malformed.
+    """
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise UserError(f"{path}: unknown kind of data file; use {' or '.join(readers)}")
+    rows: list[Row] = []
+    skipped: list[str] = []
+    places: dict[str, str] = {}  # id -> where
+    try:
+        for number, raw in readers[path.suffix](path):
+            where = f"{path}:{number}"
+            try:
+                row = _check(raw, where, f"{path.name}:{number}")
+                if row.id in places:
+                    raise UserError(f"{where}: id {row.id!r} is taken by {places[row.id]}; give every row its own id")
+            except UserError as e:
+                if not skip_bad:
+                    raise
+                skipped.append(str(e))
+                continue
+            places[row.id] = where
+            rows.append(row)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such data file") from None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
+    except pyarrow.ArrowException as e:
+        raise UserError(f"{path}: not a valid Parquet file: {' '.join(str(e).split())}") from None
+    total = len(rows) + len(skipped)
+    if len(skipped) > _TOLERATED * total:
+        raise UserError(
+            f"{path}: {len(skipped)} of {total} rows are malformed, more than {_TOLERATED:.0%}; mend the file; "
+            f"the first: {skipped[0]}"
+        )
+    return rows, skipped
+
+
+def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int) -> list[Prompt]:
+    """Prompts of the rows, template or chat template applied. Raises UserError naming the row that does not fit."""
+    prompts = []
+    for row in rows:
+        text, ids = render(row.prompt, tokenizer, config, max_prompt_tokens, row.where)
+        prompts.append(Prompt(row.id, text, ids, row.answer, row.verifier, row.metadata))
+    return prompts
+
+
+def render(
+    text: str, tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int, where: str
+) -> tuple[str, tuple[int, ...]]:
+    """The text of a task in its frame, and its token ids."""
+    before, _, after = config.template.partition("{prompt}")
+    if config.chat:
+        framed, ids = tokenizer.apply_chat(before + text + after)
+    else:
+        framed, ids = before + text + after, tokenizer.encode_prompt(text, before, after)
+    if len(ids) > max_prompt_tokens:
+        raise UserError(
+            f"{where}: the prompt has {len(ids)} tokens, but at most {max_prompt_tokens} leave room for a response; "
+            "shorten it, lower rollout.max_tokens or raise model.context"
+        )
+    if not ids:
+        raise UserError(f"{where}: the prompt has no tokens; give it some text")
+    if tokenizer.unk_id is not None and tokenizer.unk_id in ids:
+        raise UserError(
+            f"{where}: the prompt has characters that the tokenizer does not know: {framed[:80]!r}; "
+            "remove them or use a tokenizer that covers them"
+        )
+    return framed, tuple(ids)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(_BOM)
+            if line.strip():
+                yield number, line
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    number = 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+
+
+def _check(raw: Any, where: str, default_id: str) -> Row:
+    row = _parse(raw, where) if isinstance(raw, bytes) else raw
+    if not isinstance(row, dict):
+        raise UserError(f'{where}: a row must be an object such as {{"prompt": "...", "answer": "..."}}')
+    unknown = [key for key in row if key not in _KEYS]
+    if unknown:
+        raise UserError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(_KEYS)}; put the rest in metadata")
+    prompt, answer, row_id = row.get("prompt"), row.get("answer"), row.get("id")
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UserError(f"{where}: prompt must be a string that is not empty, not {_shown(prompt)}")
+    if answer is not None and not isinstance(answer, str):
+        raise UserError(f"{where}: answer must be a string or null, not {_shown(answer)}; put it in quotes")
+    if row_id is not None and (not isinstance(row_id, str) or not row_id):
+        raise UserError(f"{where}: id must be a string that is not empty, not {_shown(row_id)}")
+    verifier = row.get("verifier")
+    verifier = "exact" if verifier is None else verifier
+    if not isinstance(verifier, str):
+        raise UserError(f"{where}: verifier must be a string, not {_shown(verifier)}")
+    check_verifier(verifier, where)
+    metadata = row.get("metadata")
+    if isinstance(metadata, str) and not isinstance(raw, bytes):
+        metadata = _parse(metadata.encode("utf-8", "surrogatepass"), where)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict):
+        raise UserError(f"{where}: metadata must be an object, not {_shown(metadata)}")
+    for key, text in (("prompt", prompt), ("answer", answer), ("id", row_id)):
+        if text is not None and not _is_unicode(text):
+            raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); mend its escapes")
+    if not _is_finite(metadata):
+        raise UserError(f"{where}: metadata has a NaN or infinite number; use a finite number or null")
+    if verifier == "exact" and answer is None:
+        raise UserError(f'{where}: verifier "exact" compares with the answer, and there is none; add "answer"')
+    if verifier == "reasoning_gym":
+        check_entry(metadata, where)
+    return Row(where, prompt, answer, verifier, default_id if row_id is None else row_id, metadata)
+
+
+def _parse(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as e:
+        raise UserError(f"{where}: not UTF-8 (byte {e.start + 1} of the row); save the file as UTF-8") from None
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{where}: not valid JSON: {' '.join(str(e).split())}; mend or remove the row") from None
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_finite(v) for v in value.values())
+    if isinstance(value, list):
+        return all(_is_finite(v) for v in value)
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,126 @@
+"""sentencepiece models: loading one, and training a small one for a model made from nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import sentencepiece
+
+from megatron_brorl.errors import UserError
+
+_BYTE_FALLBACK_FROM = 512  # below, 256 byte tokens would leave no room for anything else
+_ERRORS_ONLY = 2
+
+
+class SentencePieceTokenizer:
+    """A tokenizer.model; whether prompts begin with BOS is said by tokenizer_config.json, as in Llama directories."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        path = directory / "tokenizer.model"
+        self._model = sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(path.read_bytes())
+        except (RuntimeError, OSError) as e:
+            raise UserError(f"{path}: not a sentencepiece model ({_one_line(e)}); copy it again") from None
+        self.vocab_size = int(self._model.vocab_size())
+        if self._model.eos_id() < 0:
+            raise UserError(
+                f"{path}: the tokenizer has no end-of-sequence token, so no response could end; train it with an eos_id"
+            )
+        self.eos_id = int(self._model.eos_id())
+        self.bos_id = _optional(self._model.bos_id())
+        self.pad_id = _optional(self._model.pad_id())
+        self.unk_id = _optional(self._model.unk_id())
+        self._control = {i for i in range(self.vocab_size) if self._model.is_control(i)}
+        self._leads_with_bos = self.bos_id is not None and _adds_bos(directory / "tokenizer_config.json")
+
+    def encode(self, text: str) -> list[int]:
+        return [int(i) for i in self._model.encode(text)]
+
+    def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
+        ids = self.encode(before + text + after)
+        return [self.bos_id, *ids] if self._leads_with_bos and self.bos_id is not None else ids
+
+    def apply_chat(self, text: str) -> tuple[str, list[int]]:
+        raise UserError(
+            f"{self.directory}: data.chat = true, but a sentencepiece tokenizer has no chat template; "
+            "set data.chat = false and write the frame of the prompt into data.template"
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        kept = [int(i) for i in ids if int(i) not in self._control]
+        return str(self._model.decode(kept)) if kept else ""
+
+
+def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) -> SentencePieceTokenizer:
+    """Train a BPE model on the texts, write it to the directory and load it.
+
+    Deterministic. Digits are single tokens and white space survives a round trip. The vocabulary is smaller than
+    asked for where the texts do not yield that many pieces. From 512 pieces on, unseen characters fall back to bytes.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            split_digits=True,
+            byte_fallback=vocab_size >= _BYTE_FALLBACK_FROM,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            max_sentence_length=1 << 24,
+            num_threads=1,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=3,
+            minloglevel=_ERRORS_ONLY,
+        )
+    except (RuntimeError, OSError) as e:
+        raise UserError(
+            f"{directory}/tokenizer.model: cannot train a tokenizer of {vocab_size} pieces: {_one_line(e)}; "
+            "give more text or another vocabulary size"
+        ) from None
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.model").write_bytes(model.getvalue())
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "add_prefix_space": False,
+        "legacy": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return SentencePieceTokenizer(directory)
+
+
+def _adds_bos(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        llama = str(config.get("tokenizer_class", "")).startswith("LlamaTokenizer")  # whose default it is
+        return bool(config.get("add_bos_token", llama))
+    except (ValueError, AttributeError) as e:
+        raise UserError(f"{path}: not a JSON object ({_one_line(e)}); copy it again") from None
+
+
+def _optional(token_id: int) -> int | None:
+    return int(token_id) if token_id >= 0 else None
+
+
+def _one_line(e: Exception) -> str:
+    return " ".join(str(e).split()) or type(e).__name__

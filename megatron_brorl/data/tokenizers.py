@@ -1,0 +1,90 @@
+"""Text to token ids and back, for Hugging Face directories and for sentencepiece models."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from megatron_brorl.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron_brorl.errors import UserError
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+class Tokenizer(Protocol):
+    """What the project asks of a tokenizer.
+
+    The text of a prompt is data: "</s>" in it is four characters, never the end of the sequence. Only what the user
+    or the model's author wrote around it (a template) may contain special tokens.
+    """
+
+    @property
+    def directory(self) -> Path: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int: ...
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    @property
+    def pad_id(self) -> int | None: ...
+
+    @property
+    def unk_id(self) -> int | None: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, no special token added or recognized."""
+
+    def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
+        """Ids of before + text + after, led by the BOS token if the model's own tokenizer does so.
+
+        Special tokens are recognized in before and after, not in text.
+        """
+
+    def apply_chat(self, text: str) -> tuple[str, list[int]]:
+        """The chat template around one user message, up to where the assistant begins: as text and as ids."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids; special tokens are left out."""
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a model directory: tokenizer.json (Hugging Face) if there, else tokenizer.model (sentencepiece).
+
+    Raises UserError if there is neither, if a file is broken or if there is no end-of-sequence token.
+    """
+    if (directory / "tokenizer.json").is_file():
+        from megatron_brorl.data.hf_tokenizer import HuggingFaceTokenizer  # transformers takes seconds to import
+
+        return HuggingFaceTokenizer(directory)
+    if (directory / "tokenizer.model").is_file():
+        return SentencePieceTokenizer(directory)
+    raise UserError(
+        f"{directory}: no tokenizer.json and no tokenizer.model there; copy the tokenizer files of the model into it"
+    )
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Copy the tokenizer's files into a directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if directory.resolve() == tokenizer.directory.resolve():
+        return
+    for name in _FILES:
+        if (tokenizer.directory / name).is_file():
+            shutil.copyfile(tokenizer.directory / name, directory / name)

@@ -1,0 +1,38 @@
+"""What a command derives from the configuration and the model's directory before anything is built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_brorl.config import Config
+from megatron_brorl.data.tokenizers import Tokenizer
+from megatron_brorl.errors import UserError
+from megatron_brorl.hf_config import ModelShape
+
+
+def context(config: Config, shape: ModelShape) -> int:
+    """Prompt + response tokens at most. Raises UserError where the model or the responses do not fit."""
+    limit = config.model.context or shape.context
+    if limit > shape.context:
+        raise UserError(
+            f"model.context = {limit} exceeds max_position_embeddings = {shape.context} of {config.model.path}"
+        )
+    if config.rollout.max_tokens >= limit:
+        raise UserError(
+            f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in a context of {limit} tokens"
+        )
+    return limit
+
+
+def stop_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokenizer's EOS and whatever generation_config.json adds (chat models stop at their end of turn)."""
+    ids = {tokenizer.eos_id}
+    path = directory / "generation_config.json"
+    if path.is_file():
+        try:
+            extra = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (json.JSONDecodeError, AttributeError) as e:
+            raise UserError(f"{path}: not a JSON object: {e}") from None
+        ids |= set(extra) if isinstance(extra, list) else {extra} if isinstance(extra, int) else set()
+    return tuple(sorted(ids))

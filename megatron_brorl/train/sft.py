@@ -1,0 +1,61 @@
+"""Supervised training on solved examples, with the same worker: a warm start that is partly right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.algo.loss import token_cross_entropy
+from megatron_brorl.config import OptimConfig, SftConfig
+from megatron_brorl.data.solved import solved_examples
+from megatron_brorl.data.source import PromptSource
+from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.parallel import collect
+from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.progress import Progress
+from megatron_brorl.train.policy import learning_rate
+from megatron_brorl.train.worker import Worker
+
+
+def sft(
+    worker: Worker,
+    source: PromptSource,
+    config: SftConfig,
+    optim: OptimConfig,
+    writer: MetricsWriter | None,
+    progress: Progress,
+    stop: Callable[[], bool],
+) -> None:
+    """config.steps optimizer steps of next-token training on the reference answers, each followed by EOS.
+
+    stop() is asked after every step, on every rank alike; training ends early where it says so.
+    """
+    grid = worker.grid
+    for step in range(config.steps):
+        start = time.monotonic()
+        examples = solved_examples(source.take(step, config.examples_per_step))[grid.dp_rank :: grid.data]
+        prompts = [torch.tensor(p) for p, _ in examples]
+        responses = [torch.tensor(r) for _, r in examples]
+        own = float(sum(map(len, responses)))
+        tokens = collect.total({"tokens": own}, grid.groups.dp)["tokens"]
+        lr = learning_rate(optim, step)
+        update, losses = worker.train(prompts, responses, _loss(tokens), 1.0, lr)
+        loss = collect.total({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp)["loss"]
+        seconds = {"step": time.monotonic() - start}
+        if writer:
+            writer.write(step, {"loss": loss, "grad_norm": update.grad_norm, "lr": lr, "tokens": tokens}, seconds)
+        progress.update(step + 1, {"loss": f"{loss:.3f}", "grad norm": f"{update.grad_norm:.2f}"})
+        if stop():
+            return
+
+
+def _loss(divisor: float) -> Any:
+    def loss(_batch: Packed, log_probs: Tensor, _entropy: Tensor) -> tuple[Tensor, float]:
+        value = token_cross_entropy(log_probs, divisor)
+        return value, float(value.detach())
+
+    return loss
