@@ -1,0 +1,23 @@
+"""Worlds of 1, 2 and 4 gloo processes, started at first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dist.world import World
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Callable[[int], World]]:
+    started: dict[int, World] = {}
+
+    def get(size: int) -> World:
+        if size not in started:
+            started[size] = World(size)
+        return started[size]
+
+    yield get
+    for world in started.values():
+        world.close()

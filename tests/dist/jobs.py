@@ -1,0 +1,84 @@
+"""What the processes of tests/dist run. Every function takes the rank first and returns plain tensors or numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import tiny
+from megatron_brorl.config import AlgoConfig, OptimConfig, ParallelConfig
+from megatron_brorl.hf_config import read_shape
+from megatron_brorl.models import hf_io
+from megatron_brorl.parallel import grid as grids
+from megatron_brorl.train.policy import update_policy
+from megatron_brorl.train.worker import Worker
+from megatron_brorl.types import Experience
+
+
+def rows(seed: int, count: int = 24) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Ragged prompts and responses: four prompts, siblings of different lengths, one of a single token."""
+    g = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (5, 9, 2, 6)]
+    lengths = [1, *torch.randint(1, 20, (count - 1,), generator=g).tolist()]
+    return (
+        [prompts[i * 4 // count] for i in range(count)],
+        [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in lengths],
+    )
+
+
+def make_worker(
+    directory: str, parallel: dict[str, Any], optim: OptimConfig | None = None, tokens: int = 120, **kwargs: Any
+) -> Worker:
+    grid = grids.build(ParallelConfig(**parallel))
+    worker = Worker(read_shape(directory), grid, torch.float32, tokens, optim=optim, **kwargs)
+    worker.load_hf(directory)
+    return worker
+
+
+def log_probs(_rank: int, directory: str, parallel: dict[str, Any], temperature: float) -> list[torch.Tensor]:
+    prompts, responses = rows(1)
+    return make_worker(directory, parallel).log_probs(prompts, responses, temperature)
+
+
+def export(rank: int, directory: str, parallel: dict[str, Any], target: str) -> dict[str, torch.Tensor]:
+    """Load, stream back and (rank 0) write a Hugging Face directory; returns what this rank saw of the stream."""
+    worker = make_worker(directory, parallel)
+    seen = {name: tensor.clone() for name, tensor in worker.hf_tensors()}
+    if rank == 0:
+        hf_io.save(seen.items(), directory, target, "float32")
+    return seen
+
+
+def train_steps(
+    _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Two policy updates from the same weights and the same global batch; figures of each and the final weights."""
+    # Adam's eps well above float32 noise: at 1e-8 the first step is the sign of each gradient, also of those (key
+    # biases) that are zero but for rounding, and the comparison would be one of rounding errors.
+    optim = OptimConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
+    worker = make_worker(
+        directory, parallel, optim, options.get("tokens", 120), recompute=options.get("recompute", False)
+    )
+    prompts, responses = rows(2)
+    g = torch.Generator().manual_seed(3)
+    noise = [0.3 * torch.randn(len(r), generator=g) for r in responses]
+    advantages = torch.randn(len(responses), generator=g)
+    base = torch.full((), -4.0)
+    data, rank = worker.grid.data, worker.grid.dp_rank
+    own = list(range(len(prompts) * rank // data, len(prompts) * (rank + 1) // data))
+    experience = Experience(
+        prompts=tuple(prompts),
+        responses=tuple(responses),
+        rollout_log_probs=tuple(base + 0.5 * n for n in noise),
+        old_log_probs=tuple(base + n for n in noise),
+        advantages=advantages,
+    ).take(own)
+    figures = []
+    for update in range(2):
+        # Whole groups of 6 rows; a rank has its share of them.
+        sizes = [6] * (len(own) // 6)
+        figures.append(
+            update_policy(worker, experience, sizes, AlgoConfig(eps_low=0.9, eps_high=4.0), optim, 0.9, update)
+        )
+    return figures, {name: tensor.clone() for name, tensor in worker.hf_tensors()}

@@ -1,0 +1,104 @@
+"""The same model under every layout: logits against transformers, exact round trips, equal training steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from dist.jobs import rows
+from transformers import AutoModelForCausalLM
+
+import tiny
+
+LAYOUTS = [
+    (1, {}),
+    (2, {"tensor": 2}),
+    (2, {"tensor": 2, "sequence": True}),
+    (2, {"pipeline": 2}),
+    (4, {"tensor": 2, "pipeline": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Directory and transformers model of every family, tied and untied."""
+    made = {}
+    for family, tied in tiny.CASES:
+        directory = tmp_path_factory.mktemp(f"{family}-{tied}")
+        made[family, tied] = (str(directory), tiny.make_model(directory, family, tied))
+    return made
+
+
+@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_log_probs_equal_transformers(worlds, models, size, parallel, case):
+    directory, model = models[case]
+    results = worlds(size).run("jobs:log_probs", directory, parallel, 0.7)
+    prompts, responses = rows(1)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        with torch.no_grad():
+            logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+        expected = logits.log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
+        for result in results:
+            torch.testing.assert_close(result[row], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_round_trip_is_bit_exact(worlds, models, tmp_path, size, parallel, case):
+    directory, model = models[case]
+    target = tmp_path / "out"
+    results = worlds(size).run("jobs:export", directory, parallel, str(target))
+    expected = dict(model.state_dict())
+    if case[1]:
+        expected.pop("lm_head.weight")
+    for seen in results:
+        assert seen.keys() == expected.keys()
+        assert all(torch.equal(seen[name], expected[name]) for name in expected)
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert loaded.config.rope_parameters == model.config.rope_parameters
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+TRAINING = [
+    (2, {"tensor": 2}, {}),
+    (2, {"tensor": 2, "sequence": True}, {}),
+    (2, {"pipeline": 2}, {}),
+    (4, {"tensor": 2, "pipeline": 2}, {}),
+    (2, {}, {}),
+    (4, {"tensor": 2}, {}),
+    (4, {"pipeline": 2}, {"recompute": True}),
+    (1, {}, {"tokens": 1}),  # every row alone in its micro-batch: unpacked
+]
+
+
+@pytest.fixture(scope="module")
+def single(worlds, models):
+    """Two updates of a single process with everything in one micro-batch."""
+    return {
+        case: worlds(1).run("jobs:train_steps", models[case][0], {}, {"tokens": 100_000})[0]
+        for case in [("qwen2", True), ("qwen3", False)]
+    }
+
+
+@pytest.mark.parametrize(("size", "parallel", "options"), TRAINING)
+@pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False)])
+def test_training_step_equals_single_process(worlds, models, single, size, parallel, options, case):
+    """Loss, gradient norm and updated weights of two clipped AdamW steps, within 1e-5 relative."""
+    expected_figures, expected = single[case]
+    assert expected_figures[0]["grad_norm"] > 0.5  # clipping is at work
+    for figures, weights in worlds(size).run("jobs:train_steps", models[case][0], parallel, options):
+        for got, want in zip(figures, expected_figures, strict=True):
+            for key in ("loss", "grad_norm", "entropy", "approx_kl", "logprob_gap_mean"):
+                assert got[key] == pytest.approx(want[key], rel=1e-5)
+            for key in ("clipped_low", "clipped_high", "trained_tokens", "updates", "updates_skipped"):
+                assert got[key] == want[key]
+        assert weights.keys() == expected.keys()
+        for name, value in expected.items():
+            distance = (weights[name] - value).norm() / value.norm()
+            assert distance <= 1e-5, f"{name}: {distance}"

@@ -1,0 +1,73 @@
+"""Processes over gloo that run test functions: started once, used by many tests.
+
+A job is "module:function" of tests/dist with picklable arguments; every rank calls function(rank, *args) and the
+results come back in rank order. A rank that raises fails the test with its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import traceback
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+class World:
+    """`size` processes that wait for jobs."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, job: str, *args: Any, timeout: float = 300) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((job, args))
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(timeout):
+                raise TimeoutError(f"{job}: rank {rank} gave no answer in {timeout} s")
+            ok, value = pipe.recv()
+            if not ok:
+                raise AssertionError(f"{job} failed on rank {rank}:\n{value}")
+            results.append(value)
+        return results
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job, args = pipe.recv()
+        except EOFError:
+            return
+        module, _, name = job.partition(":")
+        try:
+            pipe.send((True, getattr(importlib.import_module(f"dist.{module}"), name)(rank, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
