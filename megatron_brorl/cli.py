@@ -127,7 +127,7 @@ def _sft(args: argparse.Namespace) -> int:
         writer = session.writer(None)
         with progress(config.sft.steps, "sft", session.speaks) as p:
             p.note(session.sources.report)
-            sft(worker, session.sources.train, config.sft, optim, writer, p, session.stop_requested)
+            sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p, session.stop_requested)
         session.export(worker)
     return 0
 

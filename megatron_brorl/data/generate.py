@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from megatron_brorl.config import DataConfig, TaskConfig
@@ -37,8 +37,7 @@ class GeneratedPrompts:
     ) -> None:
         self._config, self._seed, self._exclude = config, seed, exclude
         self._tokenizer, self._max_prompt_tokens = tokenizer, max_prompt_tokens
-        self._tasks = [_Task(task, f"data.tasks[{i}]", _draw(seed, "task", i)) for i, task in enumerate(config.tasks)]
-        self._until = list(itertools.accumulate(task.weight for task in config.tasks))
+        self._mixture = _Mixture(config.tasks, seed)
 
     def prompt(self, index: int) -> Prompt:
         return self._first_outside(self._exclude, index)
@@ -62,18 +61,41 @@ class GeneratedPrompts:
         )
 
     def _make(self, index: int, attempt: int) -> Prompt:
-        """What `index` stands for at an attempt; the first takes item `index`, the next ones a random item."""
-        point = _draw(self._seed, "pick", index, attempt) / 2**48 * self._until[-1]
-        which = next(i for i, until in enumerate(self._until) if point < until)
-        task = self._tasks[which]
-        item = index if attempt == 0 else _draw(self._seed, "item", index, attempt) >> 8
-        text, entry = task.item(item)
-        text, ids = render(text, self._tokenizer, self._config, self._max_prompt_tokens, f"{task.where} item {item}")
+        task, number = self._mixture.pick(index, attempt)
+        text, entry = task.item(number)
+        text, ids = render(text, self._tokenizer, self._config, self._max_prompt_tokens, f"{task.where} item {number}")
         metadata = {"source_dataset": task.name, "entry": entry}
         if task.config:
             metadata["config"] = task.config
         prompt_id = f"{task.name}:{self._seed}:{index}"
         return Prompt(prompt_id, text, ids, entry["answer"], "reasoning_gym", metadata)
+
+
+def corpus(config: DataConfig, seed: int, count: int) -> Iterator[str]:
+    """Texts to train a tokenizer on before there is one: `count` prompts of the tasks in turn, and their answers."""
+    if not config.tasks:
+        raise UserError("data.tasks: there are no tasks to generate text from; name at least one")
+    tasks = [_Task(task, f"data.tasks[{i}]", _draw("corpus", seed, i)) for i, task in enumerate(config.tasks)]
+    for index in range(count):
+        text, entry = tasks[index % len(tasks)].item(index)
+        yield config.template.replace("{prompt}", text, 1)
+        if entry["answer"]:
+            yield entry["answer"]
+
+
+class _Mixture:
+    """The weighted tasks of a stream."""
+
+    def __init__(self, tasks: Sequence[TaskConfig], seed: int) -> None:
+        self._seed = seed
+        self._tasks = [_Task(task, f"data.tasks[{i}]", _draw(seed, "task", i)) for i, task in enumerate(tasks)]
+        self._until = list(itertools.accumulate(task.weight for task in tasks))
+
+    def pick(self, index: int, attempt: int) -> tuple[_Task, int]:
+        """The task that `index` stands for, and the number of its item: at the first attempt `index` itself."""
+        point = _draw(self._seed, "pick", index, attempt) / 2**48 * self._until[-1]
+        task = next(task for task, until in zip(self._tasks, self._until, strict=True) if point < until)
+        return task, index if attempt == 0 else _draw(self._seed, "item", index, attempt) >> 8
 
 
 class _Task:

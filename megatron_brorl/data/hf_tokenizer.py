@@ -33,7 +33,8 @@ class HuggingFaceTokenizer:
         self.eos_id = int(eos_id)
         self.bos_id: int | None = self._inner.bos_token_id
         self.pad_id: int | None = self._inner.pad_token_id
-        self.unk_id: int | None = self._inner.unk_token_id
+        unk_id = self._inner.unk_token_id  # GPT-2 calls its EOS that too, though it can write everything
+        self.unk_id: int | None = None if unk_id in (self.eos_id, self.bos_id, self.pad_id) else unk_id
         self._special = [t.content for t in self._inner.added_tokens_decoder.values() if t.special]
         plain = self._ids("a")
         led = self._inner("a").input_ids

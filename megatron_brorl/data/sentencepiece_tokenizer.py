@@ -62,6 +62,10 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
     Deterministic. Digits are single tokens and white space survives a round trip. The vocabulary is smaller than
     asked for where the texts do not yield that many pieces. From 512 pieces on, unseen characters fall back to bytes.
     """
+    texts = list(texts)
+    characters = sorted(
+        set().union(*texts) - {" ", "\0"}
+    )  # the trainer overlooks some, a line break at the end of a text
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -71,6 +75,7 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
             vocab_size=vocab_size,
             hard_vocab_limit=False,
             character_coverage=1.0,
+            required_chars="".join(characters),
             split_digits=True,
             byte_fallback=vocab_size >= _BYTE_FALLBACK_FROM,
             normalization_rule_name="identity",

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from megatron_brorl.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron_brorl.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
+
+__all__ = ["Tokenizer", "load_tokenizer", "save_tokenizer", "train_sentencepiece"]
 
 _FILES = (
     "tokenizer.json",

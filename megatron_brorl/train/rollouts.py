@@ -69,5 +69,5 @@ def figures(sampled: Sampled) -> dict[str, float]:
         "cut_off": float(sum(r.finish == "length" for r in rollouts)),
         "all_right": float(sum(bool((s.rewards == 1).all()) for s in sampled.groups)),
         "all_wrong": float(sum(bool((s.rewards == 0).all()) for s in sampled.groups)),
-        "unscored": float(sum(n for status, n in sampled.verdicts.items() if status not in ("ok", "no_answer"))),
+        "unscored": float(sum(sampled.verdicts.get(s, 0) for s in ("timeout", "error", "invalid", "crash"))),
     }

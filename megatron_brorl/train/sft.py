@@ -13,6 +13,7 @@ from megatron_brorl.algo.loss import token_cross_entropy
 from megatron_brorl.config import OptimConfig, SftConfig
 from megatron_brorl.data.solved import solved_examples
 from megatron_brorl.data.source import PromptSource
+from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.batch import Packed
@@ -24,6 +25,7 @@ from megatron_brorl.train.worker import Worker
 def sft(
     worker: Worker,
     source: PromptSource,
+    tokenizer: Tokenizer,
     config: SftConfig,
     optim: OptimConfig,
     writer: MetricsWriter | None,
@@ -37,7 +39,7 @@ def sft(
     grid = worker.grid
     for step in range(config.steps):
         start = time.monotonic()
-        examples = solved_examples(source.take(step, config.examples_per_step))[grid.dp_rank :: grid.data]
+        examples = solved_examples(source.take(step, config.examples_per_step), tokenizer)[grid.dp_rank :: grid.data]
         prompts = [torch.tensor(p) for p, _ in examples]
         responses = [torch.tensor(r) for _, r in examples]
         own = float(sum(map(len, responses)))

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# BroRL on a laptop: make a model of about a million parameters and its tokenizer, teach it the tasks a little, then
+# train it with 512 rollouts per prompt, on two processes, through the code path that runs on GPUs.
+# Usage: bash examples/brorl_tiny.sh [section.key=value ...]      (overrides of the reinforcement learning part)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+RUN=${RUN:-runs/brorl_tiny}
+PROCESSES=${PROCESSES:-2}
+CONFIG=examples/brorl_tiny.toml
+STARTED=$(date +%s)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # per process; torchrun would set 1 as well, and say so at length
+
+run() { # run <command> <arguments>: on all processes
+  torchrun --standalone --nproc-per-node "$PROCESSES" -m megatron_brorl "$@"
+}
+
+if [ ! -f "$RUN/sft/model/config.json" ]; then
+  echo "== 1/3 a random model and a tokenizer: $RUN/init"
+  python tools/make_tiny_model.py "$CONFIG" "$RUN/init"
+  echo "== 2/3 warm start on solved examples: $RUN/sft"
+  run sft "$CONFIG" model.path="$RUN/init" run.dir="$RUN/sft" data.train_seed=3
+fi
+echo "== 3/3 BroRL: $RUN"
+run train "$CONFIG" model.path="$RUN/sft/model" run.dir="$RUN" run.started="$STARTED" "$@"

@@ -1,0 +1,38 @@
+"""A Hugging Face directory with random weights, for models that are trained from nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_brorl.hf_config import parse_shape
+from megatron_brorl.models.hf_io import SINGLE
+from megatron_brorl.models.hf_names import hf_shapes
+
+
+def write_random_model(config: dict[str, Any], directory: Path, seed: int) -> int:
+    """Write config.json and model.safetensors; returns the number of parameters.
+
+    Linear weights and embeddings are drawn from N(0, initializer_range^2), those that write to the residual stream
+    scaled by 1 / sqrt(2 layers) (Radford et al. 2019, section 2.3); norms are one, biases zero.
+    """
+    shape = parse_shape(config, str(directory / "config.json"))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, size in hf_shapes(shape).items():
+        if name.endswith("norm.weight"):
+            tensors[name] = torch.ones(size)
+        elif name.endswith(".bias"):
+            tensors[name] = torch.zeros(size)
+        else:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = shape.init_std / (2 * shape.layers) ** 0.5 if residual else shape.init_std
+            tensors[name] = torch.randn(size, generator=generator) * std
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
+    return sum(t.numel() for t in tensors.values())

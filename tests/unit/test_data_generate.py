@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import decimal
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+
+from megatron_brorl.config import DataConfig, TaskConfig
+from megatron_brorl.data.generate import GeneratedPrompts, corpus
+from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import gym_verifier
+
+SUMS = TaskConfig("chain_sum", 3.0, r"problem: (.*) =", {"min_terms": 2, "max_terms": 2, "max_digits": 2})
+BITS = TaskConfig("count_bits", 1.0, r"number (.*)\?", {"max_n": 1 << 30})
+MIX = DataConfig(tasks=(SUMS, BITS), template="{prompt}=")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizer")
+    return train_sentencepiece(["".join(map(chr, range(32, 127))) + "\n"] * 9, path, 128)
+
+
+def stream(config: DataConfig, tokenizer: Tokenizer, seed: int = 5, limit: int = 1000, **kw: Any) -> GeneratedPrompts:
+    return GeneratedPrompts(config, seed, tokenizer, limit, **kw)
+
+
+def test_prompts_are_true_tasks(tokenizer: Tokenizer) -> None:
+    prompts = [stream(MIX, tokenizer).prompt(i) for i in range(60)]
+    for i, prompt in enumerate(prompts):
+        question, answer = prompt.text.removesuffix("="), prompt.answer
+        if prompt.id.startswith("chain_sum"):
+            left, sign, right = re.fullmatch(r"(\d+) ([+-]) (\d+)", question).groups()  # type: ignore[union-attr]
+            assert answer == str(int(left) + int(right) if sign == "+" else int(left) - int(right))
+        else:
+            assert answer == str(int(question).bit_count())
+        name = prompt.id.split(":")[0]
+        assert prompt.id == f"{name}:5:{i}"
+        assert prompt.token_ids == tuple(tokenizer.encode(prompt.text))
+        assert prompt.verifier == "reasoning_gym"
+        assert json.loads(json.dumps(prompt.metadata)) == prompt.metadata
+        assert prompt.metadata["source_dataset"] == name
+        assert prompt.metadata["entry"]["metadata"]["source_index"] == i
+        assert answer is not None
+        assert gym_verifier.score(answer, answer, prompt.metadata) == 1.0
+
+
+def test_a_prompt_is_a_pure_function_of_its_index(tokenizer: Tokenizer) -> None:
+    random.seed(0)
+    state, precision = random.getstate(), decimal.getcontext().prec
+    one = stream(MIX, tokenizer)
+    forward = [one.prompt(i) for i in range(30)]
+    backward = [stream(MIX, tokenizer).prompt(i) for i in reversed(range(30))]
+    assert forward == backward[::-1]
+    assert one.prompt(7) == forward[7]
+    assert random.getstate() == state
+    assert decimal.getcontext().prec == precision
+    assert one.prompt(10**9) == one.prompt(10**9)
+
+
+def test_one_task_does_not_change_the_items_of_another(tokenizer: Tokenizer) -> None:
+    power = TaskConfig("decimal_chain_sum", config={"min_digits": 14, "max_digits": 14})  # longer than 12 digits
+    rounding = TaskConfig("decimal_arithmetic")  # sets the precision of the process to 12
+    mixed = stream(DataConfig(tasks=(power, rounding)), tokenizer)
+    for i in range(20):
+        mixed.prompt(i)
+    sums = [p for p in map(mixed.prompt, range(20)) if p.id.startswith("decimal_chain_sum")]
+    assert sums
+    for prompt in sums:
+        (expression,) = re.findall(r"[-+\d. ]{20,}", prompt.text)
+        numbers = re.findall(r"[-+]?\d+\.?\d*", expression.replace(" ", ""))
+        assert decimal.Decimal(prompt.answer or "") == sum(map(decimal.Decimal, numbers))
+
+
+def test_prompts_do_not_depend_on_the_hash_seed(tokenizer: Tokenizer) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from megatron_brorl.config import DataConfig, TaskConfig
+from megatron_brorl.data.generate import GeneratedPrompts
+from megatron_brorl.data.tokenizers import load_tokenizer
+stream = GeneratedPrompts({MIX!r}, 5, load_tokenizer(Path({str(tokenizer.directory)!r})), 1000)
+print([stream.prompt(i).text for i in range(20)])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "77"}, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == str([stream(MIX, tokenizer).prompt(i).text for i in range(20)])
+
+
+def test_tasks_are_drawn_by_weight(tokenizer: Tokenizer) -> None:
+    one = stream(MIX, tokenizer)
+    names = Counter(one.prompt(i).id.split(":")[0] for i in range(2000))
+    assert abs(names["chain_sum"] - 1500) < 4 * (2000 * 0.75 * 0.25) ** 0.5  # four standard deviations
+
+
+def test_neighbouring_seeds_share_nothing_special(tokenizer: Tokenizer) -> None:
+    """In the library, item i of seed s is item i - 1 of seed s + 1."""
+    library = [reasoning_gym.create_dataset("count_bits", seed=s, size=100, **BITS.config) for s in (1, 2)]
+    assert library[0][1]["question"] == library[1][0]["question"]
+    config = DataConfig(tasks=(BITS,))
+    texts = [{stream(config, tokenizer, seed).prompt(i).text for i in range(200)} for seed in (1, 2)]
+    assert not texts[0] & texts[1]
+
+
+def test_held_out_prompts_are_different_and_excluded(tokenizer: Tokenizer) -> None:
+    small = TaskConfig("chain_sum", 1.0, r"problem: (.*) =", {"min_terms": 2, "max_terms": 2, "max_digits": 1})
+    config = DataConfig(tasks=(small,))
+    held_out = stream(config, tokenizer, 2).held_out(100)  # of 9 * 9 * 2 or 10 * 10 * 2
+    texts = {p.text for p in held_out}
+    assert len(texts) == 100
+    assert [p.id for p in held_out] == [f"chain_sum:2:{i}" for i in range(100)]
+    train = stream(config, tokenizer, 1, exclude=frozenset(texts))
+    prompts = [train.prompt(i) for i in range(500)]
+    assert not texts & {p.text for p in prompts}
+    assert [train.prompt(i) for i in (499, 3)] == [prompts[499], prompts[3]]
+    free = stream(config, tokenizer, 1)
+    same = sum(free.prompt(i) == p for i, p in enumerate(prompts))
+    assert 100 < same < 450  # only what was held out has moved
+    with pytest.raises(UserError, match=r"data\.tasks: 1000 draws in a row .*lower data\.held_out_prompts"):
+        stream(config, tokenizer, 2).held_out(300)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (TaskConfig("countdown"), r"data\.tasks\[1\]: reasoning-gym task 'countdown' is refused"),
+        (TaskConfig("chain_summ"), r"data\.tasks\[1\]: .*did you mean chain_sum"),
+        (TaskConfig("gcd", -1.0), r"data\.tasks\[1\]\.weight = -1.0: must be a positive number"),
+        (TaskConfig("gcd", float("nan")), r"data\.tasks\[1\]\.weight = nan"),
+        (TaskConfig("gcd", keep="("), r"data\.tasks\[1\]\.keep = '\(': not a regular expression"),
+        (TaskConfig("gcd", keep="x"), r"data\.tasks\[1\]\.keep = 'x': needs a group"),
+        (TaskConfig("gcd", config={"numbers": 2}), r"data\.tasks\[1\]: task 'gcd' does not accept its config"),
+    ],
+)
+def test_bad_tasks_are_errors(tokenizer: Tokenizer, task: TaskConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        stream(DataConfig(tasks=(SUMS, task)), tokenizer)
+
+
+def test_bad_items_are_errors(tokenizer: Tokenizer) -> None:
+    nowhere = stream(DataConfig(tasks=(TaskConfig("gcd", keep="(nowhere)"),)), tokenizer)
+    with pytest.raises(UserError, match=r"data\.tasks\[0\] \(gcd\): keep = '\(nowhere\)' finds nothing in"):
+        nowhere.prompt(0)
+    with pytest.raises(UserError, match=r"data\.tasks\[0\] \(gcd\) item 0: the prompt has \d+ tokens, but at most 5"):
+        stream(DataConfig(tasks=(TaskConfig("gcd"),)), tokenizer, limit=5).prompt(0)
+
+
+def test_a_config_travels_with_the_prompt(tokenizer: Tokenizer) -> None:
+    prompt = stream(DataConfig(tasks=(SUMS,)), tokenizer).prompt(0)
+    assert prompt.metadata["config"] == SUMS.config
+    plain = stream(DataConfig(tasks=(TaskConfig("gcd"),)), tokenizer).prompt(0)
+    assert "config" not in plain.metadata
+
+
+def test_corpus_holds_prompts_and_answers(tmp_path: Path) -> None:
+    texts = list(corpus(MIX, 0, 100))
+    assert texts == list(corpus(MIX, 0, 100))
+    assert len(texts) == 200
+    assert all(re.fullmatch(r"\d+ [+-] \d+=", t) for t in texts[0::4])
+    assert all(re.fullmatch(r"-?\d+", t) for t in texts[1::2])
+    assert all(re.fullmatch(r"\d+=", t) for t in texts[2::4])
+    tokenizer = train_sentencepiece(texts, tmp_path, 64)
+    assert stream(MIX, tokenizer).prompt(3).token_ids
+    with pytest.raises(UserError, match=r"data\.tasks: there are no tasks"):
+        list(corpus(DataConfig(), 0, 1))

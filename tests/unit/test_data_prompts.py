@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_brorl.config import DataConfig
+from megatron_brorl.data.prompts import Row, read_rows, tokenize
+from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
+from megatron_brorl.errors import UserError
+
+GOOD = b'{"prompt": "1+1", "answer": "2"}'
+ENTRY = {"question": "1+1", "answer": "2", "metadata": {"source_dataset": "chain_sum"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    texts = [f"{a}+{b}={a + b}" for a in range(20) for b in range(20)]
+    return train_sentencepiece([*texts, "Q: A:\n"], tmp_path_factory.mktemp("tokenizer"), 64)
+
+
+def write(path: Path, *lines: bytes, end: bytes = b"\n") -> Path:
+    path.write_bytes(end.join(lines) + end)
+    return path
+
+
+def test_a_row_in_full(tmp_path: Path) -> None:
+    row = {
+        "prompt": "1+1",
+        "answer": None,
+        "verifier": "reasoning_gym",
+        "id": "a",
+        "metadata": {"source_dataset": "chain_sum", "entry": ENTRY},
+    }
+    path = write(tmp_path / "f.jsonl", json.dumps(row).encode(), GOOD)
+    assert read_rows(path, False) == (
+        [
+            Row(f"{path}:1", "1+1", None, "reasoning_gym", "a", row["metadata"]),  # type: ignore[arg-type]
+            Row(f"{path}:2", "1+1", "2", "exact", "f.jsonl:2", {}),
+        ],
+        [],
+    )
+
+
+def test_bom_crlf_blank_lines_and_line_separators_inside_text(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    inner = '{"prompt": "a\u2028b\u0085c", "answer": "é"}'.encode()
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n  \n" + inner + b"\r\n" + GOOD)  # no newline at the end
+    rows, _ = read_rows(path, False)
+    assert [(r.where, r.prompt, r.answer) for r in rows] == [
+        (f"{path}:1", "1+1", "2"),
+        (f"{path}:4", "a\u2028b\u0085c", "é"),
+        (f"{path}:5", "1+1", "2"),
+    ]
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "broken": (b'{"prompt": "x"', "not valid JSON: Expecting"),
+    "two objects": (GOOD + GOOD, "not valid JSON: Extra data"),
+    "list": (b"[1]", "a row must be an object"),
+    "null": (b"null", "a row must be an object"),
+    "no prompt": (b'{"answer": "2"}', "prompt must be a string that is not empty, not null"),
+    "empty prompt": (b'{"prompt": " ", "answer": "2"}', "prompt must be a string that is not empty"),
+    "number as prompt": (b'{"prompt": 3, "answer": "2"}', "prompt must be a string that is not empty, not 3"),
+    "number as answer": (b'{"prompt": "x", "answer": 42}', "answer must be a string or null, not 42; put it in quotes"),
+    "NaN answer": (b'{"prompt": "x", "answer": NaN}', "answer must be a string or null, not NaN"),
+    "infinity": (b'{"prompt": "x", "answer": "1", "metadata": {"a": [Infinity]}}', "NaN or infinite"),
+    "overflow": (b'{"prompt": "x", "answer": "1", "metadata": {"a": 1e999}}', "NaN or infinite"),
+    "huge integer": (b'{"prompt": "x", "metadata": {"a": ' + b"9" * 5000 + b"}}", "not valid JSON"),
+    "deep": (b"[" * 100_000, "not valid JSON"),
+    "latin-1": ('{"prompt": "caf\xe9", "answer": "1"}'.encode("latin-1"), "not UTF-8 (byte 16 of the row)"),
+    "half a surrogate": (b'{"prompt": "\\ud800", "answer": "1"}', "prompt has half of a surrogate pair"),
+    "no answer": (b'{"prompt": "x"}', 'verifier "exact" compares with the answer'),
+    "misspelt": (b'{"prompt": "x", "anwser": "1"}', "unknown key 'anwser'; known: prompt, answer"),
+    "unknown verifier": (b'{"prompt": "x", "verifier": "maths"}', "no verifier is called 'maths'; known: exact"),
+    "dotted verifier": (b'{"prompt": "x", "verifier": "os:system"}', "no verifier is called 'os:system'"),
+    "verifier type": (b'{"prompt": "x", "verifier": 1}', "verifier must be a string, not 1"),
+    "id type": (b'{"prompt": "x", "answer": "1", "id": 7}', "id must be a string that is not empty, not 7"),
+    "empty id": (b'{"prompt": "x", "answer": "1", "id": ""}', "id must be a string that is not empty"),
+    "taken id": (b'{"prompt": "x", "answer": "1", "id": "first"}', "id 'first' is taken by"),
+    "metadata type": (b'{"prompt": "x", "answer": "1", "metadata": "m"}', 'metadata must be an object, not "m"'),
+    "refused task": (
+        json.dumps({"prompt": "x", "verifier": "reasoning_gym", "metadata": {"source_dataset": "countdown"}}).encode(),
+        "task 'countdown' is refused: its scorer executes the answer",
+    ),
+    "no entry": (
+        json.dumps({"prompt": "x", "verifier": "reasoning_gym", "metadata": {"source_dataset": "gcd"}}).encode(),
+        "needs metadata.entry",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_malformed_row_is_named(tmp_path: Path, kind: str) -> None:
+    line, message = BAD[kind]
+    first = b'{"prompt": "x", "answer": "1", "id": "first"}'
+    path = write(tmp_path / "f.jsonl", first, b"", line, GOOD)
+    with pytest.raises(UserError) as e:
+        read_rows(path, False)
+    assert str(e.value).startswith(f"{path}:3: ")
+    assert message in str(e.value)
+    assert "\n" not in str(e.value)
+    assert len(str(e.value)) < 400
+    many = write(tmp_path / "many.jsonl", first, line, *[GOOD] * 98)
+    rows, skipped = read_rows(many, True)
+    assert len(rows) == 99
+    assert [s.startswith(f"{many}:2: ") and message in s for s in skipped] == [True]
+
+
+def test_more_than_one_percent_is_too_much_to_skip(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.jsonl", b"[]", *[GOOD] * 97, b"{}")
+    with pytest.raises(UserError, match=r"f\.jsonl: 2 of 99 rows are malformed, more than 1%.*the first: .*:1: "):
+        read_rows(path, True)
+
+
+def test_a_large_row_is_fine(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.jsonl", json.dumps({"prompt": "x" * 10_000_000, "answer": "1"}).encode())
+    assert len(read_rows(path, False)[0][0].prompt) == 10_000_000
+
+
+def test_files_that_are_not_there_or_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").mkdir()
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet")
+    for name, message in (
+        ("none.jsonl", "no such data file"),
+        ("none.parquet", "no such data file"),
+        ("d.jsonl", "cannot be read"),
+        ("bad.parquet", "not a valid Parquet file"),
+        ("f.csv", "unknown kind of data file; use .jsonl or .parquet"),
+    ):
+        with pytest.raises(UserError) as e:
+            read_rows(tmp_path / name, False)
+        assert str(e.value).startswith(f"{tmp_path / name}: {message}")
+        assert "\n" not in str(e.value)
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def test_parquet(tmp_path: Path) -> None:
+    data = {"source_dataset": "chain_sum", "entry": ENTRY}
+    rows = [
+        {"prompt": "1+1", "answer": "2", "verifier": None, "metadata": None},
+        {"prompt": "2+2", "answer": None, "verifier": "reasoning_gym", "metadata": json.dumps(data)},
+    ]
+    path = parquet(tmp_path / "f.parquet", rows)
+    assert read_rows(path, False)[0] == [
+        Row(f"{path}:1", "1+1", "2", "exact", "f.parquet:1", {}),
+        Row(f"{path}:2", "2+2", None, "reasoning_gym", "f.parquet:2", data),
+    ]
+    structs = parquet(tmp_path / "s.parquet", [{"prompt": "1+1", "answer": "2", "metadata": {"a": 1}}])
+    assert read_rows(structs, False)[0][0].metadata == {"a": 1}
+    for column, message in (
+        ({"answer": float("nan")}, "answer must be a string or null, not NaN"),
+        ({"answer": "2", "metadata": {"a": float("nan")}}, "NaN or infinite"),
+        ({"answer": "2", "metadata": "{"}, "not valid JSON"),
+        ({"answer": "2", "data_source": "x"}, "unknown key 'data_source'"),
+    ):
+        bad = parquet(tmp_path / "b.parquet", [{"prompt": "1+1", **column}])
+        with pytest.raises(UserError) as e:
+            read_rows(bad, False)
+        assert str(e.value).startswith(f"{bad}:1: ")
+        assert message in str(e.value)
+
+
+def row(prompt: str) -> Row:
+    return Row("f.jsonl:7", prompt, "2", "exact", "id", {"a": 1})
+
+
+def test_tokenize_applies_the_template(tokenizer: Tokenizer) -> None:
+    config = DataConfig(template="Q: {prompt}\nA:")
+    (prompt,) = tokenize([row("1+{prompt}".replace("{prompt}", "1"))], tokenizer, config, 100)
+    assert prompt.text == "Q: 1+1\nA:"
+    assert prompt.token_ids == tuple(tokenizer.encode("Q: 1+1\nA:"))
+    assert (prompt.id, prompt.answer, prompt.verifier, prompt.metadata) == ("id", "2", "exact", {"a": 1})
+
+
+def test_braces_in_a_prompt_are_text(tmp_path: Path) -> None:
+    tokenizer = train_sentencepiece(["{}x:{prompt}"] * 20, tmp_path, 64)
+    (prompt,) = tokenize([row("{x}{prompt}")], tokenizer, DataConfig(template="{}:{prompt}"), 100)
+    assert prompt.text == "{}:{x}{prompt}"
+
+
+def test_prompts_that_do_not_fit_are_errors(tokenizer: Tokenizer) -> None:
+    length = len(tokenizer.encode("12+34"))
+    assert len(tokenize([row("12+34")], tokenizer, DataConfig(), length)) == 1
+    message = rf"^f\.jsonl:7: the prompt has {length} tokens, but at most {length - 1} .*raise model\.context"
+    with pytest.raises(UserError, match=message):
+        tokenize([row("12+34")], tokenizer, DataConfig(), length - 1)
+    with pytest.raises(UserError, match=r"^f\.jsonl:7: the prompt has characters that the tokenizer does not know"):
+        tokenize([row("1+ü")], tokenizer, DataConfig(), 100)
+    with pytest.raises(UserError, match="no chat template"):
+        tokenize([row("1+1")], tokenizer, DataConfig(chat=True), 100)

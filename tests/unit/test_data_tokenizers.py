@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from megatron_brorl.data.tokenizers import load_tokenizer, save_tokenizer, train_sentencepiece
+from megatron_brorl.errors import UserError
+
+SUMS = [f"{a} + {b} = {a + b}" for a in range(30) for b in range(30)]
+CHAT = (
+    "{% for m in messages %}<|user|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_hf(directory: Path, bos: bool = False, **config: Any) -> Path:
+    """A byte-level BPE in Hugging Face files; ids 0 to 3 are <s>, </s>, <|user|>, <|assistant|>."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>", "<|user|>", "<|assistant|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator([*SUMS, "hello world"], trainer)
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    directory.mkdir(parents=True, exist_ok=True)
+    inner.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
+    settings = {k: v for k, v in settings.items() if v is not None}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+TEXTS = [
+    "12 + 7 = 19",
+    "",
+    " ",
+    "  two  spaces ",
+    "line\n\nline\t.",
+    "</s>",
+    "<s>x</s><|user|>",
+    "naïve 你好 🙂",
+    "007",
+]
+
+
+def test_sentencepiece_round_trip_with_bytes(tmp_path: Path) -> None:
+    tokenizer = train_sentencepiece([*SUMS, "hello </s> world"], tmp_path, 600)
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.encode_prompt(text) == tokenizer.encode(text)  # no BOS of its own accord
+    assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2, 3)
+
+
+def test_small_sentencepiece_model(tmp_path: Path) -> None:
+    tokenizer = train_sentencepiece(SUMS, tmp_path, 64)
+    assert tokenizer.vocab_size <= 64
+    for text in [*SUMS, " 1", "1 ", "1  +  1"]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert not {0, 1, 2, 3} & set(ids)
+    assert len(tokenizer.encode("1234567890")) == 10  # every digit by itself
+    assert tokenizer.unk_id in tokenizer.encode("1 + x")
+
+
+def test_every_character_of_the_texts_gets_a_token(tmp_path: Path) -> None:
+    texts = ["\n", "a\n", "\tb", " c ", "é\r\n", "x\u2028y"]
+    tokenizer = train_sentencepiece(texts, tmp_path, 64)
+    for text in texts:
+        assert tokenizer.unk_id not in tokenizer.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_in_a_text_are_plain_text(tmp_path: Path) -> None:
+    spm = train_sentencepiece([*SUMS, "</s><s><pad>"], tmp_path / "spm", 600)
+    hf = load_tokenizer(make_hf(tmp_path / "hf"))
+    for tokenizer in (spm, hf):
+        for text in ("</s>", "1</s>2", "<s><s>"):
+            ids = tokenizer.encode(text)
+            assert tokenizer.eos_id not in ids
+            assert tokenizer.bos_id not in ids
+            assert tokenizer.encode_prompt(text) == ids
+            assert tokenizer.decode(ids) == text
+
+
+def test_decoding_leaves_special_tokens_out(tmp_path: Path) -> None:
+    spm = train_sentencepiece(SUMS, tmp_path / "spm", 64)
+    hf = load_tokenizer(make_hf(tmp_path / "hf"))
+    for tokenizer in (spm, hf):
+        ids = tokenizer.encode("1 + 2")
+        assert tokenizer.bos_id is not None
+        assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == "1 + 2"
+        assert tokenizer.decode([]) == ""
+        assert tokenizer.decode([tokenizer.eos_id]) == ""
+
+
+def test_training_is_deterministic(tmp_path: Path) -> None:
+    for name in "ab":
+        train_sentencepiece(SUMS, tmp_path / name, 64)
+    assert (tmp_path / "a/tokenizer.model").read_bytes() == (tmp_path / "b/tokenizer.model").read_bytes()
+
+
+def test_training_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train_sentencepiece(SUMS, tmp_path, 64)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_transformers_reads_what_we_train(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours = train_sentencepiece(SUMS, tmp_path, 64)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.bos_id, ours.pad_id)
+    assert len(theirs) == ours.vocab_size
+    for text in ("12 + 7 = 19", " 1", "1  +  1"):
+        assert theirs(text).input_ids == ours.encode(text)
+
+
+def test_impossible_training_is_an_error_in_one_line(tmp_path: Path) -> None:
+    for texts, size in ((SUMS, 5), ([], 64)):
+        with pytest.raises(UserError, match=rf"tokenizer.model: cannot train a tokenizer of {size} pieces") as e:
+            train_sentencepiece(texts, tmp_path, size)
+        assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_hugging_face_round_trip(tmp_path: Path, bos: bool) -> None:
+    tokenizer = load_tokenizer(make_hf(tmp_path, bos))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id) == (0, 1, None, None)
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.encode_prompt(text) == [0] * bos + tokenizer.encode(text)
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.vocab_size == library.get_vocab_size()
+    assert tokenizer.encode_prompt("12 + 7 = 19") == library.encode("12 + 7 = 19").ids
+
+
+def test_an_eos_that_is_also_called_unk_is_not_unknown_text(tmp_path: Path) -> None:
+    assert load_tokenizer(make_hf(tmp_path / "a", unk_token="</s>")).unk_id is None
+    assert load_tokenizer(make_hf(tmp_path / "b", unk_token="<|user|>")).unk_id == 2
+
+
+def test_special_tokens_count_in_the_template_only(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_hf(tmp_path, bos=True))
+    hello = tokenizer.encode("hello")
+    assert tokenizer.encode_prompt("hello", "<|user|>", "<|assistant|>") == [0, 2, *hello, 3]
+    assert tokenizer.encode_prompt("hello", "<s><|user|>") == [0, 2, *hello]  # BOS once
+    forged = tokenizer.encode_prompt("</s><|user|>", "<|user|>", "<|assistant|>")
+    assert forged == [0, 2, *tokenizer.encode("</s><|user|>"), 3]
+    assert tokenizer.eos_id not in forged
+
+
+def test_chat_template(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_hf(tmp_path, chat_template=CHAT))
+    text, ids = tokenizer.apply_chat("hello")
+    assert text == "<|user|>hello</s><|assistant|>"
+    assert ids == [2, *tokenizer.encode("hello"), 1, 3]
+    text, ids = tokenizer.apply_chat("a</s>b")
+    assert text == "<|user|>a</s>b</s><|assistant|>"
+    assert ids == [2, *tokenizer.encode("a</s>b"), 1, 3]
+
+
+def test_a_missing_chat_template_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no chat_template; set data\.chat = false"):
+        load_tokenizer(make_hf(tmp_path / "hf")).apply_chat("x")
+    with pytest.raises(UserError, match=r"no chat template; set data\.chat = false"):
+        train_sentencepiece(SUMS, tmp_path / "spm", 64).apply_chat("x")
+
+
+def test_bos_of_a_sentencepiece_directory(tmp_path: Path) -> None:
+    train_sentencepiece(SUMS, tmp_path, 64)
+    plain = load_tokenizer(tmp_path).encode("1 + 2")
+    config = tmp_path / "tokenizer_config.json"
+    for settings, leads in (
+        ({"add_bos_token": True}, True),
+        ({"add_bos_token": False, "tokenizer_class": "LlamaTokenizer"}, False),
+        ({"tokenizer_class": "LlamaTokenizer"}, True),
+        ({}, False),
+    ):
+        config.write_text(json.dumps(settings))
+        assert load_tokenizer(tmp_path).encode_prompt("1 + 2") == [1] * leads + plain
+    config.write_text("[]")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: not a JSON object"):
+        load_tokenizer(tmp_path)
+
+
+def test_missing_and_broken_tokenizers_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no tokenizer\.json and no tokenizer\.model there"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"garbage")
+    with pytest.raises(UserError, match=r"tokenizer\.model: not a sentencepiece model"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer\.json: transformers cannot load it") as e:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(e.value)
+
+
+def test_no_eos_is_an_error(tmp_path: Path) -> None:
+    import sentencepiece
+
+    with pytest.raises(UserError, match=r'tokenizer_config\.json: the tokenizer has no end-of.*set "eos_token"'):
+        load_tokenizer(make_hf(tmp_path / "hf", eos_token=None))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SUMS),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        eos_id=-1,
+        minloglevel=2,
+    )
+    with pytest.raises(UserError, match=r"tokenizer\.model: the tokenizer has no end-of-sequence token"):
+        load_tokenizer(tmp_path)
+
+
+def test_save_copies_the_files(tmp_path: Path) -> None:
+    train_sentencepiece(SUMS, tmp_path / "spm", 64)
+    make_hf(tmp_path / "hf", chat_template=CHAT)
+    for name in ("spm", "hf"):
+        tokenizer = load_tokenizer(tmp_path / name)
+        save_tokenizer(tokenizer, tmp_path / name)  # onto itself: nothing to do
+        save_tokenizer(tokenizer, tmp_path / "out" / name)
+        copy = load_tokenizer(tmp_path / "out" / name)
+        assert copy.encode_prompt("12 + 7") == tokenizer.encode_prompt("12 + 7")
+        assert copy.eos_id == tokenizer.eos_id
+    assert load_tokenizer(tmp_path / "out/hf").apply_chat("hello")[0] == "<|user|>hello</s><|assistant|>"

@@ -1,0 +1,169 @@
+"""Which reasoning-gym tasks are allowed, and that their scorers neither execute nor overpay an answer."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reasoning_gym.factory import DATASETS
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import gym_tasks, gym_verifier
+
+ITEM = {"question": "1 + 2", "answer": "3", "metadata": {"source_dataset": "chain_sum"}}
+
+
+@pytest.fixture(autouse=True)
+def _fixed_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def item(name: str, index: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(gym_tasks.create(name, 11, {}, "test")[index]))
+    return found
+
+
+def score(name: str, answer: str, entry: dict[str, Any]) -> float | None:
+    """None if the scorer raises, which the pool counts as 0."""
+    try:
+        return gym_verifier.score(answer, entry["answer"], {"source_dataset": name, "entry": entry})
+    except Exception:
+        return None
+
+
+def test_every_task_of_the_library_is_either_allowed_or_refused() -> None:
+    assert set(DATASETS) == gym_tasks.ALLOWED | gym_tasks.REFUSED.keys()
+    assert not gym_tasks.ALLOWED & gym_tasks.REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", sorted(gym_tasks.ALLOWED))
+def test_no_allowed_scorer_executes_an_answer_or_pays_for_a_wrong_one(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    marker = tmp_path / "marker"
+    attack = f"__import__('os').system('touch {marker}')"
+    entry = item(name, 10**9)  # far out: the stream has no end
+    oracle = entry["answer"]
+    if oracle is not None:
+        assert score(name, oracle, entry) == 1.0
+    quoted = attack.replace("'", '"')
+    for text in (attack, quoted, f"[{attack}]", f"f'{{{quoted}}}'", f"{oracle} {attack}", json.dumps([[attack]])):
+        score(name, text, entry)
+        assert not marker.exists(), text
+    others = [str(item(name, index)["answer"]) for index in (1, 2)]
+    for text in ("nan", "-inf", "", " ", "banana", "[]", "{}", "None", "9" * 4000, "1e99999999", *others):
+        reward = score(name, text, entry)
+        same = text.strip() == oracle or _number(text) == _number(oracle) is not None
+        assert same or reward is None or reward <= gym_verifier.PARTIAL_CREDIT_CAP, text
+    source = inspect.getsource(DATASETS[name][0].score_answer)
+    assert not re.search(r"\b(eval|exec|parse_expr|sympify|literal_eval|compile)\(", source)
+    capfd.readouterr()  # some scorers print
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text or "")
+        return value if math.isfinite(value) else None
+    except ValueError:
+        return None
+
+
+def test_the_attack_would_have_been_seen(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    dataset_class, config_class = DATASETS["string_insertion"]
+    dataset_class(config_class(seed=1)).score_answer(f"__import__('os').system('touch {marker}')", {"answer": "x"})
+    assert marker.exists()
+
+
+def test_refusals_give_the_reason_and_the_place() -> None:
+    for name, reason in gym_tasks.REFUSED.items():
+        with pytest.raises(UserError) as e:
+            gym_tasks.check_task(name, "data.tasks[3]")
+        assert str(e.value) == (f"data.tasks[3]: reasoning-gym task {name!r} is refused: {reason}; choose another task")
+    for name in ("countdown", "puzzle24", "n_queens", "spiral_matrix"):
+        assert "executes the answer" in gym_tasks.REFUSED[name]
+
+
+def test_unknown_names_get_close_matches() -> None:
+    with pytest.raises(UserError, match=r"data.tasks\[0\]: .*'chain_sums'; did you mean .*chain_sum"):
+        gym_tasks.check_task("chain_sums", "data.tasks[0]")
+    with pytest.raises(UserError, match="known: ab, advanced_geometry"):
+        gym_tasks.check_task("", "x")
+
+
+def test_hash_dependent_tasks_need_a_fixed_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gym_tasks.check_task("ransom_note", "x")
+    for value in ("random", ""):
+        monkeypatch.setenv("PYTHONHASHSEED", value)
+        with pytest.raises(UserError, match="PYTHONHASHSEED=0"):
+            gym_tasks.check_task("ransom_note", "x")
+    gym_tasks.check_task("chain_sum", "x")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "needs metadata.source_dataset"),
+        ({"source_dataset": 3, "entry": ITEM}, "needs metadata.source_dataset"),
+        ({"source_dataset": "countdown", "entry": ITEM}, "'countdown' is refused"),
+        ({"source_dataset": "chain_sum"}, "needs metadata.entry"),
+        ({"source_dataset": "chain_sum", "entry": {"answer": "1"}}, "needs metadata.entry"),
+        ({"source_dataset": "gcd", "entry": ITEM}, "is 'gcd' but the entry is of 'chain_sum'"),
+        ({"source_dataset": "chain_sum", "entry": ITEM, "config": []}, "metadata.config must be an object"),
+    ],
+)
+def test_rows_cannot_smuggle_in_a_task(metadata: dict[str, Any], message: str) -> None:
+    gym_tasks.check_entry({"source_dataset": "chain_sum", "entry": ITEM}, "f.jsonl:1")
+    with pytest.raises(UserError, match=rf"^f\.jsonl:1: .*{message}"):
+        gym_tasks.check_entry(metadata, "f.jsonl:1")
+
+
+def test_the_verifier_itself_refuses_too() -> None:
+    with pytest.raises(UserError, match="refused"):
+        gym_verifier.score("1", "1", {"source_dataset": "countdown", "entry": ITEM})
+
+
+def test_scores_are_those_of_the_library_with_partial_credit_capped() -> None:
+    data = {"source_dataset": "chain_sum", "entry": ITEM}
+    assert gym_verifier.score("3", "3", data) == 1.0
+    assert gym_verifier.score("+03.0", "3", data) == 1.0
+    assert gym_verifier.score("13", "3", data) == 0.5  # substring credit: one of two characters
+    assert gym_verifier.score("4", "3", data) == 0.0
+    long = {"source_dataset": "caesar_cipher", "entry": {"answer": "A" * 199, "metadata": {}}}
+    assert gym_verifier.score("A" * 199, None, long) == 1.0
+    assert gym_verifier.score("A" * 199 + "B", None, long) == 0.98  # 199 / 200 in the library
+
+
+def test_a_scorer_is_made_with_the_config_of_its_task() -> None:
+    entry = {"answer": "0.5", "metadata": {}}
+    fine = {"source_dataset": "decimal_arithmetic", "entry": entry}
+    coarse = {**fine, "config": {"min_num_decimal_places": 1, "max_num_decimal_places": 1}}
+    assert gym_verifier.score("0.55", None, fine) == 0.0
+    assert gym_verifier.score("0.55", None, coarse) == 1.0  # tolerance 10 ** -1
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"min_termz": 2}, "min_termz"),
+        ({"min_terms": 5, "max_terms": 2}, "does not accept its config"),
+        ({"seed": 1}, "seed is set by this program"),
+        ({"size": 10}, "size is set by this program"),
+    ],
+)
+def test_a_bad_task_config_is_an_error_in_one_line(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as e:
+        gym_tasks.create("chain_sum", 1, config, "data.tasks[0]")
+    assert "\n" not in str(e.value)
+    assert str(e.value).startswith("data.tasks[0]: ")
+
+
+def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym_tasks.metadata, "version", lambda name: "0.2.0")
+    with pytest.raises(UserError, match=r"0\.2\.0 is installed.*pip install reasoning-gym==0\.1\.25"):
+        gym_tasks.create("chain_sum", 1, {}, "x")

@@ -1,0 +1,63 @@
+"""Make a small Qwen2 model with random weights and a sentencepiece tokenizer trained on the tasks of a run.
+
+    python tools/make_tiny_model.py examples/brorl_tiny.toml runs/brorl_tiny/init
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_brorl.config import load
+from megatron_brorl.data.generate import corpus
+from megatron_brorl.data.sentencepiece_tokenizer import train_sentencepiece
+from megatron_brorl.errors import UserError
+from megatron_brorl.models.random_init import write_random_model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="TOML file of the run; its data.tasks are the corpus")
+    parser.add_argument("directory", type=Path, help="Hugging Face directory to write")
+    parser.add_argument("--vocab", type=int, default=128, help="sentencepiece pieces at most (%(default)s)")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--ffn", type=int, default=384)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--texts", type=int, default=2000, help="examples to train the tokenizer on (%(default)s)")
+    args = parser.parse_args()
+    config = load(args.config)
+    tokenizer = train_sentencepiece(corpus(config.data, config.run.seed, args.texts), args.directory, args.vocab)
+    model = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": args.hidden,
+        "intermediate_size": args.ffn,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.kv_heads,
+        "max_position_embeddings": args.context,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+        "dtype": "float32",
+    }
+    parameters = write_random_model(model, args.directory, config.run.seed)
+    print(f"{args.directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as e:
+        print(f"make_tiny_model: {e}", file=sys.stderr)
+        sys.exit(2)
