@@ -5,21 +5,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+if [ -x .venv/bin/brorl ]; then PATH="$PWD/.venv/bin:$PATH"; fi
 RUN=${RUN:-runs/brorl_tiny}
 PROCESSES=${PROCESSES:-2}
 CONFIG=examples/brorl_tiny.toml
 STARTED=$(date +%s)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # per process; torchrun would set 1 as well, and say so at length
-
-run() { # run <command> <arguments>: on all processes
-  torchrun --standalone --nproc-per-node "$PROCESSES" -m megatron_brorl "$@"
-}
 
 if [ ! -f "$RUN/sft/model/config.json" ]; then
   echo "== 1/3 a random model and a tokenizer: $RUN/init"
   python tools/make_tiny_model.py "$CONFIG" "$RUN/init"
   echo "== 2/3 warm start on solved examples: $RUN/sft"
-  run sft "$CONFIG" model.path="$RUN/init" run.dir="$RUN/sft" data.train_seed=3
+  brorl sft --processes "$PROCESSES" "$CONFIG" model.path="$RUN/init" run.dir="$RUN/sft" data.train_seed=3
 fi
 echo "== 3/3 BroRL: $RUN"
-run train "$CONFIG" model.path="$RUN/sft/model" run.dir="$RUN" run.started="$STARTED" "$@"
+brorl train --processes "$PROCESSES" "$CONFIG" model.path="$RUN/sft/model" run.dir="$RUN" run.started="$STARTED" "$@"

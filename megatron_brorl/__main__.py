@@ -1,4 +1,4 @@
-"""python -m megatron_brorl: what torchrun starts. The guard is needed: Megatron's checkpoint writer spawns processes."""
+"""python -m megatron_brorl: what torchrun starts. Megatron's checkpoint writer spawns, so it needs the guard."""
 
 if __name__ == "__main__":
     from megatron_brorl.cli import main

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
-import resource
-import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config import Config, OptimConfig, load
+from megatron_brorl.config import OptimConfig, load
 from megatron_brorl.errors import UserError
 
 PREEMPTED = 75  # EX_TEMPFAIL: the state was saved; start the same command again to go on
@@ -26,7 +22,13 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
     args = _parser().parse_args(arguments)
     try:
-        status = args.command(args)
+        if getattr(args, "processes", 0) > 0:
+            load(args.config, args.overrides)  # a mistake in it is told once, before anything starts
+            from megatron_brorl.launch import launch
+
+            status = launch(args.processes, [args.name, args.config, *args.overrides])
+        else:
+            status = args.command(args)
     except UserError as e:
         # One process per node speaks: the mistake is the same for all of its ranks.
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -47,9 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         ("evaluate", _evaluate, "pass@1 and pass@k of a model on held-out prompts"),
     ]:
         command = commands.add_parser(name, help=text, description=text)
+        command.add_argument(
+            "--processes", type=int, default=0, help="start this many ranks here; leave it out under torchrun or Slurm"
+        )
         command.add_argument("config", help="TOML file")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace single values")
-        command.set_defaults(command=function)
+        command.set_defaults(command=function, name=name)
     report = commands.add_parser("report", help="draw the curves of a run again and print its summary")
     report.add_argument("run_dir")
     report.set_defaults(command=_report)
@@ -59,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 def _train(args: argparse.Namespace) -> int:
     from megatron_brorl.models import checkpoint
     from megatron_brorl.progress import progress
+    from megatron_brorl.session import Session
     from megatron_brorl.train.loop import Trainer
 
     begun = time.time()
@@ -111,6 +117,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _sft(args: argparse.Namespace) -> int:
     from megatron_brorl.progress import progress
+    from megatron_brorl.session import Session
     from megatron_brorl.train.sft import sft
 
     config = load(args.config, args.overrides)
@@ -134,6 +141,7 @@ def _sft(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from megatron_brorl.rollout.engine import Sampling
+    from megatron_brorl.session import Session
     from megatron_brorl.train.evaluate import evaluate
 
     config = load(args.config, args.overrides)
@@ -172,170 +180,13 @@ def _show(directory: Path) -> None:
     summary = directory / "summary.json"
     if summary.is_file():
         s = json.loads(summary.read_text(encoding="utf-8"))
-        print(f"{s['steps']} steps, {s['rollouts_per_prompt']} rollouts per prompt, {s['held_out_prompts']} held-out prompts")
+        print(f"{s['steps']} steps, N = {s['rollouts_per_prompt']} rollouts, {s['held_out_prompts']} held-out prompts")
         for name in ("before", "after"):
             p = s[f"pass_at_1_{name}"]
             print(f"pass@1 {name:6}  {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}")
         print(f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes")
     print(f"curves   {figure}")
     print(f"model    {directory / 'model'}")
-
-
-class Session:
-    """What every command needs: grid, shape, tokenizer, prompts; and an orderly end of all of them."""
-
-    def __init__(self, config: Config) -> None:
-        from megatron_brorl.data.source import load_sources
-        from megatron_brorl.data.tokenizers import load_tokenizer
-        from megatron_brorl.hf_config import read_shape
-        from megatron_brorl.parallel import grid
-        from megatron_brorl.train.setup import context, stop_ids
-
-        self.config = config
-        self.dir = Path(config.run.dir)
-        self.shape = read_shape(config.model.path)
-        self.tokenizer = load_tokenizer(Path(config.model.path))
-        if self.tokenizer.vocab_size > self.shape.vocab:
-            raise UserError(
-                f"{config.model.path}: the tokenizer has {self.tokenizer.vocab_size} tokens, config.json's vocab_size is "
-                f"{self.shape.vocab}: tokenizer and model do not belong together"
-            )
-        limit = context(config, self.shape) - config.rollout.max_tokens
-        self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
-        self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
-        self.grid = grid.build(config.parallel, config.run.seed)
-        self.speaks = self.grid.rank == 0
-        self._closing: list[Callable[[], Any]] = [grid.leave]
-        self._signalled = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
-
-    def __enter__(self) -> Session:
-        self._lock()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            for close in reversed(self._closing):
-                close()
-
-    def _on_signal(self, *_: object) -> None:
-        self._signalled = True
-
-    def _lock(self) -> None:
-        """Refuse a second run in the same directory."""
-        if not self.speaks:
-            return
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            handle = open(self.dir / ".lock", "w")  # noqa: SIM115  held until the process ends
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"run.dir = {self.dir}: another run is writing there; choose another run.dir") from None
-        except OSError as e:
-            raise UserError(f"run.dir = {self.dir}: cannot be written: {e.strerror}; make it a writable folder") from None
-        self._closing.append(handle.close)
-
-    def worker(self, optim: OptimConfig | None) -> Any:
-        """The model with the weights of model.path, trainable where an optimizer is configured."""
-        from megatron_brorl.models.gpt import DTYPES
-        from megatron_brorl.train.worker import Worker
-
-        c = self.config
-        worker = Worker(
-            self.shape,
-            self.grid,
-            DTYPES[c.model.dtype],
-            c.train.tokens_per_micro_batch,
-            c.train.recompute,
-            optim,
-            c.parallel.distributed_optimizer,
-        )
-        worker.load_hf(c.model.path)
-        return worker
-
-    def rollouts(self) -> Any:
-        from megatron_brorl.models.gpt import DTYPES
-        from megatron_brorl.models.hf_names import hf_shapes
-        from megatron_brorl.parallel import device
-        from megatron_brorl.rewards.pool import RewardPool
-        from megatron_brorl.rollout.torch_engine import TorchEngine
-        from megatron_brorl.train.rollouts import Rollouts
-
-        c = self.config
-        pool = RewardPool(c.reward.workers, c.reward.timeout_s)
-        self._closing.append(pool.close)
-        engine = TorchEngine(
-            self.shape, hf_shapes(self.shape), device.default_device(), DTYPES[c.rollout.dtype], c.rollout.max_rows
-        )
-        return Rollouts(engine, pool, self.tokenizer, c.reward, c.run.seed)
-
-    def newest_checkpoint(self) -> Path | None:
-        """The checkpoint to go on from; older ones are moved aside where train.resume = "never"."""
-        import torch.distributed as dist
-
-        from megatron_brorl.models import checkpoint
-
-        root = self.dir / "checkpoints"
-        if self.config.train.resume == "auto":
-            return checkpoint.find(root)
-        if self.speaks and root.exists():
-            number = 1
-            while (aside := root.with_name(f"checkpoints.{number}")).exists():
-                number += 1
-            root.rename(aside)
-        dist.barrier()
-        return None
-
-    def writer(self, resume_step: int | None) -> Any:
-        from megatron_brorl.metrics import MetricsWriter
-
-        if not self.speaks:
-            return None
-        writer = MetricsWriter(self.dir, resume_step=resume_step)
-        self._closing.append(writer.close)
-        return writer
-
-    def stop_requested(self) -> bool:
-        """Whether any rank was asked to stop; all ranks get the same answer."""
-        from megatron_brorl.parallel import collect
-
-        return bool(collect.greatest({"stop": float(self._signalled)})["stop"])
-
-    def export(self, worker: Any) -> None:
-        """Write the weights as run.dir/model, a Hugging Face directory."""
-        import torch.distributed as dist
-
-        from megatron_brorl.models import hf_io
-
-        tensors = worker.hf_tensors()
-        if self.speaks:
-            hf_io.save(tensors, self.config.model.path, self.dir / "model", str(worker.dtype).removeprefix("torch."))
-        else:
-            for _ in tensors:
-                pass
-        dist.barrier()
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one it goes on from."""
-        import dataclasses
-
-        c = self.config
-        plain = dataclasses.asdict(c)
-        kept = {name: plain[name] for name in ("data", "rollout", "reward", "algo", "optim")}
-        kept["run"] = {"seed": c.run.seed}
-        kept["model"] = {**dataclasses.asdict(self.shape), "dtype": c.model.dtype}
-        return json.loads(json.dumps(kept))
-
-    def peak_rss_mib(self) -> float:
-        """Peak resident memory of all ranks and their scoring processes, added up."""
-        import psutil
-
-        from megatron_brorl.parallel import collect
-
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        children = sum(p.memory_info().rss for p in psutil.Process().children(recursive=True)) / 2**20
-        return collect.total({"mib": own + children})["mib"]
 
 
 def _check_fingerprint(saved: dict[str, Any], current: dict[str, Any], where: Path) -> None:
@@ -345,7 +196,7 @@ def _check_fingerprint(saved: dict[str, Any], current: dict[str, Any], where: Pa
             if old != value:
                 raise UserError(
                     f"{where}: was written with {section}.{key} = {old!r}, now {value!r}: set it back, or start anew "
-                    'with another run.dir or train.resume=never'
+                    "with another run.dir or train.resume=never"
                 )
 
 

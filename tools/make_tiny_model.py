@@ -1,12 +1,14 @@
 """Make a small Qwen2 model with random weights and a sentencepiece tokenizer trained on the tasks of a run.
 
-    python tools/make_tiny_model.py examples/brorl_tiny.toml runs/brorl_tiny/init
+python tools/make_tiny_model.py examples/brorl_tiny.toml runs/brorl_tiny/init
 """
 
 from __future__ import annotations
 
 import argparse
+import string
 import sys
+from itertools import chain
 from pathlib import Path
 
 from megatron_brorl.config import load
@@ -20,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="TOML file of the run; its data.tasks are the corpus")
     parser.add_argument("directory", type=Path, help="Hugging Face directory to write")
-    parser.add_argument("--vocab", type=int, default=128, help="sentencepiece pieces at most (%(default)s)")
+    parser.add_argument("--vocab", type=int, default=100, help="sentencepiece pieces at most (%(default)s)")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
@@ -30,7 +32,9 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=2000, help="examples to train the tokenizer on (%(default)s)")
     args = parser.parse_args()
     config = load(args.config)
-    tokenizer = train_sentencepiece(corpus(config.data, config.run.seed, args.texts), args.directory, args.vocab)
+    # Every printable ASCII character gets a piece, whether or not the sample of the tasks happens to contain it.
+    texts = chain(corpus(config.data, config.run.seed, args.texts), string.printable[:95])
+    tokenizer = train_sentencepiece(texts, args.directory, args.vocab)
     model = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",

@@ -54,8 +54,8 @@ def policy_loss(
     loss = -(weight * objective).sum() / divisor
     with torch.no_grad():
         gap = (current - rollout_log_probs).abs()
-        sums = {
-            "loss": loss,
+        sums: dict[str, Tensor | int] = {
+            "loss": loss.detach(),
             "clipped_low": ((ratio < 1 - eps_low) & (advantages < 0)).sum(),
             "clipped_high": ((ratio > 1 + eps_high) & (advantages > 0)).sum(),
             "approx_kl": (ratio - 1 - log_ratio).sum(),
@@ -63,10 +63,8 @@ def policy_loss(
             "rollout_gap": gap.sum(),
             "tokens": len(ratio),
         }
-        maxima = {"ratio_max": ratio.max(), "rollout_gap_max": gap.max()} if len(ratio) else dict.fromkeys(MAXIMA, 0.0)
-    return PolicyLoss(
-        loss, {k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()}
-    )
+        maxima: dict[str, Tensor] = {"ratio_max": ratio.max(), "rollout_gap_max": gap.max()} if len(ratio) else {}
+    return PolicyLoss(loss, {k: float(v) for k, v in sums.items()}, {k: float(maxima.get(k, 0.0)) for k in MAXIMA})
 
 
 def token_cross_entropy(log_probs: Tensor, divisor: float) -> Tensor:

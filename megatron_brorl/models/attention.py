@@ -41,7 +41,7 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
-        tokens, _one, heads, dim = query.shape
+        heads, dim = query.shape[-2:]
         sizes = [count * length for count, length in packed_seq_params.segments]
         outputs = []
         streams = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)

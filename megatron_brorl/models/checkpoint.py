@@ -15,7 +15,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
@@ -28,7 +27,7 @@ RUN = "run.json"
 MANIFEST = "manifest.json"
 
 
-def save(root: Path, step: int, actor: torch.nn.Module, optimizer: Any, run: dict[str, Any], keep: int) -> Path:
+def save(root: Path, step: int, actor: Any, optimizer: Any, run: dict[str, Any], keep: int) -> Path:
     """Write the state after `step` steps; a collective. run is JSON that `load` gives back. Keeps the newest `keep`."""
     target = root / f"step_{step:08d}"
     aside = root / f".{target.name}.writing"
@@ -67,7 +66,7 @@ def find(root: Path) -> Path | None:
     directory = root / newest
     problem = _damage(directory)
     if problem:
-        raise UserError(f"{directory}: {problem}; delete this directory and {pointer} to go on from an older checkpoint")
+        raise UserError(f"{directory}: {problem}; delete it and {pointer} to go on from an older checkpoint")
     return directory
 
 
@@ -75,7 +74,7 @@ def read_run(directory: Path) -> dict[str, Any]:
     return json.loads((directory / RUN).read_text(encoding="utf-8"))
 
 
-def load(directory: Path, actor: torch.nn.Module, optimizer: Any) -> None:
+def load(directory: Path, actor: Any, optimizer: Any) -> None:
     """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one."""
     with device.bridge():
         state = dist_checkpointing.load(_state(actor, optimizer, loading=True), str(directory))
@@ -83,7 +82,7 @@ def load(directory: Path, actor: torch.nn.Module, optimizer: Any) -> None:
         optimizer.load_state_dict(state["optimizer"])
 
 
-def _state(actor: torch.nn.Module, optimizer: Any, loading: bool) -> dict[str, Any]:
+def _state(actor: Any, optimizer: Any, loading: bool) -> dict[str, Any]:
     model = actor.sharded_state_dict(prefix="")
     return {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading)}
 

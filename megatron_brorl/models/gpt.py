@@ -87,9 +87,7 @@ class Actor(GPTModel):
         """Log-probability and entropy [R] of the batch's response tokens from hidden [T, 1, H] (last stage only)."""
         rows = hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device))
         targets = batch.targets.to(hidden.device)
-        return linear_log_probs(
-            rows, self.head_weight(), targets, self.shape.vocab, temperature, self.pg_collection.tp
-        )
+        return linear_log_probs(rows, self.head_weight(), targets, self.shape.vocab, temperature, self.pg_collection.tp)
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
@@ -112,9 +110,7 @@ def check_layout(shape: ModelShape, grid: Grid) -> None:
         )
 
 
-def transformer_config(
-    shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False
-) -> TransformerConfig:
+def transformer_config(shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False) -> TransformerConfig:
     """Megatron's description of the model. dtype is that of weights and activations."""
     _, rope_factor = rope.inverse_frequencies(shape)
     gpu = device.on_gpu()

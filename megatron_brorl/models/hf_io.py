@@ -142,7 +142,7 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> Non
     if len(shards) == 1:
         (directory / "shard-0").rename(directory / SINGLE)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         (directory / f"shard-{i}").rename(directory / file)

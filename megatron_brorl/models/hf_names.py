@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.reshard.layout import Entry, Layout
@@ -92,7 +93,7 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def global_parameters(actor: nn.Module) -> Mapping[str, Tensor]:
+def global_parameters(actor: Any) -> Mapping[str, Tensor]:
     """This stage's parameters with global layer numbers (Megatron numbers layers from 0 on every stage)."""
     first = actor.decoder.layers[0].layer_number - 1
     named = {}

@@ -1,4 +1,4 @@
-"""RMSNorm for Megatron's layer spec where Transformer Engine is absent; unlike Megatron's, it allows sequence parallelism."""
+"""RMSNorm for machines without Transformer Engine; unlike Megatron's own, it allows sequence parallelism."""
 
 from __future__ import annotations
 

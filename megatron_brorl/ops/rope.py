@@ -35,9 +35,7 @@ def inverse_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
             return _yarn(inv_freq, dict(scaling), shape)
     except KeyError as e:
         raise UserError(f"config.json: rope_scaling of type {kind!r} lacks the key {e.args[0]!r}") from None
-    raise UserError(
-        f"config.json: rope_scaling of type {kind!r} is not supported; use default, linear, llama3 or yarn"
-    )
+    raise UserError(f"config.json: rope_scaling of type {kind!r} is not supported; use default, linear, llama3 or yarn")
 
 
 def _llama3(inv_freq: Tensor, s: dict[str, float], context: int) -> Tensor:

@@ -44,9 +44,7 @@ class Packed:
         return list(zip(self.rows, values.split(self.counts.tolist()), strict=True))
 
 
-def pack(
-    prompts: Sequence[Tensor], responses: Sequence[Tensor], max_tokens: int, multiple_of: int = 1
-) -> list[Packed]:
+def pack(prompts: Sequence[Tensor], responses: Sequence[Tensor], max_tokens: int, multiple_of: int = 1) -> list[Packed]:
     """Pack rows into micro-batches of at most max_tokens stream tokens (a longer row gets one of its own).
 
     prompts and responses are [tokens] int64 each, none empty. multiple_of pads every stream with one dummy segment, as

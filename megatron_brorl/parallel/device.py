@@ -31,10 +31,10 @@ def prepare() -> None:
         return
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[assignment]
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
-    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.cuda.manual_seed = lambda seed: None  # no generator of a device to seed
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
     from megatron.core.tensor_parallel import random as megatron_random
 

@@ -34,7 +34,7 @@ def share_with_model_group(groups: list[ScoredGroup], grid: Grid) -> list[Scored
         return groups
     shares: list[list[tuple]] = [[] for _ in range(grid.mp_size)]
     dist.all_gather_object(shares, [_flatten(g) for g in groups], group=grid.groups.mp)
-    shared = []
+    shared: list[ScoredGroup] = []
     for i in range(max(len(share) for share in shares)):
         shared.extend(_unflatten(share[i]) for share in shares if i < len(share))
     return shared

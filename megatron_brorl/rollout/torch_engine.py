@@ -102,9 +102,7 @@ class TorchEngine:
         for position in range(sampling.max_tokens):
             place = torch.full_like(origin, position)
             drawn = philox.uniforms(key[origin], sibling[origin], place)
-            new, log_prob = sample(
-                decoder.logits(hidden), drawn, sampling.temperature, sampling.top_p, sampling.top_k
-            )
+            new, log_prob = sample(decoder.logits(hidden), drawn, sampling.temperature, sampling.top_p, sampling.top_k)
             live = origin[alive]
             tokens[live, position], log_probs[live, position] = new[alive], log_prob[alive]
             ended = torch.isin(new, stops) & alive

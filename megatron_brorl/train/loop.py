@@ -1,6 +1,6 @@
 """The step of BroRL, readable on one page.
 
-    prompts -> N rollouts each -> verdicts -> groups with a signal -> advantages -> clipped update -> weights to engine
+prompts -> N rollouts each -> verdicts -> groups with a signal -> advantages -> clipped update -> weights to engine
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ class Trainer:
         updates = c.algo.mini_batches * c.algo.epochs
         experience = make_experience(kept, self.worker, c.rollout.temperature, c.algo.old_log_probs, updates)
         sizes = [len(g.rewards) for g in kept]
-        update = update_policy(
-            self.worker, experience, sizes, c.algo, c.optim, c.rollout.temperature, self.updates
-        )
+        update = update_policy(self.worker, experience, sizes, c.algo, c.optim, c.rollout.temperature, self.updates)
         trained = time.monotonic()
         self.step += 1
         self.updates += updates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -78,7 +79,7 @@ def mini_batches(groups: list[int], count: int) -> list[list[int]]:
     for size in groups:
         starts.append(starts[-1] + size)
     cuts = [len(groups) * i // count for i in range(count + 1)]
-    return [list(range(starts[a], starts[b])) for a, b in zip(cuts, cuts[1:])]  # noqa: B905
+    return [list(range(starts[a], starts[b])) for a, b in pairwise(cuts)]
 
 
 def _loss_function(part: Experience, algo: AlgoConfig, divisor: float) -> Any:

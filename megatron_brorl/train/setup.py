@@ -20,7 +20,7 @@ def context(config: Config, shape: ModelShape) -> int:
         )
     if config.rollout.max_tokens >= limit:
         raise UserError(
-            f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in a context of {limit} tokens"
+            f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in a context of {limit}"
         )
     return limit
 

@@ -58,7 +58,7 @@ class Worker:
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.optim = optim
         self.actor = build_actor(shape, grid, dtype, recompute)
-        self.model: torch.nn.Module = self.actor
+        self.model: Any = self.actor
         if optim is not None:
             with device.bridge():
                 self._make_trainable(optim, distributed_optimizer)

@@ -1,0 +1,156 @@
+"""One command's objects on this rank: built from the configuration, closed in order at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from megatron_brorl.config import Config, OptimConfig
+from megatron_brorl.data.source import load_sources
+from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.errors import UserError
+from megatron_brorl.hf_config import read_shape
+from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.models import checkpoint, hf_io
+from megatron_brorl.models.gpt import DTYPES
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.parallel import collect, device, grid
+from megatron_brorl.rewards.pool import RewardPool
+from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.train.rollouts import Rollouts
+from megatron_brorl.train.setup import context, stop_ids
+from megatron_brorl.train.worker import Worker
+
+
+class Session:
+    """What every command needs: grid, shape, tokenizer, prompts; and an orderly end of all of them."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.dir = Path(config.run.dir)
+        self.shape = read_shape(config.model.path)
+        self.tokenizer = load_tokenizer(Path(config.model.path))
+        if self.tokenizer.vocab_size > self.shape.vocab:
+            raise UserError(
+                f"{config.model.path}: the tokenizer has {self.tokenizer.vocab_size} tokens, config.json's vocab_size "
+                f"is {self.shape.vocab}: tokenizer and model do not belong together"
+            )
+        limit = context(config, self.shape) - config.rollout.max_tokens
+        self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
+        self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
+        self.grid = grid.build(config.parallel, config.run.seed)
+        self.speaks = self.grid.rank == 0
+        self._closing: list[Callable[[], Any]] = [grid.leave]
+        self._signalled = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def __enter__(self) -> Session:
+        self._lock()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            for close in reversed(self._closing):
+                close()
+
+    def _on_signal(self, *_: object) -> None:
+        self._signalled = True
+
+    def _lock(self) -> None:
+        """Refuse a second run in the same directory."""
+        if not self.speaks:
+            return
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            handle = open(self.dir / ".lock", "w")  # noqa: SIM115  held until the process ends
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"run.dir = {self.dir}: another run is writing there; choose another run.dir") from None
+        except OSError as e:
+            raise UserError(
+                f"run.dir = {self.dir}: cannot be written: {e.strerror}; make it a writable folder"
+            ) from None
+        self._closing.append(handle.close)
+
+    def worker(self, optim: OptimConfig | None) -> Any:
+        """The model with the weights of model.path, trainable where an optimizer is configured."""
+        c = self.config
+        worker = Worker(
+            self.shape,
+            self.grid,
+            DTYPES[c.model.dtype],
+            c.train.tokens_per_micro_batch,
+            c.train.recompute,
+            optim,
+            c.parallel.distributed_optimizer,
+        )
+        worker.load_hf(c.model.path)
+        return worker
+
+    def rollouts(self) -> Any:
+        c = self.config
+        pool = RewardPool(c.reward.workers, c.reward.timeout_s)
+        self._closing.append(pool.close)
+        engine = TorchEngine(
+            self.shape, hf_shapes(self.shape), device.default_device(), DTYPES[c.rollout.dtype], c.rollout.max_rows
+        )
+        return Rollouts(engine, pool, self.tokenizer, c.reward, c.run.seed)
+
+    def newest_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from; older ones are moved aside where train.resume = "never"."""
+        root = self.dir / "checkpoints"
+        if self.config.train.resume == "auto":
+            return checkpoint.find(root)
+        if self.speaks and root.exists():
+            number = 1
+            while (aside := root.with_name(f"checkpoints.{number}")).exists():
+                number += 1
+            root.rename(aside)
+        dist.barrier()
+        return None
+
+    def writer(self, resume_step: int | None) -> Any:
+        if not self.speaks:
+            return None
+        writer = MetricsWriter(self.dir, resume_step=resume_step)
+        self._closing.append(writer.close)
+        return writer
+
+    def stop_requested(self) -> bool:
+        """Whether any rank was asked to stop; all ranks get the same answer."""
+        return bool(collect.greatest({"stop": float(self._signalled)})["stop"])
+
+    def export(self, worker: Any) -> None:
+        """Write the weights as run.dir/model, a Hugging Face directory."""
+        tensors = worker.hf_tensors()
+        if self.speaks:
+            hf_io.save(tensors, self.config.model.path, self.dir / "model", str(worker.dtype).removeprefix("torch."))
+        else:
+            for _ in tensors:
+                pass
+        dist.barrier()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the one it goes on from."""
+        c = self.config
+        plain = dataclasses.asdict(c)
+        kept = {name: plain[name] for name in ("data", "rollout", "reward", "algo", "optim")}
+        kept["run"] = {"seed": c.run.seed}
+        kept["model"] = {**dataclasses.asdict(self.shape), "dtype": c.model.dtype}
+        return json.loads(json.dumps(kept))
+
+    def peak_rss_mib(self) -> float:
+        """Peak resident memory of all ranks and their scoring processes, added up."""
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        children = sum(p.memory_info().rss for p in psutil.Process().children(recursive=True)) / 2**20
+        return collect.total({"mib": own + children})["mib"]

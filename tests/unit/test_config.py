@@ -1,0 +1,74 @@
+"""The configuration: strict, overridable, and every shipped TOML file loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_brorl.config import load
+from megatron_brorl.errors import UserError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_file_then_overrides(tmp_path):
+    path = write(tmp_path, "[rollout]\nn = 64\ntemperature = 1\n[optim]\nbetas = [0.9, 0.95]\n")
+    config = load(path, ["rollout.n=512", "model.path=/some/where", "train.resume=never", "optim.lr=3e-4"])
+    assert config.rollout.n == 512
+    assert config.rollout.temperature == 1.0
+    assert type(config.rollout.temperature) is float
+    assert config.optim.betas == (0.9, 0.95)
+    assert config.optim.lr == 3e-4
+    assert config.model.path == "/some/where"
+    assert config.train.resume == "never"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("[rolout]\nn = 4", [], "unknown key rolout; known here: run, model"),
+        ("[rollout]\nm = 4", [], "unknown key rollout.m; known here: n, prompts"),
+        ("", ["rollout.m=4"], "unknown key rollout.m"),
+        ("[rollout]\nn = 'four'", [], "rollout.n = 'four': must be of type int"),
+        ("[rollout]\nn = true", [], "rollout.n = True: must be of type int"),
+        ("[rollout]\nn = 1", [], "rollout.n = 1: a group baseline needs at least 2 rollouts per prompt"),
+        ("[rollout]\nengine = 'vllm'", [], "rollout.engine = 'vllm': must be one of 'torch'"),
+        ("[optim]\nbetas = [0.9]", [], "optim.betas = [0.9]: must have 2 values"),
+        ("[optim]\nlr = nan", [], "optim.lr = nan: must not be negative"),
+        ("[data]\ntrain = 'a.jsonl'", [], "data.train = 'a.jsonl': must be a list"),
+        ("[[data.tasks]]\nweight = 2", [], "data.tasks[0].name is missing"),
+        ("[[data.tasks]]\nname = 'gcd'\nwheight = 2", [], "unknown key data.tasks[0].wheight"),
+        ("[data]\ntrain_seed = 2", [], "data.held_out_seed = 2: must differ from data.train_seed"),
+        ("[parallel]\nsequence = true", [], "parallel.sequence = True: sequence parallelism needs parallel.tensor > 1"),
+        ("[algo]\nmini_batches = 9\n[rollout]\nprompts = 8", [], "algo.mini_batches = 9: cannot cut 8 prompts"),
+        ("rollout = 3", [], "rollout must be a table"),
+        ("[rollout", [], "not valid TOML"),
+        ("", ["rollout=3"], "override 'rollout=3': expected section.key=value"),
+    ],
+)
+def test_mistakes_name_file_and_key(tmp_path, text, overrides, message):
+    path = write(tmp_path, text)
+    with pytest.raises(UserError) as caught:
+        load(path, overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value) or "override" in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none\.toml: no such configuration file"):
+        load(tmp_path / "none.toml")
+
+
+def test_every_shipped_file_loads():
+    files = sorted(REPOSITORY.glob("examples/**/*.toml"))
+    assert files
+    for path in files:
+        load(path)
