@@ -20,6 +20,7 @@ PREEMPTED = 75  # EX_TEMPFAIL: the state was saved; start the same command again
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit: 0 done, 2 a mistake of the user's in one line, 75 stopped by a signal and resumable."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
+    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     args = _parser().parse_args(arguments)
     try:
         if getattr(args, "processes", 0) > 0:

@@ -109,6 +109,7 @@ class AlgoConfig:
     is_cap: float = 2.0  # truncated importance sampling between engine and trainer; 0 = off
     old_log_probs: Literal["actor", "rollout"] = "actor"  # "rollout" saves a forward pass where engine == trainer
     mini_batches: int = 1  # optimizer steps per sampled batch
+    mini_batch_of: Literal["prompts", "siblings"] = "prompts"  # whole groups each, or a part of every group
     epochs: int = 1
 
 

@@ -44,6 +44,11 @@ class Session:
                 f"{config.model.path}: the tokenizer has {self.tokenizer.vocab_size} tokens, config.json's vocab_size "
                 f"is {self.shape.vocab}: tokenizer and model do not belong together"
             )
+        if config.parallel.distributed_optimizer and not device.on_gpu():
+            raise UserError(
+                "parallel.distributed_optimizer = true: without Transformer Engine's Adam on a GPU Megatron-Core cannot "
+                "checkpoint it; set it to false"
+            )
         limit = context(config, self.shape) - config.rollout.max_tokens
         self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)

@@ -25,6 +25,7 @@ from megatron_brorl.parallel import device
 LATEST = "latest"
 RUN = "run.json"
 MANIFEST = "manifest.json"
+STEPPED = "optimizer_has_stepped"  # key of run.json
 
 
 def save(root: Path, step: int, actor: Any, optimizer: Any, run: dict[str, Any], keep: int) -> Path:
@@ -36,11 +37,12 @@ def save(root: Path, step: int, actor: Any, optimizer: Any, run: dict[str, Any],
             shutil.rmtree(stale)
         aside.mkdir(parents=True)
     dist.barrier()
+    stepped = bool(optimizer.optimizer.state)
     with device.bridge():
-        dist_checkpointing.save(_state(actor, optimizer, loading=False), str(aside))
+        dist_checkpointing.save(_state(actor, optimizer if stepped else None), str(aside))
     dist.barrier()
     if dist.get_rank() == 0:
-        (aside / RUN).write_text(json.dumps(run, indent=1), encoding="utf-8")
+        (aside / RUN).write_text(json.dumps({**run, STEPPED: stepped}, indent=1), encoding="utf-8")
         manifest = {p.relative_to(aside).as_posix(): _sha256(p) for p in sorted(aside.rglob("*")) if p.is_file()}
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         replace_directory(aside, target)
@@ -76,14 +78,22 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 def load(directory: Path, actor: Any, optimizer: Any) -> None:
     """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one."""
+    stepped = read_run(directory)[STEPPED]
     with device.bridge():
-        state = dist_checkpointing.load(_state(actor, optimizer, loading=True), str(directory))
+        wanted = _state(actor, optimizer if stepped else None, loading=True)
+        state = dist_checkpointing.load(wanted, str(directory))
         actor.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        if stepped:
+            optimizer.load_state_dict(state["optimizer"])
+        else:
+            optimizer.reload_model_params()
 
 
-def _state(actor: Any, optimizer: Any, loading: bool) -> dict[str, Any]:
+def _state(actor: Any, optimizer: Any, loading: bool = False) -> dict[str, Any]:
+    """Megatron's sharded state; without the optimizer's where it has not stepped yet and so has none."""
     model = actor.sharded_state_dict(prefix="")
+    if optimizer is None:
+        return {"model": model}
     return {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading)}
 
 

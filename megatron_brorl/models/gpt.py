@@ -46,7 +46,7 @@ class Actor(GPTModel):
             pg_collection=grid.groups,
         )
         self.shape = shape
-        self.fused_norms = False  # the names of the norms in models.hf_names
+        self.fused_norms = device.has_transformer_engine()  # the names of the norms in models.hf_names
         self.grid = grid
         self._inv_freq = inv_freq.to(device.default_device())
 
@@ -174,6 +174,12 @@ def build_actor(shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bo
 
 
 def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid) -> TransformerBlockSubmodules:
+    """Transformer Engine's layers on a GPU that has it, Megatron's own with our attention and norm anywhere else."""
+    count = get_num_layers_to_build(config, pp_rank=grid.pp_rank)
+    if device.has_transformer_engine():
+        from megatron_brorl.models import te
+
+        return te.layers(shape.qk_norm, count)
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
@@ -181,5 +187,4 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid) -> Transfo
     attention.core_attention = PackedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
-    count = get_num_layers_to_build(config, pp_rank=grid.pp_rank)
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RmsNorm)

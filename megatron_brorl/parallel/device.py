@@ -6,6 +6,7 @@ On a machine with CUDA nothing here changes anything.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,12 @@ def on_gpu() -> bool:
 def default_device() -> torch.device:
     """The device of this process: its CUDA device (LOCAL_RANK, set by the launcher) or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
+
+
+@lru_cache(maxsize=1)
+def has_transformer_engine() -> bool:
+    """Whether the layers of Transformer Engine can be used: installed, and on a GPU."""
+    return on_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
 @lru_cache(maxsize=1)

@@ -31,13 +31,13 @@ def update_policy(
 ) -> dict[str, float]:
     """Run epochs x mini_batches optimizer steps; returns their figures, the same on every rank.
 
-    groups: the sizes of the experience's groups in order; a mini-batch takes whole groups. first_update: optimizer
+    groups: the sizes of the experience's groups in order; mini-batches are cut along them. first_update: optimizer
     steps done before. Figures are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where
     the actor still has the weights that the engine sampled from.
     """
     sums = dict.fromkeys(losses.SUMS, 0.0)
     ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
-    batches = [b for _ in range(algo.epochs) for b in mini_batches(groups, algo.mini_batches)]
+    batches = [b for _ in range(algo.epochs) for b in mini_batches(groups, algo.mini_batches, algo.mini_batch_of)]
     for i, rows in enumerate(batches):
         part = experience.take(rows)
         divisor = collect.total({"tokens": float(sum(map(len, part.responses)))}, worker.grid.groups.dp)["tokens"]
@@ -73,11 +73,17 @@ def update_policy(
     }
 
 
-def mini_batches(groups: list[int], count: int) -> list[list[int]]:
-    """Cut groups of the given sizes into `count` runs of whole groups, as even as possible; rows of each."""
+def mini_batches(groups: list[int], count: int, of: str) -> list[list[int]]:
+    """The rows of each mini-batch, for groups of the given sizes.
+
+    of = "prompts": `count` runs of whole groups, as even as possible. of = "siblings": sibling i of every group goes
+    to mini-batch i mod count, so that each optimizer step sees every prompt, with N / count of its rollouts.
+    """
     starts = [0]
     for size in groups:
         starts.append(starts[-1] + size)
+    if of == "siblings":
+        return [[i for a, b in pairwise(starts) for i in range(a + k, b, count)] for k in range(count)]
     cuts = [len(groups) * i // count for i in range(count + 1)]
     return [list(range(starts[a], starts[b])) for a, b in pairwise(cuts)]
 

@@ -10,10 +10,13 @@ import tiny
 from megatron_brorl.config import AlgoConfig, OptimConfig, ParallelConfig
 from megatron_brorl.hf_config import read_shape
 from megatron_brorl.models import hf_io
+from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.parallel import grid as grids
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.train.policy import update_policy
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import Experience
+from megatron_brorl.types import Experience, Prompt
 
 
 def rows(seed: int, count: int = 24) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -82,3 +85,31 @@ def train_steps(
             update_policy(worker, experience, sizes, AlgoConfig(eps_low=0.9, eps_high=4.0), optim, 0.9, update)
         )
     return figures, {name: tensor.clone() for name, tensor in worker.hf_tensors()}
+
+
+def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:
+    """Largest |log-prob of the engine - log-prob of the actor| over sampled tokens, weights taken from the stream."""
+    worker = make_worker(directory, parallel)
+    shape = worker.shape
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100)
+    engine.update_weights(worker.hf_tensors(), 0)
+    prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(4, 4)[0])]
+    groups = engine.generate([Request(p, 11 + i, 16) for i, p in enumerate(prompts)], Sampling(0.9, 1, 0, 24, (2,)))
+    asked = [torch.tensor(g.prompt.token_ids) for g in groups for _ in g.rollouts]
+    rollouts = [r for g in groups for r in g.rollouts]
+    actual = worker.log_probs(asked, [r.token_ids for r in rollouts], 0.9)
+    return max(float((a - r.log_probs).abs().max()) for a, r in zip(actual, rollouts, strict=True))
+
+
+def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[torch.dtype]]:
+    """Two updates in bfloat16 with fp32 masters; figures, and the types of the weights."""
+    grid = grids.build(ParallelConfig())
+    optim = OptimConfig(lr=1e-3)
+    worker = Worker(read_shape(directory), grid, torch.bfloat16, 200, optim=optim)
+    worker.load_hf(directory)
+    prompts, responses = rows(2)
+    lp = worker.log_probs(prompts, responses, 1.0)
+    advantages = torch.linspace(-1, 1, len(prompts))
+    experience = Experience(tuple(prompts), tuple(responses), tuple(lp), None, advantages)
+    figures = [update_policy(worker, experience, [6] * 4, AlgoConfig(), optim, 1.0, i) for i in range(2)]
+    return figures, {p.dtype for p in worker.actor.parameters()}

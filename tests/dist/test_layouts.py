@@ -102,3 +102,24 @@ def test_training_step_equals_single_process(worlds, models, single, size, paral
         for name, value in expected.items():
             distance = (weights[name] - value).norm() / value.norm()
             assert distance <= 1e-5, f"{name}: {distance}"
+
+
+@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
+@pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False), ("llama", False)])
+def test_engine_log_probs_equal_the_actor_s(worlds, models, size, parallel, case):
+    assert max(worlds(size).run("jobs:engine_gap", models[case][0], parallel)) <= 1e-4
+
+
+def test_bf16_trains_with_fp32_masters(worlds, models):
+    """The loss of an unmoved actor is known in closed form: minus the token mean of the advantages."""
+    directory = models["qwen2", True][0]
+    ((figures, dtypes),) = worlds(1).run("jobs:bf16_step", directory)
+    assert dtypes == {torch.bfloat16}
+    prompts, responses = rows(2)
+    assert figures[0]["updates_skipped"] == 0
+    assert figures[0]["logprob_gap_max"] == 0.0  # the same weights in the same arithmetic
+    assert figures[1]["logprob_gap_max"] > 0.0  # and then they have moved
+    assert figures[0]["trained_tokens"] == sum(map(len, responses))
+    advantages = torch.linspace(-1, 1, len(prompts))
+    tokens = torch.tensor([len(r) for r in responses])
+    assert figures[0]["loss"] == pytest.approx(float(-(advantages * tokens).sum() / tokens.sum()), rel=1e-2)

@@ -1,0 +1,68 @@
+"""Running the command line as a user does, on a model small enough for a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TOML = """
+[data]
+held_out_prompts = 24
+template = "{prompt}="
+[[data.tasks]]
+name = "spell_backward"
+keep = '-> nus\\): (.+)'
+config = { min_word_len = 3, max_word_len = 4 }
+[[data.tasks]]
+name = "gcd"
+keep = 'numbers: (.+)\\. Give'
+config = { min_numbers = 2, max_numbers = 2, min_value = 1, max_value = 9 }
+[rollout]
+n = 32
+prompts = 6
+max_tokens = 6
+[reward]
+workers = 1
+[algo]
+mini_batches = 2
+[optim]
+lr = 1e-3
+[train]
+steps = 8
+tokens_per_micro_batch = 600
+checkpoint_every = 3
+[evaluate]
+samples = 2
+every = 4
+bootstrap = 100
+[sft]
+steps = 60
+examples_per_step = 64
+lr = 3e-3
+"""
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
+
+
+def brorl(*arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """One command in a fresh process."""
+    command = [sys.executable, "-m", "megatron_brorl", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, **kwargs)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """The same, left running in a process group of its own."""
+    command = [sys.executable, "-m", "megatron_brorl", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True
+    )
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without their wall-clock values."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]

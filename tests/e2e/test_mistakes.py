@@ -1,0 +1,150 @@
+"""Every mistake of a user's ends in one line that says what and where, with exit code 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from e2e.runs import ENVIRONMENT, brorl
+
+LINES = [
+    '{"prompt": "1+1=", "answer": "2"}',
+    '{"prompt": "1+2=", "answer": "3"}',
+]
+
+
+def fails(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("brorl: ")
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.fixture
+def model(init, tmp_path):
+    """A copy of the random model to break."""
+    return shutil.copytree(init, tmp_path / "model")
+
+
+def train(config, model, tmp_path, *overrides, **kwargs):
+    return brorl("train", config, f"model.path={model}", f"run.dir={tmp_path / 'run'}", *overrides, **kwargs)
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_unknown_key(config, model, tmp_path):
+    fails(train(config, model, tmp_path, "rollout.nn=3"), "unknown key rollout.nn", str(config))
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_key_is_told_once_by_the_launcher(config):
+    fails(brorl("train", "--processes", "2", config, "rollout.nn=3"), "unknown key rollout.nn")
+
+
+def test_one_rollout(config, model, tmp_path):
+    fails(train(config, model, tmp_path, "rollout.n=1"), "rollout.n = 1: a group baseline needs at least 2")
+
+
+def test_missing_model(config, tmp_path):
+    fails(train(config, tmp_path / "nowhere", tmp_path), "nowhere: no such Hugging Face directory")
+
+
+def test_unsupported_architecture(config, model, tmp_path):
+    edit(model / "config.json", architectures=["MambaForCausalLM"])
+    fails(train(config, model, tmp_path), "config.json: architecture 'MambaForCausalLM' is not supported")
+
+
+def test_tokenizer_without_eos(config, model, tmp_path):
+    import io
+
+    import sentencepiece
+
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["abc def ghi"] * 10), model_writer=out, vocab_size=13, eos_id=-1, minloglevel=2
+    )
+    (model / "tokenizer.model").write_bytes(out.getvalue())
+    fails(train(config, model, tmp_path), "tokenizer.model", "end-of-sequence")
+
+
+def test_tensor_parallel_does_not_divide_heads(config, model, tmp_path):
+    done = brorl("train", "--processes", "3", config, f"model.path={model}", f"run.dir={tmp_path}", "parallel.tensor=3")
+    fails(done, "parallel.tensor = 3 does not divide num_attention_heads = 2")
+
+
+def test_world_size_is_no_multiple(config, model, tmp_path):
+    fails(
+        train(config, model, tmp_path, "parallel.tensor=2"),
+        "world size 1 is not a multiple of parallel.tensor x parallel.pipeline = 2 x 1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("third", "parts"),
+    [
+        ('{"prompt": "1+3=", "answer": ', ["JSON"]),
+        ('["1+3=", "4"]', ["object"]),
+        ('{"answer": "4"}', ["prompt"]),
+        ('{"prompt": "1+3=", "answer": 4}', ["answer"]),
+    ],
+)
+def test_malformed_row(config, model, tmp_path, third, parts):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join([*LINES, third]) + "\n")
+    done = train(config, model, tmp_path, "data.tasks=[]", f'data.train=["{data}"]')
+    fails(done, f"{data}:3", *parts)
+
+
+def test_prompt_longer_than_the_context(config, model, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join([*LINES, json.dumps({"prompt": "1+" * 30 + "1=", "answer": "31"})]) + "\n")
+    done = train(config, model, tmp_path, "data.tasks=[]", f'data.train=["{data}"]')
+    fails(done, f"{data}:3", "26")  # context 32 - 6 response tokens
+
+
+def test_unsafe_task(config, model, tmp_path):
+    fails(train(config, model, tmp_path, 'data.tasks=[{name="countdown"}]'), "countdown", "eval")
+
+
+def test_tokenizer_larger_than_the_model(config, model, tmp_path):
+    edit(model / "config.json", vocab_size=50)
+    fails(train(config, model, tmp_path), "the tokenizer has", "vocab_size is 50")
+
+
+def test_missing_weights(config, model, tmp_path):
+    (model / "model.safetensors").unlink()
+    fails(train(config, model, tmp_path), "holds neither model.safetensors nor")
+
+
+def test_a_second_run_in_the_same_directory(config, model, tmp_path):
+    import fcntl
+
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / ".lock", "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        fails(train(config, model, tmp_path), "another run is writing there")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_read_only_directory(config, model, tmp_path):
+    (tmp_path / "run").mkdir(mode=0o500)
+    fails(train(config, model, tmp_path), "make it a writable folder")
+
+
+def test_report_of_nothing(tmp_path):
+    fails(brorl("report", tmp_path), "holds no metrics.jsonl")
+
+
+def test_no_command_prints_usage():
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_brorl"], capture_output=True, text=True, env=ENVIRONMENT, timeout=60
+    )
+    assert done.returncode == 2
+    assert "usage: brorl" in done.stderr

@@ -1,0 +1,158 @@
+"""Whole runs on two processes: repeatable bit for bit, resumable bit for bit, with everything a user is promised."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from e2e.runs import brorl, rows, start
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def finished(config, warm, tmp_path_factory):
+    """The run that nobody disturbed."""
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    done = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}")
+    assert done.returncode == 0, done.stderr
+    return directory, done
+
+
+def test_supervised_training_lowers_the_loss(warm):
+    losses = [row["loss"] for row in rows(warm.parent)]
+    assert len(losses) == 60
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_run_leaves_what_is_promised(finished, warm):
+    directory, done = finished
+    lines = rows(directory)
+    assert [line["step"] for line in lines] == list(range(8))
+    assert all(line["rollouts"] == 6 * 32 for line in lines)
+    assert sum(line["updates"] for line in lines) >= 8  # it did train
+    assert all(0 <= line["kept_share"] <= 1 for line in lines)
+    assert all(line["logprob_gap_max"] <= 1e-4 for line in lines)
+    assert [line["step"] for line in lines if "pass_at_1" in line] == [3]
+    summary = json.loads((directory / "summary.json").read_text())
+    for key in ("pass_at_1_before", "pass_at_1_after"):
+        assert 0 <= summary[key]["low"] <= summary[key]["mean"] <= summary[key]["high"] <= 1
+    assert (summary["held_out_prompts"], summary["rollouts_per_prompt"], summary["steps"]) == (24, 32, 8)
+    assert summary["job_seconds"] > 0
+    assert summary["peak_rss_mib"] > 100
+    assert (directory / "curves.png").stat().st_size > 10_000
+    assert list((directory / "tensorboard").glob("events.*"))
+    assert (directory / "checkpoints" / "latest").read_text().strip() == "step_00000008"
+    assert "train 8/8" in done.stderr
+    assert "pass@1 after" in done.stdout
+    trained = AutoModelForCausalLM.from_pretrained(directory / "model")
+    before = load_file(warm / "model.safetensors")
+    assert any(not torch.equal(p, before[n]) for n, p in trained.named_parameters() if n in before)
+    assert (directory / "model" / "tokenizer.model").read_bytes() == (warm / "tokenizer.model").read_bytes()
+
+
+def test_same_seed_same_bits(finished, config, warm, tmp_path):
+    done = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert rows(tmp_path) == rows(finished[0])
+    assert (tmp_path / "model/model.safetensors").read_bytes() == (finished[0] / "model/model.safetensors").read_bytes()
+
+
+def wait_for(condition, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_killed_after_a_checkpoint_and_resumed(finished, config, warm, tmp_path):
+    """SIGKILL to every process after step 3's checkpoint, then the same command: the bits of the undisturbed run."""
+    command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
+    process = start(*command)
+    wait_for((tmp_path / "checkpoints" / "latest").exists, process)
+    metrics = tmp_path / "metrics.jsonl"
+    wait_for(lambda: metrics.read_text().count("\n") >= 4, process)  # one step beyond the checkpoint: it is replayed
+    os.killpg(process.pid, signal.SIGKILL)
+    for child in _ranks(tmp_path):
+        os.kill(child, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "summary.json").exists()
+    done = brorl(*command)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stderr
+    assert rows(tmp_path) == rows(finished[0])
+    assert (tmp_path / "model/model.safetensors").read_bytes() == (finished[0] / "model/model.safetensors").read_bytes()
+
+
+def _ranks(run_dir) -> list[int]:
+    """The training processes of this run, which torch's launcher starts in sessions of their own."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                with open(f"/proc/{entry}/cmdline", "rb") as f:
+                    if f"run.dir={run_dir}".encode() in f.read().split(b"\0"):
+                        found.append(int(entry))
+            except OSError:
+                continue
+    return found
+
+
+def test_sigterm_saves_and_says_how_to_go_on(finished, config, warm, tmp_path):
+    command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
+    process = start(*command)
+    metrics = tmp_path / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 75, output
+    assert (tmp_path / "checkpoints" / "latest").exists()
+    done = brorl(*command)
+    assert done.returncode == 0, done.stderr
+    assert rows(tmp_path) == rows(finished[0])
+
+
+def test_resume_with_another_configuration_is_refused(finished, config, warm):
+    done = brorl("train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.n=16")
+    assert done.returncode == 2
+    assert "was written with rollout.n = 32, now 16" in done.stderr
+
+
+def test_damaged_checkpoint_is_refused(finished, config, warm, tmp_path):
+    import shutil
+
+    shutil.copytree(finished[0], tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step_00000008"
+    shard = max(newest.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    done = brorl("train", config, f"model.path={warm}", f"run.dir={tmp_path / 'run'}", "train.steps=9")
+    assert done.returncode == 2
+    assert f"{shard.name} is damaged" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_evaluate_repeats_the_run_s_own_evaluation(finished, config, tmp_path):
+    """Another process, another number of ranks: the same held-out prompts, random streams and figures."""
+    done = brorl("evaluate", config, f"model.path={finished[0] / 'model'}", f"run.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "evaluation.json").read_text())
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    assert result["pass_at_1"] == summary["pass_at_1_after"]
+    assert f"pass@1 {result['pass_at_1']['mean']:.4f}" in done.stdout
+    assert set(result["pass_at_k"]) == {"1", "2"}
+    assert result["pass_at_k"]["1"] == pytest.approx(result["pass_at_1"]["mean"])
+
+
+def test_report_draws_again(finished):
+    (finished[0] / "curves.png").unlink()
+    done = brorl("report", finished[0])
+    assert done.returncode == 0, done.stderr
+    assert (finished[0] / "curves.png").exists()
+    assert "pass@1 before" in done.stdout

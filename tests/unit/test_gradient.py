@@ -1,0 +1,65 @@
+"""The policy gradient of the whole actor against central finite differences, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from megatron_brorl.algo.loss import policy_loss
+from megatron_brorl.config import ParallelConfig
+from megatron_brorl.hf_config import read_shape
+from megatron_brorl.models import hf_io
+from megatron_brorl.models.gpt import build_actor
+from megatron_brorl.parallel import device, grid
+from megatron_brorl.parallel.batch import pack
+
+
+@pytest.fixture(scope="module")
+def processes():
+    yield grid.build(ParallelConfig())
+    grid.leave()
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
+def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, tied):
+    tiny.make_model(tmp_path, family, tied)
+    shape = read_shape(tmp_path)
+    actor = build_actor(shape, processes, torch.float64)
+    hf_io.load(actor, shape, processes, tmp_path, actor.fused_norms)
+    g = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (4, 4, 7)]
+    responses = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (5, 2, 6)]
+    (batch,) = pack(prompts, responses, 1000)
+    advantages = torch.randn(3, dtype=torch.float64, generator=g)
+
+    def log_probs():
+        with device.bridge():
+            return actor.log_probs(actor.forward_packed(batch), batch, 0.8)
+
+    with torch.no_grad():
+        current, _ = log_probs()
+    # Ratios on both sides of the clip range, none near its edges, where the loss has a kink.
+    old = current + torch.tensor([-0.5, -0.05, 0.1, 0.6], dtype=torch.float64)[torch.arange(len(current)) % 4]
+
+    def loss():
+        lp, entropy = log_probs()
+        return policy_loss(lp, entropy, old, old - 0.1, batch.repeat(advantages), 13.0, 0.2, 0.28, 2.0).loss
+
+    loss().backward()
+    parameters = dict(actor.named_parameters())
+    checked = 0
+    for name, parameter in parameters.items():
+        index = int(parameter.grad.abs().argmax())  # where it matters most
+        flat = parameter.data.view(-1)
+        kept, h = flat[index].item(), 1e-6
+        with torch.no_grad():
+            flat[index] = kept + h
+            up = loss().item()
+            flat[index] = kept - h
+            down = loss().item()
+            flat[index] = kept
+        slope = (up - down) / (2 * h)
+        assert parameter.grad.view(-1)[index].item() == pytest.approx(slope, rel=1e-5), name
+        checked += 1
+    assert checked == len(parameters) > 20

@@ -1,0 +1,78 @@
+"""Log-probabilities through the LM head against a float64 softmax, in value and gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_brorl.config import ParallelConfig
+from megatron_brorl.parallel import grid, vocab
+
+
+@pytest.fixture(scope="module")
+def group():
+    built = grid.build(ParallelConfig())
+    yield built.groups.tp
+    grid.leave()
+
+
+def reference(hidden, weight, targets, temperature):
+    log_probs = (hidden @ weight.T / temperature).log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("rows", "hidden", "vocabulary", "scale"), [(7, 5, 11, 1), (130, 16, 33, 3), (1, 3, 2, 1e3)])
+def test_value_and_gradient(group, monkeypatch, dtype, rows, hidden, vocabulary, scale):
+    monkeypatch.setattr(vocab, "CHUNK_BYTES", 4 * vocabulary * 50)  # several chunks
+    g = torch.Generator().manual_seed(rows)
+    h = scale * torch.randn(rows, hidden, dtype=torch.float64, generator=g)
+    w = torch.randn(vocabulary, hidden, dtype=torch.float64, generator=g)
+    targets = torch.randint(0, vocabulary, (rows,), generator=g)
+    upstream = torch.randn(rows, dtype=torch.float64, generator=g)
+    expected_inputs = [x.clone().requires_grad_() for x in (h, w)]
+    expected, expected_entropy = reference(*expected_inputs, targets, 0.7)
+    expected.backward(upstream)
+    inputs = [x.to(dtype).requires_grad_() for x in (h, w)]
+    got, entropy = vocab.linear_log_probs(*inputs, targets, vocabulary, 0.7, group)
+    got.backward(upstream.to(dtype))
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    assert got.dtype == dtype
+    assert not entropy.requires_grad
+    gradients = [(x.grad, y.grad) for x, y in zip(inputs, expected_inputs, strict=True)]
+    for a, b in [(got, expected), (entropy, expected_entropy), *gradients]:
+        assert (a.double() - b).norm() <= tolerance * max(b.norm(), 1.0)
+
+
+def test_padding_has_no_probability_and_no_gradient(group):
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(6, 4, generator=g)
+    w = torch.randn(10, 4, generator=g)
+    w[8:] = 1e3  # would win every softmax
+    padded = w.clone().requires_grad_()
+    targets = torch.arange(6)
+    got, _ = vocab.linear_log_probs(h, padded, targets, 8, 1.0, group)
+    expected, _ = reference(h, w[:8], targets, 1.0)
+    torch.testing.assert_close(got, expected)
+    got.sum().backward()
+    assert torch.count_nonzero(padded.grad[8:]) == 0
+
+
+def test_gradcheck(group):
+    g = torch.Generator().manual_seed(1)
+    h = torch.randn(5, 3, dtype=torch.float64, generator=g, requires_grad=True)
+    w = torch.randn(7, 3, dtype=torch.float64, generator=g, requires_grad=True)
+    targets = torch.randint(0, 7, (5,), generator=g)
+    assert torch.autograd.gradcheck(lambda a, b: vocab.linear_log_probs(a, b, targets, 7, 1.3, group)[0], (h, w))
+
+
+def test_no_rows(group):
+    h = torch.zeros(0, 3, requires_grad=True)
+    w = torch.zeros(7, 3, requires_grad=True)
+    got, entropy = vocab.linear_log_probs(h, w, torch.zeros(0, dtype=torch.int64), 7, 1.0, group)
+    assert got.shape == entropy.shape == (0,)
+    got.sum().backward()
+    assert torch.count_nonzero(w.grad) == 0
+    assert dist.is_initialized()
