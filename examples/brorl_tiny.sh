@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # BroRL on a laptop: make a model of about a million parameters and its tokenizer, teach it the tasks a little, then
 # train it with 512 rollouts per prompt, on two processes, through the code path that runs on GPUs.
-# Usage: bash examples/brorl_tiny.sh [section.key=value ...]      (overrides of the reinforcement learning part)
+# Usage: [RUN=directory] [PROCESSES=2] bash examples/brorl_tiny.sh [section.key=value ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,9 +13,9 @@ STARTED=$(date +%s)
 
 if [ ! -f "$RUN/sft/model/config.json" ]; then
   echo "== 1/3 a random model and a tokenizer: $RUN/init"
-  python tools/make_tiny_model.py "$CONFIG" "$RUN/init"
+  python tools/make_tiny_model.py "$CONFIG" "$RUN/init" "$@"
   echo "== 2/3 warm start on solved examples: $RUN/sft"
-  brorl sft --processes "$PROCESSES" "$CONFIG" model.path="$RUN/init" run.dir="$RUN/sft" data.train_seed=3
+  brorl sft --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/init" run.dir="$RUN/sft" data.train_seed=3
 fi
 echo "== 3/3 BroRL: $RUN"
-brorl train --processes "$PROCESSES" "$CONFIG" model.path="$RUN/sft/model" run.dir="$RUN" run.started="$STARTED" "$@"
+brorl train --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/sft/model" run.dir="$RUN" run.started="$STARTED"

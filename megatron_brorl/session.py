@@ -46,8 +46,8 @@ class Session:
             )
         if config.parallel.distributed_optimizer and not device.on_gpu():
             raise UserError(
-                "parallel.distributed_optimizer = true: without Transformer Engine's Adam on a GPU Megatron-Core cannot "
-                "checkpoint it; set it to false"
+                "parallel.distributed_optimizer = true: Megatron-Core can checkpoint it only with Transformer Engine's "
+                "Adam on a GPU; set it to false"
             )
         limit = context(config, self.shape) - config.rollout.max_tokens
         self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)

@@ -22,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="TOML file of the run; its data.tasks are the corpus")
     parser.add_argument("directory", type=Path, help="Hugging Face directory to write")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--vocab", type=int, default=100, help="sentencepiece pieces at most (%(default)s)")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--texts", type=int, default=2000, help="examples to train the tokenizer on (%(default)s)")
     args = parser.parse_args()
-    config = load(args.config)
+    config = load(args.config, args.overrides)
     # Every printable ASCII character gets a piece, whether or not the sample of the tasks happens to contain it.
     texts = chain(corpus(config.data, config.run.seed, args.texts), string.printable[:95])
     tokenizer = train_sentencepiece(texts, args.directory, args.vocab)
