@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -94,7 +95,7 @@ def _train(args: argparse.Namespace) -> int:
             if not trainer.run(writer, p, session.stop_requested):
                 p.note("stopped by a signal; the state is saved: start the same command again to go on")
                 return PREEMPTED
-            after = trainer.evaluate().as_dict()
+            after = trainer.evaluate().as_dict() if trainer.held_out else None
         session.export(worker)
         peak = session.peak_rss_mib()
         if session.speaks:
@@ -102,7 +103,7 @@ def _train(args: argparse.Namespace) -> int:
                 session.dir / "summary.json",
                 {
                     "pass_at_1_before": trainer.before["pass_at_1"] if trainer.before else None,
-                    "pass_at_1_after": after["pass_at_1"],
+                    "pass_at_1_after": after["pass_at_1"] if after else None,
                     "held_out_prompts": len(trainer.held_out),
                     "rollouts_per_prompt": config.rollout.n,
                     "steps": config.train.steps,
@@ -147,6 +148,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     config = load(args.config, args.overrides)
     with Session(config) as session:
+        if not session.sources.held_out:
+            raise UserError(f"{args.config}: nothing to evaluate on; give data.held_out or data.tasks")
         rollouts = session.rollouts()
         rollouts.engine.update_weights(session.worker(None).hf_tensors(), 0)
         e = config.evaluate
@@ -183,7 +186,7 @@ def _show(directory: Path) -> None:
         s = json.loads(summary.read_text(encoding="utf-8"))
         print(f"{s['steps']} steps, N = {s['rollouts_per_prompt']} rollouts, {s['held_out_prompts']} held-out prompts")
         for name in ("before", "after"):
-            p = s[f"pass_at_1_{name}"]
+            p = s[f"pass_at_1_{name}"] or {"mean": math.nan, "low": math.nan, "high": math.nan}
             print(f"pass@1 {name:6}  {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}")
         print(f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes")
     print(f"curves   {figure}")

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_brorl.algo.selection import keep_informative
 from megatron_brorl.config import Config
 from megatron_brorl.data.source import PromptSource
+from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.models import checkpoint
 from megatron_brorl.parallel import collect
@@ -27,6 +28,8 @@ from megatron_brorl.train.policy import update_policy
 from megatron_brorl.train.rollouts import Rollouts, figures
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Prompt
+
+MOST_UNSCORED = 0.5  # with a larger share of failed verdicts a run would train on noise
 
 
 @dataclass
@@ -49,12 +52,13 @@ class Trainer:
         """Train to train.steps, with checkpoints; False where stop() (asked at step boundaries) ended it early."""
         every, steps = self.config.train.checkpoint_every, self.config.train.steps
         self.refit()
-        if self.before is None:
+        if self.before is None and self.held_out:
             self.before = self.evaluate().as_dict()
             progress.note(f"held-out pass@1 before: {_percent(self.before)}")
         while self.step < steps:
             values, seconds = self.train_step()
-            if self.config.evaluate.every and self.step % self.config.evaluate.every == 0 and self.step < steps:
+            due = self.config.evaluate.every and self.step % self.config.evaluate.every == 0
+            if due and self.held_out and self.step < steps:
                 begun = time.monotonic()
                 values |= _flat(self.evaluate())
                 seconds["evaluate"] = time.monotonic() - begun
@@ -90,6 +94,11 @@ class Trainer:
         sums = collect.total(figures(sampled))
         kept_groups = collect.total({"kept": len(kept)}, self.grid.groups.dp)["kept"]
         rollouts = sums["rollouts"]
+        if sums["unscored"] > MOST_UNSCORED * rollouts:
+            raise UserError(
+                f"step {self.step}: the verifiers failed on {sums['unscored']:.0f} of {rollouts:.0f} responses (timeout, "
+                "crash or exception), so most rewards mean nothing; mend the verifier or raise reward.timeout_s"
+            )
         values = {
             "reward": sums["reward"] / rollouts,
             "kept_share": kept_groups / sums["groups"],
@@ -154,6 +163,8 @@ def _watched(values: dict[str, float], seconds: dict[str, float]) -> dict[str, s
         "gap": f"{values['logprob_gap_max']:.1e}",
         "step": f"{seconds['step']:.1f}s",
     }
+    if values["updates_skipped"]:
+        shown["updates skipped (gradient not finite)"] = f"{values['updates_skipped']:.0f}"
     if "pass_at_1" in values:
         shown["pass@1"] = f"{100 * values['pass_at_1']:.1f}%"
     return shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import tiny
 from megatron_brorl.config import AlgoConfig, OptimConfig, ParallelConfig
@@ -12,6 +13,7 @@ from megatron_brorl.hf_config import read_shape
 from megatron_brorl.models import hf_io
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.parallel import grid as grids
+from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.train.policy import update_policy
@@ -39,9 +41,23 @@ def make_worker(
     return worker
 
 
-def log_probs(_rank: int, directory: str, parallel: dict[str, Any], temperature: float) -> list[torch.Tensor]:
+def log_probs(
+    _rank: int, directory: str, parallel: dict[str, Any], temperature: float
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """Log-probs of the responses on every rank, and on the last stage all logits [G, V] of every row."""
     prompts, responses = rows(1)
-    return make_worker(directory, parallel).log_probs(prompts, responses, temperature)
+    worker = make_worker(directory, parallel)
+    actor, logits = worker.actor, {}
+
+    def head(hidden: torch.Tensor, batch: Packed, temperature: float) -> Any:
+        part = hidden.squeeze(1)[batch.predict] @ actor.head_weight().t()
+        parts = [torch.empty_like(part) for _ in range(worker.grid.tensor)]
+        dist.all_gather(parts, part, group=worker.grid.groups.tp)
+        logits.update(batch.split(torch.cat(parts, dim=-1)[:, : worker.shape.vocab]))
+        return type(actor).log_probs(actor, hidden, batch, temperature)
+
+    actor.log_probs = head
+    return worker.log_probs(prompts, responses, temperature), logits
 
 
 def export(rank: int, directory: str, parallel: dict[str, Any], target: str) -> dict[str, torch.Tensor]:

@@ -32,16 +32,20 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
 @pytest.mark.parametrize("case", tiny.CASES)
-def test_log_probs_equal_transformers(worlds, models, size, parallel, case):
+def test_logits_and_log_probs_equal_transformers(worlds, models, size, parallel, case):
     directory, model = models[case]
     results = worlds(size).run("jobs:log_probs", directory, parallel, 0.7)
     prompts, responses = rows(1)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         with torch.no_grad():
-            logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1] / 0.7
-        expected = logits.log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
-        for result in results:
-            torch.testing.assert_close(result[row], expected, atol=1e-4, rtol=0)
+            logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / 0.7).log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
+        for log_probs, _ in results:
+            torch.testing.assert_close(log_probs[row], expected, atol=1e-4, rtol=0)
+        last_stage = [found[row] for _, found in results if found]
+        assert len(last_stage) == size // parallel.get("pipeline", 1)
+        for found in last_stage:
+            torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
