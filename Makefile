@@ -18,7 +18,7 @@ check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/mypy
 
 bench: $(INSTALLED)  ## speed, as ratios measured in one run
-	@for tool in tools/bench_*.py; do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
+	@for tool in $(wildcard tools/bench_*.py); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

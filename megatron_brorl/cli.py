@@ -82,6 +82,7 @@ def _train(args: argparse.Namespace) -> int:
             session.sources.held_out,
             session.stop_ids,
             session.fingerprint(),
+            config.run.started or begun,
         )
         found = session.newest_checkpoint()
         if found:
@@ -107,7 +108,7 @@ def _train(args: argparse.Namespace) -> int:
                     "held_out_prompts": len(trainer.held_out),
                     "rollouts_per_prompt": config.rollout.n,
                     "steps": config.train.steps,
-                    "job_seconds": time.time() - (config.run.started or begun),
+                    "job_seconds": trainer.seconds(),
                     "peak_rss_mib": peak,
                     "before": trainer.before,
                     "after": after,

@@ -44,9 +44,11 @@ class Trainer:
     held_out: list[Prompt]
     stop_ids: tuple[int, ...]
     fingerprint: dict[str, Any]  # what must not change when a run is resumed
+    started: float  # Unix time at which this process's part of the job began
     step: int = 0  # steps done
     updates: int = 0  # optimizer steps done
     before: dict[str, Any] | None = None  # the evaluation before step 0
+    spent: float = 0.0  # seconds of the processes that this one goes on from
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
         """Train to train.steps, with checkpoints; False where stop() (asked at step boundaries) ended it early."""
@@ -96,8 +98,8 @@ class Trainer:
         rollouts = sums["rollouts"]
         if sums["unscored"] > MOST_UNSCORED * rollouts:
             raise UserError(
-                f"step {self.step}: the verifiers failed on {sums['unscored']:.0f} of {rollouts:.0f} responses (timeout, "
-                "crash or exception), so most rewards mean nothing; mend the verifier or raise reward.timeout_s"
+                f"step {self.step}: the verifiers failed on {sums['unscored']:.0f} of {rollouts:.0f} responses "
+                "(timeout, crash, exception): most rewards mean nothing; mend the verifier or raise reward.timeout_s"
             )
         values = {
             "reward": sums["reward"] / rollouts,
@@ -132,7 +134,13 @@ class Trainer:
         return Sampling(r.temperature, r.top_p, r.top_k, r.max_tokens, self.stop_ids)
 
     def save(self) -> None:
-        run = {"step": self.step, "updates": self.updates, "before": self.before, "fingerprint": self.fingerprint}
+        run = {
+            "step": self.step,
+            "updates": self.updates,
+            "before": self.before,
+            "fingerprint": self.fingerprint,
+            "spent": self.seconds(),
+        }
         root = Path(self.config.run.dir) / "checkpoints"
         checkpoint.save(
             root, self.step, self.worker.actor, self.worker.optimizer, run, self.config.train.keep_checkpoints
@@ -142,7 +150,11 @@ class Trainer:
         """Go on from a checkpoint whose fingerprint the caller has checked."""
         run = checkpoint.read_run(directory)
         checkpoint.load(directory, self.worker.actor, self.worker.optimizer)
-        self.step, self.updates, self.before = run["step"], run["updates"], run["before"]
+        self.step, self.updates, self.before, self.spent = run["step"], run["updates"], run["before"], run["spent"]
+
+    def seconds(self) -> float:
+        """Wall-clock seconds of the job so far, up to the checkpoint for processes that were killed."""
+        return self.spent + time.time() - self.started
 
 
 def _percent(evaluation: dict[str, Any]) -> str:
