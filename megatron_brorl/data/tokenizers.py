@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -10,19 +9,7 @@ from typing import Protocol
 from megatron_brorl.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
 
-__all__ = ["Tokenizer", "load_tokenizer", "save_tokenizer", "train_sentencepiece"]
-
-_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-)
+__all__ = ["Tokenizer", "load_tokenizer", "train_sentencepiece"]
 
 
 class Tokenizer(Protocol):
@@ -80,13 +67,3 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     raise UserError(
         f"{directory}: no tokenizer.json and no tokenizer.model there; copy the tokenizer files of the model into it"
     )
-
-
-def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Copy the tokenizer's files into a directory."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if directory.resolve() == tokenizer.directory.resolve():
-        return
-    for name in _FILES:
-        if (tokenizer.directory / name).is_file():
-            shutil.copyfile(tokenizer.directory / name, directory / name)

@@ -33,7 +33,7 @@ class Actor(GPTModel):
     """
 
     def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid) -> None:
-        inv_freq, self._rope_factor = rope.inverse_frequencies(shape)
+        inv_freq, _ = rope.inverse_frequencies(shape)
         super().__init__(
             config=config,
             transformer_layer_spec=_layers(shape, config, grid),

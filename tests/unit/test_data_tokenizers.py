@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from megatron_brorl.data.tokenizers import load_tokenizer, save_tokenizer, train_sentencepiece
+from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
 
 SUMS = [f"{a} + {b} = {a + b}" for a in range(30) for b in range(30)]
@@ -220,16 +220,3 @@ def test_no_eos_is_an_error(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"tokenizer\.model: the tokenizer has no end-of-sequence token"):
         load_tokenizer(tmp_path)
-
-
-def test_save_copies_the_files(tmp_path: Path) -> None:
-    train_sentencepiece(SUMS, tmp_path / "spm", 64)
-    make_hf(tmp_path / "hf", chat_template=CHAT)
-    for name in ("spm", "hf"):
-        tokenizer = load_tokenizer(tmp_path / name)
-        save_tokenizer(tokenizer, tmp_path / name)  # onto itself: nothing to do
-        save_tokenizer(tokenizer, tmp_path / "out" / name)
-        copy = load_tokenizer(tmp_path / "out" / name)
-        assert copy.encode_prompt("12 + 7") == tokenizer.encode_prompt("12 + 7")
-        assert copy.eos_id == tokenizer.eos_id
-    assert load_tokenizer(tmp_path / "out/hf").apply_chat("hello")[0] == "<|user|>hello</s><|assistant|>"

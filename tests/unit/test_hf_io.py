@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-import tiny
 from megatron_brorl.config import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import parse_shape, read_shape
