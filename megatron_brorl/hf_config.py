@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_brorl.errors import UserError
 
+WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
 

@@ -14,13 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import ModelShape
+from megatron_brorl.hf_config import WEIGHTS, ModelShape
 from megatron_brorl.models import hf_names
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.layout import Entry, to_local
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 4 << 30
 
 
@@ -35,11 +34,11 @@ class Checkpoint:
                 self.files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             except (json.JSONDecodeError, KeyError, TypeError) as e:
                 raise UserError(f"{index}: not a safetensors index: {e!r}") from None
-        elif (directory / SINGLE).is_file():
-            with self._open(SINGLE) as f:
-                self.files = dict.fromkeys(f.keys(), SINGLE)
+        elif (directory / WEIGHTS).is_file():
+            with self._open(WEIGHTS) as f:
+                self.files = dict.fromkeys(f.keys(), WEIGHTS)
         else:
-            raise UserError(f"{directory}: holds neither {SINGLE} nor {INDEX}")
+            raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}")
 
     def _open(self, name: str) -> safe_open:
         path = self.directory / name
@@ -140,7 +139,7 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> Non
     if pending:
         flush()
     if len(shards) == 1:
-        (directory / "shard-0").rename(directory / SINGLE)
+        (directory / "shard-0").rename(directory / WEIGHTS)
         return
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_brorl.hf_config import parse_shape
-from megatron_brorl.models.hf_io import SINGLE
+from megatron_brorl.hf_config import WEIGHTS, parse_shape
 from megatron_brorl.models.hf_names import hf_shapes
 
 
@@ -34,5 +33,5 @@ def write_random_model(config: dict[str, Any], directory: Path, seed: int) -> in
             tensors[name] = torch.randn(size, generator=generator) * std
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     return sum(t.numel() for t in tensors.values())
