@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from uuid import uuid4
@@ -15,7 +16,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said what is wrong
+    logging.disable(logging.ERROR)  # of this process alone: the ranks say themselves what is wrong
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     config = LaunchConfig(
         min_nodes=1,
@@ -30,8 +31,12 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "megatron_brorl", *arguments)
     except ChildFailedError as e:
-        code = e.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
+        rank, failure = e.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            print(f"brorl: rank {rank} was ended by {name} (out of memory?)", file=sys.stderr)
+            return 128 - failure.exitcode
+        return failure.exitcode
     except SignalException:
         return 75  # the ranks got the signal too and have saved
     return 0

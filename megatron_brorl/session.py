@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context, stop_ids
 from megatron_brorl.train.worker import Worker
+
+SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
 
 
 class Session:
@@ -55,8 +59,8 @@ class Session:
         self.grid = grid.build(config.parallel, config.run.seed)
         self.speaks = self.grid.rank == 0
         self._closing: list[Callable[[], Any]] = [grid.leave]
-        self._signalled = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        self._signalled_at: float | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def __enter__(self) -> Session:
@@ -68,8 +72,13 @@ class Session:
             for close in reversed(self._closing):
                 close()
 
-    def _on_signal(self, *_: object) -> None:
-        self._signalled = True
+    def _on_signal(self, number: int, _frame: object) -> None:
+        """The first signal asks for a save at the next step boundary; a second one, meant, ends the process at once."""
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+        elif now - self._signalled_at > SECOND_SIGNAL_S:
+            os._exit(128 + number)
 
     def _lock(self) -> None:
         """Refuse a second run in the same directory."""
@@ -133,7 +142,7 @@ class Session:
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""
-        return bool(collect.greatest({"stop": float(self._signalled)})["stop"])
+        return bool(collect.greatest({"stop": float(self._signalled_at is not None)})["stop"])
 
     def export(self, worker: Any) -> None:
         """Write the weights as run.dir/model, a Hugging Face directory."""

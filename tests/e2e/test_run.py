@@ -117,6 +117,16 @@ def test_sigterm_saves_and_says_how_to_go_on(finished, config, warm, tmp_path):
     assert rows(tmp_path) == rows(finished[0])
 
 
+def test_a_rank_that_is_killed_ends_the_run_by_name(config, warm, tmp_path):
+    process = start("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}", "train.steps=500")
+    wait_for((tmp_path / "metrics.jsonl").exists, process)
+    victim = next(p for p in _ranks(tmp_path) if p != process.pid)
+    os.kill(victim, signal.SIGKILL)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "was ended by SIGKILL (out of memory?)" in output.splitlines()[-1]
+
+
 def test_resume_with_another_configuration_is_refused(finished, config, warm):
     done = brorl("train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.n=16")
     assert done.returncode == 2
