@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
@@ -29,7 +31,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 class Actor(GPTModel):
     """GPTModel whose last stage ends at the hidden states, and whose rotary positions are explicit.
 
-    The LM head is applied by `log_probs` to the predicting positions alone, so that prompt tokens cost no logits.
+    The LM head is applied by `Head` to the predicting positions alone, so that prompt tokens cost no logits.
     """
 
     def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid) -> None:
@@ -83,11 +85,32 @@ class Actor(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def log_probs(self, hidden: Tensor, batch: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy [R] of the batch's response tokens from hidden [T, 1, H] (last stage only)."""
-        rows = hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device))
-        targets = batch.targets.to(hidden.device)
-        return linear_log_probs(rows, self.head_weight(), targets, self.shape.vocab, temperature, self.pg_collection.tp)
+    def head(self, hidden: Tensor, batch: Packed, temperature: float) -> Head:
+        """The LM head at the batch's predicting positions, from hidden [T, 1, H] (last stage only)."""
+        return Head(
+            rows=hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device)),
+            weight=self.head_weight(),
+            targets=batch.targets.to(hidden.device),
+            vocab=self.shape.vocab,
+            temperature=temperature,
+            group=self.pg_collection.tp,
+        )
+
+
+@dataclass(frozen=True)
+class Head:
+    """Everything between the last hidden states and a loss; what applies it decides whether logits are ever held."""
+
+    rows: Tensor  # [R, H] hidden states that predict a response token
+    weight: Tensor  # [V/tp, H], this rank's shard of the LM head, padding included
+    targets: Tensor  # [R] int64
+    vocab: int  # without padding
+    temperature: float
+    group: dist.ProcessGroup  # tensor parallel
+
+    def log_probs(self) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target and entropy [R]; see parallel.vocab."""
+        return linear_log_probs(self.rows, self.weight, self.targets, self.vocab, self.temperature, self.group)
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_brorl.algo import loss as losses
 from megatron_brorl.config import AlgoConfig, OptimConfig
+from megatron_brorl.models.gpt import Head
 from megatron_brorl.parallel import collect, device
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.worker import Worker
@@ -91,7 +92,8 @@ def mini_batches(groups: list[int], count: int, of: str) -> list[list[int]]:
 def _loss_function(part: Experience, algo: AlgoConfig, divisor: float) -> Any:
     where = device.default_device()
 
-    def loss(batch: Packed, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
+    def loss(batch: Packed, head: Head) -> tuple[Tensor, Any]:
+        log_probs, entropy = head.log_probs()
         old = None if part.old_log_probs is None else batch.gather(part.old_log_probs).to(where)
         result = losses.policy_loss(
             log_probs,

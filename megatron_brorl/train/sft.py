@@ -15,6 +15,7 @@ from megatron_brorl.data.solved import solved_examples
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.models.gpt import Head
 from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.progress import Progress
@@ -56,8 +57,8 @@ def sft(
 
 
 def _loss(divisor: float) -> Any:
-    def loss(_batch: Packed, log_probs: Tensor, _entropy: Tensor) -> tuple[Tensor, float]:
-        value = token_cross_entropy(log_probs, divisor)
+    def loss(_batch: Packed, head: Head) -> tuple[Tensor, float]:
+        value = token_cross_entropy(head.log_probs()[0], divisor)
         return value, float(value.detach())
 
     return loss

@@ -23,14 +23,14 @@ from torch import Tensor
 from megatron_brorl.config import OptimConfig
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.models import hf_io, hf_names
-from megatron_brorl.models.gpt import build_actor
+from megatron_brorl.models.gpt import Head, build_actor
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import Packed, pack
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.execute import stream
 
-# (batch, log-probs [R], entropy [R]) -> (scalar loss, values that the caller gets back)
-LossFunction = Callable[[Packed, Tensor, Tensor], tuple[Tensor, Any]]
+# (batch, LM head at its predicting positions) -> (scalar loss, values that the caller gets back)
+LossFunction = Callable[[Packed, Head], tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class Worker:
         result = [torch.empty(len(r)) for r in responses]
         if result:
 
-            def collect(batch: Packed, log_probs: Tensor, _entropy: Tensor) -> tuple[Tensor, Any]:
+            def collect(batch: Packed, head: Head) -> tuple[Tensor, Any]:
+                log_probs, _ = head.log_probs()
                 for row, values in batch.split(log_probs.float().cpu()):
                     result[row] = values
                 return log_probs.sum(), None
@@ -174,8 +175,7 @@ def _forward_step(batches: Iterator[Packed], model: Any, loss: LossFunction, tem
     actor = model.module if isinstance(model, DistributedDataParallel) else model
 
     def head(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-        log_probs, entropy = actor.log_probs(hidden, batch, temperature)
-        value, figures = loss(batch, log_probs, entropy)
+        value, figures = loss(batch, actor.head(hidden, batch, temperature))
         return value, torch.ones((), dtype=torch.int), figures
 
     return actor.forward_packed(batch, model), head

@@ -54,9 +54,9 @@ def log_probs(
         parts = [torch.empty_like(part) for _ in range(worker.grid.tensor)]
         dist.all_gather(parts, part, group=worker.grid.groups.tp)
         logits.update(batch.split(torch.cat(parts, dim=-1)[:, : worker.shape.vocab]))
-        return type(actor).log_probs(actor, hidden, batch, temperature)
+        return type(actor).head(actor, hidden, batch, temperature)
 
-    actor.log_probs = head
+    actor.head = head
     return worker.log_probs(prompts, responses, temperature), logits
 
 

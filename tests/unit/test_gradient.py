@@ -35,7 +35,7 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
 
     def log_probs():
         with device.bridge():
-            return actor.log_probs(actor.forward_packed(batch), batch, 0.8)
+            return actor.head(actor.forward_packed(batch), batch, 0.8).log_probs()
 
     with torch.no_grad():
         current, _ = log_probs()
