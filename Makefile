@@ -21,10 +21,11 @@ bench: $(INSTALLED)  ## speed, as ratios measured in one run
 	@for tool in $(wildcard tools/bench_*.py); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info megatron_brorl/*.so .pytest_cache .mypy_cache .ruff_cache
 
 # A machine with a CUDA driver keeps the torch it has (as in an NGC container); any other gets the CPU build, because
 # an open version range would bring gigabytes of CUDA libraries.
-$(INSTALLED): pyproject.toml setup.py tools/install.sh
+# The sources of the extension are prerequisites, so that an edit builds it again.
+$(INSTALLED): pyproject.toml setup.py tools/install.sh $(wildcard csrc/*)
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/install.sh
 	touch $@

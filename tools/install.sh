@@ -21,4 +21,8 @@ else
     "$VENV/bin/pip" install --quiet --disable-pip-version-check "torch==2.13.0"
   }
 fi
-"$VENV/bin/pip" install --quiet --disable-pip-version-check --editable '.[test]'
+# The extension is compiled against the torch of this environment, so pip must not build in one of its own; what
+# pyproject.toml names as build requirements is then ours to install.
+"$VENV/bin/pip" install --quiet --disable-pip-version-check 'setuptools>=77' ninja
+PATH="$PWD/$VENV/bin:$PATH" MAX_JOBS=${MAX_JOBS:-$(nproc)} \
+  "$VENV/bin/pip" install --quiet --disable-pip-version-check --no-build-isolation --editable '.[test]'

@@ -1,0 +1,3 @@
+"""The extension built from csrc/. Importing it registers the ops torch.ops.brorl.*."""
+
+def bfloat16_gemm() -> bool: ...
