@@ -24,5 +24,5 @@ fi
 # The extension is compiled against the torch of this environment, so pip must not build in one of its own; what
 # pyproject.toml names as build requirements is then ours to install.
 "$VENV/bin/pip" install --quiet --disable-pip-version-check 'setuptools>=77' ninja
-PATH="$PWD/$VENV/bin:$PATH" MAX_JOBS=${MAX_JOBS:-$(nproc)} \
+PATH="$(cd "$VENV/bin" && pwd):$PATH" MAX_JOBS=${MAX_JOBS:-$(nproc)} \
   "$VENV/bin/pip" install --quiet --disable-pip-version-check --no-build-isolation --editable '.[test]'
