@@ -15,7 +15,7 @@ try:
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError as error:
     raise SystemExit(
-        "setup.py: building megatron_brorl needs torch: install torch and setuptools, then pip install "
+        f"setup.py: building megatron_brorl needs torch ({error}): install torch and setuptools, then pip install "
         "--no-build-isolation -e . (or use make, which does both)"
     ) from error
 

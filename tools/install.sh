@@ -14,15 +14,15 @@ if "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/
 else
   echo "install: no CUDA; the environment gets the CPU build of torch"
   "$PYTHON" -m venv "$VENV"
-  # Its dependencies come with the project below, from the index that pip is configured for.
+  # Its dependencies come below, from the index that pip is configured for.
   "$VENV/bin/pip" install --quiet --disable-pip-version-check --no-deps --retries 1 \
     --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0" || {
     echo "install: PyTorch's CPU index did not answer; taking torch 2.13.0 from pip's own index" >&2
     "$VENV/bin/pip" install --quiet --disable-pip-version-check "torch==2.13.0"
   }
 fi
-# The extension is compiled against the torch of this environment, so pip must not build in one of its own; what
-# pyproject.toml names as build requirements is then ours to install.
-"$VENV/bin/pip" install --quiet --disable-pip-version-check 'setuptools>=77' ninja
+# The extension is compiled against the torch of this environment, so pip must not build in one of its own; what the
+# build needs is then ours to install. Naming torch brings the dependencies it came without, and leaves it as it is.
+"$VENV/bin/pip" install --quiet --disable-pip-version-check torch numpy 'setuptools>=77' ninja
 PATH="$(cd "$VENV/bin" && pwd):$PATH" MAX_JOBS=${MAX_JOBS:-$(nproc)} \
   "$VENV/bin/pip" install --quiet --disable-pip-version-check --no-build-isolation --editable '.[test]'
