@@ -7,7 +7,7 @@
 
 namespace brorl {
 
-// exp(x) for x <= 0, within 2e-7 of the value; 0 below -87.3, where the result would leave the normal float32 range.
+// exp(x) for x <= 0, within 1e-7 of the value; 0 below -87.3, where the result would leave the normal float32 range.
 // NaN gives NaN. exp(x) = 2^n exp(r) with n = round(x / ln 2), |r| <= ln 2 / 2, and Cephes' polynomial for exp(r)
 // (Moshier, Cephes expf).
 inline float fast_exp(float x) {

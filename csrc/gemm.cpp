@@ -1,5 +1,7 @@
 #include "gemm.h"
 
+#include <algorithm>
+
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <c10/util/Exception.h>
@@ -21,9 +23,10 @@ struct Operand {
 
 Operand operand(const at::Tensor& x) {
   const auto* data = static_cast<const uint16_t*>(x.const_data_ptr());
-  if (x.stride(1) == 1) return {data, kNoTranspose, int(x.stride(0))};
+  // A dimension of size 1 may have any stride, which BLAS would refuse as a leading one.
+  if (x.stride(1) == 1 || x.numel() == 1) return {data, kNoTranspose, int(std::max(x.stride(0), x.size(1)))};
   TORCH_INTERNAL_ASSERT(x.stride(0) == 1);
-  return {data, kTranspose, int(x.stride(1))};
+  return {data, kTranspose, int(std::max(x.stride(1), x.size(0)))};
 }
 
 }  // namespace

@@ -61,13 +61,15 @@ def fused(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advan
 def liger_like(h: Tensor, w: Tensor, *rest: Tensor) -> float:
     """Gradients chunk by chunk on the way forward, the weight's accumulated in float32 (Liger-Kernel's scheme)."""
     gradient = torch.func.grad_and_value(full_loss, argnums=(0, 1))
-    total, grad_hidden, grad_weight = 0.0, torch.empty_like(h), torch.zeros_like(w, dtype=torch.float32)
-    for i in range(0, len(h), CHUNK):
-        part = slice(i, i + CHUNK)
+    grad_hidden, grad_weight = torch.empty_like(h), torch.zeros_like(w, dtype=torch.float32)
+
+    def accumulate(part: slice) -> float:  # a function, so that a chunk's gradients are gone before the next
         (gh, gw), value = gradient(h.detach()[part], w.detach(), *(x[part] for x in rest))
-        total += value.item()
         grad_hidden[part] = gh
-        grad_weight += gw
+        grad_weight.add_(gw)
+        return value.item()
+
+    total = sum(accumulate(slice(i, i + CHUNK)) for i in range(0, len(h), CHUNK))
     h.grad, w.grad = grad_hidden.detach().div_(len(h)), grad_weight.div_(len(h)).to(w.dtype)
     return total / len(h)
 

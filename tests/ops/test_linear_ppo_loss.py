@@ -82,6 +82,7 @@ def assert_agree(got: Any, expected: Any, tolerance: float) -> None:
 SHAPES = [
     (1, 1, 1),
     (1, 5, 2),
+    (6, 1, 5),
     (7, 3, 11),
     (33, 17, 129),
     (64, 64, 1024),
