@@ -114,6 +114,12 @@ class AlgoConfig:
 
 
 @dataclass(frozen=True)
+class OpsConfig:
+    # "fused": LM head, loss and gradients in one C++ op that never holds the logits; CPU and parallel.tensor = 1 so far
+    implementation: Literal["reference", "fused"] = "reference"
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     lr: float = 1e-6
     warmup_steps: int = 0  # linear, in optimizer steps
@@ -161,6 +167,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    ops: OpsConfig = field(default_factory=OpsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)

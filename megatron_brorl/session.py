@@ -53,6 +53,10 @@ class Session:
                 "parallel.distributed_optimizer = true: Megatron-Core can checkpoint it only with Transformer Engine's "
                 "Adam on a GPU; set it to false"
             )
+        if config.ops.implementation == "fused" and (config.parallel.tensor > 1 or device.on_gpu()):
+            raise UserError(
+                'ops.implementation = "fused" runs on CPUs with parallel.tensor = 1 so far; set it to "reference"'
+            )
         limit = context(config, self.shape) - config.rollout.max_tokens
         self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
@@ -158,7 +162,7 @@ class Session:
         """What a resumed run must have in common with the one it goes on from."""
         c = self.config
         plain = dataclasses.asdict(c)
-        kept = {name: plain[name] for name in ("data", "rollout", "reward", "algo", "optim")}
+        kept = {name: plain[name] for name in ("data", "rollout", "reward", "algo", "ops", "optim")}
         kept["run"] = {"seed": c.run.seed}
         kept["model"] = {**dataclasses.asdict(self.shape), "dtype": c.model.dtype}
         return json.loads(json.dumps(kept))

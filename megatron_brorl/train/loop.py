@@ -86,7 +86,16 @@ class Trainer:
         updates = c.algo.mini_batches * c.algo.epochs
         experience = make_experience(kept, self.worker, c.rollout.temperature, c.algo.old_log_probs, updates)
         sizes = [len(g.rewards) for g in kept]
-        update = update_policy(self.worker, experience, sizes, c.algo, c.optim, c.rollout.temperature, self.updates)
+        update = update_policy(
+            self.worker,
+            experience,
+            sizes,
+            c.algo,
+            c.optim,
+            c.rollout.temperature,
+            self.updates,
+            c.ops.implementation,
+        )
         trained = time.monotonic()
         self.step += 1
         self.updates += updates

@@ -12,7 +12,7 @@ from megatron_brorl.config import AlgoConfig, OptimConfig
 from megatron_brorl.models.gpt import Head
 from megatron_brorl.parallel import collect, device
 from megatron_brorl.parallel.batch import Packed
-from megatron_brorl.train.worker import Worker
+from megatron_brorl.train.worker import LossFunction, Worker
 from megatron_brorl.types import Experience
 
 
@@ -29,12 +29,13 @@ def update_policy(
     optim: OptimConfig,
     temperature: float,
     first_update: int,
+    implementation: str = "reference",
 ) -> dict[str, float]:
     """Run epochs x mini_batches optimizer steps; returns their figures, the same on every rank.
 
     groups: the sizes of the experience's groups in order; mini-batches are cut along them. first_update: optimizer
     steps done before. Figures are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where
-    the actor still has the weights that the engine sampled from.
+    the actor still has the weights that the engine sampled from. implementation: config key ops.implementation.
     """
     sums = dict.fromkeys(losses.SUMS, 0.0)
     ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
@@ -46,7 +47,7 @@ def update_policy(
             continue  # every rank's share of this mini-batch was dropped
         lr = learning_rate(optim, first_update + i)
         update, values = worker.train(
-            part.prompts, part.responses, _loss_function(part, algo, divisor), temperature, lr
+            part.prompts, part.responses, _loss_function(part, algo, divisor, implementation), temperature, lr
         )
         figures = _over_ranks(worker, values)
         for key in losses.SUMS:
@@ -89,23 +90,30 @@ def mini_batches(groups: list[int], count: int, of: str) -> list[list[int]]:
     return [list(range(starts[a], starts[b])) for a, b in pairwise(cuts)]
 
 
-def _loss_function(part: Experience, algo: AlgoConfig, divisor: float) -> Any:
+def _loss_function(part: Experience, algo: AlgoConfig, divisor: float, implementation: str) -> LossFunction:
     where = device.default_device()
 
     def loss(batch: Packed, head: Head) -> tuple[Tensor, Any]:
-        log_probs, entropy = head.log_probs()
         old = None if part.old_log_probs is None else batch.gather(part.old_log_probs).to(where)
-        result = losses.policy_loss(
-            log_probs,
-            entropy,
-            old,
-            batch.gather(part.rollout_log_probs).to(where),
-            batch.repeat(part.advantages).to(where),
-            divisor,
-            algo.eps_low,
-            algo.eps_high,
-            algo.is_cap,
-        )
+        rollout = batch.gather(part.rollout_log_probs).to(where)
+        advantages = batch.repeat(part.advantages).to(where)
+        settings = (divisor, algo.eps_low, algo.eps_high, algo.is_cap)
+        if implementation == "fused":
+            from megatron_brorl.ops.fused import linear_ppo_loss
+
+            fused = linear_ppo_loss(
+                head.rows,
+                head.weight[: head.vocab],
+                head.targets,
+                old,
+                rollout,
+                advantages,
+                *settings,
+                head.temperature,
+            )
+            return fused.loss, fused
+        log_probs, entropy = head.log_probs()
+        result = losses.policy_loss(log_probs, entropy, old, rollout, advantages, *settings)
         return result.loss, result
 
     return loss

@@ -93,12 +93,12 @@ def train_steps(
         old_log_probs=tuple(base + n for n in noise),
         advantages=advantages,
     ).take(own)
-    figures = []
+    figures, ops = [], options.get("implementation", "reference")
     for update in range(2):
         # Whole groups of 6 rows; a rank has its share of them.
         sizes = [6] * (len(own) // 6)
         figures.append(
-            update_policy(worker, experience, sizes, AlgoConfig(eps_low=0.9, eps_high=4.0), optim, 0.9, update)
+            update_policy(worker, experience, sizes, AlgoConfig(eps_low=0.9, eps_high=4.0), optim, 0.9, update, ops)
         )
     return figures, {name: tensor.clone() for name, tensor in worker.hf_tensors()}
 

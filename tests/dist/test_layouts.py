@@ -78,6 +78,8 @@ TRAINING = [
     (4, {"tensor": 2}, {}),
     (4, {"pipeline": 2}, {"recompute": True}),
     (1, {}, {"tokens": 1}),  # every row alone in its micro-batch: unpacked
+    (1, {}, {"implementation": "fused"}),
+    (2, {"pipeline": 2}, {"implementation": "fused"}),
 ]
 
 

@@ -109,6 +109,11 @@ def test_prompt_longer_than_the_context(config, model, tmp_path):
     fails(done, f"{data}:3", "26")  # context 32 - 6 response tokens
 
 
+def test_fused_ops_under_tensor_parallelism(config, model, tmp_path):
+    done = train(config, model, tmp_path, "ops.implementation=fused", "parallel.tensor=2")
+    fails(done, 'ops.implementation = "fused" runs on CPUs with parallel.tensor = 1 so far')
+
+
 def test_unsafe_task(config, model, tmp_path):
     fails(train(config, model, tmp_path, 'data.tasks=[{name="countdown"}]'), "countdown", "eval")
 
