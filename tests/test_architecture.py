@@ -11,7 +11,8 @@ ROOT = PACKAGE.parent
 # A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
 FLOORS = [
     {"errors", "types", "config", "metrics", "progress", "hf_config"},
-    {"algo", "ops", "rewards"},
+    {"algo", "rewards"},
+    {"ops"},  # the fused ops take up formulas of algo
     {"parallel"},
     {"reshard", "rollout", "data"},
     {"models"},

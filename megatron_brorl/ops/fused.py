@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_brorl.algo.loss import MAXIMA, SUMS
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.reference import MAXIMA, SUMS, LinearPpoLoss, compute_dtype
+from megatron_brorl.ops.reference import LinearPpoLoss, compute_dtype
 
 try:
     import megatron_brorl._C  # noqa: F401
