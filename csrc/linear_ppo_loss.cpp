@@ -92,7 +92,7 @@ void run(
   }
 }
 
-// Sums and maxima in the order of megatron_brorl/ops/reference.py, added in row order: the same for any thread count.
+// Sums and maxima in the order of megatron_brorl/algo/loss.py, added in row order: the same for any thread count.
 template <typename S>
 Tensor count(const std::vector<PpoToken<S>>& tokens, const S* entropy, double divisor) {
   double objective = 0, low = 0, high = 0, kl = 0, entropies = 0, gap = 0, ratio_max = 0, gap_max = 0;
