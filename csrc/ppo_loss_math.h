@@ -5,11 +5,7 @@
 
 #include <cmath>
 
-#if defined(__CUDACC__)
-#define BRORL_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define BRORL_HOST_DEVICE inline
-#endif
+#include "host_device.h"
 
 namespace brorl {
 
@@ -30,12 +26,6 @@ struct PpoToken {
   S rollout_gap;  // |log pi - log pi_rollout|, nats
   bool clipped_low, clipped_high;
 };
-
-// Written with comparisons that are false for NaN, so that NaN comes out where NaN went in.
-template <typename S>
-BRORL_HOST_DEVICE S clamp(S x, S low, S high) {
-  return x < low ? low : (x > high ? high : x);
-}
 
 // Loss of one token (BroRL, section 3.1; DAPO, eq. 8) with a truncated importance weight w (Yao et al. 2025).
 //
