@@ -27,7 +27,7 @@ except ImportError as error:
     ) from error
 
 sys.path.insert(0, str(Path(__file__).parent / "csrc"))
-from nvcc_flags import NVCC_FLAGS  # noqa: E402  the compile test uses the same
+from nvcc_flags import NVCC_FLAGS  # the compile test uses the same
 
 
 def switch(name: str, default: bool, meaning: dict[bool, str]) -> bool:

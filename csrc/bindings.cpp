@@ -23,5 +23,10 @@ TORCH_LIBRARY_IMPL(brorl, CPU, library) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+#ifdef BRORL_CUDA
+  module.attr("cuda") = true;
+#else
+  module.attr("cuda") = false;
+#endif
   module.def("bfloat16_gemm", &brorl::bfloat16_gemm, "Whether bfloat16 products keep float32 results here (MKL).");
 }

@@ -13,16 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo.loss import MAXIMA, SUMS
-from megatron_brorl.errors import UserError
+from megatron_brorl.ops.native import check_devices
 from megatron_brorl.ops.reference import LinearPpoLoss, compute_dtype
-
-try:
-    import megatron_brorl._C  # noqa: F401
-except ImportError as error:
-    raise UserError(
-        f"ops.fused: the extension megatron_brorl._C does not load ({error}): build it for this Python and torch with "
-        "pip install --no-build-isolation -e . (make does it), or choose the reference ops"
-    ) from error
 
 
 def linear_ppo_loss(
@@ -47,7 +39,7 @@ def linear_ppo_loss(
     dtype, IndexError for an id outside the vocabulary.
     """
     vectors = (ids, rollout_log_probs, advantages, *(() if old_log_probs is None else (old_log_probs,)))
-    _check_devices("linear_ppo_loss", hidden, weight, *vectors)
+    check_devices("linear_ppo_loss", hidden, weight, *vectors)
     recording = torch.is_grad_enabled()
     loss, log_probs, entropy, counters = _LinearPpoLoss.apply(
         hidden,
@@ -77,16 +69,10 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: f
     Shapes, dtypes and errors as in linear_ppo_loss; the log-probabilities are bitwise those of linear_ppo_loss on the
     same rows and threads.
     """
-    _check_devices("linear_log_probs", hidden, weight, ids)
+    check_devices("linear_log_probs", hidden, weight, ids)
     with torch.no_grad():
         log_probs, entropy = torch.ops.brorl.linear_log_probs(hidden, weight, ids, temperature)
     return log_probs, entropy
-
-
-def _check_devices(op: str, *tensors: Tensor) -> None:
-    devices = {str(x.device) for x in tensors}
-    if devices != {"cpu"}:
-        raise ValueError(f"{op}: the fused op takes tensors on the CPU, got {', '.join(sorted(devices))}")
 
 
 @torch.library.register_fake("brorl::linear_ppo_loss")

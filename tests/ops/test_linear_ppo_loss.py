@@ -285,7 +285,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"advantages": torch.zeros(5, 1)}, ValueError, r"advantages must be \[5\]"),
     ({"divisor": 0.0}, ValueError, "divisor must be above 0"),
     ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
-    ({"advantages": torch.zeros(5, device="meta")}, ValueError, "tensors on the CPU, got cpu, meta"),
+    ({"advantages": torch.zeros(5, device="meta")}, ValueError, "tensors are on cpu, meta; all must be on one device"),
 ]
 
 
