@@ -1,26 +1,36 @@
-// The module megatron_brorl._C: loading it registers the ops below. megatron_brorl/ops/fused.py adds what torch.library
-// takes from Python: the fake implementations and the autograd formula.
+// The module megatron_brorl._C: loading it registers the ops below. The files megatron_brorl/ops/fused*.py add what
+// torch.library takes from Python: fake implementations and autograd formulas.
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include "bfloat16_gemm.h"
 #include "gemm.h"
-#include "linear_ppo_loss.h"
+#include "ppo_tokens.h"
+#include "softmax.h"
 
 TORCH_LIBRARY(brorl, library) {
+  library.def("gemm_(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()");
+  library.def("softmax_statistics(Tensor logits, Tensor ids, int start, float temperature) -> Tensor");
   library.def(
-      "linear_ppo_loss(Tensor hidden, Tensor weight, Tensor ids, Tensor? old_log_probs, Tensor rollout_log_probs, "
-      "Tensor advantages, float divisor, float eps_low, float eps_high, float is_cap, float temperature, "
-      "bool hidden_gradient, bool weight_gradient) -> (Tensor loss, Tensor log_probs, Tensor entropy, "
-      "Tensor counters, Tensor grad_hidden, Tensor grad_weight)");
+      "softmax_gradient_(Tensor(a!) logits, Tensor ids, Tensor statistics, Tensor log_prob_gradient, "
+      "Tensor? entropy_gradient, int start, float temperature, bool narrow) -> ()");
   library.def(
-      "linear_log_probs(Tensor hidden, Tensor weight, Tensor ids, float temperature) -> "
-      "(Tensor log_probs, Tensor entropy)");
+      "ppo_tokens(Tensor log_probs, Tensor entropy, Tensor? old, Tensor rollout, Tensor? reference, Tensor advantages, "
+      "Tensor weights, float eps_low, float eps_high, float dual_clip, float is_cap, float kl_coef, "
+      "str kl_estimator, float entropy_coef) -> (Tensor log_prob_gradient, Tensor entropy_gradient, Tensor columns)");
 }
 
-TORCH_LIBRARY_IMPL(brorl, CPU, library) {
-  library.impl("linear_ppo_loss", &brorl::linear_ppo_loss_cpu);
-  library.impl("linear_log_probs", &brorl::linear_log_probs_cpu);
-}
+// Each function runs on the CPU and, where built with kernels, on CUDA.
+#define BRORL_IMPLEMENT(library)                                     \
+  library.impl("gemm_", &brorl::gemm_);                              \
+  library.impl("softmax_statistics", &brorl::softmax_statistics);    \
+  library.impl("softmax_gradient_", &brorl::softmax_gradient_);      \
+  library.impl("ppo_tokens", &brorl::ppo_tokens);
+
+TORCH_LIBRARY_IMPL(brorl, CPU, library) { BRORL_IMPLEMENT(library) }
+#ifdef BRORL_CUDA
+TORCH_LIBRARY_IMPL(brorl, CUDA, library) { BRORL_IMPLEMENT(library) }
+#endif
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #ifdef BRORL_CUDA
@@ -28,5 +38,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #else
   module.attr("cuda") = false;
 #endif
-  module.def("bfloat16_gemm", &brorl::bfloat16_gemm, "Whether bfloat16 products keep float32 results here (MKL).");
+  module.def("has_bfloat16_kernel", &brorl::has_bfloat16_kernel);
 }

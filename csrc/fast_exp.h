@@ -7,13 +7,18 @@
 
 namespace brorl {
 
-// exp(x) for x <= 0, within 1e-7 of the value; 0 below -87.3, where the result would leave the normal float32 range.
-// NaN gives NaN. exp(x) = 2^n exp(r) with n = round(x / ln 2), |r| <= ln 2 / 2, and Cephes' polynomial for exp(r)
-// (Moshier, Cephes expf).
+constexpr float kLowestExponent = -87.3f;  // below, exp would leave the normal float32 range
+
+template <typename S>
+inline S above_lowest(S x) {  // NaN stays NaN
+  return x < S(kLowestExponent) ? S(kLowestExponent) : x;
+}
+
+// exp(x) for x <= 0, within 1e-7 of the value; 0 below kLowestExponent. NaN gives NaN.
+// exp(x) = 2^n exp(r) with n = round(x / ln 2), |r| <= ln 2 / 2, and Cephes' polynomial for exp(r) (Moshier, expf).
 inline float fast_exp(float x) {
-  const float lowest = -87.3f;
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
-  const float inside = x < lowest ? lowest : x;
+  const float inside = above_lowest(x);
   const float shifted = inside * 1.44269504088896341f + shift;
   const float n = shifted - shift;
   const float r = (inside - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first exact
@@ -29,7 +34,7 @@ inline float fast_exp(float x) {
   bits = (bits << 23) + (127u << 23);  // the integer n becomes the exponent; the rest of the bits falls off the end
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
-  return x < lowest ? 0.0f : p * scale;
+  return x < kLowestExponent ? 0.0f : p * scale;
 }
 
 inline double fast_exp(double x) { return std::exp(x); }

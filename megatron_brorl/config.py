@@ -30,7 +30,8 @@ _AT_LEAST_ONE = (
 )
 _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
-    "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature"
+    "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature "
+    "algo.entropy_coef algo.aggregation_tokens"
 )
 
 
@@ -106,7 +107,12 @@ class RewardConfig:
 class AlgoConfig:
     eps_low: float = 0.2
     eps_high: float = 0.28
+    dual_clip: float = 0.0  # bound above 1 on the ratio of tokens with negative advantage; 0 = none
+    ratio: Literal["token", "sequence"] = "token"  # importance ratio of each token, or one per sequence (GSPO)
     is_cap: float = 2.0  # truncated importance sampling between engine and trainer; 0 = off
+    entropy_coef: float = 0.0  # bonus for entropy in the loss
+    aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
+    aggregation_tokens: int = 0  # the divisor per sequence of aggregation = "fixed"
     old_log_probs: Literal["actor", "rollout"] = "actor"  # "rollout" saves a forward pass where engine == trainer
     mini_batches: int = 1  # optimizer steps per sampled batch
     mini_batch_of: Literal["prompts", "siblings"] = "prompts"  # whole groups each, or a part of every group
@@ -115,8 +121,8 @@ class AlgoConfig:
 
 @dataclass(frozen=True)
 class OpsConfig:
-    # "fused": LM head, loss and gradients in one C++ op that never holds the logits; CPU and parallel.tensor = 1 so far
-    implementation: Literal["reference", "fused"] = "reference"
+    # "fused": csrc's kernels, of which the loss never holds the logits; "reference": plain torch that defines them
+    implementation: Literal["reference", "fused"] = "fused"
 
 
 @dataclass(frozen=True)
@@ -217,6 +223,16 @@ def validate(config: Config, where: str) -> None:
     need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")
     need(0 < config.algo.eps_low < 1, "algo.eps_low", "must be in (0, 1)")
     need(config.algo.eps_high > 0, "algo.eps_high", "must be above 0")
+    need(
+        config.algo.dual_clip == 0 or config.algo.dual_clip > 1 + config.algo.eps_high,
+        "algo.dual_clip",
+        "must be 0 (off) or above 1 + algo.eps_high",
+    )
+    need(
+        config.algo.aggregation != "fixed" or config.algo.aggregation_tokens > 0,
+        "algo.aggregation_tokens",
+        'algo.aggregation = "fixed" divides by it: give the tokens per sequence, for example rollout.max_tokens',
+    )
     need(all(0 <= b < 1 for b in config.optim.betas), "optim.betas", "must be in [0, 1)")
     need("{prompt}" in config.data.template, "data.template", "must contain {prompt}")
     need(

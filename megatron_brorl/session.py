@@ -53,10 +53,8 @@ class Session:
                 "parallel.distributed_optimizer = true: Megatron-Core can checkpoint it only with Transformer Engine's "
                 "Adam on a GPU; set it to false"
             )
-        if config.ops.implementation == "fused" and (config.parallel.tensor > 1 or device.on_gpu()):
-            raise UserError(
-                'ops.implementation = "fused" runs on CPUs with parallel.tensor = 1 so far; set it to "reference"'
-            )
+        if config.ops.implementation == "fused":
+            _check_extension()
         limit = context(config, self.shape) - config.rollout.max_tokens
         self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
@@ -111,6 +109,7 @@ class Session:
             c.train.recompute,
             optim,
             c.parallel.distributed_optimizer,
+            c.ops.implementation,
         )
         worker.load_hf(c.model.path)
         return worker
@@ -172,3 +171,14 @@ class Session:
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         children = sum(p.memory_info().rss for p in psutil.Process().children(recursive=True)) / 2**20
         return collect.total({"mib": own + children})["mib"]
+
+
+def _check_extension() -> None:
+    """Raise UserError where the fused ops cannot run on this device."""
+    from megatron_brorl.ops import native
+
+    if device.on_gpu() and not native.CUDA:
+        raise UserError(
+            'ops.implementation = "fused": the extension was built without CUDA kernels; install again with '
+            'BRORL_CUDA=1 and CUDA_HOME set, or set it to "reference"'
+        )

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Time and extra peak memory of the fused linear PPO loss, forward and backward, against what else one could write.
 
-    python tools/bench_ops.py [--quick] [--json FILE] [--dtypes fp32 bf16] [--threads N] [--repeat N]
+    python tools/bench_ops.py [--quick] [--json FILE] [--shapes 0 2] [--impl fused eager] [--dtypes fp32 bf16]
+                              [--threads N] [--repeat N]
 
 Every row is measured in a process of its own, after one call that compiles and warms up: the median of the seconds and
 the growth of the resident set at its peak. gemm_peak_share counts three products, 6 T H V operations, against the speed
@@ -24,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.fused import linear_ppo_loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SHAPES = [(4096, 256, 32000), (4096, 896, 151936)]  # (T, H, V)
-IMPLEMENTATIONS = ("fused", "eager", "compile", "liger_like")
+SHAPES = [(4096, 256, 32000), (4096, 256, 151936), (4096, 896, 151936), (4096, 1536, 151936)]  # (T, H, V)
 LIMITS = (0.2, 0.28, 2.0)  # eps_low, eps_high, is_cap
-CHUNK = 512  # rows of the Liger-like version, as in the fused op
+CHUNK = 512  # rows of the chunked versions, as in the fused op
 
 
 def full_loss(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
@@ -53,7 +54,10 @@ def backward(loss: Callable[..., Tensor]) -> Callable[..., float]:
 
 
 def fused(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> float:
-    loss = linear_ppo_loss(h, w, ids, old, rollout, advantages, len(h), *LIMITS, temperature=1.0).loss
+    eps_low, eps_high, is_cap = LIMITS
+    weights = torch.full((len(h),), 1 / len(h))
+    tokens = PolicyTokens(rollout, advantages, weights, old)
+    loss = linear_ppo_loss(h, w, ids, tokens, PolicyLossSettings(eps_low, eps_high, is_cap=is_cap), 1.0).loss
     loss.backward()
     return loss.item()
 
@@ -74,12 +78,41 @@ def liger_like(h: Tensor, w: Tensor, *rest: Tensor) -> float:
     return total / len(h)
 
 
-def implementation(name: str) -> Callable[..., float]:
-    if name == "fused":
-        return fused
-    if name == "liger_like":
-        return liger_like
-    return backward(torch.compile(full_loss, dynamic=False) if name == "compile" else full_loss)
+def chunked(loss: Callable[..., Tensor]) -> Callable[..., float]:
+    """Forward and backward of one chunk after the other; autograd accumulates the gradients."""
+
+    def run(h: Tensor, w: Tensor, *rest: Tensor) -> float:
+        total = 0.0
+        for i in range(0, len(h), CHUNK):
+            part = slice(i, i + CHUNK)
+            value = loss(h[part], w, *(x[part] for x in rest)) / len(h)
+            value.backward()
+            total += value.item()
+        return total
+
+    return run
+
+
+def trl_like(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
+    """Full logits with the log-probability as logit - logsumexp, sequence by sequence (TRL's selective_log_softmax)."""
+    eps_low, eps_high, is_cap = LIMITS
+    logits = (h @ w.t()).view(-1, CHUNK, len(w)).float()
+    picked = logits.gather(-1, ids.view(-1, CHUNK, 1)).squeeze(-1)
+    log_probs = (picked - torch.stack([x.logsumexp(-1) for x in logits])).flatten()
+    ratio = (log_probs - old).clamp(-20, 20).exp()
+    importance = (old - rollout).clamp(-20, 20).exp().clamp(max=is_cap)
+    clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
+    return -(importance * torch.minimum(ratio * advantages, clipped * advantages)).sum()
+
+
+IMPLEMENTATIONS: dict[str, Callable[[], Callable[..., float]]] = {
+    "fused": lambda: fused,
+    "eager": lambda: backward(full_loss),
+    "compile": lambda: backward(torch.compile(full_loss, dynamic=False)),
+    "compile_chunked": lambda: chunked(torch.compile(full_loss, dynamic=False)),
+    "liger_like": lambda: liger_like,
+    "trl_like": lambda: backward(trl_like),
+}
 
 
 def status_kib(key: str) -> int:
@@ -98,7 +131,7 @@ def measure(args: tuple[str, str, tuple[int, int, int], int, int]) -> dict[str, 
     ids = torch.randint(0, v, (t,), generator=g)
     old = -torch.log(torch.tensor(float(v))) + 0.1 * torch.randn(t, generator=g)
     inputs = (hidden, weight, ids, old, old + 0.1 * torch.randn(t, generator=g), torch.randn(t, generator=g))
-    call = implementation(name)
+    call = IMPLEMENTATIONS[name]()
     seconds, extra, loss = [], 0, 0.0
     for i in range(1 + repeat):
         hidden.grad = weight.grad = None
@@ -142,11 +175,13 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(function, args).result()
 
 
-def rows(shapes: Iterable[tuple[int, int, int]], dtypes: list[str], threads: int, repeat: int) -> list[dict[str, Any]]:
+def rows(
+    shapes: Iterable[tuple[int, int, int]], names: list[str], dtypes: list[str], threads: int, repeat: int
+) -> list[dict[str, Any]]:
     found = []
     for dtype in dtypes:
         before = alone(peak_flops, dtype, threads)
-        batch = [alone(measure, name, dtype, shape, threads, repeat) for shape in shapes for name in IMPLEMENTATIONS]
+        batch = [alone(measure, name, dtype, shape, threads, repeat) for shape in shapes for name in names]
         peak = max(before, alone(peak_flops, dtype, threads))
         for row in batch:
             row["gemm_peak_share"] = 6 * row["T"] * row["H"] * row["V"] / row["seconds"] / peak
@@ -159,15 +194,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small shape alone")
     parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
+    parser.add_argument("--shapes", nargs="+", type=int, choices=range(len(SHAPES)), help="numbers in SHAPES")
+    parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=3, help="timed calls per row")
     args = parser.parse_args()
-    found = rows(SHAPES[:1] if args.quick else SHAPES, args.dtypes, args.threads, args.repeat)
-    print("impl        dtype       T     H       V   seconds  extra MiB  peak share        loss")
+    shapes = SHAPES[:1] if args.quick else [SHAPES[i] for i in args.shapes or range(len(SHAPES))]
+    found = rows(shapes, args.impl, args.dtypes, args.threads, args.repeat)
+    print("impl            dtype       T     H       V   seconds  extra MiB  peak share        loss")
     for r in found:
         print(
-            f"{r['impl']:<12}{r['dtype']:<7}{r['T']:>6}{r['H']:>6}{r['V']:>8}{r['seconds']:>10.3f}"
+            f"{r['impl']:<16}{r['dtype']:<7}{r['T']:>6}{r['H']:>6}{r['V']:>8}{r['seconds']:>10.3f}"
             f"{r['extra_mib']:>11.0f}{r['gemm_peak_share']:>12.1%}{r['loss']:>12.6f}"
         )
     if args.json:

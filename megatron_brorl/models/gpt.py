@@ -14,12 +14,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
+from megatron_brorl.algo.loss import PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.models.attention import PackedAttention, Segments
 from megatron_brorl.models.hf_names import entries, global_parameters
 from megatron_brorl.models.norm import RmsNorm
 from megatron_brorl.ops import rope
+from megatron_brorl.ops.reference import LinearPpoLoss
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.parallel.grid import Grid
@@ -34,7 +36,7 @@ class Actor(GPTModel):
     The LM head is applied by `Head` to the predicting positions alone, so that prompt tokens cost no logits.
     """
 
-    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid) -> None:
+    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: str) -> None:
         inv_freq, _ = rope.inverse_frequencies(shape)
         super().__init__(
             config=config,
@@ -50,6 +52,7 @@ class Actor(GPTModel):
         self.shape = shape
         self.fused_norms = device.has_transformer_engine()  # the names of the norms in models.hf_names
         self.grid = grid
+        self.ops = ops  # config key ops.implementation
         self._inv_freq = inv_freq.to(device.default_device())
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
@@ -94,6 +97,7 @@ class Actor(GPTModel):
             vocab=self.shape.vocab,
             temperature=temperature,
             group=self.pg_collection.tp,
+            ops=self.ops,
         )
 
 
@@ -107,10 +111,27 @@ class Head:
     vocab: int  # without padding
     temperature: float
     group: dist.ProcessGroup  # tensor parallel
+    ops: str  # "fused" (ops.fused) or "reference" (parallel.vocab, algo.loss)
 
     def log_probs(self) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target and entropy [R]; see parallel.vocab."""
+        """Log-probability of each target and entropy of each row [R], both differentiable."""
+        if self.ops == "fused":
+            from megatron_brorl.ops import fused
+
+            return fused.linear_log_probs(
+                self.rows, self.weight, self.targets, self.temperature, self.group, self.vocab
+            )
         return linear_log_probs(self.rows, self.weight, self.targets, self.vocab, self.temperature, self.group)
+
+    def policy_loss(self, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss | LinearPpoLoss:
+        """algo.loss.policy_loss of the targets; one backward pass."""
+        if self.ops == "fused":
+            from megatron_brorl.ops import fused
+
+            return fused.linear_ppo_loss(
+                self.rows, self.weight, self.targets, tokens, settings, self.temperature, self.group, self.vocab
+            )
+        return policy_loss(*self.log_probs(), tokens, settings)
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
@@ -179,11 +200,13 @@ def transformer_config(shape: ModelShape, grid: Grid, dtype: torch.dtype, recomp
     )
 
 
-def build_actor(shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False) -> Actor:
-    """This rank's stage with uninitialised weights (models.hf_io fills them)."""
+def build_actor(
+    shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False, ops: str = "fused"
+) -> Actor:
+    """This rank's stage with uninitialised weights (models.hf_io fills them). ops: see Head."""
     check_layout(shape, grid)
     with device.bridge():
-        actor = Actor(shape, transformer_config(shape, grid, dtype, recompute), grid)
+        actor = Actor(shape, transformer_config(shape, grid, dtype, recompute), grid, ops)
     # Megatron marks sharded parameters only while it initialises them, and counts unmarked ones of tensor rank 0 alone
     # in the gradient norm.
     parameters = dict(global_parameters(actor))

@@ -15,6 +15,7 @@ except ImportError as error:
     ) from error
 
 CUDA: bool = _C.cuda  # whether the extension was built with CUDA kernels (BRORL_CUDA)
+BFLOAT16_KERNEL: bool = _C.has_bfloat16_kernel()
 DEVICES = ("cpu", "cuda") if CUDA else ("cpu",)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.loss import policy_loss
+from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -33,37 +33,21 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: f
     """Log-probability and entropy of softmax(hidden @ weight.T / temperature) at each row.
 
     hidden [R, H]; weight [V, H], every row of which is in the vocabulary; ids [R] int64 below V. Returns two [R]
-    tensors in the compute dtype, in nats. The log-probabilities are differentiable, the entropy is not.
+    tensors in the compute dtype, in nats, both differentiable.
     """
     compute = compute_dtype(hidden.dtype)
     all_log_probs = (hidden.to(compute) @ weight.to(compute).t() / temperature).log_softmax(dim=-1)
-    with torch.no_grad():
-        # A probability that underflows to 0 adds nothing, however small its logarithm.
-        entropy = -(all_log_probs.exp() * all_log_probs).sum(dim=-1)
+    entropy = -(all_log_probs.exp() * all_log_probs).sum(dim=-1)
     return all_log_probs.gather(-1, ids.unsqueeze(-1)).squeeze(-1), entropy
 
 
 def linear_ppo_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    old_log_probs: Tensor | None,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    divisor: float,
-    eps_low: float,
-    eps_high: float,
-    is_cap: float,
-    temperature: float,
+    hidden: Tensor, weight: Tensor, ids: Tensor, tokens: PolicyTokens, settings: PolicyLossSettings, temperature: float
 ) -> LinearPpoLoss:
-    """Token-level clipped loss with clip-higher and truncated importance sampling, from the hidden states on.
+    """The policy loss of algo.loss.policy_loss, where formula and figures are explained, from the hidden states on.
 
-    hidden [R, H], weight [V, H], ids [R] as in linear_log_probs; the other tensors are [R] in the compute dtype.
-
-    The loss of the tokens is algo.loss.policy_loss, where the formula and the figures are explained. divisor is the
-    number of response tokens of the global batch.
+    hidden [R, H], weight [V, H], ids [R] as in linear_log_probs; the tensors of tokens are [R] in the compute dtype.
     """
     log_probs, entropy = linear_log_probs(hidden, weight, ids, temperature)
-    settings = (divisor, eps_low, eps_high, is_cap)
-    result = policy_loss(log_probs, entropy, old_log_probs, rollout_log_probs, advantages, *settings)
-    return LinearPpoLoss(result.loss, log_probs.detach(), entropy, result.sums, result.maxima)
+    result = policy_loss(log_probs, entropy, tokens, settings)
+    return LinearPpoLoss(result.loss, log_probs.detach(), entropy.detach(), result.sums, result.maxima)

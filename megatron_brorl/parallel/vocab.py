@@ -28,8 +28,7 @@ def linear_log_probs(
 
     hidden [R, H] is the same on every rank of `group`; weight [V/tp, H] is this rank's shard of the head, whose rows
     at and beyond `vocab` are padding and have no probability; targets [R] int64 below `vocab`. Returns two [R] tensors
-    in float32 (float64 for float64 inputs), in nats, of softmax(hidden @ weight.T / temperature). The entropy carries
-    no gradient.
+    in float32 (float64 for float64 inputs), in nats, of softmax(hidden @ weight.T / temperature), both differentiable.
     """
     log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, vocab, temperature, group)
     return log_probs, entropy
@@ -69,26 +68,27 @@ class _LinearLogProbs(torch.autograd.Function):
             log_norms.append(log_norm)
         empty = hidden.new_zeros(0, dtype=_compute_dtype(hidden))
         log_prob, entropy, log_norm = (torch.cat(x) if x else empty for x in (log_probs, entropies, log_norms))
-        ctx.save_for_backward(hidden, weight, targets, log_norm)
+        ctx.save_for_backward(hidden, weight, targets, log_norm, entropy)
         ctx.settings = (start, live, rows, temperature, group)
-        ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        hidden, weight, targets, log_norm = ctx.saved_tensors
+        hidden, weight, targets, log_norm, entropy = ctx.saved_tensors
         start, live, rows, temperature, group = ctx.settings
         grad_hidden = torch.zeros_like(hidden, dtype=_compute_dtype(hidden))
         grad_weight = torch.zeros_like(weight, dtype=_compute_dtype(weight))
         for i in range(0, len(hidden) if live else 0, rows):
             chunk = slice(i, i + rows)
             h = hidden[chunk]
-            # d log p(t) / d logits = onehot(t) - softmax, then the chain through the temperature.
-            d = (_logits(h, weight[:live], temperature) - log_norm[chunk].unsqueeze(-1)).exp_().neg_()
+            log_p = _logits(h, weight[:live], temperature) - log_norm[chunk].unsqueeze(-1)
+            # d log p(t) / d logits = onehot(t) - p and dH / d logits = -p (log p + H), then through the temperature.
+            upstream, of_entropy = (g[chunk].unsqueeze(-1) for g in grads)
+            d = log_p.exp().mul_(-(upstream + of_entropy * (log_p + entropy[chunk].unsqueeze(-1))))
             own = targets[chunk] - start
             mine = (own >= 0) & (own < live)
-            d.scatter_add_(-1, own.clamp(0, live - 1).unsqueeze(-1), mine.unsqueeze(-1).to(d.dtype))
-            d.mul_((grads[0][chunk] / temperature).unsqueeze(-1))
+            d.scatter_add_(-1, own.clamp(0, live - 1).unsqueeze(-1), mine.unsqueeze(-1) * upstream)
+            d.div_(temperature)
             d = d.to(hidden.dtype)
             grad_hidden[chunk] = (d @ weight[:live]).to(grad_hidden.dtype)
             grad_weight[:live] += (d.t() @ h).to(grad_weight.dtype)

@@ -94,7 +94,6 @@ class Trainer:
             c.optim,
             c.rollout.temperature,
             self.updates,
-            c.ops.implementation,
         )
         trained = time.monotonic()
         self.step += 1

@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_brorl.algo import loss as losses
 from megatron_brorl.config import AlgoConfig, OptimConfig
 from megatron_brorl.models.gpt import Head
-from megatron_brorl.parallel import collect, device
+from megatron_brorl.ops.reference import compute_dtype
+from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.worker import LossFunction, Worker
 from megatron_brorl.types import Experience
@@ -29,25 +31,27 @@ def update_policy(
     optim: OptimConfig,
     temperature: float,
     first_update: int,
-    implementation: str = "reference",
 ) -> dict[str, float]:
     """Run epochs x mini_batches optimizer steps; returns their figures, the same on every rank.
 
     groups: the sizes of the experience's groups in order; mini-batches are cut along them. first_update: optimizer
     steps done before. Figures are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where
-    the actor still has the weights that the engine sampled from. implementation: config key ops.implementation.
+    the actor still has the weights that the engine sampled from.
     """
     sums = dict.fromkeys(losses.SUMS, 0.0)
     ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
     batches = [b for _ in range(algo.epochs) for b in mini_batches(groups, algo.mini_batches, algo.mini_batch_of)]
     for i, rows in enumerate(batches):
         part = experience.take(rows)
-        divisor = collect.total({"tokens": float(sum(map(len, part.responses)))}, worker.grid.groups.dp)["tokens"]
-        if not divisor:
+        lengths = [len(r) for r in part.responses]
+        own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
+        size = collect.total(own, worker.grid.groups.dp)
+        if not size["tokens"]:
             continue  # every rank's share of this mini-batch was dropped
+        weights = losses.token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
         lr = learning_rate(optim, first_update + i)
         update, values = worker.train(
-            part.prompts, part.responses, _loss_function(part, algo, divisor, implementation), temperature, lr
+            part.prompts, part.responses, _loss_function(part, algo, weights), temperature, lr
         )
         figures = _over_ranks(worker, values)
         for key in losses.SUMS:
@@ -67,7 +71,9 @@ def update_policy(
         "entropy": sums["entropy"] / tokens,
         "clipped_low": sums["clipped_low"] / tokens,
         "clipped_high": sums["clipped_high"] / tokens,
+        "clipped_dual": sums["clipped_dual"] / tokens,
         "approx_kl": sums["approx_kl"] / tokens,
+        "ratio_mean": sums["ratio"] / tokens,
         "ratio_max": ratio_max,
         "logprob_gap_mean": gap["mean"],
         "logprob_gap_max": gap["max"],
@@ -90,30 +96,29 @@ def mini_batches(groups: list[int], count: int, of: str) -> list[list[int]]:
     return [list(range(starts[a], starts[b])) for a, b in pairwise(cuts)]
 
 
-def _loss_function(part: Experience, algo: AlgoConfig, divisor: float, implementation: str) -> LossFunction:
-    where = device.default_device()
+def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> LossFunction:
+    settings = losses.PolicyLossSettings(
+        eps_low=algo.eps_low,
+        eps_high=algo.eps_high,
+        dual_clip=algo.dual_clip,
+        is_cap=algo.is_cap,
+        entropy_coef=algo.entropy_coef,
+        ratio=algo.ratio,
+    )
+    row_weights = torch.tensor(weights, dtype=torch.float64)
+    row_numbers = torch.arange(len(weights))
 
     def loss(batch: Packed, head: Head) -> tuple[Tensor, Any]:
-        old = None if part.old_log_probs is None else batch.gather(part.old_log_probs).to(where)
-        rollout = batch.gather(part.rollout_log_probs).to(where)
-        advantages = batch.repeat(part.advantages).to(where)
-        settings = (divisor, algo.eps_low, algo.eps_high, algo.is_cap)
-        if implementation == "fused":
-            from megatron_brorl.ops.fused import linear_ppo_loss
-
-            fused = linear_ppo_loss(
-                head.rows,
-                head.weight[: head.vocab],
-                head.targets,
-                old,
-                rollout,
-                advantages,
-                *settings,
-                head.temperature,
-            )
-            return fused.loss, fused
-        log_probs, entropy = head.log_probs()
-        result = losses.policy_loss(log_probs, entropy, old, rollout, advantages, *settings)
+        where, dtype = head.rows.device, compute_dtype(head.rows.dtype)
+        old = part.old_log_probs
+        tokens = losses.PolicyTokens(
+            rollout_log_probs=batch.gather(part.rollout_log_probs).to(where, dtype),
+            advantages=batch.repeat(part.advantages).to(where, dtype),
+            weights=batch.repeat(row_weights).to(where, dtype),
+            old_log_probs=None if old is None else batch.gather(old).to(where, dtype),
+            sequences=batch.repeat(row_numbers).to(where) if settings.ratio == "sequence" else None,
+        )
+        result = head.policy_loss(tokens, settings)
         return result.loss, result
 
     return loss

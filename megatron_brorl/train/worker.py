@@ -53,11 +53,13 @@ class Worker:
         recompute: bool = False,
         optim: OptimConfig | None = None,
         distributed_optimizer: bool = False,
+        ops: str = "fused",
     ) -> None:
+        """ops: config key ops.implementation."""
         self.shape, self.grid, self.dtype = shape, grid, dtype
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.optim = optim
-        self.actor = build_actor(shape, grid, dtype, recompute)
+        self.actor = build_actor(shape, grid, dtype, recompute, ops)
         self.model: Any = self.actor
         if optim is not None:
             with device.bridge():

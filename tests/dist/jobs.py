@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ops.linear_cases import make
 
 import tiny
+from megatron_brorl.algo.loss import PolicyLossSettings
 from megatron_brorl.config import AlgoConfig, OptimConfig, ParallelConfig
 from megatron_brorl.hf_config import read_shape
 from megatron_brorl.models import hf_io
 from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops import fused
 from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.rollout.engine import Request, Sampling
@@ -77,7 +81,12 @@ def train_steps(
     # biases) that are zero but for rounding, and the comparison would be one of rounding errors.
     optim = OptimConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
     worker = make_worker(
-        directory, parallel, optim, options.get("tokens", 120), recompute=options.get("recompute", False)
+        directory,
+        parallel,
+        optim,
+        options.get("tokens", 120),
+        recompute=options.get("recompute", False),
+        ops=options.get("ops", "fused"),
     )
     prompts, responses = rows(2)
     g = torch.Generator().manual_seed(3)
@@ -93,13 +102,12 @@ def train_steps(
         old_log_probs=tuple(base + n for n in noise),
         advantages=advantages,
     ).take(own)
-    figures, ops = [], options.get("implementation", "reference")
+    algo = AlgoConfig(**({"eps_low": 0.9, "eps_high": 4.0} | options.get("algo", {})))
+    figures = []
     for update in range(2):
         # Whole groups of 6 rows; a rank has its share of them.
         sizes = [6] * (len(own) // 6)
-        figures.append(
-            update_policy(worker, experience, sizes, AlgoConfig(eps_low=0.9, eps_high=4.0), optim, 0.9, update, ops)
-        )
+        figures.append(update_policy(worker, experience, sizes, algo, optim, 0.9, update))
     return figures, {name: tensor.clone() for name, tensor in worker.hf_tensors()}
 
 
@@ -129,3 +137,15 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
     experience = Experience(tuple(prompts), tuple(responses), tuple(lp), None, advantages)
     figures = [update_policy(worker, experience, [6] * 4, AlgoConfig(), optim, 1.0, i) for i in range(2)]
     return figures, {p.dtype for p in worker.actor.parameters()}
+
+
+def fused_loss(rank: int, world: int, seed: int, settings: PolicyLossSettings) -> tuple[Any, ...]:
+    """The fused loss in float32 on this rank's shard of the vocabulary; its gradient of the weight is the shard's."""
+    case = make(150, 16, 1001, seed=seed)
+    rows = 1600 // world  # of which the last ranks' are partly or all padding
+    weight = torch.full((1600, 16), 1e3, dtype=torch.float64)
+    weight[:1001] = case.weight
+    part = dataclasses.replace(case, weight=weight[rank * rows : (rank + 1) * rows])
+    group = {"group": grids.build(ParallelConfig(tensor=world)).groups.tp, "vocab": 1001}
+    result, *grads = part.call(fused.linear_ppo_loss, torch.float32, settings, upstream=-1.5, **group)
+    return dataclasses.replace(result, loss=result.loss.detach()), *grads

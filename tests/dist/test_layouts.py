@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from dist.jobs import rows
+from ops.linear_cases import EVERYTHING, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
 
 import tiny
+from megatron_brorl.ops import reference
 
 LAYOUTS = [
     (1, {}),
@@ -69,6 +73,9 @@ def test_round_trip_is_bit_exact(worlds, models, tmp_path, size, parallel, case)
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+# Terms of the loss beside the default ones.
+FULL = {"dual_clip": 5.5, "entropy_coef": 0.1, "aggregation": "fixed", "aggregation_tokens": 20}
+SEQUENCE = {"ratio": "sequence", "aggregation": "sequence_mean"}
 TRAINING = [
     (2, {"tensor": 2}, {}),
     (2, {"tensor": 2, "sequence": True}, {}),
@@ -78,25 +85,36 @@ TRAINING = [
     (4, {"tensor": 2}, {}),
     (4, {"pipeline": 2}, {"recompute": True}),
     (1, {}, {"tokens": 1}),  # every row alone in its micro-batch: unpacked
-    (1, {}, {"implementation": "fused"}),
-    (2, {"pipeline": 2}, {"implementation": "fused"}),
+    (1, {}, {}),
+    (2, {"tensor": 2}, {"ops": "reference"}),
+    (2, {"pipeline": 2}, {"ops": "reference"}),
+    (4, {"tensor": 2, "pipeline": 2}, {"algo": FULL}),
+    (2, {}, {"algo": FULL, "ops": "reference"}),
+    (2, {"tensor": 2}, {"algo": SEQUENCE}),
+    (2, {"pipeline": 2}, {"algo": SEQUENCE, "ops": "reference"}),
 ]
 
 
 @pytest.fixture(scope="module")
 def single(worlds, models):
-    """Two updates of a single process with everything in one micro-batch."""
-    return {
-        case: worlds(1).run("jobs:train_steps", models[case][0], {}, {"tokens": 100_000})[0]
-        for case in [("qwen2", True), ("qwen3", False)]
-    }
+    """Two updates of a single process with everything in one micro-batch and the ops in plain torch."""
+    found: dict[str, Any] = {}
+
+    def get(case, algo):
+        key = f"{case} {algo}"
+        if key not in found:
+            options = {"tokens": 100_000, "ops": "reference", "algo": algo}
+            found[key] = worlds(1).run("jobs:train_steps", models[case][0], {}, options)[0]
+        return found[key]
+
+    return get
 
 
 @pytest.mark.parametrize(("size", "parallel", "options"), TRAINING)
 @pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False)])
 def test_training_step_equals_single_process(worlds, models, single, size, parallel, options, case):
     """Loss, gradient norm and updated weights of two clipped AdamW steps, within 1e-5 relative."""
-    expected_figures, expected = single[case]
+    expected_figures, expected = single(case, options.get("algo", {}))
     assert expected_figures[0]["grad_norm"] > 0.5  # clipping is at work
     for figures, weights in worlds(size).run("jobs:train_steps", models[case][0], parallel, options):
         for got, want in zip(figures, expected_figures, strict=True):
@@ -129,3 +147,15 @@ def test_bf16_trains_with_fp32_masters(worlds, models):
     advantages = torch.linspace(-1, 1, len(prompts))
     tokens = torch.tensor([len(r) for r in responses])
     assert figures[0]["loss"] == pytest.approx(float(-(advantages * tokens).sum() / tokens.sum()), rel=1e-2)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("settings", [SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence")])
+def test_fused_loss_over_a_sharded_vocabulary(worlds, world, settings):
+    """Values, figures and gradients of 2 and 4 tensor-parallel ranks equal the float64 reference of one."""
+    expected = make(150, 16, 1001, seed=7).call(reference.linear_ppo_loss, settings=settings, upstream=-1.5)
+    results = worlds(world).run("jobs:fused_loss", world, 7, settings)
+    weight_gradient = torch.cat([r[2] for r in results])
+    assert torch.count_nonzero(weight_gradient[1001:]) == 0
+    for result, grad_hidden, _ in results:
+        assert_agree((result, grad_hidden, weight_gradient[:1001]), expected, 1e-5)

@@ -109,9 +109,10 @@ def test_prompt_longer_than_the_context(config, model, tmp_path):
     fails(done, f"{data}:3", "26")  # context 32 - 6 response tokens
 
 
-def test_fused_ops_under_tensor_parallelism(config, model, tmp_path):
-    done = train(config, model, tmp_path, "ops.implementation=fused", "parallel.tensor=2")
-    fails(done, 'ops.implementation = "fused" runs on CPUs with parallel.tensor = 1 so far')
+def test_loss_settings_that_make_no_sense(config, model, tmp_path):
+    fails(train(config, model, tmp_path, "algo.dual_clip=1.1"), "algo.dual_clip = 1.1", "above 1 + algo.eps_high")
+    done = train(config, model, tmp_path, "algo.aggregation=fixed")
+    fails(done, "algo.aggregation_tokens = 0", "give the tokens per sequence")
 
 
 def test_unsafe_task(config, model, tmp_path):

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from megatron_brorl.algo.advantage import Moments, group_baseline, merge, moments, whiten
-from megatron_brorl.algo.loss import policy_loss, token_cross_entropy
+from megatron_brorl.algo.loss import (
+    PolicyLossSettings,
+    PolicyTokens,
+    kl_estimate,
+    policy_loss,
+    token_cross_entropy,
+    token_weights,
+)
 from megatron_brorl.algo.selection import has_signal, keep_informative
 from megatron_brorl.types import Prompt, RolloutGroup, ScoredGroup
 
@@ -78,7 +85,8 @@ def draw(count: int):
 def test_policy_loss_value_and_gradient(cap):
     lp, old, rollout, adv = draw(200)
     lp.requires_grad_()
-    result = policy_loss(lp, torch.zeros(200), old, rollout, adv, 77.0, 0.2, 0.28, cap)
+    tokens = PolicyTokens(rollout, adv, torch.full((200,), 1 / 77, dtype=torch.float64), old)
+    result = policy_loss(lp, torch.zeros(200), tokens, PolicyLossSettings(0.2, 0.28, is_cap=cap))
     (gradient,) = torch.autograd.grad(result.loss, lp)
     values = lp.detach().tolist()
     args = (old.tolist(), rollout.tolist(), adv.tolist(), 77.0, 0.2, 0.28, cap)
@@ -102,7 +110,8 @@ def test_policy_loss_value_and_gradient(cap):
 def test_without_old_log_probs_the_gradient_is_that_of_reinforce():
     lp, _, rollout, adv = draw(50)
     lp.requires_grad_()
-    result = policy_loss(lp, torch.zeros(50), None, rollout, adv, 50.0, 0.2, 0.28, 2.0)
+    tokens = PolicyTokens(rollout, adv, torch.full((50,), 1 / 50, dtype=torch.float64))
+    result = policy_loss(lp, torch.zeros(50), tokens, PolicyLossSettings(is_cap=2.0))
     (gradient,) = torch.autograd.grad(result.loss, lp)
     weight = (lp.detach() - rollout).exp().clamp(max=2.0)
     torch.testing.assert_close(gradient, -weight * adv / 50)
@@ -111,14 +120,81 @@ def test_without_old_log_probs_the_gradient_is_that_of_reinforce():
 
 def test_overflowing_ratio_and_empty_batch_stay_finite():
     lp = torch.tensor([0.0, -1e4], requires_grad=True)
-    result = policy_loss(
-        lp, torch.zeros(2), torch.tensor([-1e4, 0.0]), lp.detach(), torch.tensor([-1.0, 1.0]), 2.0, 0.2, 0.28, 2.0
-    )
+    half, settings = torch.full((2,), 0.5), PolicyLossSettings(is_cap=2.0)
+    tokens = PolicyTokens(lp.detach(), torch.tensor([-1.0, 1.0]), half, torch.tensor([-1e4, 0.0]))
+    result = policy_loss(lp, torch.zeros(2), tokens, settings)
     result.loss.backward()
     assert math.isfinite(result.loss.item())
     assert torch.isfinite(lp.grad).all()
     nothing = torch.zeros(0, requires_grad=True)
-    assert policy_loss(nothing, nothing, None, nothing, nothing, 1.0, 0.2, 0.28, 2.0).loss.item() == 0.0
+    assert policy_loss(nothing, nothing, PolicyTokens(nothing, nothing, nothing), settings).loss.item() == 0.0
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens():
+    """max(min(r A, clip(r) A), c A) for A < 0 (Ye et al. 2020, eq. 5), without gradient where c A is the larger."""
+    ratio = torch.tensor([0.5, 1.0, 2.9, 3.1, 50.0, 50.0], dtype=torch.float64)
+    advantages = torch.tensor([-1.0, -1, -1, -1, -2, 2], dtype=torch.float64)
+    lp = ratio.log().requires_grad_()
+    tokens = PolicyTokens(lp.detach(), advantages, torch.ones(6).double(), torch.zeros(6).double())
+    result = policy_loss(lp, torch.zeros(6), tokens, PolicyLossSettings(0.2, 0.28, dual_clip=3.0))
+    assert result.loss.item() == pytest.approx(0.8 + 1.0 + 2.9 + 3.0 + 6.0 - 2 * 1.28)
+    (gradient,) = torch.autograd.grad(result.loss, lp)
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 1.0, 2.9, 0, 0, 0], dtype=torch.float64))
+    assert [result.sums[f"clipped_{k}"] for k in ("low", "high", "dual")] == [1, 1, 2]
+
+
+def test_sequence_ratio_is_the_geometric_mean():
+    """s = exp(mean log r) of each sequence, for all its tokens (GSPO, Zheng et al. 2025, eq. 7)."""
+    lp, old, rollout, adv = draw(12)
+    lp.requires_grad_()
+    numbers = torch.tensor([4] * 5 + [0] + [9] * 6)
+    tokens = PolicyTokens(rollout, adv, torch.ones(12).double(), old, sequences=numbers)
+    result = policy_loss(lp, torch.zeros(12), tokens, PolicyLossSettings(0.9, 9.0, ratio="sequence"))
+    expected = 0.0
+    for part in (slice(0, 5), slice(5, 6), slice(6, 12)):
+        expected -= math.exp((lp[part] - old[part]).mean()) * float(adv[part].sum())
+    assert result.loss.item() == pytest.approx(expected, rel=1e-12)
+    assert torch.autograd.gradcheck(
+        lambda x: policy_loss(x, torch.zeros(12), tokens, PolicyLossSettings(0.9, 9.0, ratio="sequence")).loss, lp
+    )
+
+
+def test_kl_estimates_and_their_mean_gradients():
+    """Over all tokens of two small policies: mean values are the KL, and gradients what the docstring says."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, dtype=torch.float64, generator=g, requires_grad=True)
+    log_p = logits.log_softmax(0)
+    log_q = (logits.detach() + 0.01 * torch.randn(9, dtype=torch.float64, generator=g)).log_softmax(0)
+    forward, reverse = (log_p.exp() * (log_p - log_q)).sum(), (log_q.exp() * (log_q - log_p)).sum()
+    for estimator, target in (("k1", None), ("k2", forward), ("k3", reverse)):
+        estimate = kl_estimate(log_p - log_q, estimator)
+        mean = (log_p.detach().exp() * estimate).sum()
+        assert mean.item() == pytest.approx(forward.item(), rel=1e-12 if estimator != "k2" else 0.05)
+        (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        expected = (
+            torch.zeros(9).double() if target is None else torch.autograd.grad(target, logits, retain_graph=True)[0]
+        )
+        torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", lambda rows: sum(sum(r) for r in rows) / sum(len(r) for r in rows)),
+        ("sequence_mean", lambda rows: sum(sum(r) / len(r) for r in rows if r) / sum(bool(r) for r in rows)),
+        ("fixed", lambda rows: sum(sum(r) for r in rows) / (8 * sum(bool(r) for r in rows))),
+    ],
+)
+def test_aggregations(aggregation, expected):
+    rows = [[1.0, 2.0, -3.5], [], [4.0], [0.5] * 8]
+    lengths = [len(r) for r in rows]
+    # Two ranks with two rows each add up to the global value.
+    weights = [
+        w
+        for half in (lengths[:2], lengths[2:])
+        for w in token_weights(half, aggregation, tokens=12, sequences=3, fixed=8)
+    ]
+    assert sum(w * x for w, row in zip(weights, rows, strict=True) for x in row) == pytest.approx(expected(rows))
 
 
 def test_supervised_loss_is_mean_negative_log_likelihood():

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from megatron_brorl.algo.loss import policy_loss
+from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
 from megatron_brorl.config import ParallelConfig
 from megatron_brorl.hf_config import read_shape
 from megatron_brorl.models import hf_io
@@ -21,11 +21,11 @@ def processes():
     grid.leave()
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
-def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, tied):
+@pytest.mark.parametrize(("family", "tied", "ops"), [("qwen2", True, "fused"), ("qwen3", False, "reference")])
+def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, tied, ops):
     tiny.make_model(tmp_path, family, tied)
     shape = read_shape(tmp_path)
-    actor = build_actor(shape, processes, torch.float64)
+    actor = build_actor(shape, processes, torch.float64, ops=ops)
     hf_io.load(actor, shape, processes, tmp_path, actor.fused_norms)
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (4, 4, 7)]
@@ -33,18 +33,18 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     (batch,) = pack(prompts, responses, 1000)
     advantages = torch.randn(3, dtype=torch.float64, generator=g)
 
-    def log_probs():
+    def head():
         with device.bridge():
-            return actor.head(actor.forward_packed(batch), batch, 0.8).log_probs()
+            return actor.head(actor.forward_packed(batch), batch, 0.8)
 
     with torch.no_grad():
-        current, _ = log_probs()
+        current, _ = head().log_probs()
     # Ratios on both sides of the clip range, none near its edges, where the loss has a kink.
     old = current + torch.tensor([-0.5, -0.05, 0.1, 0.6], dtype=torch.float64)[torch.arange(len(current)) % 4]
 
     def loss():
-        lp, entropy = log_probs()
-        return policy_loss(lp, entropy, old, old - 0.1, batch.repeat(advantages), 13.0, 0.2, 0.28, 2.0).loss
+        tokens = PolicyTokens(old - 0.1, batch.repeat(advantages), torch.full_like(old, 1 / 13), old)
+        return head().policy_loss(tokens, PolicyLossSettings(is_cap=2.0, entropy_coef=0.1)).loss
 
     loss().backward()
     parameters = dict(actor.named_parameters())

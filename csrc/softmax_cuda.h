@@ -1,0 +1,20 @@
+// Launchers of softmax.cu; null, or what CUDA says went wrong. Pointers are device memory of the shapes in softmax.h.
+#pragma once
+
+#include <cstdint>
+
+struct CUstream_st;
+
+namespace brorl {
+
+template <typename S>
+const char* softmax_statistics_launch(
+    const S* logits, const int64_t* ids, double* statistics, int64_t rows, int64_t vocab, int64_t start,
+    double temperature, CUstream_st* stream);
+
+template <typename S>
+const char* softmax_gradient_launch(
+    S* logits, const int64_t* ids, const double* statistics, const S* log_prob_gradient, const S* entropy_gradient,
+    int64_t rows, int64_t vocab, int64_t start, double temperature, bool narrow, CUstream_st* stream);
+
+}  // namespace brorl

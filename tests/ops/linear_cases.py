@@ -1,0 +1,116 @@
+"""Inputs of the fused loss in float64, shared by the tests on CPUs, on GPUs and of several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_brorl.algo import loss as algo_loss
+from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
+from megatron_brorl.ops import reference
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}
+TEMPERATURE = 0.7
+SETTINGS = PolicyLossSettings(eps_low=0.2, eps_high=0.28, is_cap=2.0)
+EVERYTHING = PolicyLossSettings(0.1, 0.5, 1.8, 1.5, 0.3, "k3", 0.2)
+VARIANTS = [
+    SETTINGS,
+    EVERYTHING,
+    dataclasses.replace(SETTINGS, dual_clip=1.4),
+    dataclasses.replace(SETTINGS, kl_coef=0.5, kl_estimator="k1"),
+    dataclasses.replace(SETTINGS, kl_coef=0.5, kl_estimator="k2"),
+    dataclasses.replace(SETTINGS, entropy_coef=0.7),
+    dataclasses.replace(SETTINGS, ratio="sequence", dual_clip=1.4, entropy_coef=0.1),
+    dataclasses.replace(EVERYTHING, ratio="sequence"),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Inputs of one call in float64, representable in the dtype that is tested; log-probs lie around the true ones."""
+
+    hidden: Tensor  # [R, H]
+    weight: Tensor  # [V, H]
+    ids: Tensor  # [R]
+    tokens: PolicyTokens
+
+    def change(self, **tokens: Any) -> Case:
+        return dataclasses.replace(self, tokens=dataclasses.replace(self.tokens, **tokens))
+
+    def call(
+        self,
+        op: Any,
+        dtype: torch.dtype = torch.float64,
+        settings: PolicyLossSettings = SETTINGS,
+        temperature: float = TEMPERATURE,
+        upstream: float = 1.0,
+        device: str = "cpu",
+        **kwargs: Any,
+    ) -> Any:
+        """(result of op, gradient of hidden, gradient of weight)."""
+        hidden, weight = (x.to(device, dtype, copy=True).requires_grad_() for x in (self.hidden, self.weight))
+        result = op(hidden, weight, self.ids.to(device), self.tokens_in(dtype, device), settings, temperature, **kwargs)
+        (upstream * result.loss).backward()
+        return result, hidden.grad, weight.grad
+
+    def tokens_in(self, dtype: torch.dtype, device: str = "cpu") -> PolicyTokens:
+        compute = reference.compute_dtype(dtype)
+        cast = {
+            k: v if v is None else v.to(device) if k == "sequences" else v.to(device, compute)
+            for k, v in vars(self.tokens).items()
+        }
+        return PolicyTokens(**cast)
+
+
+def make(rows: int, width: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0):
+    """A case with one token in six masked, sequences of 1 to 8 tokens and weights that differ between sequences."""
+    g = torch.Generator().manual_seed(1000 * seed + rows + width + vocab)
+    hidden = (scale * torch.randn(rows, width, generator=g)).to(dtype).double()
+    weight = (torch.randn(vocab, width, generator=g) / width**0.5).to(dtype).double()
+    ids = torch.randint(0, vocab, (rows,), generator=g)
+    true, _ = reference.linear_log_probs(hidden, weight, ids, TEMPERATURE)
+    old, rollout, anchor = ((true + 0.5 * torch.randn(rows, generator=g)).float().double() for _ in range(3))
+    lengths = torch.randint(1, 9, (rows,), generator=g)
+    sequences = torch.arange(rows).repeat_interleave(lengths)[:rows]
+    weights = ((1 + sequences % 3) / (rows / 3 + 1)).float().double() * (torch.rand(rows, generator=g) > 1 / 6)
+    advantages = torch.randn(rows, generator=g).double()
+    return Case(hidden, weight, ids, PolicyTokens(rollout, advantages, weights, old, anchor, sequences))
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
+    got, expected = got.cpu().double(), expected.cpu().double()
+    return bool((got - expected).norm() <= tolerance * expected.norm() + 1e-30)
+
+
+def assert_agree(got: Any, expected: Any, tolerance: float) -> None:
+    (result, *grads), (wanted, *wanted_grads) = got, expected
+    # Its terms cancel, so its error is relative to their sum without signs.
+    assert result.loss.item() == pytest.approx(wanted.loss.item(), rel=10 * tolerance, abs=tolerance)
+    assert close(result.log_probs, wanted.log_probs, tolerance)
+    assert close(result.entropy, wanted.entropy, tolerance)
+    for a, b in zip(grads, wanted_grads, strict=True):
+        assert torch.isfinite(a).all()
+        assert close(a, b, tolerance), float((a.cpu().double() - b).norm() / b.norm())
+    # Gaps are differences of log-probs, so their error is relative to the larger of those.
+    absolute = tolerance * max([1e-1, *wanted.log_probs.abs().tolist()])
+    for key in algo_loss.SUMS[1:]:
+        assert result.sums[key] == pytest.approx(wanted.sums[key], rel=tolerance * 10, abs=absolute), key
+    for key in algo_loss.MAXIMA:
+        assert result.maxima[key] == pytest.approx(wanted.maxima[key], rel=tolerance * 10, abs=absolute), key
+
+
+SHAPES = [
+    (1, 1, 1),
+    (1, 5, 2),
+    (6, 1, 5),
+    (7, 3, 11),
+    (33, 17, 129),
+    (64, 64, 1024),
+    (130, 61, 2500),
+    (517, 24, 1031),
+    (1300, 9, 67),
+]

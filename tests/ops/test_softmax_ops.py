@@ -1,0 +1,105 @@
+"""The ops on chunks of logits one by one: registration, products, parts of the vocabulary that merge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.linear_cases import EVERYTHING, close, make
+
+from megatron_brorl.ops import softmax
+from megatron_brorl.ops.softmax import Shard
+
+OPS = torch.ops.brorl
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_opcheck(dtype, entropy):
+    logits, ids = torch.randn(5, 9, dtype=dtype), torch.arange(5)
+    torch.library.opcheck(OPS.softmax_statistics.default, (logits, ids, 2, 0.7))
+    statistics = OPS.softmax_statistics(logits, ids, 2, 0.7)
+    upstream = torch.randn(5, dtype=dtype)
+    rest = (ids, statistics, upstream, upstream if entropy else None, 2, 0.7)
+    torch.library.opcheck(OPS.softmax_gradient_.default, (logits.clone(), *rest, False))
+    vectors = [torch.randn(5, dtype=dtype) for _ in range(5)]
+    old, anchor = (vectors[0], vectors[1]) if entropy else (None, None)
+    settings = (0.2, 0.3, 0.0, 2.0, 0.1 if entropy else 0.0, "k3", 0.0)
+    torch.library.opcheck(OPS.ppo_tokens.default, (*vectors[:2], old, vectors[2], anchor, *vectors[3:], *settings))
+    a, b = torch.randn(5, 3, dtype=dtype), torch.randn(3, 4, dtype=dtype)
+    torch.library.opcheck(OPS.gemm_.default, (torch.zeros(5, 4, dtype=dtype), a, b, entropy))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 7, 3), (1, 1, 1), (130, 70, 515), (64, 64, 512), (200, 33, 1025)])
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
+def test_bfloat16_products_keep_float32_results(m, n, k, transposed):
+    g = torch.Generator().manual_seed(m)
+    a, b = (torch.randn(*shape, generator=g).bfloat16() for shape in ((m, k), (k, n)))
+    left, right = (x.t().contiguous().t() if t else x for x, t in zip((a, b), transposed, strict=True))
+    start = torch.randn(m, n, generator=g)
+    for accumulate in (False, True):
+        out = start.clone()
+        softmax.gemm_(out, left, right, accumulate)
+        assert close(out, a.double() @ b.double() + accumulate * start, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cuts", [(0, 2000), (1, 1999), (700, 1300), (1024, 976)])
+def test_parts_of_the_vocabulary_merge(dtype, cuts):
+    """Two shards by hand, with the sums that two ranks would exchange, against log_softmax of the whole in float64."""
+    g = torch.Generator().manual_seed(cuts[0])
+    logits = (4 * torch.randn(6, 2000, dtype=torch.float64, generator=g)).to(dtype)
+    logits[0, :1500] = float("-inf")  # a masked vocabulary: a whole block, and a whole shard, without probability
+    ids, temperature = torch.tensor([1600, 0, 699, 700, 1999, 1023]), 0.6
+    parts, start = [], 0
+    for part in logits.split(list(cuts), dim=1):
+        found = softmax.softmax_statistics(part.contiguous(), ids, Shard(start, part.shape[1], temperature, None))
+        parts.append(found)
+        start += part.shape[1]
+    largest = torch.stack([p[:, 0] for p in parts]).amax(0)
+    sums = torch.zeros(6, 3, dtype=torch.float64)
+    for p in parts:
+        shift = torch.where(p[:, 1] == 0, 0.0, (p[:, 0] - largest) / temperature)
+        terms = (shift.exp() * p[:, 1], shift.exp() * (p[:, 2] + shift * p[:, 1]), p[:, 3])
+        sums += torch.stack(terms, dim=1)
+    expected = (logits.double() / temperature).log_softmax(-1)
+    log_probs = (sums[:, 2] - largest) / temperature - sums[:, 0].log()
+    assert close(log_probs, expected.gather(1, ids[:, None])[:, 0], 1e-6 if dtype == torch.float32 else 1e-13)
+    entropy = -(expected.exp() * expected.clamp(min=-1e300)).sum(-1)
+    assert close(sums[:, 0].log() - sums[:, 1] / sums[:, 0], entropy, 1e-6 if dtype == torch.float32 else 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_token_loss_derivative_equals_finite_differences(dtype):
+    case = make(300, 4, 30)
+    tokens = case.tokens_in(torch.float64)
+    g = torch.Generator().manual_seed(1)
+    log_probs = tokens.rollout_log_probs + 0.3 * torch.randn(300, generator=g).double()
+    entropy, h = torch.rand(300, generator=g).double(), 1e-6
+
+    def losses(lp, ent):
+        return softmax.ppo_tokens(lp, ent, tokens, EVERYTHING)[2][:, 0]
+
+    slope = (losses(log_probs + h, entropy) - losses(log_probs - h, entropy)) / (2 * h)
+    of_entropy = (losses(log_probs, entropy + h) - losses(log_probs, entropy - h)) / (2 * h)
+    narrow = (log_probs.to(dtype), entropy.to(dtype), case.tokens_in(dtype), EVERYTHING)
+    first, second, _ = softmax.ppo_tokens(*narrow)
+    # A kink lies within h of no token of this case.
+    assert close(first, slope, 1e-6)
+    assert close(second, of_entropy, 1e-6)
+
+
+def test_shapes_and_dtypes_that_do_not_fit():
+    logits, ids = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(TypeError, match="logits must be float32 or float64"):
+        OPS.softmax_statistics(logits.half(), ids, 0, 1.0)
+    with pytest.raises(ValueError, match="contiguous"):
+        OPS.softmax_statistics(logits.t(), torch.zeros(4, dtype=torch.int64), 0, 1.0)
+    with pytest.raises(ValueError, match=r"statistics must be \[3, 4\] float64"):
+        OPS.softmax_gradient_(logits, ids, torch.zeros(3, 4), torch.zeros(3), None, 0, 1.0, False)
+    with pytest.raises(ValueError, match=r"cannot write \[2, 3\] times \[4, 5\]"):
+        OPS.gemm_(torch.zeros(2, 5), torch.zeros(2, 3), torch.zeros(4, 5), False)
+    with pytest.raises(TypeError, match="cannot multiply BFloat16 by BFloat16 to BFloat16"):
+        OPS.gemm_(*(torch.zeros(2, 2, dtype=torch.bfloat16) for _ in range(3)), False)
+    v = torch.zeros(2)
+    with pytest.raises(ValueError, match="kl_estimator must be k1, k2 or k3, got k4"):
+        OPS.ppo_tokens(v, v, None, v, None, v, v, 0.2, 0.2, 0.0, 0.0, 0.0, "k4", 0.0)
