@@ -1,11 +1,15 @@
-// The module megatron_brorl._C: loading it registers the ops below. The files megatron_brorl/ops/fused*.py add what
+// The module megatron_brorl._C: loading it registers the ops below. megatron_brorl/ops/softmax.py and fused*.py add what
 // torch.library takes from Python: fake implementations and autograd formulas.
+#include <array>
+
 #include <torch/extension.h>
 #include <torch/library.h>
 
 #include "bfloat16_gemm.h"
 #include "gemm.h"
+#include "philox.h"
 #include "ppo_tokens.h"
+#include "sample_tokens.h"
 #include "softmax.h"
 
 TORCH_LIBRARY(brorl, library) {
@@ -18,19 +22,37 @@ TORCH_LIBRARY(brorl, library) {
       "ppo_tokens(Tensor log_probs, Tensor entropy, Tensor? old, Tensor rollout, Tensor? reference, Tensor advantages, "
       "Tensor weights, float eps_low, float eps_high, float dual_clip, float is_cap, float kl_coef, "
       "str kl_estimator, float entropy_coef) -> (Tensor log_prob_gradient, Tensor entropy_gradient, Tensor columns)");
+  library.def(
+      "sample_tokens(Tensor logits, Tensor keys, Tensor index, Tensor position, float temperature, float top_p, "
+      "int top_k) -> (Tensor ids, Tensor log_probs)");
 }
 
-// Each function runs on the CPU and, where built with kernels, on CUDA.
-#define BRORL_IMPLEMENT(library)                                     \
-  library.impl("gemm_", &brorl::gemm_);                              \
-  library.impl("softmax_statistics", &brorl::softmax_statistics);    \
-  library.impl("softmax_gradient_", &brorl::softmax_gradient_);      \
+// Functions that run on the CPU and, where built with kernels, on CUDA.
+#define BRORL_IMPLEMENT(library)                                  \
+  library.impl("gemm_", &brorl::gemm_);                           \
+  library.impl("softmax_statistics", &brorl::softmax_statistics); \
+  library.impl("softmax_gradient_", &brorl::softmax_gradient_);   \
   library.impl("ppo_tokens", &brorl::ppo_tokens);
 
-TORCH_LIBRARY_IMPL(brorl, CPU, library) { BRORL_IMPLEMENT(library) }
+TORCH_LIBRARY_IMPL(brorl, CPU, library) {
+  BRORL_IMPLEMENT(library)
+  library.impl("sample_tokens", &brorl::sample_tokens_cpu);
+}
 #ifdef BRORL_CUDA
-TORCH_LIBRARY_IMPL(brorl, CUDA, library) { BRORL_IMPLEMENT(library) }
+TORCH_LIBRARY_IMPL(brorl, CUDA, library) {
+  BRORL_IMPLEMENT(library)
+  library.impl("sample_tokens", &brorl::sample_tokens_cuda);
+}
 #endif
+
+namespace {
+
+std::array<uint32_t, 4> philox_words(uint64_t key, std::array<uint32_t, 4> counter) {
+  const brorl::PhiloxWords words = brorl::philox(key, {{counter[0], counter[1], counter[2], counter[3]}});
+  return {words.x[0], words.x[1], words.x[2], words.x[3]};
+}
+
+}  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #ifdef BRORL_CUDA
@@ -39,4 +61,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("cuda") = false;
 #endif
   module.def("has_bfloat16_kernel", &brorl::has_bfloat16_kernel);
+  // For tests: what the sampler draws from.
+  module.def("philox", &philox_words, "Four words of Philox4x32-10 for a key of 64 bits and a counter of four words.");
+  module.def("philox_uniform", &brorl::philox_uniform, "The number in (0, 1) for (key, index, position).");
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_brorl.ops import philox
+
 
 def sampling_log_probs(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
     """Log-probabilities [B, V] float32 of the sampling distribution; tokens that are cut get -inf.
@@ -44,3 +46,16 @@ def sample(
     target = target.minimum(torch.nextafter(total, torch.zeros_like(total)))
     ids = torch.searchsorted(cdf, target, right=True)
     return ids.squeeze(-1), log_probs.gather(-1, ids).squeeze(-1)
+
+
+def sample_tokens(
+    logits: Tensor,
+    keys: Tensor,
+    index: Tensor,
+    position: Tensor,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`sample` with the keyed uniforms of philox.uniforms(keys, index, position), all [B] int64."""
+    return sample(logits, philox.uniforms(keys, index, position), temperature, top_p, top_k)

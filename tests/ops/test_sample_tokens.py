@@ -1,0 +1,220 @@
+"""The fused sampler against a float64 brute force, its reference, and the softmax it is to follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sampling_cases import CASES, Case, check, normal, weights
+
+from megatron_brorl import _C
+from megatron_brorl.ops import philox, sampling
+from megatron_brorl.ops.fused_sampling import sample_tokens
+
+
+def draw(case: Case, **changed: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = changed.get("logits", case.logits)
+    keys, index, position = (x[changed.get("rows", slice(None))] for x in case.stream)
+    return sample_tokens(logits, keys, index, position, case.temperature, case.top_p, case.top_k)
+
+
+def test_philox_known_answers():
+    """Vectors of the Random123 distribution (kat_vectors) for philox4x32-10."""
+    ones = 0xFFFFFFFF
+    assert _C.philox(0, [0, 0, 0, 0]) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert _C.philox(ones << 32 | ones, [ones] * 4) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    key, counter = 0x299F31D0_A4093822, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
+    assert _C.philox(key, counter) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def test_uniforms_equal_the_reference_bit_for_bit():
+    g = torch.Generator().manual_seed(0)
+    keys = torch.randint(0, 2**63 - 1, (2000,), generator=g)
+    index, position = torch.randint(0, 2**32, (2, 2000), generator=g)
+    keys[:2], index[:2], position[:2] = torch.tensor([0, 2**63 - 1]), 2**32 - 1, 2**32 - 1
+    got = [_C.philox_uniform(*x) for x in zip(keys.tolist(), index.tolist(), position.tolist(), strict=True)]
+    assert got == philox.uniforms(keys, index, position).tolist()
+    assert 0 < min(got) < max(got) < 1
+
+
+def test_streams_do_not_repeat():
+    assert len({_C.philox_uniform(philox.stream_key(0, i), 0, 0) for i in range(10_000)}) == 10_000
+    assert len({_C.philox_uniform(5, i, p) for i in range(100) for p in range(100)}) == 10_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_float64(name, dtype):
+    check(sample_tokens, CASES[name], "cpu", dtype)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, c in CASES.items() if c.logits.shape[1] <= 5000 and c.temperature not in (1e-42, 3e3)]
+)
+def test_draws_what_the_reference_draws(name):
+    """All but a few per cent: a cumulative sum of float32, as in the reference, is coarser."""
+    case = CASES[name]
+    ids, log_probs = draw(case)
+    expected, expected_log_probs = sampling.sample_tokens(
+        case.logits, *case.stream, case.temperature, case.top_p, case.top_k
+    )
+    same = ids == expected
+    assert same.float().mean() >= 0.97
+    torch.testing.assert_close(log_probs[same], expected_log_probs[same], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "temperature", "top_p", "top_k"),
+    [(12, 1.0, 1.0, 0), (700, 0.7, 1.0, 0), (2000, 1.0, 1.0, 0), (700, 1.0, 0.8, 0), (2000, 1.3, 0.9, 60)],
+)
+def test_frequencies_follow_the_distribution(vocab, temperature, top_p, top_k):
+    n = 30_000
+    logits = normal(1, vocab, scale=1.5)
+    keys = torch.tensor([philox.stream_key("frequencies", i) for i in range(n)])
+    zero = torch.zeros_like(keys)
+    ids, _ = sample_tokens(logits.expand(n, -1), keys, zero, zero, temperature, top_p, top_k)
+    mass = weights(logits[0].double().numpy(), Case(logits, temperature, top_p, top_k), top_p)
+    expected = n * torch.from_numpy(mass / mass.sum())
+    counts = torch.bincount(ids, minlength=vocab)
+    assert counts[expected == 0].sum() == 0
+    # Rare tokens are pooled, so that every expected count is at least 5.
+    rare = expected < 5
+    observed = torch.cat((counts[~rare], counts[rare].sum()[None])).double()
+    means = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    chi_square = ((observed - means).square() / means.clamp(min=1e-9)).sum()
+    degrees = len(means) - 1
+    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5  # four standard deviations
+
+
+SETTINGS = ["plain-1031", "top-p-cold", "top-k", "both", "ties-both", "greedy"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rows_depend_on_nothing_else(name):
+    """Bit for bit: alone, in another order, and on any number of threads."""
+    case = CASES[name]
+    ids, log_probs = draw(case)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
+    for rows in (order, torch.tensor([5]), torch.arange(3, 9)):
+        part = draw(case, logits=case.logits[rows], rows=rows)
+        assert torch.equal(part[0], ids[rows])
+        assert torch.equal(part[1], log_probs[rows])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, len(ids) + 1):
+            torch.set_num_threads(threads)
+            again = draw(case)
+            assert torch.equal(again[0], ids)
+            assert torch.equal(again[1], log_probs)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_strided_rows(name, dtype):
+    case = CASES[name]
+    logits = case.logits.to(dtype)
+    rows, vocab = logits.shape
+    expected = draw(case, logits=logits)
+    wide = torch.full((2 * rows, vocab + 9), float("nan"), dtype=dtype)
+    wide[::2, 3:-6] = logits
+    for same in (wide[::2, 3:-6], logits.t().contiguous().t()):
+        got = draw(case, logits=same)
+        assert torch.equal(got[0], expected[0])
+        assert torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_bfloat16_is_its_float32_value(name):
+    logits = CASES[name].logits.bfloat16()
+    narrow, wide = draw(CASES[name], logits=logits), draw(CASES[name], logits=logits.float())
+    assert torch.equal(narrow[0], wide[0])
+    assert torch.equal(narrow[1], wide[1])
+
+
+def test_ties():
+    keys, index = torch.full((4000,), 3), torch.arange(4000)
+
+    def drawn(logits: list[float], temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> set[int]:
+        rows = torch.tensor(logits, dtype=torch.float32).expand(4000, -1)
+        return set(sample_tokens(rows, keys, index, index, temperature, top_p, top_k)[0].tolist())
+
+    assert drawn([0, 2, 1, 2, 2], temperature=0) == {1}
+    assert drawn([0, 2, 1, 2, 2], top_k=1) == {1, 3, 4}  # ties with the k-th stay
+    assert drawn([1, 2, 1, 0, 1], top_k=2) == {0, 1, 2, 4}
+    assert drawn([0, 0, 0, 0], top_p=0.5) == {0, 1}  # the first of equals, until the mass reaches top_p
+    assert drawn([0, 0, 0, 0], top_p=0.51) == {0, 1, 2}
+    assert drawn([-9, 0, 0, 0, 0], top_p=0.25) == {1, 2}  # the mass of the first stays just below a quarter
+    assert drawn([0, 0, 0, 0], top_p=1e-9) == {0}
+    assert drawn([0, 1, 0, 0], top_p=1e-300) == {1}
+    assert drawn([0.0, -0.0, 0.0, -0.0], top_p=0.5) == {0, 1}
+    assert drawn([-0.0, 0.0], temperature=0) == {0}
+
+
+def test_no_rows():
+    none = torch.zeros(0, dtype=torch.int64)
+    ids, log_probs = sample_tokens(torch.zeros(0, 5), none, none, none, 1.0)
+    assert (ids.tolist(), log_probs.tolist()) == ([], [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["plain-103", "both", "greedy"])
+def test_opcheck(name, dtype):
+    case = CASES[name]
+    arguments = (case.logits.to(dtype), *case.stream, case.temperature, case.top_p, case.top_k)
+    torch.library.opcheck(torch.ops.brorl.sample_tokens.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(0.0, 1.0, 0), (1.0, 1.0, 0), (0.5, 0.9, 5)])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("nan", r"logits\[3, 900\] is nan"),
+        ("inf", r"logits\[3, 900\] is inf"),
+        ("-inf", r"logits\[3\] is -inf through"),
+    ],
+)
+def test_a_row_without_a_distribution_raises(dtype, temperature, top_p, top_k, value, message):
+    logits = normal(6, 1031).to(dtype)
+    logits[3, slice(None) if value == "-inf" else 900] = float(value)
+    with pytest.raises(ValueError, match=message):
+        sample_tokens(logits, *Case(logits).stream, temperature, top_p, top_k)
+    if value != "-inf":
+        logits[3, :900] = float("-inf")
+        with pytest.raises(ValueError, match=message):
+            sample_tokens(logits, *Case(logits).stream, temperature, top_p, top_k)
+
+
+FIVE = torch.zeros(5, dtype=torch.int64)
+MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"logits": torch.zeros(5)}, ValueError, r"logits must be \[B, V\]"),
+    ({"logits": torch.zeros(5, 9, 1)}, ValueError, r"logits must be \[B, V\]"),
+    ({"logits": torch.zeros(5, 0)}, ValueError, "the vocabulary must have 1 to"),
+    ({"logits": torch.zeros(5, 9, dtype=torch.float64)}, TypeError, "logits must be float32 or bfloat16, got Double"),
+    ({"logits": torch.zeros(5, 9, dtype=torch.float16)}, TypeError, "logits must be float32 or bfloat16, got Half"),
+    ({"logits": torch.zeros(4, 9)}, ValueError, r"keys must be \[4\]"),
+    ({"keys": FIVE.int()}, TypeError, "keys must be int64, got Int"),
+    ({"keys": FIVE - 1}, ValueError, "row 0: keys must not be negative"),
+    ({"index": FIVE.view(5, 1)}, ValueError, r"index must be \[5\], got \[5, 1\]"),
+    ({"index": FIVE + 2**32}, ValueError, r"index and position must be in \[0, 2\^32\)"),
+    ({"position": FIVE.float()}, TypeError, "position must be int64"),
+    ({"position": FIVE - 1}, ValueError, r"index and position must be in \[0, 2\^32\)"),
+    ({"position": FIVE[:3]}, ValueError, r"position must be \[5\], got \[3\]"),
+    ({"temperature": -0.5}, ValueError, "temperature must be 0 or above and finite, got -0.5"),
+    ({"temperature": float("nan")}, ValueError, "temperature must be 0 or above and finite"),
+    ({"temperature": float("inf")}, ValueError, "temperature must be 0 or above and finite"),
+    ({"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\], got 0"),
+    ({"top_p": 1.5}, ValueError, r"top_p must be in \(0, 1\]"),
+    ({"top_k": -1}, ValueError, r"top_k must be 0 \(off\) or above, got -1"),
+    ({"keys": FIVE.to("meta")}, ValueError, "tensors are on cpu, meta; all must be on one device"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), MISTAKES)
+def test_mistakes_raise_one_clear_error(wrong, error, message):
+    good = {"logits": torch.zeros(5, 9), "keys": FIVE, "index": FIVE, "position": FIVE, "temperature": 1.0}
+    with pytest.raises(error, match=message):
+        sample_tokens(**(good | wrong))
