@@ -19,7 +19,8 @@ from setuptools import setup
 
 try:
     import torch
-    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension
+    from torch.utils.cpp_extension import CUDA_HOME as TORCH_CUDA_HOME
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError as error:
     raise SystemExit(
         f"setup.py: building megatron_brorl needs torch ({error}): install torch and setuptools, then pip install "
@@ -41,6 +42,8 @@ def switch(name: str, default: bool, meaning: dict[bool, str]) -> bool:
     return chosen
 
 
+# torch leaves its own unset where it was built without CUDA.
+CUDA_HOME = os.environ.get("CUDA_HOME") or TORCH_CUDA_HOME
 NATIVE = switch("BRORL_NATIVE", True, {True: "CPU code for this processor", False: "CPU code for any processor"})
 CUDA = switch(
     "BRORL_CUDA",

@@ -118,8 +118,17 @@ class Session:
         c = self.config
         pool = RewardPool(c.reward.workers, c.reward.timeout_s)
         self._closing.append(pool.close)
+        if c.ops.implementation == "fused":
+            from megatron_brorl.ops.fused_sampling import sample_tokens
+        else:
+            from megatron_brorl.ops.sampling import sample_tokens
         engine = TorchEngine(
-            self.shape, hf_shapes(self.shape), device.default_device(), DTYPES[c.rollout.dtype], c.rollout.max_rows
+            self.shape,
+            hf_shapes(self.shape),
+            device.default_device(),
+            DTYPES[c.rollout.dtype],
+            c.rollout.max_rows,
+            sample_tokens,
         )
         return Rollouts(engine, pool, self.tokenizer, c.reward, c.run.seed)
 

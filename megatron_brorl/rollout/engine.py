@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from megatron_brorl.types import Prompt, RolloutGroup
+
+# (logits [B, V], keys, index, position [B], temperature, top_p, top_k) -> ids and log-probs [B]: sample_tokens of
+# ops.sampling or ops.fused_sampling.
+SampleTokens = Callable[[Tensor, Tensor, Tensor, Tensor, float, float, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import ModelShape
-from megatron_brorl.ops import philox
-from megatron_brorl.ops.sampling import sample
 from megatron_brorl.rollout.decoder import Decoder
-from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling
 from megatron_brorl.types import Rollout, RolloutGroup
 
 COMPACT_BELOW = 0.75  # compact when fewer than this share of the rows is alive
@@ -29,9 +27,14 @@ class TorchEngine:
         device: torch.device,
         dtype: torch.dtype,
         max_rows: int,
+        sample: SampleTokens,
     ) -> None:
-        """names: every Hugging Face tensor the model has, with its shape. max_rows: rows decoded at a time."""
+        """names: every Hugging Face tensor the model has, with its shape. max_rows: rows decoded at a time.
+
+        sample: which implementation draws the tokens (config key ops.implementation).
+        """
         self.shape, self.names, self.device, self.dtype, self.max_rows = shape, names, device, dtype, max_rows
+        self.sample = sample
         self.version = -1
         self._decoder: Decoder | None = None
 
@@ -101,14 +104,16 @@ class TorchEngine:
         hidden = cache.hidden[rows.prompt]
         for position in range(sampling.max_tokens):
             place = torch.full_like(origin, position)
-            drawn = philox.uniforms(key[origin], sibling[origin], place)
-            new, log_prob = sample(decoder.logits(hidden), drawn, sampling.temperature, sampling.top_p, sampling.top_k)
+            logits, settings = decoder.logits(hidden), (sampling.temperature, sampling.top_p, sampling.top_k)
+            new, log_prob = self.sample(logits, key[origin], sibling[origin], place, *settings)
             live = origin[alive]
             tokens[live, position], log_probs[live, position] = new[alive], log_prob[alive]
             ended = torch.isin(new, stops) & alive
             ends[origin[ended]], stopped[origin[ended]] = position + 1, True
             alive &= ~ended
-            remaining = int(alive.sum())
+            remaining, lowest = torch.stack((alive.sum(), new.min())).tolist()
+            if lowest < 0:  # how the sampler on CUDA says that a row has no distribution
+                raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
             if not remaining or position + 1 == sampling.max_tokens:
                 break
             if remaining < COMPACT_BELOW * len(alive):

@@ -18,6 +18,7 @@ from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops import fused
 from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.ops.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.train.policy import update_policy
@@ -115,7 +116,7 @@ def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:
     """Largest |log-prob of the engine - log-prob of the actor| over sampled tokens, weights taken from the stream."""
     worker = make_worker(directory, parallel)
     shape = worker.shape
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100)
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, sample_tokens)
     engine.update_weights(worker.hf_tensors(), 0)
     prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(4, 4)[0])]
     groups = engine.generate([Request(p, 11 + i, 16) for i, p in enumerate(prompts)], Sampling(0.9, 1, 0, 24, (2,)))

@@ -9,7 +9,9 @@ import torch
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops import fused_sampling
 from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.ops.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.types import Prompt
@@ -17,9 +19,9 @@ from megatron_brorl.types import Prompt
 STOPS = (2, 5, 7, 11)
 
 
-def make_engine(directory, model, max_rows=1000):
+def make_engine(directory, model, max_rows=1000, sample=sample_tokens):
     shape = read_shape(directory)
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows)
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows, sample)
     engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=3)
     return engine
 
@@ -93,6 +95,28 @@ def test_rollouts_do_not_depend_on_their_neighbours(one, dtype):
         split = type(alone)(alone.prompt, first.rollouts + second.rollouts, alone.version)
         for other in (alone, waves[i], split):
             assert same_tokens(together[i], other) >= 0.98  # the rest is floating-point order
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1, 0), (0.8, 0.9, 0), (1.2, 0.95, 20), (0, 1, 0)])
+def test_both_samplers_draw_the_same_tokens(one, temperature, top_p, top_k):
+    sampling = Sampling(temperature, top_p, top_k, 30, STOPS)
+    asked = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
+    reference = make_engine(*one).generate(asked, sampling)
+    fused = make_engine(*one, sample=fused_sampling.sample_tokens).generate(asked, sampling)
+    for a, b in zip(reference, fused, strict=True):
+        assert same_tokens(a, b) >= 0.98  # the rest is a uniform within rounding of a step of the CDF
+        for x, y in zip(a.rollouts, b.rollouts, strict=True):
+            if torch.equal(x.token_ids, y.token_ids):
+                torch.testing.assert_close(x.log_probs, y.log_probs, atol=1e-5, rtol=0)
+
+
+def test_a_row_without_a_distribution_is_told(one):
+    def like_cuda(logits, *_):
+        rows = logits.shape[0]
+        return torch.arange(rows) - 1, torch.full((rows,), float("nan"))
+
+    with pytest.raises(ValueError, match=r"NaN, \+inf or nothing above -inf"):
+        make_engine(*one, sample=like_cuda).generate([Request(prompts()[0], 1, 4)], Sampling(1, 1, 0, 5, ()))
 
 
 def test_siblings_and_steps_differ(one):
