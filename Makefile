@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test check bench clean
+.PHONY: quickstart test check bench sanitize clean
 
 quickstart: $(INSTALLED)  ## the main job on this machine: a tiny model, 512 rollouts per prompt, a plot and a summary
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
@@ -19,6 +19,9 @@ check: $(INSTALLED)  ## lint, format, types
 
 bench: $(INSTALLED)  ## speed, as ratios measured in one run
 	@for tool in $(wildcard tools/bench_*.py); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
+
+sanitize: $(INSTALLED)  ## the op tests under the address and undefined-behaviour sanitizers
+	PYTHON="$(CURDIR)/$(BIN)/python" bash tools/sanitize.sh
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info megatron_brorl/*.so .pytest_cache .mypy_cache .ruff_cache

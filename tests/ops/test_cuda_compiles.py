@@ -1,0 +1,47 @@
+"""Every kernel compiles with plain nvcc for each architecture, and keeps its data in registers."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "csrc"))
+from nvcc_flags import ARCHITECTURES, NVCC_FLAGS  # noqa: E402  that setup.py uses too
+
+NVCC = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin:{os.environ['PATH']}")
+SOURCES = sorted(p.name for p in (ROOT / "csrc").glob("*.cu"))
+REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc, of the CUDA toolkit")
+@pytest.mark.parametrize("source", SOURCES)
+def test_compiles_without_spills(source, tmp_path):
+    command = [NVCC, *NVCC_FLAGS, "-Xptxas=-v", "-c", str(ROOT / "csrc" / source), "-o", str(tmp_path / "out.o")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {a: REPORT.findall(part) for a, part in _by_architecture(done.stderr).items()}
+    assert found.keys() == {f"sm_{a}" for a in ARCHITECTURES}
+    for architecture, kernels in found.items():
+        assert kernels, f"{source}: ptxas reports no kernel for {architecture}"
+        assert set(kernels) == {("0", "0", "0")}, f"{source} on {architecture}: {kernels}"
+
+
+def test_there_are_kernels():
+    assert {"softmax.cu", "ppo_tokens.cu", "sample_tokens.cu"} <= set(SOURCES)
+
+
+def _by_architecture(text: str) -> dict[str, str]:
+    """ptxas' messages: each kernel's begin with "Compiling entry function ... for 'sm_90'"."""
+    parts: dict[str, str] = {}
+    for part in text.split("Compiling entry function")[1:]:
+        name = re.search(r"for '(sm_\d+)'", part)
+        assert name, part
+        parts[name[1]] = parts.get(name[1], "") + part
+    return parts
