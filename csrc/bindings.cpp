@@ -5,12 +5,15 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include "advantages.h"
 #include "bfloat16_gemm.h"
 #include "gemm.h"
+#include "moments.h"
 #include "philox.h"
 #include "ppo_tokens.h"
 #include "sample_tokens.h"
 #include "softmax.h"
+#include "value_loss.h"
 
 TORCH_LIBRARY(brorl, library) {
   library.def("gemm_(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()");
@@ -25,6 +28,15 @@ TORCH_LIBRARY(brorl, library) {
   library.def(
       "sample_tokens(Tensor logits, Tensor keys, Tensor index, Tensor position, float temperature, float top_p, "
       "int top_k) -> (Tensor ids, Tensor log_probs)");
+  library.def(
+      "value_loss(Tensor values, Tensor old_values, Tensor returns, Tensor weights, float clip) -> "
+      "(Tensor loss, Tensor sums, Tensor grad_values)");
+  library.def(
+      "gae(Tensor rewards, Tensor values, Tensor starts, Tensor? mask, Tensor? bootstrap, float gamma, float lam) -> "
+      "(Tensor advantages, Tensor returns)");
+  library.def("group_advantages(Tensor rewards, Tensor starts, Tensor? mask, bool by_std) -> Tensor");
+  library.def("moments(Tensor values, Tensor? weights) -> Tensor");
+  library.def("whiten_(Tensor(a!) values, float mean, float std, Tensor? mask) -> ()");
 }
 
 // Functions that run on the CPU and, where built with kernels, on CUDA.
@@ -32,7 +44,12 @@ TORCH_LIBRARY(brorl, library) {
   library.impl("gemm_", &brorl::gemm_);                           \
   library.impl("softmax_statistics", &brorl::softmax_statistics); \
   library.impl("softmax_gradient_", &brorl::softmax_gradient_);   \
-  library.impl("ppo_tokens", &brorl::ppo_tokens);
+  library.impl("ppo_tokens", &brorl::ppo_tokens);                 \
+  library.impl("value_loss", &brorl::value_loss);                 \
+  library.impl("gae", &brorl::gae);                               \
+  library.impl("group_advantages", &brorl::group_advantages);     \
+  library.impl("moments", &brorl::moments);                       \
+  library.impl("whiten_", &brorl::whiten);
 
 TORCH_LIBRARY_IMPL(brorl, CPU, library) {
   BRORL_IMPLEMENT(library)

@@ -58,6 +58,22 @@ def group_baseline(rewards: Tensor) -> Tensor:
     return (rewards.double() - rewards.double().mean()).to(rewards.dtype)
 
 
+def group_normalised(rewards: Tensor) -> Tensor:
+    """Rewards [N] minus their mean, over their sample standard deviation (n - 1, as torch.std) plus 1e-6.
+
+    GRPO (Shao et al. 2024, section 4.1.2). Exactly zero where all are equal, which a single reward always is.
+    """
+    if not has_signal(rewards):
+        return torch.zeros_like(rewards)
+    x = rewards.double()
+    return ((x - x.mean()) / (x.std() + 1e-6)).to(rewards.dtype)
+
+
+def explained_variance(returns: Moments, residuals: Moments) -> float:
+    """1 - Var(R - v) / Var(R): 1 of a perfect critic, 0 of a constant one; nan where the returns do not vary."""
+    return 1 - residuals.m2 / returns.m2 if returns.m2 else float("nan")
+
+
 def whiten(values: Tensor, batch: Moments) -> Tensor:
     """(values - mean) / std of the global batch; zero where that has no spread."""
     if batch.std == 0.0:

@@ -1,0 +1,44 @@
+// Checks that the elementwise ops share. Each returns the tensor as contiguous memory or raises one error naming it.
+#pragma once
+
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+namespace brorl {
+
+// The tensor that the others are measured against.
+inline at::Tensor floating(const at::Tensor& x, const char* name) {
+  const auto dtype = x.scalar_type();
+  TORCH_CHECK_TYPE(
+      dtype == at::kFloat || dtype == at::kDouble, name, " must be float32 or float64 (widen it first), got ", dtype);
+  return x.contiguous();
+}
+
+inline at::Tensor floating_vector(const at::Tensor& x, const char* name, const char* shape) {
+  TORCH_CHECK_VALUE(x.dim() == 1, name, " must be ", shape, ", got ", x.sizes());
+  return floating(x, name);
+}
+
+inline at::Tensor matching(
+    const at::Tensor& x, const char* name, at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& first) {
+  TORCH_CHECK_VALUE(x.sizes() == sizes, name, " must be ", sizes, ", got ", x.sizes());
+  TORCH_CHECK_TYPE(x.scalar_type() == dtype, name, " must be ", dtype, ", got ", x.scalar_type());
+  TORCH_CHECK_VALUE(x.device() == first.device(), name, " must be on ", first.device(), ", is on ", x.device());
+  return x.contiguous();
+}
+
+inline at::Tensor matching(
+    const std::optional<at::Tensor>& x, const char* name, at::IntArrayRef sizes, at::ScalarType dtype,
+    const at::Tensor& first) {
+  return x ? matching(*x, name, sizes, dtype, first) : at::Tensor();
+}
+
+// The memory of an optional tensor; null where there is none.
+template <typename S>
+const S* pointer(const at::Tensor& x) {
+  return x.defined() ? x.const_data_ptr<S>() : nullptr;
+}
+
+}  // namespace brorl
