@@ -6,7 +6,7 @@
 #include <torch/library.h>
 
 #include "advantages.h"
-#include "bfloat16_gemm.h"
+#include "blocked_gemm.h"
 #include "gemm.h"
 #include "moments.h"
 #include "philox.h"

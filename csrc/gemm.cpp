@@ -4,16 +4,26 @@
 #include <ATen/ops/mm.h>
 #include <c10/util/Exception.h>
 
-#include "bfloat16_gemm.h"
+#include "blocked_gemm.h"
 
 namespace brorl {
 namespace {
 
-BFloat16Matrix operand(const at::Tensor& x) {
-  // A dimension of size 1 may have any stride; the kernel wants a 1 in one of the two.
-  const int64_t row = x.size(0) == 1 ? 1 : x.stride(0), column = x.size(1) == 1 ? 1 : x.stride(1);
-  TORCH_CHECK_VALUE(row == 1 || column == 1, "gemm_: a bfloat16 matrix needs a dimension of stride 1");
-  return {static_cast<const uint16_t*>(x.const_data_ptr()), row, column};
+// A dimension of size 1 may have any stride; the kernel wants a 1 in one of the two.
+int64_t stride(const at::Tensor& x, int64_t dim) { return x.size(dim) == 1 ? 1 : x.stride(dim); }
+
+bool strided_by_one(const at::Tensor& x) { return stride(x, 0) == 1 || stride(x, 1) == 1; }
+
+template <typename T>
+Matrix<T> operand(const at::Tensor& x) {
+  return {static_cast<const T*>(x.const_data_ptr()), stride(x, 0), stride(x, 1)};
+}
+
+template <typename T>
+void blocked(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
+  blocked_gemm(
+      out.mutable_data_ptr<float>(), out.stride(0), operand<T>(a), operand<T>(b), out.size(0), out.size(1), a.size(1),
+      accumulate);
 }
 
 }  // namespace
@@ -28,26 +38,28 @@ void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accum
   TORCH_CHECK_TYPE(
       b.scalar_type() == a.scalar_type() && out.scalar_type() == expected, "gemm_: cannot multiply ", a.scalar_type(),
       " by ", b.scalar_type(), " to ", out.scalar_type());
+  TORCH_CHECK_VALUE(
+      stride(out, 1) == 1 && strided_by_one(a) && strided_by_one(b),
+      "gemm_: out must be row-major, and each operand needs a dimension of stride 1");
   if (out.numel() == 0) return;
   if (a.size(1) == 0) {
     if (!accumulate) out.zero_();
     return;
   }
-  if (!narrow) {
-    accumulate ? at::addmm_out(out, out, a, b) : at::mm_out(out, a, b);
-    return;
-  }
 #ifdef BRORL_CUDA
-  if (out.is_cuda()) {
+  if (narrow && out.is_cuda()) {
     accumulate ? at::addmm_out(out, out, a, b, at::kFloat) : at::mm_out(out, a, b, at::kFloat);
     return;
   }
 #endif
-  TORCH_CHECK_VALUE(out.stride(1) == 1 || out.size(1) == 1, "gemm_: out must be row-major");
-  TORCH_CHECK(has_bfloat16_kernel(), "gemm_: neither this processor nor this torch multiplies bfloat16 to float32");
-  bfloat16_gemm(
-      out.mutable_data_ptr<float>(), out.stride(0), operand(a), operand(b), out.size(0), out.size(1), a.size(1),
-      accumulate);
+  if (narrow) {
+    TORCH_CHECK(has_bfloat16_kernel(), "gemm_: neither this processor nor this torch multiplies bfloat16 to float32");
+    blocked<uint16_t>(out, a, b, accumulate);
+  } else if (out.is_cpu() && a.scalar_type() == at::kFloat && prefers_float_kernel()) {
+    blocked<float>(out, a, b, accumulate);
+  } else {
+    accumulate ? at::addmm_out(out, out, a, b) : at::mm_out(out, a, b);
+  }
 }
 
 }  // namespace brorl

@@ -110,6 +110,7 @@ class Session:
             optim,
             c.parallel.distributed_optimizer,
             c.ops.implementation,
+            c.train.share_prompt,
         )
         worker.load_hf(c.model.path)
         return worker

@@ -11,20 +11,22 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_brorl.parallel.batch import Group
+
 
 @dataclass
 class Segments(PackedSeqParams):
-    """The segments of a stream, in the place where Megatron hands packing to the core attention.
+    """The groups of a stream, in the place where Megatron hands packing to the core attention.
 
     qkv_format stays None: rotary embeddings come with explicit positions (models.gpt), so Megatron must not restart
     them itself.
     """
 
-    segments: tuple[tuple[int, int], ...] = ()  # (how many rows, tokens of each), as in parallel.batch.Packed
+    groups: tuple[Group, ...] = ()
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each segment; runs of equal length are one batched call on a view."""
+    """Causal attention within each segment and to its group's prompt; runs of equal length are one batched call."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -41,12 +43,101 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
-        heads, dim = query.shape[-2:]
-        sizes = [count * length for count, length in packed_seq_params.segments]
+        outputs, begin = [], 0
+        for group in packed_seq_params.groups:
+            front = slice(begin, begin + group.prefix)
+            begin += group.prefix + sum(count * length for count, length in group.segments)
+            own = slice(front.stop, begin)
+            q, k, v = (x.squeeze(1)[own] for x in (query, key, value))
+            if not group.prefix:
+                outputs.append(self._causal(q, k, v, group.segments))
+                continue
+            front_q, front_k, front_v = (x.squeeze(1)[front] for x in (query, key, value))
+            outputs.append(self._causal(front_q, front_k, front_v, ((1, group.prefix),)))
+            if group.segments:
+                scale = self.scale if self.scale is not None else q.shape[-1] ** -0.5
+                outputs.append(_SharedPrompt.apply(q, k, v, front_k, front_v, group.segments, scale))
+        return torch.cat(outputs).flatten(1).unsqueeze(1)
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, segments: tuple[tuple[int, int], ...]) -> Tensor:
+        """query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads, d]; each segment by itself."""
         outputs = []
-        streams = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
-        for (count, length), qkv in zip(packed_seq_params.segments, streams, strict=True):
-            q, k, v = (x.reshape(count, length, -1, dim).transpose(1, 2) for x in qkv)
+        for (count, length), qkv in zip(segments, _cut(segments, query, key, value), strict=True):
+            q, k, v = (_batched(x, count, length) for x in qkv)
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            outputs.append(out.transpose(1, 2).reshape(-1, 1, heads * dim))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs)
+
+
+class _SharedPrompt(torch.autograd.Function):
+    """Attention of t suffix tokens over [prompt | own segment so far], the prompt's keys and values stored once.
+
+    Two calls of the CPU's flash attention, over the prompt and over the segments, merge by their log-sums. Given the
+    merged output and log-sum, its backward pass over either part is exact for the whole (as in ring attention, Liu et
+    al. 2023).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prompt_key: Tensor,
+        prompt_value: Tensor,
+        segments: tuple[tuple[int, int], ...],
+        scale: float,
+    ) -> Tensor:
+        """query [t, heads, d], key and value [t, kv_heads, d], prompt_* [P, kv_heads, d] -> [t, heads, d]."""
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        on_prompt, prompt_sum = flash(
+            *(_batched(x, 1, len(x)) for x in (query, prompt_key, prompt_value)), 0.0, False, scale=scale
+        )
+        parts = [
+            flash(*(_batched(x, count, length) for x in qkv), 0.0, True, scale=scale)
+            for (count, length), qkv in zip(segments, _cut(segments, query, key, value), strict=True)
+        ]
+        on_own, own_sum = (torch.cat([_flat(p[i]) for p in parts]) for i in range(2))
+        on_prompt, prompt_sum = _flat(on_prompt), _flat(prompt_sum)
+        total = torch.logaddexp(prompt_sum, own_sum)  # [t, heads]
+        of_prompt, of_own = ((s - total).exp().unsqueeze(-1) for s in (prompt_sum, own_sum))
+        out = (of_prompt * on_prompt + of_own * on_own).to(query.dtype)
+        ctx.save_for_backward(query, key, value, prompt_key, prompt_value, out, total)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, prompt_key, prompt_value, out, total = ctx.saved_tensors
+        back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grad = upstream[0].contiguous()
+
+        def run(count: int, length: int, causal: bool, tensors: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> Any:
+            g, q, o, s = (_batched(x, count, length) for x in tensors)
+            k, v = (_batched(x, count, len(x) // count) for x in keys)
+            return [_flat(x) for x in back(g, q, k, v, o, s, 0.0, causal, scale=ctx.scale)]
+
+        rows = (grad, query, out, total)
+        grad_query, grad_prompt_key, grad_prompt_value = run(1, len(query), False, rows, (prompt_key, prompt_value))
+        own = [
+            run(count, length, True, part[:4], part[4:])
+            for (count, length), part in zip(ctx.segments, _cut(ctx.segments, *rows, key, value), strict=True)
+        ]
+        own_query, grad_key, grad_value = (torch.cat([p[i] for p in own]) for i in range(3))
+        return grad_query + own_query, grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None
+
+
+def _cut(segments: tuple[tuple[int, int], ...], *streams: Tensor) -> list[tuple[Tensor, ...]]:
+    """The part of each stream [t, ...] that every run of segments covers."""
+    sizes = [count * length for count, length in segments]
+    return list(zip(*(x.split(sizes) for x in streams), strict=True))
+
+
+def _batched(x: Tensor, count: int, length: int) -> Tensor:
+    """[count * length, heads, ...] -> [count, heads, length, ...], a view."""
+    return x.unflatten(0, (count, length)).transpose(1, 2)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[count, heads, length, ...] -> [count * length, heads, ...]."""
+    return x.transpose(1, 2).flatten(0, 1)

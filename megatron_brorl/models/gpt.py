@@ -79,7 +79,7 @@ class Actor(GPTModel):
             input_ids=batch.input_ids.to(where).unsqueeze(0),
             position_ids=batch.position_ids.to(where).unsqueeze(0),
             attention_mask=None,
-            packed_seq_params=Segments(segments=batch.segments),
+            packed_seq_params=Segments(groups=batch.groups),
         )
 
     def head_weight(self) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class PackedTeAttention(TEDotProductAttention):
-    """Transformer Engine's variable-length attention over the segments of models.attention.Segments."""
+    """Transformer Engine's variable-length attention over the groups of models.attention.Segments."""
 
     def forward(
         self,
@@ -29,7 +29,9 @@ class PackedTeAttention(TEDotProductAttention):
         **kwargs: Any,
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
-        lengths = [n for count, n in packed_seq_params.segments for _ in range(count)]
+        groups = packed_seq_params.groups
+        assert not any(g.prefix for g in groups), "prompts are not shared on this attention (Worker packs plainly)"
+        lengths = [n for g in groups for count, n in g.segments for _ in range(count)]
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
         packing = PackedSeqParams(
             qkv_format="thd",

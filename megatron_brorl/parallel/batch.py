@@ -1,7 +1,9 @@
 """Packing: many (prompt, response) rows of different lengths become one stream without padding.
 
-Rows are sorted by length, so that rows of equal length stand side by side and attention over them is a plain batched
-call on a view of the stream. The last token of a row predicts nothing and is left out.
+Plain: [prompt response | prompt response | ...]. Shared: [prompt | response | response | ... | next prompt | ...], in
+which the siblings of a prompt attend to the one copy of it and their positions go on from it, so that its tokens pass
+the model once per micro-batch. Rows are sorted by length, so that rows of equal length stand side by side and attention
+over them is a plain batched call on a view of the stream. The last token of a row predicts nothing and is left out.
 """
 
 from __future__ import annotations
@@ -13,23 +15,28 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+LEAST_GAIN = 1.1  # of tokens; below, sharing a prompt costs more in attention over short pieces than it saves
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive segments of a stream that attend to the same prompt."""
+
+    prefix: int  # tokens of the prompt at the group's front; 0: every segment holds its own
+    segments: tuple[tuple[int, int], ...]  # (how many, tokens of each), in stream order
+
 
 @dataclass(frozen=True)
 class Packed:
     """One micro-batch: a stream of T tokens, of which R response tokens are predicted."""
 
     input_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, from 0 in every segment
-    segments: tuple[tuple[int, int], ...]  # (how many rows, tokens of each), in stream order; sums to T
+    position_ids: Tensor  # [T] int64, from 0 in every row
+    groups: tuple[Group, ...]  # in stream order; they cover the stream
     predict: Tensor  # [R] int64: the stream index whose hidden state predicts response token r
     targets: Tensor  # [R] int64: that token
     rows: tuple[int, ...]  # the rows packed, in stream order
     counts: Tensor  # [rows] int64: response tokens of each; sums to R
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each segment, in stream order."""
-        return [length for count, length in self.segments for _ in range(count)]
 
     def gather(self, per_row: Sequence[Tensor]) -> Tensor:
         """Concatenate ragged per-token values of all rows ([G] each) into [R] in this batch's order."""
@@ -44,13 +51,23 @@ class Packed:
         return list(zip(self.rows, values.split(self.counts.tolist()), strict=True))
 
 
-def pack(prompts: Sequence[Tensor], responses: Sequence[Tensor], max_tokens: int, multiple_of: int = 1) -> list[Packed]:
+def pack(
+    prompts: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    max_tokens: int,
+    multiple_of: int = 1,
+    share: bool = False,
+) -> list[Packed]:
     """Pack rows into micro-batches of at most max_tokens stream tokens (a longer row gets one of its own).
 
-    prompts and responses are [tokens] int64 each, none empty. multiple_of pads every stream with one dummy segment, as
-    sequence parallelism asks. Without rows the result is one dummy micro-batch that predicts nothing, so that a rank
-    that has nothing to train still takes part in the collectives.
+    prompts and responses are [tokens] int64 each, none empty. share: store a prompt once per micro-batch, where that
+    saves at least LEAST_GAIN. multiple_of pads every stream with one dummy segment, as sequence parallelism asks.
+    Without rows the result is one dummy micro-batch that predicts nothing, so that a rank that has nothing to train
+    still takes part in the collectives.
     """
+    if share and token_gain(prompts, responses) >= LEAST_GAIN:
+        batches_of_families = _fill_shared(_families(prompts, responses), max_tokens)
+        return [_pack_shared(b, multiple_of) for b in batches_of_families]
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]) + len(responses[i]), i))
     batches: list[list[int]] = [[]]
     used = 0
@@ -61,29 +78,124 @@ def pack(prompts: Sequence[Tensor], responses: Sequence[Tensor], max_tokens: int
             used = 0
         batches[-1].append(i)
         used += length
-    return [_pack_one(rows, prompts, responses, multiple_of) for rows in batches]
+    return [_pack_plain(rows, prompts, responses, multiple_of) for rows in batches]
 
 
-def _pack_one(rows: list[int], prompts: Sequence[Tensor], responses: Sequence[Tensor], multiple_of: int) -> Packed:
+def token_gain(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
+    """Tokens of plain streams over tokens of shared ones, each prompt stored once; 1 without rows."""
+    own = sum(len(r) - 1 for r in responses)
+    families = _families(prompts, responses)
+    return (own + sum(map(len, prompts))) / max(own + sum(len(p) for p, _ in families), 1) if families else 1.0
+
+
+# A prompt and (row, response) of its siblings, sorted by length.
+_Family = tuple[Tensor, list[tuple[int, Tensor]]]
+
+
+def _families(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[_Family]:
+    """Rows by prompt, in the order of first appearance. Siblings usually share the tensor itself, which is cheap."""
+    texts: dict[int, tuple[int, ...]] = {}
+    found: dict[tuple[int, ...], list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        if id(prompt) not in texts:
+            texts[id(prompt)] = tuple(prompt.tolist())
+        found.setdefault(texts[id(prompt)], []).append(i)
+    return [
+        (prompts[rows[0]], sorted(((i, responses[i]) for i in rows), key=lambda r: (len(r[1]), r[0])))
+        for rows in found.values()
+    ]
+
+
+def _fill_shared(families: list[_Family], max_tokens: int) -> list[list[_Family]]:
+    """Families over micro-batches; one that does not fit goes on in the next, with its prompt again."""
+    batches: list[list[_Family]] = [[]]
+    used = 0
+    for prompt, siblings in families:
+        started = False
+        for row, response in siblings:
+            cost = len(response) - 1 + (0 if started else len(prompt))
+            if batches[-1] and used + cost > max_tokens:
+                batches.append([])
+                used, started = 0, False
+                cost = len(response) - 1 + len(prompt)
+            if not started:
+                batches[-1].append((prompt, []))
+                started = True
+            batches[-1][-1][1].append((row, response))
+            used += cost
+    return batches
+
+
+def _pack_plain(rows: list[int], prompts: Sequence[Tensor], responses: Sequence[Tensor], multiple_of: int) -> Packed:
     pieces = [torch.cat((prompts[i], responses[i][:-1])) for i in rows]
-    lengths = [len(p) for p in pieces]
+    lengths = torch.tensor([len(p) for p in pieces], dtype=torch.int64)
     counts = torch.tensor([len(responses[i]) for i in rows], dtype=torch.int64)
-    total = sum(lengths)
+    first = lengths.cumsum(0) - counts
+    return _finish(
+        pieces=pieces,
+        offsets=[0] * len(rows),
+        groups=[Group(0, _runs(lengths.tolist()))] if rows else [],
+        predict=first.repeat_interleave(counts) + _ramps(counts),
+        rows=[(i, responses[i]) for i in rows],
+        multiple_of=multiple_of,
+    )
+
+
+def _pack_shared(families: list[_Family], multiple_of: int) -> Packed:
+    pieces: list[Tensor] = []
+    offsets: list[int] = []
+    predict: list[Tensor] = []
+    end = 0
+    for prompt, siblings in families:
+        counts = torch.tensor([len(r) for _, r in siblings])
+        pieces += [prompt, *(r[:-1] for _, r in siblings)]
+        offsets += [0, *([len(prompt)] * len(siblings))]
+        ramps = _ramps(counts)
+        end += len(prompt)
+        # The prompt's last token predicts the first token of every sibling; its own tokens predict the others.
+        starts = end + (counts - 1).cumsum(0) - (counts - 1)
+        indices = starts.repeat_interleave(counts) + ramps - 1
+        indices[ramps == 0] = end - 1
+        predict.append(indices)
+        end += int((counts - 1).sum())
+    return _finish(
+        pieces=pieces,
+        offsets=offsets,
+        groups=[Group(len(prompt), _runs([len(r) - 1 for _, r in siblings])) for prompt, siblings in families],
+        predict=torch.cat(predict),
+        rows=[row for _, siblings in families for row in siblings],
+        multiple_of=multiple_of,
+    )
+
+
+def _finish(
+    pieces: list[Tensor],
+    offsets: list[int],
+    groups: list[Group],
+    predict: Tensor,
+    rows: list[tuple[int, Tensor]],
+    multiple_of: int,
+) -> Packed:
+    """Put the pieces in a row, each with positions from its offset, and pad."""
+    total = sum(map(len, pieces))
     pad = -total % multiple_of if total else multiple_of
     if pad:
-        pieces.append(torch.zeros(pad, dtype=torch.int64))
-        lengths.append(pad)
-    starts = torch.tensor([0, *lengths]).cumsum(0)[: len(rows)]
-    first = starts + torch.tensor([len(prompts[i]) for i in rows], dtype=torch.int64) - 1
+        pieces, offsets = [*pieces, torch.zeros(pad, dtype=torch.int64)], [*offsets, 0]
+        groups = [*groups, Group(0, ((1, pad),))]
+    lengths = torch.tensor([len(p) for p in pieces])
     return Packed(
         input_ids=torch.cat(pieces),
-        position_ids=_ramps(torch.tensor(lengths)),
-        segments=tuple((len(list(same)), length) for length, same in groupby(lengths)),
-        predict=first.repeat_interleave(counts) + _ramps(counts),
-        targets=torch.cat([responses[i] for i in rows]) if rows else torch.zeros(0, dtype=torch.int64),
-        rows=tuple(rows),
-        counts=counts,
+        position_ids=_ramps(lengths) + torch.tensor(offsets).repeat_interleave(lengths),
+        groups=tuple(groups),
+        predict=predict,
+        targets=torch.cat([r for _, r in rows]) if rows else torch.zeros(0, dtype=torch.int64),
+        rows=tuple(i for i, _ in rows),
+        counts=torch.tensor([len(r) for _, r in rows], dtype=torch.int64),
     )
+
+
+def _runs(lengths: list[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((len(list(same)), length) for length, same in groupby(lengths) if length)
 
 
 def _ramps(lengths: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_brorl.algo.advantage import Moments, group_baseline, merge, moments, whiten
 from megatron_brorl.parallel.grid import Grid
@@ -33,15 +34,27 @@ def make_experience(
         old = rollout_log_probs
     elif updates > 1:
         old = tuple(worker.log_probs(prompts, responses, temperature))
-    centred = [group_baseline(g.rewards) for g in groups]
-    advantages = torch.cat(centred) if centred else torch.zeros(0)
+    rewards = torch.cat([g.rewards for g in groups]) if groups else torch.zeros(0)
     return Experience(
         prompts=tuple(prompts),
         responses=responses,
         rollout_log_probs=rollout_log_probs,
         old_log_probs=old,
-        advantages=whiten(advantages, _over_ranks(moments(advantages), worker.grid)),
+        advantages=_advantages(rewards, [len(g.rewards) for g in groups], worker),
     )
+
+
+def _advantages(rewards: Tensor, sizes: list[int], worker: Worker) -> Tensor:
+    """REINFORCE++-baseline: rewards [B] of groups minus the group's mean, whitened over the global batch."""
+    if worker.ops == "fused":
+        from megatron_brorl.ops import fused_advantages
+
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        centred = fused_advantages.group_advantages(rewards, starts)
+        batch = _over_ranks(fused_advantages.to_moments(fused_advantages.moments(centred)), worker.grid)
+        return fused_advantages.whiten_(centred, batch.mean, batch.std)
+    centred = torch.cat([group_baseline(x) for x in rewards.split(sizes)]) if sizes else rewards
+    return whiten(centred, _over_ranks(moments(centred), worker.grid))
 
 
 def _over_ranks(own: Moments, grid: Grid) -> Moments:

@@ -102,6 +102,7 @@ class Trainer:
         done = time.monotonic()
 
         sums = collect.total(figures(sampled))
+        tokens = collect.total(self.worker.tokens(experience.prompts, experience.responses), self.grid.groups.dp)
         kept_groups = collect.total({"kept": len(kept)}, self.grid.groups.dp)["kept"]
         rollouts = sums["rollouts"]
         if sums["unscored"] > MOST_UNSCORED * rollouts:
@@ -118,6 +119,7 @@ class Trainer:
             "cut_off_share": sums["cut_off"] / rollouts,
             "unscored_share": sums["unscored"] / rollouts,
             "rollouts": rollouts,
+            "token_gain": tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0,
             **update,
         }
         seconds = {

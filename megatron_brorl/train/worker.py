@@ -25,7 +25,7 @@ from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.models import hf_io, hf_names
 from megatron_brorl.models.gpt import Head, build_actor
 from megatron_brorl.parallel import device
-from megatron_brorl.parallel.batch import Packed, pack
+from megatron_brorl.parallel.batch import LEAST_GAIN, Packed, pack, token_gain
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.execute import stream
 
@@ -54,11 +54,14 @@ class Worker:
         optim: OptimConfig | None = None,
         distributed_optimizer: bool = False,
         ops: str = "fused",
+        share_prompt: bool = True,
     ) -> None:
-        """ops: config key ops.implementation."""
+        """ops: config key ops.implementation. share_prompt: config key train.share_prompt."""
         self.shape, self.grid, self.dtype = shape, grid, dtype
         self.tokens_per_micro_batch = tokens_per_micro_batch
-        self.optim = optim
+        self.optim, self.ops = optim, ops
+        # Only the attention of models.attention takes shared prompts, and it is written for CPUs.
+        self.share_prompt = share_prompt and not device.on_gpu()
         self.actor = build_actor(shape, grid, dtype, recompute, ops)
         self.model: Any = self.actor
         if optim is not None:
@@ -151,9 +154,15 @@ class Worker:
             self.optimizer.step_with_ready_grads()
         return Update(norm, applied=True)
 
+    def tokens(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, float]:
+        """Tokens of these rows, each with its prompt ("plain"), and those that the model computes ("computed")."""
+        plain = float(sum(map(len, prompts)) + sum(len(r) - 1 for r in responses))
+        gain = token_gain(prompts, responses) if self.share_prompt else 1.0
+        return {"plain": plain, "computed": plain / gain if gain >= LEAST_GAIN else plain}
+
     def _pack(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
         multiple = self.grid.tensor if self.grid.sequence_parallel else 1
-        return pack(prompts, responses, self.tokens_per_micro_batch, multiple)
+        return pack(prompts, responses, self.tokens_per_micro_batch, multiple, self.share_prompt)
 
     def _run(
         self, batches: list[Packed], loss: LossFunction, temperature: float, forward_only: bool = False

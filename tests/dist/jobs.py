@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from ops.linear_cases import make
 
 import tiny
@@ -27,20 +28,34 @@ from megatron_brorl.types import Experience, Prompt
 
 
 def rows(seed: int, count: int = 24) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Ragged prompts and responses: four prompts, siblings of different lengths, one of a single token."""
+    """Ragged prompts and responses: four prompts with 9, 3, 11 and 1 siblings of different lengths, one of one token."""
     g = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (5, 9, 2, 6)]
     lengths = [1, *torch.randint(1, 20, (count - 1,), generator=g).tolist()]
     return (
-        [prompts[i * 4 // count] for i in range(count)],
+        [prompts[next(k for k, end in enumerate((9, 12, 23, 24)) if i * 24 < end * count)] for i in range(count)],
         [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in lengths],
     )
+
+
+_GRIDS: dict[str, tuple[grids.Grid, dict[str, Any]]] = {}
+
+
+def grid_of(**parallel: Any) -> grids.Grid:
+    """The grid of a layout, built once: every gloo group keeps threads of its own for as long as the process lives."""
+    key = repr(sorted(parallel.items()))
+    if key not in _GRIDS:
+        grid = grids.build(ParallelConfig(**parallel))
+        _GRIDS[key] = (grid, {k: v for k, v in vars(parallel_state).items() if k.startswith("_") and k[1:2].isupper()})
+    grid, state = _GRIDS[key]
+    vars(parallel_state).update(state)  # Megatron's globals, as that layout left them
+    return grid
 
 
 def make_worker(
     directory: str, parallel: dict[str, Any], optim: OptimConfig | None = None, tokens: int = 120, **kwargs: Any
 ) -> Worker:
-    grid = grids.build(ParallelConfig(**parallel))
+    grid = grid_of(**parallel)
     worker = Worker(read_shape(directory), grid, torch.float32, tokens, optim=optim, **kwargs)
     worker.load_hf(directory)
     return worker
@@ -88,6 +103,7 @@ def train_steps(
         options.get("tokens", 120),
         recompute=options.get("recompute", False),
         ops=options.get("ops", "fused"),
+        share_prompt=options.get("share_prompt", True),
     )
     prompts, responses = rows(2)
     g = torch.Generator().manual_seed(3)
@@ -128,7 +144,7 @@ def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:
 
 def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[torch.dtype]]:
     """Two updates in bfloat16 with fp32 masters; figures, and the types of the weights."""
-    grid = grids.build(ParallelConfig())
+    grid = grid_of()
     optim = OptimConfig(lr=1e-3)
     worker = Worker(read_shape(directory), grid, torch.bfloat16, 200, optim=optim)
     worker.load_hf(directory)
@@ -147,6 +163,6 @@ def fused_loss(rank: int, world: int, seed: int, settings: PolicyLossSettings) -
     weight = torch.full((1600, 16), 1e3, dtype=torch.float64)
     weight[:1001] = case.weight
     part = dataclasses.replace(case, weight=weight[rank * rows : (rank + 1) * rows])
-    group = {"group": grids.build(ParallelConfig(tensor=world)).groups.tp, "vocab": 1001}
+    group = {"group": grid_of(tensor=world).groups.tp, "vocab": 1001}
     result, *grads = part.call(fused.linear_ppo_loss, torch.float32, settings, upstream=-1.5, **group)
     return dataclasses.replace(result, loss=result.loss.detach()), *grads

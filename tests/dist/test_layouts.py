@@ -86,6 +86,9 @@ TRAINING = [
     (4, {"pipeline": 2}, {"recompute": True}),
     (1, {}, {"tokens": 1}),  # every row alone in its micro-batch: unpacked
     (1, {}, {}),
+    (1, {}, {"share_prompt": False}),
+    (4, {"tensor": 2, "pipeline": 2}, {"share_prompt": False}),
+    (4, {"tensor": 2, "pipeline": 2, "sequence": True}, {"recompute": True, "tokens": 60}),
     (2, {"tensor": 2}, {"ops": "reference"}),
     (2, {"pipeline": 2}, {"ops": "reference"}),
     (4, {"tensor": 2, "pipeline": 2}, {"algo": FULL}),
@@ -97,13 +100,13 @@ TRAINING = [
 
 @pytest.fixture(scope="module")
 def single(worlds, models):
-    """Two updates of a single process with everything in one micro-batch and the ops in plain torch."""
+    """Two updates of a single process: one micro-batch, every row with its prompt, the ops in plain torch."""
     found: dict[str, Any] = {}
 
     def get(case, algo):
         key = f"{case} {algo}"
         if key not in found:
-            options = {"tokens": 100_000, "ops": "reference", "algo": algo}
+            options = {"tokens": 100_000, "ops": "reference", "share_prompt": False, "algo": algo}
             found[key] = worlds(1).run("jobs:train_steps", models[case][0], {}, options)[0]
         return found[key]
 

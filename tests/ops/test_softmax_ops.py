@@ -31,11 +31,12 @@ def test_opcheck(dtype, entropy):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(5, 7, 3), (1, 1, 1), (130, 70, 515), (64, 64, 512), (200, 33, 1025)])
 @pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
-def test_bfloat16_products_keep_float32_results(m, n, k, transposed):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_products_keep_at_least_float32(m, n, k, transposed, dtype):
     g = torch.Generator().manual_seed(m)
-    a, b = (torch.randn(*shape, generator=g).bfloat16() for shape in ((m, k), (k, n)))
+    a, b = (torch.randn(*shape, generator=g).to(dtype) for shape in ((m, k), (k, n)))
     left, right = (x.t().contiguous().t() if t else x for x, t in zip((a, b), transposed, strict=True))
-    start = torch.randn(m, n, generator=g)
+    start = torch.randn(m, n, generator=g).to(torch.float64 if dtype == torch.float64 else torch.float32)
     for accumulate in (False, True):
         out = start.clone()
         softmax.gemm_(out, left, right, accumulate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_brorl.parallel.batch import pack
+from megatron_brorl.parallel.batch import Packed, pack, token_gain
 
 
 def rows(count: int, seed: int = 0):
@@ -18,6 +18,11 @@ def rows(count: int, seed: int = 0):
     return some(1), some(1)
 
 
+def lengths(batch: Packed) -> list[int]:
+    """Tokens of each segment of a plain stream."""
+    return [n for g in batch.groups for count, n in g.segments for _ in range(count)]
+
+
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("max_tokens", [1, 30, 10_000])
 def test_every_row_is_found_again(max_tokens, multiple):
@@ -28,7 +33,7 @@ def test_every_row_is_found_again(max_tokens, multiple):
         real = sum(len(prompts[i]) + len(responses[i]) - 1 for i in batch.rows)
         assert real <= max(max_tokens, 16)
         assert len(batch.input_ids) == real + (-real % multiple)
-        starts = torch.tensor([0, *batch.lengths]).cumsum(0).tolist()
+        starts = torch.tensor([0, *lengths(batch)]).cumsum(0).tolist()
         for place, i in enumerate(batch.rows):
             row = torch.cat((prompts[i], responses[i]))[:-1]
             segment = slice(starts[place], starts[place + 1])
@@ -50,8 +55,9 @@ def test_per_row_values_follow_the_rows():
 def test_segments_group_equal_lengths():
     prompts, responses = rows(60)
     (batch,) = pack(prompts, responses, 10_000)
-    assert [n for count, n in batch.segments for _ in range(count)] == batch.lengths
-    assert len({n for _, n in batch.segments}) == len(batch.segments)
+    (group,) = batch.groups
+    assert lengths(batch) == sorted(len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True))
+    assert len({n for _, n in group.segments}) == len(group.segments)
 
 
 def test_no_rows_make_one_batch_that_predicts_nothing():
@@ -60,3 +66,43 @@ def test_no_rows_make_one_batch_that_predicts_nothing():
     assert batch.rows == ()
     assert len(batch.predict) == len(batch.targets) == 0
     assert len(batch.gather([])) == len(batch.repeat(torch.zeros(0))) == 0
+
+
+def siblings(count: int, seed: int = 1):
+    """Five prompts, of which one has a single sibling, and responses of 1 to 8 tokens."""
+    prompts, responses = rows(count, seed)
+    return [prompts[(i * 5) // count if i else 4] for i in range(count)], responses
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("max_tokens", [1, 30, 10_000])
+def test_shared_prompts_are_stored_once_and_every_row_is_found_again(max_tokens, multiple):
+    prompts, responses = siblings(40)
+    batches = pack(prompts, responses, max_tokens, multiple, share=True)
+    assert sorted(i for b in batches for i in b.rows) == list(range(40))
+    for batch in batches:
+        stream, positions = batch.input_ids.tolist(), batch.position_ids.tolist()
+        covered = [g.prefix + sum(c * n for c, n in g.segments) for g in batch.groups]
+        assert sum(covered) == len(stream)
+        assert len(stream) % multiple == 0
+        texts = {tuple(prompts[i].tolist()) for i in batch.rows}
+        own = sum(len(responses[i]) - 1 for i in batch.rows)
+        assert len(stream) - (-(own + sum(map(len, texts))) % multiple) == own + sum(map(len, texts))
+        if len(batch.rows) > 1:
+            assert len(stream) <= max(max_tokens, 16) + multiple
+        for i, predict in batch.split(batch.predict):
+            # What a token may see of the stream is what it would see alone: the tokens before it, in order.
+            history = prompts[i].tolist() + responses[i].tolist()
+            for g, index in enumerate(predict.tolist()):
+                assert stream[index] == history[len(prompts[i]) + g - 1]
+                assert positions[index] == len(prompts[i]) + g - 1
+        assert [t.tolist() for _, t in batch.split(batch.targets)] == [responses[i].tolist() for i in batch.rows]
+
+
+def test_sharing_that_saves_nothing_is_left_alone():
+    prompts, responses = rows(20)
+    plain, shared = pack(prompts, responses, 50), pack(prompts, responses, 50, share=True)
+    assert token_gain(prompts, responses) < 1.1
+    assert [b.rows for b in plain] == [b.rows for b in shared]
+    assert token_gain([prompts[0]] * 20, [torch.zeros(1)] * 20) == pytest.approx(20.0)
+    assert token_gain([], []) == 1.0

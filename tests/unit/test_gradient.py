@@ -21,16 +21,19 @@ def processes():
     grid.leave()
 
 
+@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("family", "tied", "ops"), [("qwen2", True, "fused"), ("qwen3", False, "reference")])
-def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, tied, ops):
+def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, tied, ops, share):
     tiny.make_model(tmp_path, family, tied)
     shape = read_shape(tmp_path)
     actor = build_actor(shape, processes, torch.float64, ops=ops)
     hf_io.load(actor, shape, processes, tmp_path, actor.fused_norms)
     g = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (4, 4, 7)]
+    prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (4, 7)]
+    prompts.insert(0, prompts[0])
     responses = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (5, 2, 6)]
-    (batch,) = pack(prompts, responses, 1000)
+    (batch,) = pack(prompts, responses, 1000, share=share)
+    assert any(g.prefix for g in batch.groups) == share
     advantages = torch.randn(3, dtype=torch.float64, generator=g)
 
     def head():
