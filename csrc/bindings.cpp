@@ -1,5 +1,5 @@
 // The module megatron_brorl._C: loading it registers the ops below. megatron_brorl/ops/softmax.py and fused*.py add what
-// torch.library takes from Python: fake implementations and autograd formulas.
+// PyTorch takes from Python: fake implementations and autograd formulas.
 #include <array>
 
 #include <torch/extension.h>

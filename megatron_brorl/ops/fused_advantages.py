@@ -1,6 +1,6 @@
 """Advantages and whitening of csrc/advantages.* and csrc/moments.* with types; none of them is differentiable.
 
-Importing this file loads the extension and completes the registration of the ops with torch.library. All of them take
+Importing this file loads the extension and completes the registration of the ops. All of them take
 float32 or float64 (TypeError otherwise) on one device: the CPU, or CUDA where the extension was built for it; and raise
 ValueError for a shape, a device or a setting. Results are bitwise the same for any number of CPU threads and from run
 to run.

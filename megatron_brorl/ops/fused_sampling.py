@@ -1,6 +1,6 @@
 """The keyed sampler of csrc/ with types: the arguments, results and meaning of sampling.sample_tokens.
 
-Importing this file loads the extension and completes the op's registration with torch.library.
+Importing this file loads the extension and completes the op's registration.
 """
 
 from __future__ import annotations

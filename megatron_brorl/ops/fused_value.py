@@ -1,6 +1,6 @@
 """The critic's loss of csrc/value_loss.cpp and .cu with types: reference.value_loss in one pass over memory.
 
-Importing this file loads the extension and completes the registration of the op with torch.library.
+Importing this file loads the extension and completes the registration of the op.
 """
 
 from __future__ import annotations

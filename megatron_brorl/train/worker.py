@@ -155,7 +155,10 @@ class Worker:
         return Update(norm, applied=True)
 
     def tokens(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, float]:
-        """Tokens of these rows, each with its prompt ("plain"), and those that the model computes ("computed")."""
+        """Tokens of these rows, each with its prompt ("plain"), and those of shared streams ("computed").
+
+        The latter count a prompt once; one that spans micro-batches passes the model once in each.
+        """
         plain = float(sum(map(len, prompts)) + sum(len(r) - 1 for r in responses))
         gain = token_gain(prompts, responses) if self.share_prompt else 1.0
         return {"plain": plain, "computed": plain / gain if gain >= LEAST_GAIN else plain}
