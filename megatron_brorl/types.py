@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-FinishReason = Literal["stop", "length"]
+# By a stop token or string; by rollout.max_tokens; not finished: by the call's token budget or a cancellation.
+FinishReason = Literal["stop", "length", "cut"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Rollout:
     token_ids: Tensor  # [G] int64, the end-of-sequence token included when finish == "stop"
     log_probs: Tensor  # [G] float32 under the sampling distribution (temperature, top-p, top-k)
     finish: FinishReason
+    spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens), in order; they sum to G
 
 
 @dataclass(frozen=True)

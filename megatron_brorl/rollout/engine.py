@@ -1,4 +1,4 @@
-"""What a rollout engine is: four verbs."""
+"""What a rollout engine is: four verbs, and whom it tells on the way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_brorl.types import Prompt, RolloutGroup
+from megatron_brorl.types import Prompt, Rollout, RolloutGroup
 
 # (logits [B, V], keys, index, position [B], temperature, top_p, top_k) -> ids and log-probs [B]: sample_tokens of
 # ops.sampling or ops.fused_sampling.
@@ -22,8 +22,10 @@ class Sampling:
     temperature: float
     top_p: float
     top_k: int  # 0 = off
-    max_tokens: int
+    max_tokens: int  # of a response
     stop_ids: tuple[int, ...]  # a response ends with the first of these, which is part of it
+    stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these in its text
+    budget: int = 0  # tokens that one call adds to a response at most; what needs more comes back "cut". 0 = no limit
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,17 @@ class Request:
     key: int  # of ops.philox.stream_key: the random numbers are a function of (key, sibling, position)
     n: int
     first: int = 0
+    begun: tuple[Rollout, ...] = ()  # siblings among them that were "cut" before, and go on from their tokens
+
+
+class Watch(Protocol):
+    """Follows one call of generate; called from the thread that generates, so both must be quick and thread-safe."""
+
+    def finished(self, request: int, rollout: Rollout) -> None:
+        """A rollout of requests[request] ended by itself; the engine may deliver it long before generate returns."""
+
+    def cancelled(self) -> bool:
+        """Asked at least once per token. Once true, generate ends soon, with what is unfinished "cut"."""
 
 
 class RolloutEngine(Protocol):
@@ -44,8 +57,13 @@ class RolloutEngine(Protocol):
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take full tensors by Hugging Face name. Raises where one is missing, unknown or of the wrong shape."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[RolloutGroup]:
-        """Sample every request; groups come back in request order. Raises where weights were never given."""
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[RolloutGroup]:
+        """Sample every request; groups come back in request order, their rollouts by index.
+
+        Raises where weights were never given.
+        """
 
     def sleep(self) -> None:
         """Give memory back (weights and caches) until wake."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.rollout.decoder import Decoder
-from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling
+from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling, Watch
 from megatron_brorl.types import Rollout, RolloutGroup
 
 COMPACT_BELOW = 0.75  # compact when fewer than this share of the rows is alive
@@ -61,7 +61,9 @@ class TorchEngine:
         """Nothing to prepare: memory is taken by update_weights and generate."""
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[RolloutGroup]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[RolloutGroup]:
         if self._decoder is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
