@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) gae_kernel(
     const unsigned counting = __ballot_sync(kWholeWarp, counts);
     const unsigned later = counting & ~((2u << lane) - 1);  // lane 31: 2 << 31 is 0, so none
     const double following = __shfl_sync(kWholeWarp, value, later ? __ffs(int(later)) - 1 : 0);
-    const double delta = td_error(reward, value, later ? following : next_value, gamma);
+    const double delta = td_error<double>(reward, value, later ? following : next_value, gamma);
     Affine map = counts ? gae_step(delta, gamma, lambda) : gae_skip();
     for (int step = 1; step < kWarp; step *= 2) {
       const Affine inner = {

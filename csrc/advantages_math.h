@@ -1,8 +1,8 @@
 // Generalised advantage estimation and group-relative advantages, element by element: the only place in csrc/ where the
 // formulas stand.
 //
-// Plain inline functions of numbers, so that the CPU ops (advantages.cpp) and the CUDA kernels (advantages.cu) compile
-// the same text. All in double: a return is a sum over thousands of tokens.
+// Plain inline functions, so that the CPU ops (advantages.cpp) and the CUDA kernels (advantages.cu) compile the same text.
+// All in double, or in vectors of it (lanes.h): a return is a sum over thousands of tokens.
 #pragma once
 
 #include <cmath>
@@ -12,20 +12,24 @@
 namespace brorl {
 
 // delta_t = r_t + gamma V(s_{t+1}) - V(s_t) (Schulman et al. 2016, eq. 10).
-BRORL_HOST_DEVICE double td_error(double reward, double value, double next_value, double gamma) {
+template <typename X>
+BRORL_HOST_DEVICE X td_error(X reward, X value, X next_value, double gamma) {
   return reward + gamma * next_value - value;
 }
 
 // The recursion A_t = delta_t + gamma lambda A_{t+1} (eq. 16) as a map from A_{t+1} to A_t. Maps compose, which lets a
-// warp work on many tokens at once.
-struct Affine {
-  double offset, slope;
+// warp, or the lanes of a vector, work on many tokens at once.
+template <typename X>
+struct AffineMap {
+  X offset, slope;
 
-  BRORL_HOST_DEVICE double operator()(double x) const { return offset + slope * x; }
+  BRORL_HOST_DEVICE X operator()(X x) const { return offset + slope * x; }
 };
+using Affine = AffineMap<double>;
 
 // x -> outer(inner(x)).
-BRORL_HOST_DEVICE Affine compose(const Affine& outer, const Affine& inner) {
+template <typename X>
+BRORL_HOST_DEVICE AffineMap<X> compose(const AffineMap<X>& outer, const AffineMap<X>& inner) {
   return {outer(inner.offset), outer.slope * inner.slope};
 }
 

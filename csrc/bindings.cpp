@@ -32,8 +32,8 @@ TORCH_LIBRARY(brorl, library) {
       "value_loss(Tensor values, Tensor old_values, Tensor returns, Tensor weights, float clip) -> "
       "(Tensor loss, Tensor sums, Tensor grad_values)");
   library.def(
-      "gae(Tensor rewards, Tensor values, Tensor starts, Tensor? mask, Tensor? bootstrap, float gamma, float lam) -> "
-      "(Tensor advantages, Tensor returns)");
+      "gae_(Tensor rewards, Tensor values, Tensor starts, Tensor? mask, Tensor? bootstrap, float gamma, float lam, "
+      "Tensor(a!) advantages, Tensor(b!) returns) -> ()");
   library.def("group_advantages(Tensor rewards, Tensor starts, Tensor? mask, bool by_std) -> Tensor");
   library.def("moments(Tensor values, Tensor? weights) -> Tensor");
   library.def("whiten_(Tensor(a!) values, float mean, float std, Tensor? mask) -> ()");
@@ -46,7 +46,7 @@ TORCH_LIBRARY(brorl, library) {
   library.impl("softmax_gradient_", &brorl::softmax_gradient_);   \
   library.impl("ppo_tokens", &brorl::ppo_tokens);                 \
   library.impl("value_loss", &brorl::value_loss);                 \
-  library.impl("gae", &brorl::gae);                               \
+  library.impl("gae_", &brorl::gae);                              \
   library.impl("group_advantages", &brorl::group_advantages);     \
   library.impl("moments", &brorl::moments);                       \
   library.impl("whiten_", &brorl::whiten);

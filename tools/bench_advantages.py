@@ -101,9 +101,14 @@ def groups_of_calls(tokens: int) -> dict[str, Calls]:
             "copy": copy_two,
             "clone": lambda: (a.clone(), b.clone()),
             "fused": lambda: gae(a, b, starts, None, None, GAMMA, LAM),
+            "out=": lambda: gae(a, b, starts, None, None, GAMMA, LAM, out=(x, y)),
             "eager": lambda: eager_gae(*rows),
         },
-        "gae, masked": {"copy": copy_two, "fused": lambda: gae(a, b, starts, mask, None, GAMMA, LAM)},
+        "gae, masked": {
+            "copy": copy_two,
+            "fused": lambda: gae(a, b, starts, mask, None, GAMMA, LAM),
+            "out=": lambda: gae(a, b, starts, mask, None, GAMMA, LAM, out=(x, y)),
+        },
         "group_advantages": {
             "copy": lambda: x.copy_(a),
             "clone": lambda: a.clone(),

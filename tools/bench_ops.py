@@ -2,12 +2,14 @@
 """Time and extra peak memory of the fused linear PPO loss, forward and backward, against what else one could write.
 
     python tools/bench_ops.py [--quick] [--json FILE] [--shapes 0 2] [--impl fused eager] [--dtypes fp32 bf16]
-                              [--threads N] [--repeat N]
+                              [--clipped SHARE] [--threads N] [--repeat N]
 
 Every row is measured in a process of its own, after one call that compiles and warms up: the median of the seconds and
 the growth of the resident set at its peak. gemm_peak_share counts three products, 6 T H V operations, against the speed
 of a product of 4096 x 4096 matrices in the same dtype, the faster of one before and one after the rows. The fused op
-returns the entropy as well; the others are spared it. Linux only.
+returns the entropy as well; the others are spared it. It also leaves tokens without a gradient (clipped ones) out of
+two of the three products; "clipped" is their share, by default what the random old log-probabilities make it. Linux
+only.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
-from megatron_brorl.ops.fused import linear_ppo_loss
+from megatron_brorl.ops.fused import linear_log_probs, linear_ppo_loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHAPES = [(4096, 256, 32000), (4096, 256, 151936), (4096, 896, 151936), (4096, 1536, 151936)]  # (T, H, V)
@@ -121,16 +123,29 @@ def status_kib(key: str) -> int:
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
 
 
-def measure(args: tuple[str, str, tuple[int, int, int], int, int]) -> dict[str, Any]:
+def is_clipped(log_probs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    """Where the loss has no gradient [T]."""
+    ratio = (log_probs - old).exp()
+    return torch.where(advantages > 0, ratio > 1 + LIMITS[1], ratio < 1 - LIMITS[0])
+
+
+def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int]) -> dict[str, Any]:
     """One row, to be called in a fresh process."""
-    name, dtype, (t, h, v), threads, repeat = args
+    name, dtype, (t, h, v), clipped, threads, repeat = args
     torch.set_num_threads(threads)
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(t, h, generator=g).to(DTYPES[dtype]).requires_grad_()
     weight = (torch.randn(v, h, generator=g) / h**0.5).to(DTYPES[dtype]).requires_grad_()
     ids = torch.randint(0, v, (t,), generator=g)
     old = -torch.log(torch.tensor(float(v))) + 0.1 * torch.randn(t, generator=g)
-    inputs = (hidden, weight, ids, old, old + 0.1 * torch.randn(t, generator=g), torch.randn(t, generator=g))
+    rollout_gap, advantages = 0.1 * torch.randn(t, generator=g), torch.randn(t, generator=g)
+    with torch.no_grad():
+        log_probs, _ = linear_log_probs(hidden, weight, ids, 1.0)
+    if clipped is not None:
+        moved = torch.arange(t) < round(clipped * t)
+        moved = moved[torch.randperm(t, generator=g)]
+        old = log_probs - torch.where(moved, 0.5 * advantages.sign(), 0.0)
+    inputs = (hidden, weight, ids, old, old + rollout_gap, advantages)
     call = IMPLEMENTATIONS[name]()
     seconds, extra, loss = [], 0, 0.0
     for i in range(1 + repeat):
@@ -153,6 +168,7 @@ def measure(args: tuple[str, str, tuple[int, int, int], int, int]) -> dict[str, 
         "seconds": statistics.median(seconds),
         "extra_mib": extra / 1024,
         "loss": loss,
+        "clipped": float(is_clipped(log_probs, old, advantages).float().mean()),
     }
 
 
@@ -176,12 +192,17 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def rows(
-    shapes: Iterable[tuple[int, int, int]], names: list[str], dtypes: list[str], threads: int, repeat: int
+    shapes: Iterable[tuple[int, int, int]],
+    names: list[str],
+    dtypes: list[str],
+    clipped: float | None,
+    threads: int,
+    repeat: int,
 ) -> list[dict[str, Any]]:
     found = []
     for dtype in dtypes:
         before = alone(peak_flops, dtype, threads)
-        batch = [alone(measure, name, dtype, shape, threads, repeat) for shape in shapes for name in names]
+        batch = [alone(measure, name, dtype, shape, clipped, threads, repeat) for shape in shapes for name in names]
         peak = max(before, alone(peak_flops, dtype, threads))
         for row in batch:
             row["gemm_peak_share"] = 6 * row["T"] * row["H"] * row["V"] / row["seconds"] / peak
@@ -197,16 +218,17 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", type=int, choices=range(len(SHAPES)), help="numbers in SHAPES")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
+    parser.add_argument("--clipped", type=float, metavar="SHARE", help="set the share of clipped tokens")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=3, help="timed calls per row")
     args = parser.parse_args()
     shapes = SHAPES[:1] if args.quick else [SHAPES[i] for i in args.shapes or range(len(SHAPES))]
-    found = rows(shapes, args.impl, args.dtypes, args.threads, args.repeat)
-    print("impl            dtype       T     H       V   seconds  extra MiB  peak share        loss")
+    found = rows(shapes, args.impl, args.dtypes, args.clipped, args.threads, args.repeat)
+    print("impl            dtype       T     H       V   seconds  extra MiB  peak share        loss  clipped")
     for r in found:
         print(
             f"{r['impl']:<16}{r['dtype']:<7}{r['T']:>6}{r['H']:>6}{r['V']:>8}{r['seconds']:>10.3f}"
-            f"{r['extra_mib']:>11.0f}{r['gemm_peak_share']:>12.1%}{r['loss']:>12.6f}"
+            f"{r['extra_mib']:>11.0f}{r['gemm_peak_share']:>12.1%}{r['loss']:>12.6f}{r['clipped']:>9.1%}"
         )
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

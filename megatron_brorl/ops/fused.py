@@ -28,6 +28,7 @@ from megatron_brorl.ops.softmax import Shard, gemm_, merged, ppo_tokens, softmax
 # chunk); with more, only memory grows. A very large vocabulary gives way to the limit in bytes.
 CHUNK_ROWS = {"cpu": 512, "cuda": 2048}
 FEWEST_ROWS, CHUNK_BYTES = 64, 1 << 30
+ROWS_MOVED = 16  # rows of logits copied at a time
 
 
 def linear_log_probs(
@@ -169,6 +170,21 @@ def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> Iterat
         yield _Chunk(rows, h, t, logits, merged(softmax_statistics(logits, t, shard), shard))
 
 
+def _live_first(live: Tensor) -> Tensor:
+    """live [count] bool -> the live rows [L] in the order that moves fewest: those beyond L fill the gaps before it."""
+    total = int(live.sum())
+    order = torch.arange(total, device=live.device)
+    order[(~live[:total]).nonzero().squeeze(-1)] = live[total:].nonzero().squeeze(-1) + total
+    return order
+
+
+def _gather_rows_(matrix: Tensor, order: Tensor) -> None:
+    """matrix[:L] = matrix[order] for the order of _live_first, with little memory besides."""
+    moved = (order != torch.arange(len(order), device=order.device)).nonzero().squeeze(-1)
+    for part in moved.split(ROWS_MOVED):
+        matrix[part] = matrix[order[part]]
+
+
 class _Gradients:
     """The gradients of hidden and weight, summed chunk by chunk in the compute dtype."""
 
@@ -181,19 +197,34 @@ class _Gradients:
             self.of_weight[shard.live if len(hidden) else 0 :].zero_()  # what no chunk will write
 
     def add(self, chunk: _Chunk, log_prob_gradient: Tensor, entropy_gradient: Tensor | None) -> None:
+        """Rows without any gradient (clipped, masked, of a group without signal) are left out of the two products."""
         if self.of_hidden is None and self.of_weight is None:
             return
-        narrow = chunk.hidden.dtype == torch.bfloat16
-        softmax_gradient_(
-            chunk.logits, chunk.ids, chunk.statistics, log_prob_gradient, entropy_gradient, self.shard, narrow
-        )
-        d = chunk.logits
+        live = log_prob_gradient != 0
+        if entropy_gradient is not None:
+            live |= entropy_gradient != 0
+        order = _live_first(live)
+        if len(order) < len(live):
+            _gather_rows_(chunk.logits, order)
+            hidden, ids, statistics = chunk.hidden[order], chunk.ids[order], chunk.statistics[order]
+            log_prob_gradient = log_prob_gradient[order]
+            entropy_gradient = None if entropy_gradient is None else entropy_gradient[order]
+        else:
+            hidden, ids, statistics = chunk.hidden, chunk.ids, chunk.statistics
+        d, narrow = chunk.logits[: len(order)], hidden.dtype == torch.bfloat16
+        softmax_gradient_(d, ids, statistics, log_prob_gradient, entropy_gradient, self.shard, narrow)
         if narrow:  # it lies in the first half of each row
             d = d.view(torch.bfloat16)[:, : d.shape[1]]
         if self.of_hidden is not None:
-            gemm_(self.of_hidden[chunk.rows], d, self.weight, accumulate=False)
+            rows = self.of_hidden[chunk.rows]
+            if len(order) < len(live):
+                product = rows.new_empty(len(order), rows.shape[1])
+                gemm_(product, d, self.weight, accumulate=False)
+                rows.zero_()[order] = product
+            else:
+                gemm_(rows, d, self.weight, accumulate=False)
         if self.of_weight is not None:
-            gemm_(self.of_weight[: self.shard.live], d.t(), chunk.hidden, accumulate=chunk.rows.start > 0)
+            gemm_(self.of_weight[: self.shard.live], d.t(), hidden, accumulate=chunk.rows.start > 0)
 
     def finished(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         if self.of_hidden is not None and self.shard.group is not None:

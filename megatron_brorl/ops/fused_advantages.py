@@ -24,14 +24,18 @@ def gae(
     bootstrap: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 1.0,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As reference.gae, in one pass over memory and with sums in float64: (advantages [T], returns [T]).
 
-    rewards and values [T], starts [S + 1] int64, mask [T] bool, bootstrap [S] in the dtype of rewards.
+    rewards and values [T], starts [S + 1] int64, mask [T] bool, bootstrap [S] in the dtype of rewards. out: where the
+    results go, contiguous and in that dtype; it may be (rewards, values). Fresh memory costs about as much as the op.
     """
-    check_devices("gae", rewards, values, starts, mask, bootstrap)
-    with torch.no_grad():
-        advantages, returns = torch.ops.brorl.gae(rewards, values, starts, mask, bootstrap, gamma, lam)
+    advantages, returns = out or (torch.empty_like(rewards), torch.empty_like(rewards))
+    check_devices("gae", rewards, values, starts, mask, bootstrap, advantages, returns)
+    if advantages.requires_grad or returns.requires_grad:
+        raise ValueError("gae: out requires a gradient, which this op does not give; detach it")
+    torch.ops.brorl.gae_(rewards, values, starts, mask, bootstrap, gamma, lam, advantages, returns)
     return advantages, returns
 
 
@@ -76,7 +80,7 @@ def whiten_(values: Tensor, mean: float, std: float, mask: Tensor | None = None)
     return values
 
 
-@torch.library.register_fake("brorl::gae")
+@torch.library.register_fake("brorl::gae_")
 def _gae_fake(
     rewards: Tensor,
     values: Tensor,
@@ -85,8 +89,10 @@ def _gae_fake(
     bootstrap: Tensor | None,
     gamma: float,
     lam: float,
-) -> tuple[Tensor, Tensor]:
-    return rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape)
+    advantages: Tensor,
+    returns: Tensor,
+) -> None:
+    return None
 
 
 @torch.library.register_fake("brorl::group_advantages")

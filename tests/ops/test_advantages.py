@@ -196,7 +196,9 @@ def test_bitwise_the_same_for_any_number_of_threads(dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", ["plain", "masked", "no segments"])
 def test_opcheck_gae(dtype, name):
-    torch.library.opcheck(torch.ops.brorl.gae.default, GAE_CASES[name].inputs(dtype))
+    inputs = GAE_CASES[name].inputs(dtype)
+    out = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+    torch.library.opcheck(torch.ops.brorl.gae_.default, (*inputs, *out))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -236,8 +238,25 @@ def test_strided_inputs():
     assert got.mean == pytest.approx(square.mean().item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("size", [1_000, 3_000_000])  # the larger is written past the caches
+def test_gae_into_given_memory(masked, size):
+    rewards, values = sample(size).float(), sample(size, seed=1).float()
+    starts, mask = torch.arange(0, size + 1, 100), hole(size) if masked else None
+    expected = reference.gae(rewards.double(), values.double(), starts, mask, None, 0.99, 0.9)
+    first, second = torch.empty(size + 1)[1:], torch.empty(size)  # one of them not aligned
+    got = fused.gae(rewards, values, starts, mask, None, 0.99, 0.9, out=(first, second))
+    assert got[0] is first
+    assert got[1] is second
+    for a, b in zip(got, expected, strict=True):
+        assert torch.allclose(a.double(), b, rtol=1e-5, atol=1e-5)
+    in_place = fused.gae(rewards, values, starts, mask, None, 0.99, 0.9, out=(rewards, values))
+    assert all(torch.equal(a, b) for a, b in zip(in_place, got, strict=True))
+
+
 LONG = torch.int64
 BFLOAT = torch.bfloat16
+BOTH = torch.zeros(5)
 GAE_MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rewards": torch.zeros(5, 1)}, ValueError, r"rewards must be \[T\], got \[5, 1\]"),
     ({"rewards": torch.zeros(5, dtype=BFLOAT)}, TypeError, r"rewards must be float32 or float64 \(widen it first\)"),
@@ -254,6 +273,11 @@ GAE_MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask": torch.ones(5)}, TypeError, "mask must be Bool, got Float"),
     ({"bootstrap": torch.ones(2)}, ValueError, r"bootstrap must be \[1\], got \[2\]"),
     ({"bootstrap": torch.ones(1, device="meta")}, ValueError, "tensors are on cpu, meta"),
+    ({"out": (torch.zeros(5), torch.zeros(4))}, ValueError, r"what gae_ writes must be \[5\], got \[4\]"),
+    ({"out": (torch.zeros(5).double(), torch.zeros(5))}, TypeError, "what gae_ writes must be Float, got Double"),
+    ({"out": (torch.zeros(10)[::2], torch.zeros(5))}, ValueError, "what gae_ writes must be contiguous"),
+    ({"out": (BOTH, BOTH)}, ValueError, "advantages and returns must be two tensors"),
+    ({"out": (BOTH, torch.zeros(5, requires_grad=True))}, ValueError, "out requires a gradient"),
     ({"gamma": 1.01}, ValueError, r"gamma must be in \[0, 1\]"),
     ({"lam": float("nan")}, ValueError, r"lam must be in \[0, 1\]"),
 ]

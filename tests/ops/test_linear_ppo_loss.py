@@ -22,6 +22,7 @@ from ops.linear_cases import (
 
 from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops import fused, reference
+from megatron_brorl.ops.softmax import softmax_gradient_
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, EVERYTHING])
@@ -304,3 +305,29 @@ def test_mistakes_raise_one_clear_error(wrong, error, message):
     rest = {"tokens": tokens, "settings": SETTINGS, "temperature": 1.0}
     with pytest.raises(error, match=message):
         fused.linear_ppo_loss(**(good | rest | wrong))
+
+
+DEAD: dict[str, Any] = {
+    "none": [],
+    "all": range(300),
+    "the first chunk": range(100),
+    "the middle": range(90, 230),
+    "every other": range(0, 300, 2),
+}
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dead", DEAD)
+def test_tokens_without_a_gradient_are_left_out_and_nothing_else(dead, dtype, entropy_coef, monkeypatch):
+    monkeypatch.setitem(fused.CHUNK_ROWS, "cpu", 100)
+    case = make(300, 24, 700, dtype)
+    advantages = case.tokens.advantages.clone()
+    advantages[list(DEAD[dead])] = 0
+    case = case.change(advantages=advantages)
+    settings = dataclasses.replace(SETTINGS, entropy_coef=entropy_coef)  # with it, a dead row has a gradient again
+    expected = case.call(reference.linear_ppo_loss, settings=settings)
+    rows = []
+    monkeypatch.setattr(fused, "softmax_gradient_", lambda x, *rest: (rows.append(len(x)), softmax_gradient_(x, *rest)))
+    assert_agree(case.call(fused.linear_ppo_loss, dtype, settings), expected, TOLERANCE[dtype])
+    assert sum(rows) == int((expected[1].norm(dim=1) > 0).sum())
