@@ -7,6 +7,7 @@
 
 #include "advantages.h"
 #include "blocked_gemm.h"
+#include "decode_attention.h"
 #include "gemm.h"
 #include "moments.h"
 #include "philox.h"
@@ -35,6 +36,12 @@ TORCH_LIBRARY(brorl, library) {
       "gae_(Tensor rewards, Tensor values, Tensor starts, Tensor? mask, Tensor? bootstrap, float gamma, float lam, "
       "Tensor(a!) advantages, Tensor(b!) returns) -> ()");
   library.def("group_advantages(Tensor rewards, Tensor starts, Tensor? mask, bool by_std) -> Tensor");
+  library.def(
+      "decode_attention_(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, "
+      "Tensor(a!) keys, Tensor(b!) values, Tensor tables, Tensor lengths, Tensor prompt_tables, "
+      "Tensor prompt_lengths, Tensor prompts, float scale, Tensor(c!) out) -> ()");
+  library.def("add_rms_norm_(Tensor(a!) x, Tensor? delta, Tensor weight, float eps, Tensor(b!) out) -> ()");
+  library.def("silu_mul_(Tensor gate_up, Tensor(a!) out) -> ()");
   library.def("moments(Tensor values, Tensor? weights) -> Tensor");
   library.def("whiten_(Tensor(a!) values, float mean, float std, Tensor? mask) -> ()");
 }
@@ -54,6 +61,9 @@ TORCH_LIBRARY(brorl, library) {
 TORCH_LIBRARY_IMPL(brorl, CPU, library) {
   BRORL_IMPLEMENT(library)
   library.impl("sample_tokens", &brorl::sample_tokens_cpu);
+  library.impl("decode_attention_", &brorl::decode_attention_);
+  library.impl("add_rms_norm_", &brorl::add_rms_norm_);
+  library.impl("silu_mul_", &brorl::silu_mul_);
 }
 #ifdef BRORL_CUDA
 TORCH_LIBRARY_IMPL(brorl, CUDA, library) {

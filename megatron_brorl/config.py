@@ -31,7 +31,7 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
     "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature "
-    "algo.entropy_coef algo.aggregation_tokens"
+    "algo.entropy_coef algo.aggregation_tokens rollout.memory_mib"
 )
 
 
@@ -91,6 +91,8 @@ class RolloutConfig:
     top_k: int = 0  # 0 = off
     max_tokens: int = 1024  # of a response
     max_rows: int = 2048  # rollouts decoded at a time on one rank
+    memory_mib: int = 0  # for keys and values on one rank; what does not fit waits. 0 = half of what is free
+    stop_strings: tuple[str, ...] = ()  # a response ends when its text contains one, besides the model's stop tokens
     dtype: Literal["fp32", "bf16"] = "fp32"
 
 
@@ -220,6 +222,7 @@ def validate(config: Config, where: str) -> None:
         need(getattr(getattr(config, section), name) >= 0, key, "must not be negative")
     need(config.rollout.temperature > 0, "rollout.temperature", "must be above 0 (sampling needs randomness)")
     need(0 < config.rollout.top_p <= 1, "rollout.top_p", "must be in (0, 1]")
+    need(all(config.rollout.stop_strings), "rollout.stop_strings", "an empty string would stop everything")
     need(0 < config.evaluate.top_p <= 1, "evaluate.top_p", "must be in (0, 1]")
     need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
     need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")

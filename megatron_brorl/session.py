@@ -25,8 +25,10 @@ from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.models import checkpoint, hf_io
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.decode import DecodeOps, Reference
 from megatron_brorl.parallel import collect, device, grid
 from megatron_brorl.rewards.pool import RewardPool
+from megatron_brorl.rollout.engine import SampleTokens
 from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context, stop_ids
@@ -119,17 +121,17 @@ class Session:
         c = self.config
         pool = RewardPool(c.reward.workers, c.reward.timeout_s)
         self._closing.append(pool.close)
-        if c.ops.implementation == "fused":
-            from megatron_brorl.ops.fused_sampling import sample_tokens
-        else:
-            from megatron_brorl.ops.sampling import sample_tokens
+        sample, ops = _engine_ops(c.ops.implementation)
         engine = TorchEngine(
             self.shape,
             hf_shapes(self.shape),
             device.default_device(),
             DTYPES[c.rollout.dtype],
             c.rollout.max_rows,
-            sample_tokens,
+            sample,
+            ops,
+            c.rollout.memory_mib * 2**20,
+            self.tokenizer.decode,
         )
         return Rollouts(engine, pool, self.tokenizer, c.reward, c.run.seed)
 
@@ -181,6 +183,18 @@ class Session:
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         children = sum(p.memory_info().rss for p in psutil.Process().children(recursive=True)) / 2**20
         return collect.total({"mib": own + children})["mib"]
+
+
+def _engine_ops(implementation: str) -> tuple[SampleTokens, DecodeOps]:
+    """How the engine draws tokens and attends. csrc attends on CPUs alone."""
+    if implementation == "reference":
+        from megatron_brorl.ops.sampling import sample_tokens as plain
+
+        return plain, Reference()
+    from megatron_brorl.ops.fused_decode import Fused
+    from megatron_brorl.ops.fused_sampling import sample_tokens as fused
+
+    return fused, Reference() if device.on_gpu() else Fused()
 
 
 def _check_extension() -> None:

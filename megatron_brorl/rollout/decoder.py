@@ -1,186 +1,142 @@
-"""A plain decoder for dense Llama, Qwen2 and Qwen3: prefill once per prompt, then one token for all its siblings.
+"""A plain decoder for dense Llama, Qwen2 and Qwen3 over paged keys and values.
 
-Shapes: L layers, K kv heads, g query heads per kv head, d head size; S prompts in flight, n rows (siblings) per prompt
-at most, B rows in all, P prompt tokens at most, W suffix slots.
+Shapes: B rows, H hidden size, V vocabulary; pages as in ops.decode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.ops import rope
+from megatron_brorl.ops.decode import PAGE, DecodeOps, HeadNorms, Rows
+from megatron_brorl.rollout.linear import Linear
+from megatron_brorl.rollout.pages import PagePool, pages_for
 
 
-@dataclass
-class PromptCache:
-    """Keys and values of the prompts, stored once and attended by all siblings."""
+@dataclass(frozen=True)
+class _Layer:
+    norm1: Tensor
+    qkv: Linear
+    head_norms: HeadNorms | None
+    o: Linear
+    norm2: Tensor
+    gate_up: Linear
+    down: Linear
 
-    keys: list[Tensor]  # L x [S, K, P, d]
-    values: list[Tensor]
-    hidden: Tensor  # [S, H] at each prompt's last token
-    mask: Tensor  # [S, P] additive: 0 on real tokens, -inf on the padding
 
+@dataclass(frozen=True)
+class Passage:
+    """Tokens to compute at once, and where the keys and values of the last of them go."""
 
-@dataclass
-class Rows:
-    """The siblings in flight. Rows of one prompt stand side by side."""
-
-    prompt: Tensor  # [B] index of each row's prompt
-    place: Tensor  # [B] index among the rows of its prompt
-    widest: int  # most rows of any prompt
-    length: Tensor  # [B] prompt tokens of each row
-    keys: list[Tensor]  # L x [B, K, W, d]: own suffixes
-    values: list[Tensor]
-
-    def keep(self, alive: Tensor) -> Rows:
-        """Only the given rows [B'], in order, with their caches."""
-        prompt = self.prompt[alive]
-        _, counts = prompt.unique_consecutive(return_counts=True)
-        starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-        return Rows(
-            prompt=prompt,
-            place=torch.arange(len(prompt), device=prompt.device) - starts,
-            widest=int(counts.max()),
-            length=self.length[alive],
-            keys=[k.index_select(0, alive) for k in self.keys],
-            values=[v.index_select(0, alive) for v in self.values],
-        )
-
-    def grow(self, slots: int) -> None:
-        """Make room for `slots` suffix tokens per row."""
-        extra = slots - self.keys[0].shape[2]
-        self.keys = [pad(k, (0, 0, 0, extra)) for k in self.keys]
-        self.values = [pad(v, (0, 0, 0, extra)) for v in self.values]
+    ids: Sequence[int]
+    start: int  # tokens before this one are computed but not stored
+    pages: Tensor  # for tokens from `start` on, [pages] int32
 
 
 class Decoder:
     """Weights are Hugging Face tensors, with q/k/v and gate/up fused at load."""
 
-    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self.shape = shape
-        self.dtype = dtype
+    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype, ops: DecodeOps) -> None:
+        self.shape, self.dtype, self.ops = shape, dtype, ops
         self.embedding = weights["model.embed_tokens.weight"].to(dtype)
-        self.head = self.embedding if shape.tied else weights["lm_head.weight"].to(dtype)
+        self.device = self.embedding.device
+        self.head = Linear(self.embedding if shape.tied else weights["lm_head.weight"].to(dtype))
         self.norm = weights["model.norm.weight"].to(dtype)
         self.layers = [self._layer(weights, f"model.layers.{i}.") for i in range(shape.layers)]
         self.inv_freq, self.rope_factor = rope.inverse_frequencies(shape)
-        self.inv_freq = self.inv_freq.to(self.embedding.device)
+        self.inv_freq = self.inv_freq.to(self.device)
         self.scale = shape.head_dim**-0.5
 
-    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
         def get(*names: str) -> Tensor:
-            return torch.cat([weights[prefix + n] for n in names]).to(self.dtype)
+            tensors = [weights[prefix + n] for n in names]
+            return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).to(self.dtype)
 
-        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        layer = {
-            "norm1": get("input_layernorm.weight"),
-            "qkv": get(*(f"{n}.weight" for n in qkv)),
-            "o": get("self_attn.o_proj.weight"),
-            "norm2": get("post_attention_layernorm.weight"),
-            "gate_up": get("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            "down": get("mlp.down_proj.weight"),
-        }
-        if self.shape.qkv_bias:
-            layer["qkv_bias"] = get(*(f"{n}.bias" for n in qkv))
-        if self.shape.qk_norm:
-            layer |= {"q_norm": get("self_attn.q_norm.weight"), "k_norm": get("self_attn.k_norm.weight")}
-        return layer
+        s, qkv = self.shape, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        norms = None
+        if s.qk_norm:
+            q, k = (weights[f"{prefix}self_attn.{x}_norm.weight"].float() for x in "qk")
+            norms = HeadNorms(q, k, s.norm_eps)
+        return _Layer(
+            norm1=get("input_layernorm.weight"),
+            qkv=Linear(get(*(f"{n}.weight" for n in qkv)), get(*(f"{n}.bias" for n in qkv)) if s.qkv_bias else None),
+            head_norms=norms,
+            o=Linear(get("self_attn.o_proj.weight")),
+            norm2=get("post_attention_layernorm.weight"),
+            gate_up=Linear(get("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+            down=Linear(get("mlp.down_proj.weight")),
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, H] -> [B, V]."""
-        return linear(hidden, self.head)
+        return self.head(hidden)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.shape, weight, self.shape.norm_eps)
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., d / 2] float32 of positions [...]."""
+        angle = positions.to(self.inv_freq.dtype).unsqueeze(-1) * self.inv_freq
+        return angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
 
-    def _qkv(self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., H] -> q [..., heads, d], k and v [..., K, d], rotated."""
-        s = self.shape
-        qkv = linear(self._norm(x, layer["norm1"]), layer["qkv"], layer.get("qkv_bias"))
-        q, k, v = qkv.unflatten(-1, (-1, s.head_dim)).split([s.heads, s.kv_heads, s.kv_heads], dim=-2)
-        if s.qk_norm:
-            q, k = self._norm(q, layer["q_norm"]), self._norm(k, layer["k_norm"])
-        return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
+    def _through(self, x: Tensor, attend: Any) -> Tensor:
+        """x [B, H] through all layers; attend(layer number, layer, qkv) -> [B, heads d]."""
+        delta, eps = None, self.shape.norm_eps
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(self.ops.add_norm(x, delta, layer.norm1, eps))
+            delta = layer.o(attend(i, layer, qkv))
+            delta = layer.down(self.ops.silu_mul(layer.gate_up(self.ops.add_norm(x, delta, layer.norm2, eps))))
+        return self.ops.add_norm(x, delta, self.norm, eps)
 
-    def _rest(self, layer: dict[str, Tensor], x: Tensor, attended: Tensor) -> Tensor:
-        x = x + linear(attended, layer["o"])
-        gate, up = linear(self._norm(x, layer["norm2"]), layer["gate_up"]).chunk(2, dim=-1)
-        return x + linear(silu(gate) * up, layer["down"])
+    def step(self, pool: PagePool, rows: Rows, ids: Tensor) -> Tensor:
+        """Feed each row's newest token [B]; returns the hidden states [B, H] after it."""
 
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angle = rope.angles(positions, self.inv_freq).unsqueeze(-2)
-        return (angle.cos() * self.rope_factor).to(self.dtype), (angle.sin() * self.rope_factor).to(self.dtype)
+        def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
+            return self.ops.attend(
+                qkv, layer.head_norms, pool.keys[i], pool.values[i], rows, self.scale, self.shape.heads
+            )
 
-    def prefill(self, ids: Tensor, lengths: Tensor) -> PromptCache:
-        """Compute every prompt once. ids [S, P] right-padded, lengths [S]."""
-        rows, width = ids.shape
-        positions = torch.arange(width, device=ids.device)
-        cos, sin = self._angles(positions)
-        x = self.embedding[ids]
-        keys, values = [], []
-        for layer in self.layers:
-            q, k, v = (t.transpose(1, 2) for t in self._qkv(layer, x, cos, sin))
+        return self._through(self.embedding[ids], attend)
+
+    def prefill(self, pool: PagePool, passages: Sequence[Passage]) -> Tensor:
+        """Compute passages from their first tokens on; returns the hidden states [passages, H] after their last."""
+        s, device = self.shape, self.device
+        lengths = torch.tensor([len(p.ids) for p in passages])
+        ids = pad_sequence([torch.tensor(p.ids) for p in passages], batch_first=True).to(device)
+        batch, width = ids.shape
+        cos, sin = (torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(torch.arange(width, device=device)))
+
+        def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
+            parts = qkv.view(batch, width, -1, s.head_dim).transpose(1, 2)
+            q, k, v = parts.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+            if layer.head_norms is not None:
+                n = layer.head_norms
+                q, k = (
+                    torch.nn.functional.rms_norm(x, (s.head_dim,), w.to(x.dtype), n.eps)
+                    for x, w in ((q, n.q), (k, n.k))
+                )
+            q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+            for p, key, value in zip(passages, k, v, strict=True):
+                _store(pool.keys[i], pool.values[i], p, key, value)
             # Padding stands on the right, so causality alone keeps it away from the real tokens.
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            x = self._rest(layer, x, out.transpose(1, 2).flatten(-2))
-            keys.append(k.contiguous())
-            values.append(v.contiguous())
-        last = x[torch.arange(rows, device=ids.device), lengths - 1]
-        padded = positions.unsqueeze(0) >= lengths.unsqueeze(1)
-        mask = torch.zeros(rows, width, dtype=self.dtype, device=ids.device).masked_fill(padded, float("-inf"))
-        return PromptCache(keys, values, self._norm(last, self.norm), mask)
+            return out.transpose(1, 2).reshape(batch * width, -1)
 
-    def start(self, cache: PromptCache, counts: list[int], lengths: Tensor, slots: int) -> Rows:
-        """counts[s] rows for prompt s, with room for `slots` suffix tokens each."""
-        s, device = self.shape, lengths.device
-        count = torch.tensor(counts, device=device)
-        size = (int(count.sum()), s.kv_heads, slots, s.head_dim)
-        prompt = torch.arange(len(counts), device=device).repeat_interleave(count)
-        starts = (count.cumsum(0) - count).repeat_interleave(count)
-        return Rows(
-            prompt=prompt,
-            place=torch.arange(size[0], device=device) - starts,
-            widest=max(counts),
-            length=lengths[prompt],
-            keys=[torch.empty(size, dtype=self.dtype, device=device) for _ in self.layers],
-            values=[torch.empty(size, dtype=self.dtype, device=device) for _ in self.layers],
-        )
+        hidden = self._through(self.embedding[ids.flatten()], attend)
+        return hidden[torch.arange(batch) * width + lengths - 1]
 
-    def step(self, cache: PromptCache, rows: Rows, ids: Tensor, slot: int) -> Tensor:
-        """Feed each row's newest token ids [B] into suffix slot `slot`; returns the hidden states [B, H] after it."""
-        cos, sin = self._angles(rows.length + slot)
-        x = self.embedding[ids]
-        for i, layer in enumerate(self.layers):
-            q, k, v = self._qkv(layer, x, cos, sin)
-            rows.keys[i][:, :, slot] = k
-            rows.values[i][:, :, slot] = v
-            x = self._rest(layer, x, self._attend(cache, rows, i, q, slot + 1))
-        return self._norm(x, self.norm)
 
-    def _attend(self, cache: PromptCache, rows: Rows, i: int, q: Tensor, used: int) -> Tensor:
-        """q [B, heads, d] over [shared prompt | own suffix] -> [B, heads * d], with one softmax over both."""
-        batch, heads, dim = q.shape
-        kv = self.shape.kv_heads
-        prompts, width = cache.mask.shape
-        q = (q * self.scale).view(batch, kv, heads // kv, dim)
-        # All siblings of a prompt against its keys at once: [S, K, n * g, d] x [S, K, d, P].
-        by_prompt = q.new_zeros(prompts, rows.widest, kv, heads // kv, dim)
-        by_prompt[rows.prompt, rows.place] = q
-        by_prompt = by_prompt.transpose(1, 2).reshape(prompts, kv, -1, dim)
-        shared = by_prompt @ cache.keys[i].transpose(-1, -2) + cache.mask[:, None, None, :]
-        shared = shared.view(prompts, kv, rows.widest, heads // kv, width).transpose(1, 2)[rows.prompt, rows.place]
-        own = q @ rows.keys[i][:, :, :used].transpose(-1, -2)  # [B, K, g, used]
-        weights = torch.cat((shared, own), dim=-1).float().softmax(dim=-1).to(self.dtype)
-        on_prompt, on_own = weights.split([width, used], dim=-1)
-        spread = q.new_zeros(prompts, rows.widest, kv, heads // kv, width)
-        spread[rows.prompt, rows.place] = on_prompt
-        spread = spread.transpose(1, 2).reshape(prompts, kv, -1, width)
-        out = (spread @ cache.values[i]).view(prompts, kv, rows.widest, heads // kv, dim)
-        out = out.transpose(1, 2)[rows.prompt, rows.place] + on_own @ rows.values[i][:, :, :used]
-        return out.reshape(batch, heads * dim)
+def _store(keys: Tensor, values: Tensor, passage: Passage, key: Tensor, value: Tensor) -> None:
+    """key and value [K, tokens, d] of a passage to its pages."""
+    pages, begin, end = passage.pages.long().to(keys.device), passage.start, len(passage.ids)
+    heads, dim = key.shape[0], key.shape[2]
+    padded = key.new_zeros(2, heads, pages_for(end - begin) * PAGE, dim)
+    padded[0, :, : end - begin], padded[1, :, : end - begin] = key[:, begin:end], value[:, begin:end]
+    k, v = padded.unflatten(2, (-1, PAGE)).unbind()  # [K, pages, 16, d]
+    keys[pages] = k.permute(1, 0, 3, 2)
+    values[pages, :, :, :dim] = v.transpose(0, 1)

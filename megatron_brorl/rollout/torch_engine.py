@@ -1,20 +1,21 @@
-"""The built-in rollout engine: any device, the prompt computed once, finished rows compacted away, keyed sampling."""
+"""The built-in rollout engine: any device, prompts computed and stored once, rows admitted as others end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import ModelShape
+from megatron_brorl.ops.decode import DecodeOps, Reference
 from megatron_brorl.rollout.decoder import Decoder
 from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling, Watch
-from megatron_brorl.types import Rollout, RolloutGroup
-
-COMPACT_BELOW = 0.75  # compact when fewer than this share of the rows is alive
-FIRST_SLOTS = 32  # suffix cache slots to begin with; doubled as responses grow
+from megatron_brorl.rollout.flight import Flight
+from megatron_brorl.rollout.pages import PagePool, page_bytes, pages_for, spare_memory
+from megatron_brorl.rollout.stopping import Stops
+from megatron_brorl.types import FinishReason, Rollout, RolloutGroup
 
 
 class TorchEngine:
@@ -28,15 +29,20 @@ class TorchEngine:
         dtype: torch.dtype,
         max_rows: int,
         sample: SampleTokens,
+        ops: DecodeOps | None = None,
+        memory: int = 0,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """names: every Hugging Face tensor the model has, with its shape. max_rows: rows decoded at a time.
 
-        sample: which implementation draws the tokens (config key ops.implementation).
+        sample, ops: which implementation draws the tokens and attends (config key ops.implementation). memory: bytes
+        for keys and values; 0 = half of what is free. decode: tokens -> text, for stop strings.
         """
         self.shape, self.names, self.device, self.dtype, self.max_rows = shape, names, device, dtype, max_rows
-        self.sample = sample
+        self.sample, self.ops, self.memory, self.decode = sample, ops or Reference(), memory, decode
         self.version = -1
         self._decoder: Decoder | None = None
+        self._pool: PagePool | None = None
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine. Nothing is taken over before the whole stream was seen and found complete."""
@@ -50,11 +56,11 @@ class TorchEngine:
         missing = self.names.keys() - received.keys()
         if missing:
             raise ValueError(f"weight update: {len(missing)} tensors missing, for example {min(missing)}")
-        self._decoder = Decoder(self.shape, received, self.dtype)
+        self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
         self.version = version
 
     def sleep(self) -> None:
-        self._decoder = None
+        self._decoder = self._pool = None
         self.version = -1
 
     def wake(self) -> None:
@@ -64,98 +70,88 @@ class TorchEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[RolloutGroup]:
-        if self._decoder is None:
+        decoder = self._decoder
+        if decoder is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
+        self._check(requests, sampling)
+        stops = Stops(sampling.stop_ids, sampling.stop_strings, self.decode)
+        pool = self._pages(requests, sampling)
+        flight = Flight(decoder, pool, requests, sampling, self.max_rows, self.version)
+        found: list[list[Rollout]] = [[] for _ in requests]
+
+        def deliver(results: list[tuple[int, Rollout]]) -> None:
+            for request, rollout in results:
+                found[request].append(rollout)
+                if watch and rollout.finish != "cut":
+                    watch.finished(request, rollout)
+
+        hidden = flight.admit()
+        while len(flight.active):
+            if watch and watch.cancelled():
+                break
+            deliver(self._advance(flight, hidden, stops, sampling))
+            staying = flight.make_room()
+            hidden = flight.decoder.embedding.new_empty(0, self.shape.hidden)
+            if staying:
+                new = flight.tokens[flight.active, flight.produced[flight.active] - 1]
+                hidden = decoder.step(pool, flight.rows(), new.to(self.device))
+            if flight.waiting and flight.spare:
+                hidden = torch.cat((hidden, flight.admit()))
+        deliver(flight.unfinished())
+        return [
+            RolloutGroup(r.prompt, tuple(sorted(rollouts, key=lambda x: x.index)), self.version)
+            for r, rollouts in zip(requests, found, strict=True)
+        ]
+
+    def _advance(self, flight: Flight, hidden: Tensor, stops: Stops, sampling: Sampling) -> list[tuple[int, Rollout]]:
+        """Draw the next token of every row; returns what ended."""
+        assert self._decoder is not None
+        active = flight.active
+        places = (flight.key[active], flight.sibling[active], flight.produced[active])
+        settings = (sampling.temperature, sampling.top_p, sampling.top_k)
+        key, sibling, place = (x.to(self.device) for x in places)
+        drawn = self.sample(self._decoder.logits(hidden), key, sibling, place, *settings)
+        new, log_probs = (x.cpu() for x in drawn)
+        if len(new) and int(new.min()) < 0:  # how the sampler on CUDA says that a row has no distribution
+            raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
+        flight.write(new, log_probs)
+        stopped = stops.hit(new, active, flight.tokens, flight.produced)
+        full = flight.produced[active] >= flight.limit[active]
+        gone = (stopped | full).nonzero().squeeze(-1)
+        if not len(gone):
+            return []
+
+        def reason(i: int) -> FinishReason:
+            if stopped[i]:
+                return "stop"
+            return "length" if flight.produced[active[i]] == sampling.max_tokens else "cut"
+
+        return flight.leave(gone, [reason(i) for i in gone.tolist()])
+
+    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         if longest + sampling.max_tokens > self.shape.context:
             raise UserError(
                 f"rollout.max_tokens = {sampling.max_tokens} after a prompt of {longest} tokens exceeds the model's "
                 f"context of {self.shape.context}: lower rollout.max_tokens or shorten the prompts"
             )
-        collected: list[list[Rollout]] = [[] for _ in requests]
-        for wave in _waves(requests, self.max_rows):
-            parts = [Request(requests[i].prompt, requests[i].key, n, first) for i, first, n in wave]
-            for (i, _, _), rollouts in zip(wave, self._decode(parts, sampling), strict=True):
-                collected[i].extend(rollouts)
-        return [
-            RolloutGroup(r.prompt, tuple(rollouts), self.version)
-            for r, rollouts in zip(requests, collected, strict=True)
-        ]
 
-    def _decode(self, requests: list[Request], sampling: Sampling) -> list[list[Rollout]]:
-        decoder = self._decoder
-        assert decoder is not None
-        ids = [torch.tensor(r.prompt.token_ids, device=self.device) for r in requests]
-        lengths = torch.tensor([len(x) for x in ids], device=self.device)
-        cache = decoder.prefill(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), lengths)
-        counts = [r.n for r in requests]
-        rows = decoder.start(cache, counts, lengths, min(FIRST_SLOTS, sampling.max_tokens))
-
-        total = sum(counts)
-        key = torch.tensor([r.key for r in requests], device=self.device)[rows.prompt]
-        first = torch.tensor([r.first for r in requests], device=self.device)[rows.prompt]
-        sibling = first + rows.place
-        stops = torch.tensor(sampling.stop_ids, device=self.device)
-        tokens = torch.zeros(total, sampling.max_tokens, dtype=torch.int64, device=self.device)
-        log_probs = torch.zeros(total, sampling.max_tokens, device=self.device)
-        ends = torch.full((total,), sampling.max_tokens, device=self.device)
-        stopped = torch.zeros(total, dtype=torch.bool, device=self.device)
-
-        origin = torch.arange(total, device=self.device)  # which output row each row in flight writes
-        alive = torch.ones(total, dtype=torch.bool, device=self.device)
-        hidden = cache.hidden[rows.prompt]
-        for position in range(sampling.max_tokens):
-            place = torch.full_like(origin, position)
-            logits, settings = decoder.logits(hidden), (sampling.temperature, sampling.top_p, sampling.top_k)
-            new, log_prob = self.sample(logits, key[origin], sibling[origin], place, *settings)
-            live = origin[alive]
-            tokens[live, position], log_probs[live, position] = new[alive], log_prob[alive]
-            ended = torch.isin(new, stops) & alive
-            ends[origin[ended]], stopped[origin[ended]] = position + 1, True
-            alive &= ~ended
-            remaining, lowest = torch.stack((alive.sum(), new.min())).tolist()
-            if lowest < 0:  # how the sampler on CUDA says that a row has no distribution
-                raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
-            if not remaining or position + 1 == sampling.max_tokens:
-                break
-            if remaining < COMPACT_BELOW * len(alive):
-                kept = alive.nonzero().squeeze(-1)
-                rows, origin, new = rows.keep(kept), origin[kept], new[kept]
-                alive = torch.ones_like(kept, dtype=torch.bool)
-            if position >= rows.keys[0].shape[2]:
-                rows.grow(min(2 * position, sampling.max_tokens))
-            hidden = decoder.step(cache, rows, new, position)
-        return _collect(requests, tokens.cpu(), log_probs.cpu(), ends.tolist(), stopped.tolist())
-
-
-def _waves(requests: Sequence[Request], max_rows: int) -> list[list[tuple[int, int, int]]]:
-    """Cut the requests into waves of at most max_rows rows: lists of (request, first sibling, siblings)."""
-    waves: list[list[tuple[int, int, int]]] = []
-    room = 0
-    for i, request in enumerate(requests):
-        done = 0
-        while done < request.n:
-            if not room:
-                waves.append([])
-                room = max_rows
-            take = min(room, request.n - done)
-            waves[-1].append((i, request.first + done, take))
-            done += take
-            room -= take
-    return waves
-
-
-def _collect(
-    requests: list[Request], tokens: Tensor, log_probs: Tensor, ends: list[int], stopped: list[bool]
-) -> list[list[Rollout]]:
-    groups, row = [], 0
-    for request in requests:
-        group = []
-        for index in range(request.first, request.first + request.n):
-            end = ends[row]
-            # Clones, so that a short response does not keep the whole buffer alive.
-            ids, lps = tokens[row, :end].clone(), log_probs[row, :end].clone()
-            group.append(Rollout(index, ids, lps, "stop" if stopped[row] else "length"))
-            row += 1
-        groups.append(group)
-    return groups
+    def _pages(self, requests: Sequence[Request], sampling: Sampling) -> PagePool:
+        """As many pages as all rows in flight can need, or as fit; the ones at hand where they are so many."""
+        own = pages_for(sampling.max_tokens)
+        prompts = [pages_for(len(r.prompt.token_ids)) for r in requests]
+        needed = sum(prompts) + own * min(self.max_rows, sum(r.n for r in requests))
+        if self._pool is None or self._pool.size < needed or self._pool.size > 2 * needed + 64:
+            self._pool = None
+            size = page_bytes(self.shape, self.dtype)
+            least = max(prompts, default=0) + own
+            fitting = (self.memory or spare_memory(self.device)) // size
+            if fitting < least:
+                raise UserError(
+                    f"rollout.memory_mib: the longest prompt with one response of {sampling.max_tokens} tokens needs "
+                    f"{least * size / 2**20:.0f} MiB of keys and values, and there are {fitting * size / 2**20:.0f}: "
+                    "raise rollout.memory_mib or lower rollout.max_tokens"
+                )
+            self._pool = PagePool(self.shape, min(needed, fitting), self.dtype, self.device)
+        self._pool.reset()
+        return self._pool

@@ -21,6 +21,7 @@ from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.ops.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.ops.fused_decode import Fused
 from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.train.policy import update_policy
 from megatron_brorl.train.worker import Worker
@@ -132,7 +133,7 @@ def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:
     """Largest |log-prob of the engine - log-prob of the actor| over sampled tokens, weights taken from the stream."""
     worker = make_worker(directory, parallel)
     shape = worker.shape
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, sample_tokens)
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, sample_tokens, Fused())
     engine.update_weights(worker.hf_tensors(), 0)
     prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(4, 4)[0])]
     groups = engine.generate([Request(p, 11 + i, 16) for i, p in enumerate(prompts)], Sampling(0.9, 1, 0, 24, (2,)))

@@ -10,18 +10,22 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops import fused_sampling
+from megatron_brorl.ops.decode import Reference
+from megatron_brorl.ops.fused_decode import Fused
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.ops.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.pages import page_bytes
 from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.types import Prompt
 
 STOPS = (2, 5, 7, 11)
 
 
-def make_engine(directory, model, max_rows=1000, sample=sample_tokens):
+def make_engine(directory, model, max_rows=1000, sample=sample_tokens, ops=None, memory=0, decode=None):
     shape = read_shape(directory)
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows, sample)
+    device, dtype, ops = torch.device("cpu"), torch.float32, ops or Fused()
+    engine = TorchEngine(shape, hf_shapes(shape), device, dtype, max_rows, sample, ops, memory, decode)
     engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=3)
     return engine
 
@@ -181,3 +185,123 @@ def test_sleep_drops_the_weights(one):
 def test_context_overflow_is_told(one):
     with pytest.raises(UserError, match="exceeds the model's context of 256"):
         make_engine(*one).generate([Request(prompts()[0], 1, 1)], Sampling(1, 1, 0, 254, ()))
+
+
+class Watching:
+    """Counts what ends; cancels once `most` rollouts did."""
+
+    def __init__(self, most=10**9):
+        self.most, self.ended = most, []
+
+    def finished(self, request, rollout):
+        self.ended.append((request, rollout.index))
+
+    def cancelled(self):
+        return len(self.ended) >= self.most
+
+
+def test_rows_make_room_where_memory_is_short(one):
+    """With room for a third of the rows' tokens, rows come and go; what they draw stays the same."""
+    sampling = Sampling(1.0, 1, 0, 100, STOPS)
+    asked = [Request(p, stream_key(0, 4, p.id), 40) for p in prompts((30, 9, 17))]
+    ample = make_engine(*one)
+    expected = ample.generate(asked, sampling)
+    page = page_bytes(ample.shape, torch.float32)
+    short = make_engine(*one, memory=40 * page)
+    watch = Watching()
+    got = short.generate(asked, sampling, watch)
+    assert ample._pool.size > 3 * short._pool.size
+    assert sorted(watch.ended) == [(i, j) for i in range(3) for j in range(40)]
+    for a, b in zip(expected, got, strict=True):
+        assert [r.index for r in b.rollouts] == list(range(40))
+        assert [sum(n for _, n in r.spans) for r in b.rollouts] == [len(r.token_ids) for r in b.rollouts]
+        assert same_tokens(a, b) >= 0.97
+    with pytest.raises(UserError, match=r"rollout.memory_mib: the longest prompt with one response of 100 tokens"):
+        make_engine(*one, memory=8 * page).generate(asked, sampling)
+
+
+@pytest.mark.parametrize("ops", [Fused(), Reference()])
+def test_rollouts_cut_by_a_budget_go_on_as_if_nothing_had_been(one, ops):
+    engine = make_engine(*one, ops=ops)
+    asked = [Request(p, stream_key(0, 4, p.id), 32) for p in prompts()]
+    whole = engine.generate(asked, Sampling(1.0, 1, 0, 50, STOPS))
+    engine.version = 5
+    budget = Sampling(1.0, 1, 0, 50, STOPS, budget=13)
+    requests, rounds, done = asked, 0, {}
+    while requests:
+        groups = engine.generate(requests, budget)
+        done |= {(g.prompt.id, r.index): r for g in groups for r in g.rollouts if r.finish != "cut"}
+        requests = [
+            Request(g.prompt, a.key, 1, r.index, (r,))
+            for a, g in zip(requests, groups, strict=True)
+            for r in g.rollouts
+            if r.finish == "cut"
+        ]
+        rounds += 1
+        engine.version += 1
+    assert rounds == 4  # 13, 26, 39, 50 tokens
+    assert len(done) == 4 * 32
+    pairs = [(x, done[g.prompt.id, x.index]) for g in whole for x in g.rollouts]
+    same = [(x, y) for x, y in pairs if torch.equal(x.token_ids, y.token_ids)]
+    assert len(same) >= 0.98 * len(pairs)
+    for x, y in same:
+        assert x.finish == y.finish
+        torch.testing.assert_close(x.log_probs, y.log_probs, atol=1e-4, rtol=0)
+        if len(x.token_ids) == 50:
+            assert y.spans == ((5, 13), (6, 13), (7, 13), (8, 11))
+    assert any(len(x.token_ids) == 50 for x, _ in same)
+
+
+def test_a_cancelled_call_gives_back_what_it_has(one):
+    engine = make_engine(*one, max_rows=60)
+    asked = [Request(p, stream_key(0, 4, p.id), 50) for p in prompts()]
+    sampling = Sampling(1.0, 1, 0, 60, STOPS)
+    whole = engine.generate(asked, sampling)
+    watch = Watching(most=20)
+    groups = engine.generate(asked, sampling, watch)
+    assert [[r.index for r in g.rollouts] for g in groups] == [list(range(50))] * 4
+    ended = {(i, r.index) for i, g in enumerate(groups) for r in g.rollouts if r.finish != "cut"}
+    assert ended == set(watch.ended)
+    assert 20 <= len(ended) < 100
+    cut = [(x, y) for a, b in zip(whole, groups, strict=True) for x, y in zip(a.rollouts, b.rollouts, strict=True)]
+    cut = [(x, y) for x, y in cut if y.finish == "cut"]
+    same = sum(x.token_ids[: len(y.token_ids)].tolist() == y.token_ids.tolist() for x, y in cut)
+    assert same >= 0.98 * len(cut)
+    assert {len(y.token_ids) for _, y in cut} >= {0}  # those that had waited
+    again = engine.generate(asked, sampling)
+    assert all(same_tokens(a, b) == 1 for a, b in zip(whole, again, strict=True))
+
+
+def test_stop_strings_end_a_response_at_the_token_that_completes_one(one):
+    def decode(ids):
+        return "".join(chr(97 + i % 26) for i in ids)
+
+    strings = ("abc", "z", "mn")
+    engine = make_engine(*one, decode=decode)
+    (free,) = engine.generate([Request(prompts()[0], 9, 200)], Sampling(2.0, 1, 0, 30, ()))
+    (group,) = engine.generate([Request(prompts()[0], 9, 200)], Sampling(2.0, 1, 0, 30, (), strings))
+    for a, b in zip(free.rollouts, group.rollouts, strict=True):
+        text = decode(a.token_ids.tolist())
+        ends = [text.find(s) + len(s) for s in strings if s in text]
+        assert b.token_ids.tolist() == a.token_ids.tolist()[: min(ends, default=30)]
+        assert b.finish == ("stop" if ends else "length")
+    assert {r.finish for r in group.rollouts} == {"stop", "length"}
+    with pytest.raises(ValueError, match="stop strings need"):
+        make_engine(*one).generate([Request(prompts()[0], 9, 2)], Sampling(1, 1, 0, 3, (), strings))
+
+
+def test_bfloat16_stays_near_float32(pair):
+    directory, model = pair
+    shape = read_shape(directory)
+    asked = [Request(p, 7, 20) for p in prompts()]
+    exact = make_engine(directory, model)
+    for ops in (Fused(), Reference()):
+        engine = TorchEngine(shape, exact.names, torch.device("cpu"), torch.bfloat16, 100, sample_tokens, ops)
+        engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=3)
+        for group in engine.generate(asked, Sampling(1.0, 1, 0, 20, ())):
+            for r in group.rollouts:
+                ids = torch.tensor([*group.prompt.token_ids, *r.token_ids.tolist()])
+                with torch.no_grad():
+                    logits = model(ids[None]).logits[0, len(group.prompt.token_ids) - 1 : -1]
+                expected = logits.log_softmax(-1).gather(-1, r.token_ids[:, None]).squeeze(-1)
+                assert (r.log_probs - expected).abs().mean() < 0.1
