@@ -9,8 +9,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_brorl.models import flex_attention
 from megatron_brorl.parallel.batch import Group
 
 
@@ -23,6 +25,19 @@ class Segments(PackedSeqParams):
     """
 
     groups: tuple[Group, ...] = ()
+    mask: BlockMask | None = None  # of groups, made where it is first needed
+
+    @property
+    def shared(self) -> bool:
+        """Whether segments attend to a prompt that stands once in the stream."""
+        return any(g.prefix for g in self.groups)
+
+    def attend_on_gpu(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
+        if self.mask is None:
+            self.mask = flex_attention.block_mask(self.groups, query.device)
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        return flex_attention.attend(q, k, v, self.mask, scale).flatten(1).unsqueeze(1)
 
 
 class PackedAttention(torch.nn.Module):
@@ -43,6 +58,8 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
+        if query.is_cuda and packed_seq_params.shared:
+            return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
         outputs, begin = [], 0
         for group in packed_seq_params.groups:
             front = slice(begin, begin + group.prefix)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 
 class PackedTeAttention(TEDotProductAttention):
-    """Transformer Engine's variable-length attention over the groups of models.attention.Segments."""
+    """Transformer Engine's variable-length attention over the groups of models.attention.Segments; FlexAttention where
+    prompts are shared."""
 
     def forward(
         self,
@@ -29,8 +30,9 @@ class PackedTeAttention(TEDotProductAttention):
         **kwargs: Any,
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
+        if packed_seq_params.shared:
+            return packed_seq_params.attend_on_gpu(query, key, value, None)
         groups = packed_seq_params.groups
-        assert not any(g.prefix for g in groups), "prompts are not shared on this attention (Worker packs plainly)"
         lengths = [n for g in groups for count, n in g.segments for _ in range(count)]
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
         packing = PackedSeqParams(

@@ -60,8 +60,7 @@ class Worker:
         self.shape, self.grid, self.dtype = shape, grid, dtype
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.optim, self.ops = optim, ops
-        # Only the attention of models.attention takes shared prompts, and it is written for CPUs.
-        self.share_prompt = share_prompt and not device.on_gpu()
+        self.share_prompt = share_prompt
         self.actor = build_actor(shape, grid, dtype, recompute, ops)
         self.model: Any = self.actor
         if optim is not None:
