@@ -13,15 +13,13 @@ it. extra_mib: growth of the resident set at its peak. Linux only.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from bench_common import options, write_rows
+from measure import timed
 from torch import Tensor
 
 from megatron_brorl.ops.fused_advantages import gae, group_advantages, moments, to_moments, whiten_
@@ -123,26 +121,15 @@ def groups_of_calls(tokens: int) -> dict[str, Calls]:
     }
 
 
-def status_kib(key: str) -> int:
-    """A figure of /proc/self/status, such as VmRSS or VmHWM."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
-
-
 def measure(op: str, calls: Calls, tokens: int, threads: int, repeat: int) -> list[dict[str, Any]]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     extra = dict.fromkeys(calls, 0)
     for i in range(1 + repeat):
         for name, call in calls.items():
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
-            resident = status_kib("VmRSS")
-            start = time.perf_counter()
-            result = call()
-            elapsed = time.perf_counter() - start
-            del result
+            elapsed, grown = timed(call)[:2]
             if i:
                 seconds[name].append(elapsed)
-                extra[name] = max(extra[name], status_kib("VmHWM") - resident)
+                extra[name] = max(extra[name], grown)
     copy = statistics.median(seconds["copy"])
     return [
         {
@@ -163,12 +150,7 @@ def measure(op: str, calls: Calls, tokens: int, threads: int, repeat: int) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4,096 segments instead of 65,536")
-    parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=9, help="timed rounds")
-    args = parser.parse_args()
+    args = options(__doc__, "4,096 segments instead of 65,536", 9, "timed rounds").parse_args()
     torch.set_num_threads(args.threads)
     tokens = (4096 if args.quick else 65536) * LENGTH
     found = []
@@ -181,8 +163,7 @@ def main() -> None:
                 flush=True,
             )
             found.append(r)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_rows(args.json, found)
 
 
 if __name__ == "__main__":

@@ -14,23 +14,19 @@ only.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
-import json
-import multiprocessing
 import statistics
-import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from bench_common import DTYPES, alone, options, peak_flops, write_rows
+from measure import timed
 from torch import Tensor
 
 from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.fused import linear_log_probs, linear_ppo_loss
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHAPES = [(4096, 256, 32000), (4096, 256, 151936), (4096, 896, 151936), (4096, 1536, 151936)]  # (T, H, V)
 LIMITS = (0.2, 0.28, 2.0)  # eps_low, eps_high, is_cap
 CHUNK = 512  # rows of the chunked versions, as in the fused op
@@ -117,12 +113,6 @@ IMPLEMENTATIONS: dict[str, Callable[[], Callable[..., float]]] = {
 }
 
 
-def status_kib(key: str) -> int:
-    """A figure of /proc/self/status, such as VmRSS or VmHWM."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
-
-
 def is_clipped(log_probs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
     """Where the loss has no gradient [T]."""
     ratio = (log_probs - old).exp()
@@ -150,13 +140,10 @@ def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int])
     seconds, extra, loss = [], 0, 0.0
     for i in range(1 + repeat):
         hidden.grad = weight.grad = None
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
-        resident = status_kib("VmRSS")
-        start = time.perf_counter()
-        loss = call(*inputs)
+        elapsed, grown, loss = timed(partial(call, *inputs))
         if i:
-            seconds.append(time.perf_counter() - start)
-            extra = max(extra, status_kib("VmHWM") - resident)
+            seconds.append(elapsed)
+            extra = max(extra, grown)
     return {
         "op": "linear_ppo_loss",
         "impl": name,
@@ -170,25 +157,6 @@ def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int])
         "loss": loss,
         "clipped": float(is_clipped(log_probs, old, advantages).float().mean()),
     }
-
-
-def peak_flops(args: tuple[str, int]) -> float:
-    """Operations per second of a product of 4096 x 4096 matrices, the best of five."""
-    dtype, threads = args
-    torch.set_num_threads(threads)
-    a, b = torch.randn(2, 4096, 4096).to(DTYPES[dtype])
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        best = min(best, time.perf_counter() - start)
-    return 2 * 4096**3 / best
-
-
-def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """function(args) in a fresh process, so that no row inherits memory or warm caches from another."""
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, args).result()
 
 
 def rows(
@@ -212,15 +180,11 @@ def rows(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the small shape alone")
-    parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
+    parser = options(__doc__, "the small shape alone", 3, "timed calls per row")
     parser.add_argument("--shapes", nargs="+", type=int, choices=range(len(SHAPES)), help="numbers in SHAPES")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
     parser.add_argument("--clipped", type=float, metavar="SHARE", help="set the share of clipped tokens")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=3, help="timed calls per row")
     args = parser.parse_args()
     shapes = SHAPES[:1] if args.quick else [SHAPES[i] for i in args.shapes or range(len(SHAPES))]
     found = rows(shapes, args.impl, args.dtypes, args.clipped, args.threads, args.repeat)
@@ -230,8 +194,7 @@ def main() -> None:
             f"{r['impl']:<16}{r['dtype']:<7}{r['T']:>6}{r['H']:>6}{r['V']:>8}{r['seconds']:>10.3f}"
             f"{r['extra_mib']:>11.0f}{r['gemm_peak_share']:>12.1%}{r['loss']:>12.6f}{r['clipped']:>9.1%}"
         )
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_rows(args.json, found)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,15 @@ its peak. "read" is torch.sum over the same logits, the least that a draw can co
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from bench_ops import alone, status_kib
+from bench_common import alone, options, write_rows
+from measure import timed
 from torch import Tensor
 
 from megatron_brorl.ops import fused_sampling, sampling
@@ -62,14 +60,11 @@ def measure(args: tuple[str, int, int, int]) -> list[dict[str, Any]]:
         for name, call in calls.items():
             if not i:
                 libc.malloc_trim(0)  # so that no implementation grows into what another has left
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
-            resident = status_kib("VmRSS")
-            start = time.perf_counter()
-            call(*inputs)
+            elapsed, grown = timed(partial(call, *inputs))[:2]
             if i:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(elapsed)
             else:
-                extra[name] = status_kib("VmHWM") - resident
+                extra[name] = grown
     return [
         {
             "op": f"sample_tokens{setting}",
@@ -88,12 +83,7 @@ def measure(args: tuple[str, int, int, int]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the smaller vocabularies alone")
-    parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=5, help="timed calls per row")
-    args = parser.parse_args()
+    args = options(__doc__, "the smaller vocabularies alone", 5, "timed calls per row").parse_args()
     found = []
     print("op                          impl              V  milliseconds  of fused  extra MiB")
     for vocab in VOCABULARIES[:2] if args.quick else VOCABULARIES:
@@ -105,8 +95,7 @@ def main() -> None:
                     f"{r['op']:<28}{r['impl']:<12}{r['V']:>7}{1000 * r['seconds']:>14.2f}"
                     f"{r['seconds'] / batch[0]['seconds']:>10.2f}{r['extra_mib']:>11.0f}"
                 )
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_rows(args.json, found)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 
     python tools/bench_sharing.py [--quick] [--json FILE] [--threads N] [--repeat N]
 
-The model is a fresh Qwen2 of 4 layers (hidden 256, vocabulary 4096); responses have 64 tokens. Both ways run in one
-process: the median of the seconds after a first step. token_gain is the ratio of the tokens that pass the model.
+The model is t4 of bench_common (4 layers, hidden 256, vocabulary 4096, random weights); responses have 64 tokens. Both
+ways run in one process: the median of the seconds after a first step. token_gain is the ratio of the tokens that pass
+the model.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from bench_common import options, write_model, write_rows
 
 from megatron_brorl.config import AlgoConfig, OptimConfig, ParallelConfig
 from megatron_brorl.hf_config import read_shape
@@ -28,26 +27,17 @@ from megatron_brorl.train.policy import update_policy
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Experience
 
-VOCAB, RESPONSE = 4096, 64
-MODEL = Qwen2Config(
-    vocab_size=VOCAB,
-    hidden_size=256,
-    intermediate_size=688,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-    max_position_embeddings=2048,
-)
+RESPONSE = 64
 
 
 def measure(directory: str, processes: Grid, prompt: int, n: int, share: bool, repeat: int) -> dict[str, Any]:
     optim = OptimConfig()
     worker = Worker(read_shape(directory), processes, torch.float32, 16384, optim=optim, share_prompt=share)
     worker.load_hf(directory)
+    vocab = worker.shape.vocab
     g = torch.Generator().manual_seed(0)
-    text = torch.randint(0, VOCAB, (prompt,), generator=g)
-    responses = tuple(torch.randint(0, VOCAB, (RESPONSE,), generator=g) for _ in range(n))
+    text = torch.randint(0, vocab, (prompt,), generator=g)
+    responses = tuple(torch.randint(0, vocab, (RESPONSE,), generator=g) for _ in range(n))
     sampled = tuple(torch.full((RESPONSE,), -8.3) for _ in range(n))
     experience = Experience((text,) * n, responses, sampled, None, torch.randn(n, generator=g))
     tokens, seconds = worker.tokens(experience.prompts, responses), []
@@ -67,17 +57,12 @@ def measure(directory: str, processes: Grid, prompt: int, n: int, share: bool, r
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="64 siblings instead of 512")
-    parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=2, help="timed steps per row")
-    args = parser.parse_args()
+    args = options(__doc__, "64 siblings instead of 512", 2, "timed steps per row").parse_args()
     torch.set_num_threads(args.threads)
     processes, rows = grid.build(ParallelConfig()), []
     print("prompt     N  shared   seconds    gain  token gain")
     with tempfile.TemporaryDirectory() as directory:
-        Qwen2ForCausalLM(MODEL).save_pretrained(directory)
+        write_model("t4", Path(directory))
         for prompt in (64, 256):
             pair = [
                 measure(directory, processes, prompt, 64 if args.quick else 512, s, args.repeat) for s in (False, True)
@@ -89,8 +74,7 @@ def main() -> None:
                     f"{prompt:>6}{row['n']:>6}{shared:>8}{row['seconds']:>10.2f}{gain:>8.2f}{row['token_gain']:>12.2f}"
                 )
             rows += pair
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_rows(args.json, rows)
     grid.leave()
 
 

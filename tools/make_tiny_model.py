@@ -15,7 +15,7 @@ from megatron_brorl.config import load
 from megatron_brorl.data.generate import corpus
 from megatron_brorl.data.sentencepiece_tokenizer import train_sentencepiece
 from megatron_brorl.errors import UserError
-from megatron_brorl.models.random_init import write_random_model
+from megatron_brorl.models.random_init import qwen2_config, write_random_model
 
 
 def main() -> None:
@@ -36,26 +36,18 @@ def main() -> None:
     # Every printable ASCII character gets a piece, whether or not the sample of the tasks happens to contain it.
     texts = chain(corpus(config.data, config.run.seed, args.texts), string.printable[:95])
     tokenizer = train_sentencepiece(texts, args.directory, args.vocab)
-    model = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "hidden_size": args.hidden,
-        "intermediate_size": args.ffn,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": args.heads,
-        "num_key_value_heads": args.kv_heads,
-        "max_position_embeddings": args.context,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.02,
-        "vocab_size": tokenizer.vocab_size,
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
-        "pad_token_id": tokenizer.pad_id,
-        "dtype": "float32",
-    }
+    model = qwen2_config(
+        hidden=args.hidden,
+        layers=args.layers,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        ffn=args.ffn,
+        vocab=tokenizer.vocab_size,
+        context=args.context,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+    )
     parameters = write_random_model(model, args.directory, config.run.seed)
     print(f"{args.directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}")
 

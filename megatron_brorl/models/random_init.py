@@ -13,6 +13,38 @@ from megatron_brorl.hf_config import WEIGHTS, parse_shape
 from megatron_brorl.models.hf_names import hf_shapes
 
 
+def qwen2_config(
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    context: int,
+    **special_ids: int | None,
+) -> dict[str, Any]:
+    """The config.json of a Qwen2 model with tied embeddings. special_ids: bos_token_id, eos_token_id, pad_token_id."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "vocab_size": vocab,
+        "dtype": "float32",
+        **special_ids,
+    }
+
+
 def write_random_model(config: dict[str, Any], directory: Path, seed: int) -> int:
     """Write config.json and model.safetensors; returns the number of parameters.
 

@@ -1,0 +1,98 @@
+"""Time and memory of a call, and how a benchmark asks a process of its own for them. The standard library alone.
+
+An engine is a script that is given a job, a JSON file, and prints its answer as the last line of standard output. It
+may run in another environment than this project's, so the scripts import nothing but this file and their engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# (prompt, a length for each sibling, seed) -> the new tokens of each sibling
+Generate = Callable[[list[int], list[int], int], Sequence[Sequence[int]]]
+
+
+def status_kib(key: str) -> int:
+    """A figure of /proc/self/status, such as VmRSS or VmHWM."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
+
+
+def forget_peak() -> None:
+    """Let VmHWM begin anew from the memory in use now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, int, Any]:
+    """(seconds, KiB by which the resident set grew at its peak, result) of call()."""
+    forget_peak()
+    resident = status_kib("VmRSS")
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, status_kib("VmHWM") - resident, result
+
+
+def read_job() -> dict[str, Any]:
+    """The job that this script was started with."""
+    job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    return job
+
+
+def answer(**values: Any) -> None:
+    """Give the asking process its answer."""
+    print(json.dumps(values), flush=True)
+
+
+def time_rollouts(job: dict[str, Any], generate: Generate, warm_tokens: int | None = None) -> dict[str, Any]:
+    """Seconds of each timed call, and the peak of the resident set over all of them, the engine's weights included.
+
+    Every call has a prompt of its own, so that no engine finds the last call's in a cache; the first call, which may be
+    held to warm_tokens per sibling, only warms up. Raises where an engine gave other lengths than those asked for.
+    """
+    forget_peak()
+    seconds = []
+    for i, prompt in enumerate(job["prompts"]):
+        lengths = job["lengths"]
+        if not i and warm_tokens:
+            lengths = [min(n, warm_tokens) for n in lengths]
+        start = time.perf_counter()
+        rows = generate(prompt, lengths, i)
+        elapsed = time.perf_counter() - start
+        if [len(row) for row in rows] != lengths:
+            raise RuntimeError("the engine returned other lengths than those asked for")
+        if len(rows) > 1 and len({tuple(row) for row in rows}) == 1:
+            raise RuntimeError("all siblings are the same: the engine did not sample")
+        if i:
+            seconds.append(elapsed)
+    return {"seconds": seconds, "peak_mib": status_kib("VmHWM") / 1024}
+
+
+class EngineFailed(Exception):
+    """An engine's process ended without an answer; the text has its last lines."""
+
+
+def ask(python: str, script: str, job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Run tools/`script` under the interpreter `python`, in a fresh process with job["threads"] threads."""
+    path = directory / "job.json"
+    path.write_text(json.dumps(job), encoding="utf-8")
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(job["threads"]),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",  # its threads would be beyond those asked for
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    if python != sys.executable:
+        environment.pop("PYTHONPATH", None)  # another environment brings its own packages
+    command = [python, str(Path(__file__).parent / script), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode or not done.stdout.strip():
+        raise EngineFailed(f"{script} under {python} failed:\n" + "\n".join(done.stderr.strip().splitlines()[-15:]))
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
