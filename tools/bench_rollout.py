@@ -14,6 +14,7 @@ asked for, and the time includes the prompt's. Only brorl computes log-probabili
 peak_mib: resident set of the engine's process at its peak, runtime and weights included. gemm_peak_share: 2 operations
 for each weight of the layers' matrices and the LM head per token asked for (nothing for the prompt, attention or
 sampling), against a product of 4096 x 4096 matrices of the same dtype, the faster of one before and one after the rows.
+others_cpu_share: what other processes took of the machine meanwhile; above some percent, measure again.
 Of brorl alone: refit_ms, a whole update_weights; prompt_kv_bytes, what the tensors alive in the second decoding step
 grow by when the prompt is twice as long, and prompt_kv_copies, that over the size of one copy of the prompt's keys and
 values. Linux only.
@@ -74,6 +75,7 @@ def measure(
             "tokens_per_s": tokens / seconds,
             "peak_mib": found["peak_mib"],
             "gemm_peak_share": 2 * matrix_weights(shape) * tokens / seconds,
+            "others_cpu_share": found["others_cpu_share"],
             "version": found.get("version"),
         }
         if "prompt_kv_bytes" in found:
@@ -92,7 +94,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         extra = f"  refit {r['refit_ms']:.1f} ms, prompt KV {r['prompt_kv_copies']:.2f}x" if "refit_ms" in r else ""
         print(
             f"{r['model']:<6}{r['dtype']:<6}{r['prompt']:>6}{r['n']:>5}{r['lengths']:>8}  {r['engine']:<13}"
-            f"{r['tokens_per_s']:>9.0f}{ratio:>9}{r['peak_mib']:>9.0f}{r['gemm_peak_share']:>10.1%}{extra}",
+            f"{r['tokens_per_s']:>9.0f}{ratio:>9}{r['peak_mib']:>9.0f}{r['gemm_peak_share']:>10.1%}"
+            f"{r['others_cpu_share']:>8.0%}{extra}",
             flush=True,
         )
 
@@ -143,7 +146,7 @@ def main() -> None:
         for row in found:
             if row["dtype"] == dtype:
                 row["gemm_peak_share"] /= peak
-    print("model dtype prompt    N  tokens  engine         tokens/s  brorl is peak MiB peak share")
+    print("model dtype prompt    N  tokens  engine         tokens/s  brorl is peak MiB peak share  others")
     for i in range(0, len(found), len(pythons)):
         show(found[i : i + len(pythons)])
     write_rows(args.json, found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -78,6 +79,28 @@ class EngineFailed(Exception):
     """An engine's process ended without an answer; the text has its last lines."""
 
 
+def run(command: Sequence[str], environment: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A finished process, and what share of the machine's processors others took meanwhile: figures are as good as
+    that is near to 0."""
+    busy, children, start = _busy_seconds(), _children_seconds(), time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    others = _busy_seconds() - busy - (_children_seconds() - children)
+    return done, max(0.0, others / (time.perf_counter() - start) / (os.cpu_count() or 1))
+
+
+def _busy_seconds() -> float:
+    """Processor seconds that the machine has spent on anything, those stolen by its host included."""
+    user, nice, system, _idle, _wait, irq, softirq, steal = (
+        int(x) for x in Path("/proc/stat").read_text(encoding="ascii").split()[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def ask(python: str, script: str, job: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Run tools/`script` under the interpreter `python`, in a fresh process with job["threads"] threads."""
     path = directory / "job.json"
@@ -91,8 +114,8 @@ def ask(python: str, script: str, job: dict[str, Any], directory: Path) -> dict[
     if python != sys.executable:
         environment.pop("PYTHONPATH", None)  # another environment brings its own packages
     command = [python, str(Path(__file__).parent / script), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done, others = run(command, environment)
     if done.returncode or not done.stdout.strip():
         raise EngineFailed(f"{script} under {python} failed:\n" + "\n".join(done.stderr.strip().splitlines()[-15:]))
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+    return result | {"others_cpu_share": others}
