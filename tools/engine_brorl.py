@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_brorl.hf_config import WEIGHTS, read_shape
 from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.fused_decode import Fused
 from megatron_brorl.ops.fused_sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.torch_engine import TorchEngine
@@ -57,7 +58,7 @@ def main() -> None:
     job = read_job()
     torch.set_num_threads(job["threads"])
     shape, dtype, sampler = read_shape(job["model"]), DTYPES[job["dtype"]], Sampler()
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), dtype, len(job["lengths"]), sampler)
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), dtype, len(job["lengths"]), sampler, Fused())
     weights = {name: tensor.to(dtype) for name, tensor in load_file(f"{job['model']}/{WEIGHTS}").items()}
     engine.update_weights(weights.items(), 0)
 
