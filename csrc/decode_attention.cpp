@@ -31,12 +31,17 @@ void page_scores(const float* q, int64_t d, const T* const* pages, float* scores
   Wide sum[R][P] = {};
   for (int64_t k = 0; k < d; ++k) {
     Wide key[P];
+#pragma GCC unroll 8
     for (int p = 0; p < P; ++p) key[p] = load_wide(pages[p] + k * kPage);
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
       for (int p = 0; p < P; ++p) sum[r][p] += q[r * d + k] * key[p];
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
     for (int p = 0; p < P; ++p) store_wide(scores + r * kBlockKeys + p * kPage, sum[r][p]);
   }
 }
@@ -46,18 +51,25 @@ template <int R, int C, typename T>
 void page_values(
     const float* weights, const T* const* pages, int64_t count, int64_t at, int64_t width, float* total) {
   Wide sum[R][C];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
     for (int c = 0; c < C; ++c) sum[r][c] = load_wide(total + r * kWidest + at + c * kWide);
   }
   for (int64_t key = 0; key < count; ++key) {
     const T* const value = pages[key / kPage] + key % kPage * width + at;
     Wide x[C];
+#pragma GCC unroll 8
     for (int c = 0; c < C; ++c) x[c] = load_wide(value + c * kWide);
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
       for (int c = 0; c < C; ++c) sum[r][c] += weights[r * kBlockKeys + key] * x[c];
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
     for (int c = 0; c < C; ++c) store_wide(total + r * kWidest + at + c * kWide, sum[r][c]);
   }
 }
@@ -84,7 +96,12 @@ void attend_block(
     float* const s = scores + r * kBlockKeys;
     for (int64_t j = count; j < pages * kPage; ++j) s[j] = -std::numeric_limits<float>::infinity();
     float largest = tile.largest[first + r];
-    for (int64_t j = 0; j < pages * kPage; ++j) largest = s[j] > largest ? s[j] : largest;
+    Wide top = Wide{} + largest;  // lane by lane: a maximum of floats does not vectorise by itself
+    for (int64_t j = 0; j < pages * kPage; j += kWide) {
+      const Wide x = load_wide(s + j);
+      top = x > top ? x : top;
+    }
+    for (int64_t i = 0; i < kWide; ++i) largest = top[i] > largest ? top[i] : largest;
     const float shrink = std::exp(tile.largest[first + r] - largest);
     float* const total = tile.total + (first + r) * kWidest;
     for (int64_t i = 0; i < width; ++i) total[i] *= shrink;
@@ -99,8 +116,11 @@ void attend_block(
     tile.largest[first + r] = largest;
   }
   float* const total = tile.total + first * kWidest;
+  constexpr int kColumns = R > 4 ? 2 : 4;
   int64_t at = 0;
-  for (; at + 2 * kWide <= width; at += 2 * kWide) page_values<R, 2>(scores, values, count, at, width, total);
+  for (; at + kColumns * kWide <= width; at += kColumns * kWide) {
+    page_values<R, kColumns>(scores, values, count, at, width, total);
+  }
   for (; at < width; at += kWide) page_values<R, 1>(scores, values, count, at, width, total);
 }
 
