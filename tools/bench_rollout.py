@@ -15,9 +15,9 @@ peak_mib: resident set of the engine's process at its peak, runtime and weights 
 for each weight of the layers' matrices and the LM head per token asked for (nothing for the prompt, attention or
 sampling), against a product of 4096 x 4096 matrices of the same dtype, the faster of one before and one after the rows.
 others_cpu_share: what other processes took of the machine meanwhile; above some percent, measure again.
-Of brorl alone: refit_ms, a whole update_weights; prompt_kv_bytes, what the tensors alive in the second decoding step
-grow by when the prompt is twice as long, and prompt_kv_copies, that over the size of one copy of the prompt's keys and
-values. Linux only.
+Of brorl alone: refit_ms, a whole update_weights; prompt_kv_bytes, what the keys and values alive in the second decoding
+step grow by when the prompt is twice as long, and prompt_kv_copies, that over the size of one copy of the prompt's keys
+and values (exact for prompts of a multiple of 16 tokens: they live in pages). Linux only.
 """
 
 from __future__ import annotations

@@ -59,6 +59,11 @@ class TorchEngine:
         self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
         self.version = version
 
+    def kv_bytes(self) -> int:
+        """Keys and values of the tokens alive now, in whole pages."""
+        pool = self._pool
+        return 0 if pool is None else (pool.size - pool.free) * page_bytes(self.shape, self.dtype)
+
     def sleep(self) -> None:
         self._decoder = self._pool = None
         self.version = -1
