@@ -2,13 +2,15 @@
 """Samples per second and peak memory of a whole training step, here and in TRL's GRPOTrainer, in one run.
 
     python tools/bench_step.py [--quick] [--json FILE] [--n 512] [--prompts 64 256] [--response 64]
-                               [--trl-python PYTHON] [--trl-micro-batch 64] [--threads N] [--repeat N]
+                               [--tokens-per-micro-batch 16384] [--trl-python PYTHON] [--trl-micro-batch 64]
+                               [--threads N] [--repeat N]
 
 A step: N responses to one prompt, their rewards, one optimizer step, new weights for the sampler. Model t4 of
 bench_common in float32, with a tokenizer of one word per token; 1 of 32 words is an answer in tags, so a little less
 than half of the responses are right, and the reward costs next to nothing on either side. Responses end at the length
-limit, or now and then at the end token. This side is the command `brorl train` on one process with its defaults; its
-figures come from metrics.jsonl and summary.json. The first step warms up; seconds are medians of the others.
+limit, or now and then at the end token. This side is the command `brorl train` on one process, with its defaults but
+for the options above; its figures come from metrics.jsonl and summary.json. The first step warms up; seconds are
+medians of the others.
 
 peak_mib: resident set of all processes at its peak, libraries included; on this side that counts the scoring processes
 and the writing of checkpoint and model. gemm_peak_share: 8 operations for each weight of the layers' matrices and the
@@ -34,6 +36,7 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
+from megatron_brorl.config import TrainConfig
 from megatron_brorl.hf_config import read_shape
 
 PHASES = ("generate", "score", "train", "refit", "step")
@@ -57,6 +60,7 @@ strict = false  # a response that ends at the length limit counts
 [train]
 steps = {steps}
 checkpoint_every = 0
+tokens_per_micro_batch = {tokens}
 """
 
 
@@ -86,10 +90,16 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     data, config, out = directory / "train.jsonl", directory / "run.toml", directory / "run"
     rows = [{"prompt": text, "answer": "1"} for text in job["prompts"]]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    config.write_text(
-        RUN.format(dir=out, model=job["model"], data=data, n=job["n"], response=job["response"], steps=len(rows)),
-        encoding="utf-8",
+    text = RUN.format(
+        dir=out,
+        model=job["model"],
+        data=data,
+        n=job["n"],
+        response=job["response"],
+        steps=len(rows),
+        tokens=job["tokens_per_micro_batch"],
     )
+    config.write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "megatron_brorl", "train", str(config)]
     environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "TRANSFORMERS_VERBOSITY": "error"}
     done, others = run(command, environment)
@@ -118,6 +128,7 @@ def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, we
         "prompt": prompt,
         "n": job["n"],
         "lengths": str(job["response"]),
+        "micro_batch": f"{job['tokens_per_micro_batch']} tokens" if engine == "brorl" else f"{job['micro_batch']} rows",
         "dtype": DTYPE,
         "threads": job["threads"],
         "tokens": tokens,
@@ -152,6 +163,12 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=64, help="response tokens at most (%(default)s)")
     parser.add_argument("--trl-python", help="interpreter of an environment with trl")
     parser.add_argument("--trl-micro-batch", type=int, default=64, help="its per_device_train_batch_size (%(default)s)")
+    parser.add_argument(
+        "--tokens-per-micro-batch",
+        type=int,
+        default=TrainConfig.tokens_per_micro_batch,
+        help="train.tokens_per_micro_batch of brorl, which decides on its memory (%(default)s)",
+    )
     args = parser.parse_args()
     if args.quick:
         args.n, args.prompts, args.response = 64, [64], 16
@@ -172,6 +189,7 @@ def main() -> None:
                 "n": args.n,
                 "response": args.response,
                 "micro_batch": args.trl_micro_batch,
+                "tokens_per_micro_batch": args.tokens_per_micro_batch,
             }
             try:
                 found = {"brorl": ours(job, directory)}

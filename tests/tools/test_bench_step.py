@@ -49,6 +49,6 @@ def test_prompts_have_the_tokens_they_should(tmp_path):
 
 
 def test_a_step_without_a_signal_is_no_figure():
-    found = {"rewards": [0.5, 0.0], "steps": [], "peak_mib": 1.0, "version": None}
+    found = {"rewards": [0.5, 0.0]}
     with pytest.raises(bench_step.EngineFailed, match="nothing to train on"):
-        bench_step.row("brorl", found, {"n": 2, "response": 1, "threads": 1}, 1, 1)
+        bench_step.row("brorl", found, {"n": 2, "response": 1}, 1, 1)
