@@ -98,7 +98,7 @@ def _train(args: argparse.Namespace) -> int:
             if not trainer.run(writer, p, session.stop_requested):
                 p.note("stopped by a signal; the state is saved: start the same command again to go on")
                 return PREEMPTED
-            after = trainer.evaluate().as_dict() if trainer.held_out else None
+            after = trainer.evaluate(p).as_dict() if trainer.held_out else None
         session.export(worker)
         peak = session.peak_rss_mib()
         if session.speaks:
@@ -155,9 +155,10 @@ def _evaluate(args: argparse.Namespace) -> int:
             raise UserError(f"{args.config}: nothing to evaluate on; give data.held_out or data.tasks")
         rollouts = session.rollouts()
         rollouts.engine.update_weights(session.worker(None).hf_tensors(), 0)
-        e = config.evaluate
-        sampling = Sampling(e.temperature, e.top_p, e.top_k, config.rollout.max_tokens, session.stop_ids)
-        result = evaluate(rollouts, session.sources.held_out, e, sampling, session.grid).as_dict()
+        e, r = config.evaluate, config.rollout
+        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
+        evaluation = evaluate(rollouts, session.sources.held_out, e, sampling)
+        result = evaluation.as_dict()
         if session.speaks:
             _write_json(session.dir / "evaluation.json", result)
             p = result["pass_at_1"]
@@ -167,6 +168,8 @@ def _evaluate(args: argparse.Namespace) -> int:
                 print(f"pass@{k} {value:.4f}")
             for task, value in result["by_task"].items():
                 print(f"  {task} pass@1 {value:.4f}")
+            if evaluation.lost:
+                print(evaluation.remark())
             print(f"written to {session.dir / 'evaluation.json'}")
     return 0
 

@@ -8,10 +8,11 @@ are known (`parallel.grid`, `models.gpt`).
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +31,8 @@ _AT_LEAST_ONE = (
 )
 _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
-    "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature "
-    "algo.entropy_coef algo.aggregation_tokens rollout.memory_mib"
+    "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature algo.entropy_coef "
+    "algo.aggregation_tokens rollout.memory_mib rollout.partial_tokens rollout.most_carried"
 )
 
 
@@ -55,7 +56,8 @@ class ParallelConfig:
     pipeline: int = 1
     sequence: bool = False  # Megatron's sequence parallelism (needs tensor > 1)
     distributed_optimizer: bool = False  # ZeRO-1; its checkpoints need a GPU
-    timeout_s: float = 600.0  # a collective that waits longer ends the run
+    # A collective that waits longer ends the run; ranks that wait for another's rollouts wait rollout.timeout_s more.
+    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,14 @@ class RolloutConfig:
     memory_mib: int = 0  # for keys and values on one rank; what does not fit waits. 0 = half of what is free
     stop_strings: tuple[str, ...] = ()  # a response ends when its text contains one, besides the model's stop tokens
     dtype: Literal["fp32", "bf16"] = "fp32"
+    # A step's sampling on one rank; rollouts that have not ended half-way are named. Then it is told to stop, and what
+    # does not end is lost, or carried to the next step where there are partial rollouts.
+    timeout_s: float = 1800.0
+    most_lost: float = 0.1  # share of a step's rollouts; the others are trained on. More end the run; 0: any does
+    # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
+    # when its last sibling has ended. 0 = responses are sampled whole.
+    partial_tokens: int = 0
+    most_carried: int = 8  # steps that a group is carried over at most; what has not ended then is lost
 
 
 @dataclass(frozen=True)
@@ -224,6 +234,13 @@ def validate(config: Config, where: str) -> None:
     need(0 < config.rollout.top_p <= 1, "rollout.top_p", "must be in (0, 1]")
     need(all(config.rollout.stop_strings), "rollout.stop_strings", "an empty string would stop everything")
     need(0 < config.evaluate.top_p <= 1, "evaluate.top_p", "must be in (0, 1]")
+    need(
+        0 < config.rollout.timeout_s < math.inf,
+        "rollout.timeout_s",
+        "must be above 0 and finite: no step waits for ever",
+    )
+    need(0 <= config.rollout.most_lost <= 1, "rollout.most_lost", "must be in [0, 1]")
+    _validate_partial(config, need)
     need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
     need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")
     need(0 < config.algo.eps_low < 1, "algo.eps_low", "must be in (0, 1)")
@@ -255,6 +272,24 @@ def validate(config: Config, where: str) -> None:
         config.rollout.prompts >= config.algo.mini_batches,
         "algo.mini_batches",
         f"cannot cut {config.rollout.prompts} prompts (rollout.prompts) into that many mini-batches",
+    )
+
+
+def _validate_partial(config: Config, need: Callable[[bool, str, str], None]) -> None:
+    rollout = config.rollout
+    if not rollout.partial_tokens:
+        return
+    steps = -(-rollout.max_tokens // rollout.partial_tokens)
+    need(
+        rollout.most_carried >= steps - 1,
+        "rollout.most_carried",
+        f"a response of rollout.max_tokens = {rollout.max_tokens} at {rollout.partial_tokens} tokens per step "
+        f"(rollout.partial_tokens) is carried over {steps - 1} steps: all long responses would be lost",
+    )
+    need(
+        config.algo.old_log_probs == "actor",
+        "algo.old_log_probs",
+        "partial rollouts (rollout.partial_tokens) come from older weights than the actor's: must be 'actor'",
     )
 
 

@@ -30,6 +30,7 @@ from megatron_brorl.parallel import collect, device, grid
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rollout.engine import SampleTokens
 from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context, stop_ids
 from megatron_brorl.train.worker import Worker
@@ -60,7 +61,7 @@ class Session:
         limit = context(config, self.shape) - config.rollout.max_tokens
         self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
-        self.grid = grid.build(config.parallel, config.run.seed)
+        self.grid = grid.build(config.parallel, config.run.seed, config.rollout.timeout_s + GRACE_S)
         self.speaks = self.grid.rank == 0
         self._closing: list[Callable[[], Any]] = [grid.leave]
         self._signalled_at: float | None = None
@@ -133,7 +134,8 @@ class Session:
             c.rollout.memory_mib * 2**20,
             self.tokenizer.decode,
         )
-        return Rollouts(engine, pool, self.tokenizer, c.reward, c.run.seed)
+        watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
+        return Rollouts(watchdog, pool, self.tokenizer, c.reward, c.run.seed, self.grid, c.rollout.most_lost)
 
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint to go on from; older ones are moved aside where train.resume = "never"."""
@@ -174,6 +176,8 @@ class Session:
         c = self.config
         plain = dataclasses.asdict(c)
         kept = {name: plain[name] for name in ("data", "rollout", "reward", "algo", "ops", "optim")}
+        for key in ("timeout_s", "most_lost"):
+            del kept["rollout"][key]  # they decide when a run ends, not what it computes
         kept["run"] = {"seed": c.run.seed}
         kept["model"] = {**dataclasses.asdict(self.shape), "dtype": c.model.dtype}
         return json.loads(json.dumps(kept))

@@ -45,11 +45,11 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The sibling rollouts of one prompt, sampled from one version of the policy."""
+    """Sibling rollouts of one prompt, all N of them or those that one call was asked for."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
-    version: int  # optimizer steps the sampling weights had seen
+    version: int  # optimizer steps that the weights of this call had seen
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,25 @@ class ScoredGroup:
     """A group with the verdicts of its verifier."""
 
     group: RolloutGroup
-    rewards: Tensor  # [N] float32
+    rewards: Tensor  # [rollouts] float32
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """A prompt whose N siblings are being sampled, over one step or several; the same on every rank."""
+
+    prompt: Prompt
+    step: int | str  # that it was taken up in, which names its random stream
+    place: int  # among the prompts of that step
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rollout, its group and its verdict: what the ranks of a replica share, and what is carried over steps."""
+
+    group: int  # index among the step's open groups
+    rollout: Rollout
+    reward: float  # nan while the rollout is "cut"
 
 
 @dataclass(frozen=True)

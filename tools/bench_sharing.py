@@ -43,7 +43,7 @@ def measure(directory: str, processes: Grid, prompt: int, n: int, share: bool, r
     tokens, seconds = worker.tokens(experience.prompts, responses), []
     for update in range(1 + repeat):
         start = time.perf_counter()
-        update_policy(worker, experience, [n], AlgoConfig(), optim, 1.0, update)
+        update_policy(worker, experience, [list(range(n))], AlgoConfig(), optim, 1.0, update)
         seconds.append(time.perf_counter() - start)
     return {
         "prompt": prompt,

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,19 @@ MANIFEST = "manifest.json"
 STEPPED = "optimizer_has_stepped"  # key of run.json
 
 
-def save(root: Path, step: int, actor: Any, optimizer: Any, run: dict[str, Any], keep: int) -> Path:
-    """Write the state after `step` steps; a collective. run is JSON that `load` gives back. Keeps the newest `keep`."""
+def save(
+    root: Path,
+    step: int,
+    actor: Any,
+    optimizer: Any,
+    run: dict[str, Any],
+    keep: int,
+    add: Callable[[Path], None] = lambda directory: None,
+) -> Path:
+    """Write the state after `step` steps; a collective. Keeps the newest `keep`.
+
+    run: JSON that read_run gives back. add: called on every rank to put files of its own into the directory.
+    """
     target = root / f"step_{step:08d}"
     aside = root / f".{target.name}.writing"
     if dist.get_rank() == 0:
@@ -40,6 +52,7 @@ def save(root: Path, step: int, actor: Any, optimizer: Any, run: dict[str, Any],
     stepped = bool(optimizer.optimizer.state)
     with device.bridge():
         dist_checkpointing.save(_state(actor, optimizer if stepped else None), str(aside))
+    add(aside)
     dist.barrier()
     if dist.get_rank() == 0:
         (aside / RUN).write_text(json.dumps({**run, STEPPED: stepped}, indent=1), encoding="utf-8")

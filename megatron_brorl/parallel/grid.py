@@ -29,6 +29,8 @@ class Grid:
     dp_rank: int
     groups: ProcessGroupCollection  # .tp .pp .dp .mp (tensor x pipeline) ...
     sequence_parallel: bool = False
+    meeting: dist.ProcessGroup | None = None  # all ranks, over gloo
+    patience: timedelta = timedelta()
 
     @property
     def rank(self) -> int:
@@ -55,10 +57,19 @@ class Grid:
     def mp_size(self) -> int:
         return self.tensor * self.pipeline
 
+    def meet(self) -> None:
+        """Wait for all ranks after a phase in which they may be further apart than parallel.timeout_s allows.
 
-def build(config: ParallelConfig, seed: int = 0) -> Grid:
+        Raises RuntimeError, on rank 0 with the ranks that are missing, when `patience` is over.
+        """
+        if self.meeting is not None:
+            dist.monitored_barrier(self.meeting, self.patience, wait_all_ranks=True)
+
+
+def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     """Join the processes of the launcher (torchrun, Slurm; alone without one) into a grid.
 
+    phase_s: seconds that ranks may be apart where they `meet`, beside parallel.timeout_s; 0 = they never do.
     Raises UserError when the world size is not a multiple of tensor x pipeline.
     """
     device.prepare()
@@ -78,6 +89,7 @@ def build(config: ParallelConfig, seed: int = 0) -> Grid:
     )
     # Dropout is off everywhere; Megatron still insists on seeded generators for its forks.
     model_parallel_cuda_manual_seed(seed)
+    patience = timedelta(seconds=phase_s + config.timeout_s)
     return Grid(
         tensor=config.tensor,
         pipeline=config.pipeline,
@@ -87,6 +99,8 @@ def build(config: ParallelConfig, seed: int = 0) -> Grid:
         dp_rank=parallel_state.get_data_parallel_rank(),
         groups=ProcessGroupCollection.use_mpu_process_groups(),
         sequence_parallel=config.sequence,
+        meeting=dist.new_group(timeout=patience, backend="gloo") if phase_s and world > 1 else None,
+        patience=patience,
     )
 
 

@@ -1,63 +1,84 @@
-"""Who samples what: the prompts of a step over the ranks, and back to the ranks that train on them.
+"""Who samples what: the rollouts of a step over the ranks, and back to the ranks that train on them.
 
-Each data-parallel rank owns the prompts prompts[dp_rank::dp]. The tensor x pipeline ranks that together hold its copy
-of the model split the sampling of those among themselves, and then share the token ids, since all of them train on the
-same rows. Between data-parallel ranks no rollout ever travels.
+A step's new rollouts, in (prompt, sibling) order, are cut into one run per data-parallel replica, and the work of a
+replica into one run per rank of the tensor x pipeline group that holds its copy of the model. So the siblings of a
+prompt may span ranks and replicas, and ranks differ by one rollout at most. What is drawn does not depend on the cuts:
+random numbers are keyed by (seed, step, prompt, sibling, position). A replica trains on what it sampled: its ranks
+share their rows, and between replicas no rollout ever travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Request
-from megatron_brorl.types import Prompt, Rollout, RolloutGroup, ScoredGroup
+from megatron_brorl.rollout.rows import from_tensors, to_tensors
+from megatron_brorl.types import OpenGroup, Rollout, Row
+
+Slot = tuple[int, int]  # a rollout to sample: (index of its open group, sibling)
 
 
-def own_share(prompts: Sequence[Prompt], grid: Grid) -> list[Prompt]:
-    """The prompts that this rank samples."""
-    return list(prompts[grid.dp_rank :: grid.data][grid.mp_rank :: grid.mp_size])
+def even_cuts(total: int, loads: Sequence[int]) -> list[int]:
+    """Where to cut `total` new rows into one run per part: part i gets rows cuts[i] to cuts[i + 1].
+
+    loads: rows that each part has already. Parts end up with as even a number as new rows can make it: those that get
+    any differ by one row at most, and no other has fewer.
+    """
+    by_load = sorted(range(len(loads)), key=lambda i: loads[i])
+    filled = len(loads)  # so many of the least loaded parts can be brought to one level
+    while total + sum(loads[i] for i in by_load[:filled]) < filled * loads[by_load[filled - 1]]:
+        filled -= 1
+    chosen = sorted(by_load[:filled])
+    level = total + sum(loads[i] for i in chosen)  # times `filled`
+    shares = [0] * len(loads)
+    for place, i in enumerate(chosen):
+        shares[i] = level * (place + 1) // filled - level * place // filled - loads[i]
+    return [0, *accumulate(shares)]
 
 
-def requests(prompts: Sequence[Prompt], n: int, seed: int, step: int | str) -> list[Request]:
-    """n siblings for each prompt, keyed by (seed, step, prompt id): the same on whatever rank they are sampled."""
-    return [Request(p, stream_key(seed, step, p.id), n) for p in prompts]
+def own_slots(begun: Sequence[Slot], first: int, groups: int, n: int, loads: Sequence[int], grid: Grid) -> list[Slot]:
+    """What this rank samples: its share of its replica's work.
+
+    begun: the replica's "cut" rollouts, which go on here. New are n siblings of each of `groups` groups, numbered from
+    `first`. loads: the number of `begun` on every replica.
+    """
+    new = even_cuts(groups * n, loads)[grid.dp_rank : grid.dp_rank + 2]
+    slots = [*begun, *((first + i // n, i % n) for i in range(*new))]
+    return slots[slice(*even_cuts(len(slots), [0] * grid.mp_size)[grid.mp_rank : grid.mp_rank + 2])]
 
 
-def share_with_model_group(groups: list[ScoredGroup], grid: Grid) -> list[ScoredGroup]:
-    """Give every rank of the tensor x pipeline group all of its data-parallel rank's groups, in prompt order."""
+def requests(
+    slots: Sequence[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], seed: int
+) -> tuple[list[Request], list[int]]:
+    """One request per run of consecutive siblings, and the group of each; keyed by (seed, step, prompt id).
+
+    begun: "cut" rollouts among the slots, which go on from their tokens.
+    """
+    runs: list[list[Slot]] = []
+    for group, sibling in slots:
+        if runs and runs[-1][-1] == (group, sibling - 1):
+            runs[-1].append((group, sibling))
+        else:
+            runs.append([(group, sibling)])
+    asked = []
+    for run in runs:
+        group, first = run[0]
+        g = groups[group]
+        going_on = tuple(begun[slot] for slot in run if slot in begun)
+        asked.append(Request(g.prompt, stream_key(seed, g.step, g.prompt.id), len(run), first, going_on))
+    return asked, [run[0][0] for run in runs]
+
+
+def share_with_model_group(rows: list[Row], grid: Grid) -> list[Row]:
+    """All rows of this replica, on every rank of its tensor x pipeline group; a collective."""
     if grid.mp_size == 1:
-        return groups
-    shares: list[list[tuple]] = [[] for _ in range(grid.mp_size)]
-    dist.all_gather_object(shares, [_flatten(g) for g in groups], group=grid.groups.mp)
-    shared: list[ScoredGroup] = []
-    for i in range(max(len(share) for share in shares)):
-        shared.extend(_unflatten(share[i]) for share in shares if i < len(share))
-    return shared
-
-
-def _flatten(scored: ScoredGroup) -> tuple:
-    """A handful of tensors instead of thousands of small ones: pickling costs per object."""
-    rollouts = scored.group.rollouts
-    return (
-        scored.group.prompt,
-        scored.group.version,
-        torch.cat([r.token_ids for r in rollouts]),
-        torch.cat([r.log_probs for r in rollouts]),
-        [(r.index, len(r.token_ids), r.finish) for r in rollouts],
-        scored.rewards,
-    )
-
-
-def _unflatten(flat: tuple) -> ScoredGroup:
-    prompt, version, ids, log_probs, heads, rewards = flat
-    lengths = [length for _, length, _ in heads]
-    rollouts = tuple(
-        Rollout(index, i, lp, finish)
-        for (index, _, finish), i, lp in zip(heads, ids.split(lengths), log_probs.split(lengths), strict=True)
-    )
-    return ScoredGroup(RolloutGroup(prompt, rollouts, version), rewards)
+        return rows
+    shares: list[dict[str, Tensor]] = [{} for _ in range(grid.mp_size)]
+    dist.all_gather_object(shares, to_tensors(rows), group=grid.groups.mp)
+    return [row for share in shares for row in from_tensors(share)]

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from megatron_brorl.algo.estimators import Interval, bootstrap_mean, pass_at_k
 from megatron_brorl.config import EvaluateConfig
-from megatron_brorl.parallel import device
-from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.train.rollouts import Rollouts
-from megatron_brorl.types import Prompt
+from megatron_brorl.rollout.sampler import even_cuts
+from megatron_brorl.train.groups import gather
+from megatron_brorl.train.rollouts import Rollouts, check_lost
+from megatron_brorl.types import OpenGroup, Prompt
 
 CORRECT = 0.99  # a reward from here on counts as a pass
 
@@ -29,6 +27,12 @@ class Evaluation:
     response_tokens: float
     prompts: int
     samples: int
+    lost: int  # samples that never ended; the figures are over the others
+
+    def remark(self) -> str:
+        """What a reader must know about the figures; empty where nothing was lost."""
+        total = self.prompts * self.samples
+        return f"{self.lost} of {total} samples were lost; the figures are over the others" if self.lost else ""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -39,43 +43,47 @@ class Evaluation:
             "response_tokens": self.response_tokens,
             "prompts": self.prompts,
             "samples": self.samples,
+            "lost": self.lost,
         }
 
 
-def evaluate(
-    rollouts: Rollouts, prompts: Sequence[Prompt], config: EvaluateConfig, sampling: Sampling, grid: Grid
-) -> Evaluation:
+def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], config: EvaluateConfig, sampling: Sampling) -> Evaluation:
     """Sample every prompt config.samples times, shared over all ranks; the same result on every rank.
 
-    The random streams do not depend on the training step, so that evaluations of two policies are paired.
+    The random streams do not depend on the training step, so that evaluations of two policies are paired. Lost samples
+    are counted and left out: a prompt's share of passes is over its survivors, and a prompt with fewer than k of them
+    is left out of pass@k.
     """
-    share = range(grid.rank, len(prompts), grid.world)
-    sampled = rollouts.sample([prompts[i] for i in share], config.samples, sampling, "evaluate")
-    # Per prompt: correct samples, rewards and response tokens; other ranks fill the other rows.
-    table = torch.zeros(len(prompts), 3, dtype=torch.float64)
-    for i, scored in zip(share, sampled.groups, strict=True):
-        tokens = sum(len(r.token_ids) for r in scored.group.rollouts)
-        rewards = scored.rewards.double()
-        table[i] = torch.tensor([(rewards >= CORRECT).sum(), rewards.sum(), tokens], dtype=torch.float64)
-    table = table.to(device.default_device())
-    dist.all_reduce(table)
-    correct = [int(c) for c in table[:, 0].tolist()]
-    shares = [c / config.samples for c in correct]
+    n, grid = config.samples, rollouts.grid
+    groups = [OpenGroup(prompt, "evaluate", place) for place, prompt in enumerate(prompts)]
+    own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
+    sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
+    outcomes = gather(sampled.rows, len(groups), n, None)
+    lost = int((~outcomes.ended).sum())
+    check_lost("evaluation", lost, len(groups) * n, rollouts.most_lost)
+    correct = ((outcomes.rewards >= CORRECT) & outcomes.ended).sum(dim=1).tolist()
+    survivors = outcomes.ended.sum(dim=1).tolist()
+    passed = [(c, m) for c, m in zip(correct, survivors, strict=True) if m]
+    if not passed:
+        raise UserError("evaluation: every sample was lost, so there is nothing to report")
     tasks: dict[str, list[float]] = {}
-    for prompt, value in zip(prompts, shares, strict=True):
-        tasks.setdefault(str(prompt.metadata.get("source_dataset", prompt.verifier)), []).append(value)
-    total = len(prompts) * config.samples
+    for prompt, c, m in zip(prompts, correct, survivors, strict=True):
+        if m:
+            tasks.setdefault(str(prompt.metadata.get("source_dataset", prompt.verifier)), []).append(c / m)
     return Evaluation(
-        pass_at_1=bootstrap_mean(shares, config.bootstrap, rollouts.seed),
-        pass_at_k={
-            k: sum(pass_at_k(config.samples, c, k) for c in correct) / len(prompts) for k in _powers(config.samples)
-        },
-        by_task={name: sum(values) / len(values) for name, values in sorted(tasks.items())},
-        mean_reward=float(table[:, 1].sum()) / total,
-        response_tokens=float(table[:, 2].sum()) / total,
+        pass_at_1=bootstrap_mean([c / m for c, m in passed], config.bootstrap, rollouts.seed),
+        pass_at_k={k: _mean([pass_at_k(m, c, k) for c, m in passed if m >= k]) for k in _powers(max(survivors))},
+        by_task={name: _mean(values) for name, values in sorted(tasks.items())},
+        mean_reward=float(outcomes.rewards.double().sum()) / sum(survivors),
+        response_tokens=float(outcomes.tokens[outcomes.ended].sum()) / sum(survivors),
         prompts=len(prompts),
-        samples=config.samples,
+        samples=n,
+        lost=lost,
     )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _powers(samples: int) -> list[int]:

@@ -1,17 +1,18 @@
 """The step of BroRL, readable on one page.
 
 prompts -> N rollouts each -> verdicts -> groups with a signal -> advantages -> clipped update -> weights to engine
+
+Rollouts may be lost, and may take several steps: a group is trained on with its survivors when none of it goes on.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.algo.selection import keep_informative
 from megatron_brorl.config import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
@@ -21,20 +22,23 @@ from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.sampler import own_share, share_with_model_group
+from megatron_brorl.rollout.rows import in_order
+from megatron_brorl.rollout.sampler import own_slots, share_with_model_group
+from megatron_brorl.train.carried import Carried, carry, read, staleness, write
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience
+from megatron_brorl.train.groups import CUT, advantages, figures, gather, give_up, mini_batches, select
 from megatron_brorl.train.policy import update_policy
-from megatron_brorl.train.rollouts import Rollouts, figures
+from megatron_brorl.train.rollouts import Rollouts, Sampled, check_lost
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import Prompt
+from megatron_brorl.types import OpenGroup, Prompt
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts a run would train on noise
 
 
 @dataclass
 class Trainer:
-    """Everything a run consists of. `step` and `updates` are the only state besides weights and optimizer."""
+    """Everything a run consists of; `step`, `updates` and `carried` are its state besides weights and optimizer."""
 
     config: Config
     grid: Grid
@@ -47,101 +51,146 @@ class Trainer:
     started: float  # Unix time at which this process's part of the job began
     step: int = 0  # steps done
     updates: int = 0  # optimizer steps done
+    carried: Carried = field(default_factory=Carried)  # rollouts that go on in the next step
     before: dict[str, Any] | None = None  # the evaluation before step 0
     spent: float = 0.0  # seconds of the processes that this one goes on from
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
-        """Train to train.steps, with checkpoints; False where stop() (asked at step boundaries) ended it early."""
+        """Train to train.steps, with checkpoints; False where stop() (asked at step boundaries) ended it early.
+
+        Raises UserError, after saving, where a rollout engine hangs.
+        """
         every, steps = self.config.train.checkpoint_every, self.config.train.steps
         self.refit()
         if self.before is None and self.held_out:
-            self.before = self.evaluate().as_dict()
+            self.before = self.evaluate(progress).as_dict()
             progress.note(f"held-out pass@1 before: {_percent(self.before)}")
+            self.check_engines("nothing is lost: no step was done")
         while self.step < steps:
             values, seconds = self.train_step()
             due = self.config.evaluate.every and self.step % self.config.evaluate.every == 0
-            if due and self.held_out and self.step < steps:
+            if due and self.held_out and self.step < steps and not self.stuck():
                 begun = time.monotonic()
-                values |= _flat(self.evaluate())
+                values |= _flat(self.evaluate(progress))
                 seconds["evaluate"] = time.monotonic() - begun
             if writer:
                 writer.write(self.step - 1, values, seconds)
             progress.update(self.step, _watched(values, seconds))
-            stopping = stop()
-            if stopping or self.step == steps or (every and self.step % every == 0):
+            stopping, stuck = stop(), self.stuck()
+            if stopping or stuck or self.step == steps or (every and self.step % every == 0):
                 self.save()
+            self.check_engines(f"the state after step {self.step} is saved")
             if stopping and self.step < steps:
                 return False
         return True
 
     def train_step(self) -> tuple[dict[str, float], dict[str, float]]:
         """One step; returns its figures (the same on every rank) and the seconds of each phase on this one."""
-        c, begun = self.config, time.monotonic()
+        c, grid, begun = self.config, self.grid, time.monotonic()
         prompts = self.train_source.take(self.step, c.rollout.prompts)
-        sampled = self.rollouts.sample(own_share(prompts, self.grid), c.rollout.n, self.sampling(), self.step)
-        groups = share_with_model_group(sampled.groups, self.grid)
-        kept = keep_informative(groups)
+        groups = [*self.carried.groups, *(OpenGroup(p, self.step, place) for place, p in enumerate(prompts))]
+        sampled = self._sample(groups, len(prompts))
+        rows = in_order([*share_with_model_group(sampled.rows, grid), *self.carried.finished()])
+        outcomes, too_old = give_up(
+            gather(rows, len(groups), c.rollout.n, grid.groups.dp),
+            [i for i, g in enumerate(groups) if self.step - int(g.step) >= c.rollout.most_carried],
+        )
+        sums = collect.total(sampled.counts())
+        self._check(sums, too_old)
+        selection = select(outcomes)
+        self.carried = carry(groups, rows, selection.closed)
 
         training = time.monotonic()
         updates = c.algo.mini_batches * c.algo.epochs
-        experience = make_experience(kept, self.worker, c.rollout.temperature, c.algo.old_log_probs, updates)
-        sizes = [len(g.rewards) for g in kept]
+        kept = set(selection.kept)
+        trained = [row for row in rows if row.group in kept and row.rollout.finish != "cut"]
+        experience = make_experience(
+            trained,
+            groups,
+            advantages(outcomes, selection.kept, c.ops.implementation),
+            self.worker,
+            c.rollout.temperature,
+            c.algo.old_log_probs,
+            updates,
+        )
         update = update_policy(
             self.worker,
             experience,
-            sizes,
+            mini_batches(trained, selection.kept, c.algo.mini_batches, c.algo.mini_batch_of),
             c.algo,
             c.optim,
             c.rollout.temperature,
             self.updates,
         )
-        trained = time.monotonic()
+        values = {
+            **figures(outcomes, selection),
+            "unscored_share": sums["unscored"] / (sums["scored"] or 1.0),
+            "lost_share": (sums["lost"] + too_old) / sums["asked"],
+            "late": sums["late"],
+            **update,
+        }
+        if c.rollout.partial_tokens:
+            values |= {"carried": float((outcomes.state == CUT).sum()), **staleness(trained, self.updates, grid)}
+        trained_at = time.monotonic()
         self.step += 1
         self.updates += updates
         self.refit()
         done = time.monotonic()
-
-        sums = collect.total(figures(sampled))
-        tokens = collect.total(self.worker.tokens(experience.prompts, experience.responses), self.grid.groups.dp)
-        kept_groups = collect.total({"kept": len(kept)}, self.grid.groups.dp)["kept"]
-        rollouts = sums["rollouts"]
-        if sums["unscored"] > MOST_UNSCORED * rollouts:
-            raise UserError(
-                f"step {self.step}: the verifiers failed on {sums['unscored']:.0f} of {rollouts:.0f} responses "
-                "(timeout, crash, exception): most rewards mean nothing; mend the verifier or raise reward.timeout_s"
-            )
-        values = {
-            "reward": sums["reward"] / rollouts,
-            "kept_share": kept_groups / sums["groups"],
-            "all_right_share": sums["all_right"] / sums["groups"],
-            "all_wrong_share": sums["all_wrong"] / sums["groups"],
-            "response_tokens": sums["tokens"] / rollouts,
-            "cut_off_share": sums["cut_off"] / rollouts,
-            "unscored_share": sums["unscored"] / rollouts,
-            "rollouts": rollouts,
-            "token_gain": tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0,
-            **update,
-        }
+        tokens = collect.total(self.worker.tokens(experience.prompts, experience.responses), grid.groups.dp)
+        values["token_gain"] = tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
         seconds = {
             **sampled.seconds,
-            "train": trained - training,
-            "refit": done - trained,
+            "train": trained_at - training,
+            "refit": done - trained_at,
             "step": done - begun,
         }
         return values, seconds
+
+    def _sample(self, groups: list[OpenGroup], new: int) -> Sampled:
+        """This rank's share of the step's rollouts: those that go on, and n of each of the `new` last groups."""
+        n, begun = self.config.rollout.n, self.carried.begun()
+        loads = self.carried.loads(self.grid) if self.config.rollout.partial_tokens else [0] * self.grid.data
+        slots = own_slots(list(begun), len(groups) - new, new, n, loads, self.grid)
+        return self.rollouts.sample(slots, groups, self.sampling(), begun)
+
+    def _check(self, sums: dict[str, float], too_old: int) -> None:
+        """Raise UserError where what is left of the step's rollouts would teach nothing; sums of all ranks."""
+        check_lost(f"step {self.step}", sums["lost"] + too_old, sums["asked"], self.config.rollout.most_lost)
+        if sums["unscored"] > MOST_UNSCORED * sums["scored"]:
+            raise UserError(
+                f"step {self.step}: the verifiers failed on {sums['unscored']:.0f} of {sums['scored']:.0f} responses "
+                "(timeout, crash, exception): most rewards mean nothing; mend the verifier or raise reward.timeout_s"
+            )
+
+    def stuck(self) -> bool:
+        """Whether the engine of any rank was given up; all ranks get the same answer."""
+        return bool(collect.greatest({"stuck": float(self.rollouts.engine.stuck)})["stuck"])
+
+    def check_engines(self, state: str) -> None:
+        if self.stuck():
+            raise UserError(
+                f"a rollout engine did not stop when told to (its rank is named above); {state}: start the same "
+                "command again to go on"
+            )
 
     def refit(self) -> None:
         """Hand the actor's weights to the engine."""
         self.rollouts.engine.update_weights(self.worker.hf_tensors(), self.updates)
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self, progress: Progress) -> Evaluation:
         e = self.config.evaluate
-        sampling = Sampling(e.temperature, e.top_p, e.top_k, self.config.rollout.max_tokens, self.stop_ids)
-        return evaluate(self.rollouts, self.held_out, e, sampling, self.grid)
+        r = self.config.rollout
+        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, self.stop_ids, r.stop_strings)
+        evaluation = evaluate(self.rollouts, self.held_out, e, sampling)
+        if evaluation.lost:
+            progress.note(evaluation.remark())
+        return evaluation
 
     def sampling(self) -> Sampling:
         r = self.config.rollout
-        return Sampling(r.temperature, r.top_p, r.top_k, r.max_tokens, self.stop_ids)
+        return Sampling(
+            r.temperature, r.top_p, r.top_k, r.max_tokens, self.stop_ids, r.stop_strings, budget=r.partial_tokens
+        )
 
     def save(self) -> None:
         run = {
@@ -153,7 +202,13 @@ class Trainer:
         }
         root = Path(self.config.run.dir) / "checkpoints"
         checkpoint.save(
-            root, self.step, self.worker.actor, self.worker.optimizer, run, self.config.train.keep_checkpoints
+            root,
+            self.step,
+            self.worker.actor,
+            self.worker.optimizer,
+            run,
+            self.config.train.keep_checkpoints,
+            lambda directory: write(self.carried, directory, self.grid),
         )
 
     def restore(self, directory: Path) -> None:
@@ -161,6 +216,7 @@ class Trainer:
         run = checkpoint.read_run(directory)
         checkpoint.load(directory, self.worker.actor, self.worker.optimizer)
         self.step, self.updates, self.before, self.spent = run["step"], run["updates"], run["before"], run["spent"]
+        self.carried = read(directory, self.train_source, self.config.rollout.prompts, self.grid)
 
     def seconds(self) -> float:
         """Wall-clock seconds of the job so far, up to the checkpoint for processes that were killed."""
@@ -187,6 +243,10 @@ def _watched(values: dict[str, float], seconds: dict[str, float]) -> dict[str, s
     }
     if values["updates_skipped"]:
         shown["updates skipped (gradient not finite)"] = f"{values['updates_skipped']:.0f}"
+    if values["lost_share"]:
+        shown["lost"] = f"{100 * values['lost_share']:.2g}%"
+    if "carried" in values:
+        shown["carried"] = f"{values['carried']:.0f}"
     if "pass_at_1" in values:
         shown["pass@1"] = f"{100 * values['pass_at_1']:.1f}%"
     return shown

@@ -1,8 +1,7 @@
-"""The actor's update: mini-batches of prompts, the clipped loss, and the figures people watch."""
+"""The actor's update: mini-batches, the clipped loss, and the figures people watch."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,22 +25,21 @@ def learning_rate(optim: OptimConfig, update: int) -> float:
 def update_policy(
     worker: Worker,
     experience: Experience,
-    groups: list[int],
+    mini_batches: list[list[int]],
     algo: AlgoConfig,
     optim: OptimConfig,
     temperature: float,
     first_update: int,
 ) -> dict[str, float]:
-    """Run epochs x mini_batches optimizer steps; returns their figures, the same on every rank.
+    """Run epochs x mini-batches optimizer steps; returns their figures, the same on every rank.
 
-    groups: the sizes of the experience's groups in order; mini-batches are cut along them. first_update: optimizer
-    steps done before. Figures are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where
-    the actor still has the weights that the engine sampled from.
+    mini_batches: this rank's rows of each, as many mini-batches as on every rank. first_update: optimizer steps done
+    before. Figures are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where the actor
+    still has the weights that the engine sampled the newest tokens from.
     """
     sums = dict.fromkeys(losses.SUMS, 0.0)
     ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
-    batches = [b for _ in range(algo.epochs) for b in mini_batches(groups, algo.mini_batches, algo.mini_batch_of)]
-    for i, rows in enumerate(batches):
+    for i, rows in enumerate(mini_batches * algo.epochs):
         part = experience.take(rows)
         lengths = [len(r) for r in part.responses]
         own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
@@ -79,21 +77,6 @@ def update_policy(
         "logprob_gap_max": gap["max"],
         "trained_tokens": sums["tokens"],
     }
-
-
-def mini_batches(groups: list[int], count: int, of: str) -> list[list[int]]:
-    """The rows of each mini-batch, for groups of the given sizes.
-
-    of = "prompts": `count` runs of whole groups, as even as possible. of = "siblings": sibling i of every group goes
-    to mini-batch i mod count, so that each optimizer step sees every prompt, with N / count of its rollouts.
-    """
-    starts = [0]
-    for size in groups:
-        starts.append(starts[-1] + size)
-    if of == "siblings":
-        return [[i for a, b in pairwise(starts) for i in range(a + k, b, count)] for k in range(count)]
-    cuts = [len(groups) * i // count for i in range(count + 1)]
-    return [list(range(starts[a], starts[b])) for a, b in pairwise(cuts)]
 
 
 def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> LossFunction:

@@ -1,53 +1,98 @@
-"""Sampling and scoring: from prompts to scored groups on this rank."""
+"""Sampling and scoring: from open groups to rows with verdicts on this rank."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from megatron_brorl.config import RewardConfig
 from megatron_brorl.data.tokenizers import Tokenizer
+from megatron_brorl.errors import UserError
+from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import score_groups
-from megatron_brorl.rollout.engine import RolloutEngine, Sampling
-from megatron_brorl.rollout.sampler import requests
-from megatron_brorl.types import Prompt, RolloutGroup, ScoredGroup
+from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.sampler import Slot, requests
+from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.types import OpenGroup, Rollout, RolloutGroup, Row
+
+_FAILED = ("timeout", "error", "invalid", "crash")
 
 
 @dataclass(frozen=True)
 class Sampled:
-    groups: list[ScoredGroup]
-    verdicts: dict[str, int]  # how many responses ended with each status of rewards.pool.Verdict
+    """What this rank's share of a step came to."""
+
+    rows: list[Row]  # without the lost ones; "cut" ones only where the sampling has a budget
+    asked: int  # rollouts
+    late: int
+    scored: int  # responses
+    unscored: int  # of which the verifier failed
     seconds: dict[str, float]  # "generate", "score"
+
+    def counts(self) -> dict[str, float]:
+        """What adds up over ranks."""
+        lost = self.asked - len(self.rows)
+        counts = {"asked": self.asked, "lost": lost, "late": self.late}
+        return {k: float(v) for k, v in {**counts, "scored": self.scored, "unscored": self.unscored}.items()}
 
 
 @dataclass(frozen=True)
 class Rollouts:
     """The engine and the verifiers of one rank."""
 
-    engine: RolloutEngine
+    engine: Watchdog
     pool: RewardPool
     tokenizer: Tokenizer
     reward: RewardConfig
     seed: int
+    grid: Grid
+    most_lost: float  # config key rollout.most_lost
 
-    def sample(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, step: int | str) -> Sampled:
-        """n scored rollouts for each prompt. `step` names the random streams."""
+    def sample(
+        self,
+        slots: Sequence[Slot],
+        groups: Sequence[OpenGroup],
+        sampling: Sampling,
+        begun: Mapping[Slot, Rollout] | None = None,
+    ) -> Sampled:
+        """This rank's share of the rollouts of `groups`; every rank calls it, and all leave it together.
+
+        begun: "cut" rollouts among the slots, which go on. Rollouts that end up "cut" are lost unless sampling.budget
+        says that they go on in the next step.
+        """
         start = time.monotonic()
-        groups = self.engine.generate(requests(prompts, n, self.seed, step), sampling)
+        asked, numbers = requests(slots, groups, begun or {}, self.seed)
+        harvest = self.engine.generate(asked, sampling)
         middle = time.monotonic()
-        texts = [self._texts(g, sampling.stop_ids) for g in groups]
-        scored, verdicts = score_groups(groups, texts, self.pool, self.reward)
-        return Sampled(scored, verdicts, {"generate": middle - start, "score": time.monotonic() - middle})
+        ended, texts, rows = [], [], []
+        for number, request, rollouts in zip(numbers, asked, harvest.rollouts, strict=True):
+            done = tuple(r for r in rollouts if r.finish != "cut")
+            ended.append(RolloutGroup(request.prompt, done, self.engine.engine.version))
+            texts.append(self._texts(done, sampling.stop_ids))
+            if sampling.budget:
+                rows += [Row(number, r, float("nan")) for r in rollouts if r.finish == "cut"]
+        scored, verdicts = score_groups(ended, texts, self.pool, self.reward)
+        for number, group in zip(numbers, scored, strict=True):
+            pairs = zip(group.group.rollouts, group.rewards.tolist(), strict=True)
+            rows += [Row(number, rollout, reward) for rollout, reward in pairs]
+        score = time.monotonic() - middle
+        self.grid.meet()
+        return Sampled(
+            rows=rows,
+            asked=len(slots),
+            late=harvest.late,
+            scored=sum(len(g.rollouts) for g in ended),
+            unscored=sum(verdicts[s] for s in _FAILED),
+            seconds={"generate": middle - start, "score": score},
+        )
 
-    def _texts(self, group: RolloutGroup, stop_ids: tuple[int, ...]) -> list[str]:
+    def _texts(self, rollouts: Sequence[Rollout], stop_ids: tuple[int, ...]) -> list[str]:
         """Responses as text without their stop token. Siblings repeat one another, so each text is decoded once."""
         cache: dict[tuple[int, ...], str] = {}
         texts = []
-        for rollout in group.rollouts:
+        for rollout in rollouts:
             ids = tuple(rollout.token_ids.tolist())
             if ids and ids[-1] in stop_ids:
                 ids = ids[:-1]
@@ -57,17 +102,10 @@ class Rollouts:
         return texts
 
 
-def figures(sampled: Sampled) -> dict[str, float]:
-    """This rank's sums over its rollouts; they add up over ranks."""
-    rollouts = [r for s in sampled.groups for r in s.group.rollouts]
-    rewards = torch.cat([s.rewards for s in sampled.groups]) if sampled.groups else torch.zeros(0)
-    return {
-        "groups": float(len(sampled.groups)),
-        "rollouts": float(len(rollouts)),
-        "reward": float(rewards.double().sum()),
-        "tokens": float(sum(len(r.token_ids) for r in rollouts)),
-        "cut_off": float(sum(r.finish == "length" for r in rollouts)),
-        "all_right": float(sum(bool((s.rewards == 1).all()) for s in sampled.groups)),
-        "all_wrong": float(sum(bool((s.rewards == 0).all()) for s in sampled.groups)),
-        "unscored": float(sum(sampled.verdicts.get(s, 0) for s in ("timeout", "error", "invalid", "crash"))),
-    }
+def check_lost(what: str, lost: float, asked: float, most: float) -> None:
+    """Raise UserError where more than the share `most` (config key rollout.most_lost) of the rollouts was lost."""
+    if lost > most * asked:
+        raise UserError(
+            f"{what}: {lost:.0f} of {asked:.0f} rollouts were lost, more than rollout.most_lost = {most:g} of them: "
+            "see which were late (above), mend the engine or raise rollout.timeout_s"
+        )

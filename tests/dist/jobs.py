@@ -123,9 +123,7 @@ def train_steps(
     algo = AlgoConfig(**({"eps_low": 0.9, "eps_high": 4.0} | options.get("algo", {})))
     figures = []
     for update in range(2):
-        # Whole groups of 6 rows; a rank has its share of them.
-        sizes = [6] * (len(own) // 6)
-        figures.append(update_policy(worker, experience, sizes, algo, optim, 0.9, update))
+        figures.append(update_policy(worker, experience, [list(range(len(own)))], algo, optim, 0.9, update))
     return figures, {name: tensor.clone() for name, tensor in worker.hf_tensors()}
 
 
@@ -153,7 +151,7 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
     lp = worker.log_probs(prompts, responses, 1.0)
     advantages = torch.linspace(-1, 1, len(prompts))
     experience = Experience(tuple(prompts), tuple(responses), tuple(lp), None, advantages)
-    figures = [update_policy(worker, experience, [6] * 4, AlgoConfig(), optim, 1.0, i) for i in range(2)]
+    figures = [update_policy(worker, experience, [list(range(24))], AlgoConfig(), optim, 1.0, i) for i in range(2)]
     return figures, {p.dtype for p in worker.actor.parameters()}
 
 

@@ -6,6 +6,7 @@ results come back in rank order. A rank that raises fails the test with its trac
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import socket
@@ -26,7 +27,7 @@ class World:
         self.pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, port, theirs))  # may have children: savers
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -45,7 +46,12 @@ class World:
         return results
 
     def close(self) -> None:
+        """Let the processes end, so that theirs end too."""
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # one that is dead already
+                pipe.send(("", ()))
         for process in self.processes:
+            process.join(10)
             process.kill()
 
 
@@ -65,6 +71,8 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
         try:
             job, args = pipe.recv()
         except EOFError:
+            return
+        if not job:
             return
         module, _, name = job.partition(":")
         try:

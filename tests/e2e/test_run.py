@@ -127,6 +127,21 @@ def test_a_rank_that_is_killed_ends_the_run_by_name(config, warm, tmp_path):
     assert "was ended by SIGKILL (out of memory?)" in output.splitlines()[-1]
 
 
+def test_partial_rollouts_resumed(config, warm, tmp_path):
+    """Responses of up to 6 tokens at 2 per step; a run that stops while some wait goes on with the same bits."""
+    options = ["rollout.partial_tokens=2", "rollout.most_carried=2", "evaluate.every=0"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for directory, steps in ((whole, 5), (parts, 2), (parts, 5)):
+        command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", *options]
+        done = brorl(*command, f"train.steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert rows(parts) == rows(whole)
+    assert (parts / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+    assert rows(whole)[1]["carried"] > 0  # at the checkpoint in between
+    assert max(row["staleness_max"] for row in rows(whole)) == 4  # two updates per step
+    assert all(row["rollouts"] % 32 == 0 for row in rows(whole))  # whole groups
+
+
 def test_resume_with_another_configuration_is_refused(finished, config, warm):
     done = brorl("train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.n=16")
     assert done.returncode == 2

@@ -48,6 +48,21 @@ def test_file_then_overrides(tmp_path):
         ("[data]\ntrain_seed = 2", [], "data.held_out_seed = 2: must differ from data.train_seed"),
         ("[parallel]\nsequence = true", [], "parallel.sequence = True: sequence parallelism needs parallel.tensor > 1"),
         ("[algo]\nmini_batches = 9\n[rollout]\nprompts = 8", [], "algo.mini_batches = 9: cannot cut 8 prompts"),
+        ("[rollout]\ntimeout_s = 0", [], "rollout.timeout_s = 0.0: must be above 0 and finite"),
+        ("[rollout]\ntimeout_s = inf", [], "rollout.timeout_s = inf: must be above 0 and finite"),
+        ("[rollout]\nmost_lost = 1.5", [], "rollout.most_lost = 1.5: must be in [0, 1]"),
+        ("[rollout]\npartial_tokens = -1", [], "rollout.partial_tokens = -1: must not be negative"),
+        (
+            "[rollout]\npartial_tokens = 100\nmax_tokens = 1001\nmost_carried = 9",
+            [],
+            "rollout.most_carried = 9: a response of rollout.max_tokens = 1001 at 100 tokens per step "
+            "(rollout.partial_tokens) is carried over 10 steps",
+        ),
+        (
+            "[rollout]\npartial_tokens = 512\n[algo]\nold_log_probs = 'rollout'",
+            [],
+            "algo.old_log_probs = 'rollout': partial rollouts (rollout.partial_tokens) come from older weights",
+        ),
         ("rollout = 3", [], "rollout must be a table"),
         ("[rollout", [], "not valid TOML"),
         ("", ["rollout=3"], "override 'rollout=3': expected section.key=value"),

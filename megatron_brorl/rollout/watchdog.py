@@ -1,0 +1,163 @@
+"""Nothing waits for ever: an engine generates in a thread of its own, and the caller waits to a deadline.
+
+Rollouts are taken as they end. Half-way to the limit those that are missing are named; at the limit the engine is told
+to stop; if it has not stopped when the grace is over it is given up, and what it had not delivered is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.parallel import device
+from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling
+from megatron_brorl.types import Rollout
+
+GRACE_S = 30.0  # between "stop" and giving an engine up; a token of all rows takes far less
+_NAMED = 8  # prompts of late rollouts that a message names
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """What came of one call of generate."""
+
+    rollouts: list[list[Rollout]]  # per request, by index; what was not delivered is missing
+    late: int  # rollouts that had not ended half-way to the limit
+
+
+class Watchdog:
+    """The engine of this rank, behind a deadline. For use from one thread."""
+
+    def __init__(self, engine: RolloutEngine, timeout_s: float, rank: int = 0, grace_s: float = GRACE_S) -> None:
+        """timeout_s: seconds that one call of generate may take (config key rollout.timeout_s)."""
+        self.engine, self.timeout_s, self.rank, self.grace_s = engine, timeout_s, rank, grace_s
+        self.stuck = False
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        # A daemon, which the end of the process does not wait for; concurrent.futures would.
+        self._thread = threading.Thread(
+            target=_serve, args=(engine, self._calls, device.default_device()), name="rollouts", daemon=True
+        )
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Harvest:
+        """What the engine made of the requests within the limit; its exceptions are raised here.
+
+        Ends within timeout_s + grace_s, whatever the engine does. Raises UserError where an earlier call never ended.
+        """
+        if self.stuck:
+            raise UserError(
+                f"rank {self.rank}: the rollout engine is still busy with a call that was given up: start the same "
+                "command again to go on from the last checkpoint"
+            )
+        call = _Call(requests, sampling)
+        if not requests:
+            return call.harvest(0)
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._calls.put(call)
+        late = 0
+        if not call.done.wait(self.timeout_s / 2):
+            late = self._name_missing(call, self.timeout_s / 2, "waiting")
+            if not call.done.wait(self.timeout_s / 2):
+                self._name_missing(call, self.timeout_s, "telling the engine to stop")
+                call.cancel()
+                if not call.done.wait(self.grace_s):
+                    self.stuck = True
+                    self._name_missing(call, self.timeout_s + self.grace_s, "the engine did not stop and is given up")
+        return call.harvest(late)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """As RolloutEngine.update_weights. An engine that is stuck takes no weights; it is not asked again either."""
+        if self.stuck:
+            for _ in tensors:  # the other ranks take part in making every one of them
+                pass
+        else:
+            self.engine.update_weights(tensors, version)
+
+    def _name_missing(self, call: _Call, seconds: float, then: str) -> int:
+        missing = call.missing()
+        count = sum(map(len, missing))
+        places = [
+            f"prompt {request.prompt.id}: {'sibling' if len(siblings) == 1 else 'siblings'} {_ranges(siblings)}"
+            for request, siblings in zip(call.requests, missing, strict=True)
+            if siblings
+        ]
+        more = [f"and {len(places) - _NAMED} more"] if len(places) > _NAMED else []
+        text = (
+            f"rank {self.rank}: {count} of {sum(r.n for r in call.requests)} rollouts have not ended after "
+            f"{seconds:g} s (rollout.timeout_s = {self.timeout_s:g}), {then}: {'; '.join(places[:_NAMED] + more)}"
+        )
+        with contextlib.suppress(OSError):  # nobody reads the pipe any more
+            print(text, file=sys.stderr, flush=True)
+        return count
+
+
+class _Call:
+    """One call of generate and what has come of it: a rollout.engine.Watch."""
+
+    def __init__(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        self.requests, self.sampling = requests, sampling
+        self.done = threading.Event()
+        self._cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._found: list[dict[int, Rollout]] = [{} for _ in requests]  # by sibling
+        self._error: BaseException | None = None
+
+    def finished(self, request: int, rollout: Rollout) -> None:
+        asked = self.requests[request]
+        if not asked.first <= rollout.index < asked.first + asked.n:
+            raise ValueError(f"the engine delivered sibling {rollout.index} of {asked.prompt.id}, which was not asked")
+        with self._lock:
+            self._found[request].setdefault(rollout.index, rollout)
+
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def run(self, engine: RolloutEngine) -> None:
+        """In the engine's thread."""
+        try:
+            for i, group in enumerate(engine.generate(self.requests, self.sampling, self)):
+                for rollout in group.rollouts:
+                    self.finished(i, rollout)
+        except BaseException as e:
+            self._error = e
+        self.done.set()
+
+    def missing(self) -> list[list[int]]:
+        """Siblings of each request that have not ended, in order."""
+        with self._lock:
+            return [
+                [i for i in range(r.first, r.first + r.n) if i not in found]
+                for r, found in zip(self.requests, self._found, strict=True)
+            ]
+
+    def harvest(self, late: int) -> Harvest:
+        if self.done.is_set() and self._error is not None:
+            raise self._error
+        with self._lock:
+            return Harvest([[found[i] for i in sorted(found)] for found in self._found], late)
+
+
+def _serve(engine: RolloutEngine, calls: SimpleQueue[_Call], where: torch.device) -> None:
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # every thread begins at device 0
+    while True:
+        calls.get().run(engine)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """3, 40-44 for 3, 40, 41, 42, 43, 44."""
+    starts = [i for i, (a, b) in enumerate(pairwise(numbers), start=1) if b != a + 1]
+    runs = pairwise([0, *starts, len(numbers)])
+    return ", ".join(str(numbers[a]) if b == a + 1 else f"{numbers[a]}-{numbers[b - 1]}" for a, b in runs)

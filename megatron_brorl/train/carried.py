@@ -1,0 +1,100 @@
+"""Partial rollouts: groups that are sampled over several steps, and what a checkpoint holds of them.
+
+A group is carried whole, its finished siblings too, until none of them is "cut". Its rollouts stay on the replica that
+began them. A token keeps the log-probability and the version of the weights that it was sampled with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_brorl.data.source import PromptSource
+from megatron_brorl.parallel import collect
+from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
+from megatron_brorl.rollout.sampler import Slot, even_cuts
+from megatron_brorl.types import OpenGroup, Rollout, Row
+
+_FILES = "carried_*.safetensors"
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Groups that go on in the next step, the same on every rank, and this replica's rollouts of them in order."""
+
+    groups: tuple[OpenGroup, ...] = ()
+    rows: tuple[Row, ...] = ()
+
+    def begun(self) -> dict[Slot, Rollout]:
+        """The rollouts that go on, by group and sibling."""
+        return {(row.group, row.rollout.index): row.rollout for row in self.rows if row.rollout.finish == "cut"}
+
+    def finished(self) -> list[Row]:
+        """The rows that only wait for their siblings."""
+        return [row for row in self.rows if row.rollout.finish != "cut"]
+
+    def loads(self, grid: Grid) -> list[int]:
+        """How many rollouts go on, per replica; a collective."""
+        own = len(self.begun())
+        counts = {str(i): float(own) if i == grid.dp_rank else 0.0 for i in range(grid.data)}
+        return [int(count) for count in collect.total(counts, grid.groups.dp).values()]
+
+
+def carry(groups: Sequence[OpenGroup], rows: Sequence[Row], closed: Sequence[int]) -> Carried:
+    """What goes on of a step's groups; rows: all of this replica's."""
+    going_on = [g for g in range(len(groups)) if g not in set(closed)]
+    place = {g: i for i, g in enumerate(going_on)}
+    kept = []
+    for row in rows:
+        if row.group in place:
+            r = row.rollout
+            # Clones, so that a few rollouts do not keep the tensors of a whole step alive.
+            rollout = replace(r, token_ids=r.token_ids.clone(), log_probs=r.log_probs.clone())
+            kept.append(replace(row, group=place[row.group], rollout=rollout))
+    return Carried(tuple(groups[g] for g in going_on), tuple(kept))
+
+
+def staleness(rows: Sequence[Row], version: int, grid: Grid) -> dict[str, float]:
+    """By how many optimizer steps the weights at `version` are ahead of those that sampled the tokens; a collective.
+
+    The mean over tokens and the maximum, over this and the other replicas' rows.
+    """
+    behind = [(version - v, tokens) for row in rows for v, tokens in row.rollout.spans]
+    sums = {"steps": float(sum(b * t for b, t in behind)), "tokens": float(sum(t for _, t in behind))}
+    sums = collect.total(sums, grid.groups.dp)
+    most = collect.greatest({"most": float(max((b for b, _ in behind), default=0))}, grid.groups.dp)["most"]
+    return {"staleness_mean": sums["steps"] / (sums["tokens"] or 1.0), "staleness_max": most}
+
+
+def write(carried: Carried, directory: Path, grid: Grid) -> None:
+    """Add this replica's share to a checkpoint; every rank calls it. Without carried groups there is nothing to add.
+
+    Prompts are not written: the source hands out those of any step again.
+    """
+    if carried.groups and grid.mp_rank == 0:
+        groups = torch.tensor([(g.step, g.place) for g in carried.groups])
+        path = directory / _FILES.replace("*", f"{grid.dp_rank:05d}")
+        save_file({"groups": groups, **to_tensors(carried.rows)}, path)
+
+
+def read(directory: Path, source: PromptSource, prompts: int, grid: Grid) -> Carried:
+    """This replica's share of what was written, cut anew where the number of replicas has changed.
+
+    source and prompts (per step) are those of the run that wrote it.
+    """
+    parts = [load_file(path) for path in sorted(directory.glob(_FILES))]
+    if not parts:
+        return Carried()
+    places = parts[0]["groups"].tolist()
+    taken = {step: source.take(step, prompts) for step in {step for step, _ in places}}
+    groups = tuple(OpenGroup(taken[step][place], step, place) for step, place in places)
+    if len(parts) == grid.data:
+        return Carried(groups, tuple(from_tensors(parts[grid.dp_rank])))
+    rows = in_order([row for part in parts for row in from_tensors(part)])
+    cuts = even_cuts(len(rows), [0] * grid.data)
+    return Carried(groups, tuple(rows[cuts[grid.dp_rank] : cuts[grid.dp_rank + 1]]))

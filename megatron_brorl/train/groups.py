@@ -1,0 +1,142 @@
+"""What became of every rollout of a step's groups, as tables that all ranks have: which groups are trained on, and how.
+
+Only numbers per rollout cross replicas: its state, reward and length. Every rank then decides alike, so ranks that
+hold none of a group's rollouts, or lost all of theirs, take the same turns as the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_brorl.algo.advantage import group_baseline, moments, whiten
+from megatron_brorl.algo.selection import has_signal
+from megatron_brorl.parallel import device
+from megatron_brorl.types import Row
+
+LOST, STOP, LENGTH, CUT = range(4)  # states; nobody has a lost rollout
+_STATE = {"stop": STOP, "length": LENGTH, "cut": CUT}
+_NOTHING = float("nan")
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Tables [groups, N], the same on every rank; a row that has not ended has reward 0."""
+
+    state: Tensor  # int64
+    rewards: Tensor  # float32
+    tokens: Tensor  # int64
+
+    @property
+    def ended(self) -> Tensor:
+        """Where a rollout survives with a verdict, bool [groups, N]."""
+        return (self.state == STOP) | (self.state == LENGTH)
+
+    def rewards_of(self, group: int) -> Tensor:
+        """Rewards [survivors] of a group, in sibling order."""
+        return self.rewards[group][self.ended[group]]
+
+
+def gather(rows: Sequence[Row], groups: int, n: int, ranks: dist.ProcessGroup | None) -> Outcomes:
+    """The outcomes of `groups` groups of n; a collective. rows: every rollout that is not lost, on one of `ranks`."""
+    table = torch.zeros(3, groups, n, dtype=torch.float64)
+    if rows:
+        at = torch.tensor([(row.group, row.rollout.index) for row in rows]).T
+        values = [
+            (_STATE[r.rollout.finish], 0.0 if r.rollout.finish == "cut" else r.reward, len(r.rollout.token_ids))
+            for r in rows
+        ]
+        table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
+    table = table.to(device.default_device())
+    dist.all_reduce(table, group=ranks)  # a rollout is on one rank, so that its values are only added to zeros
+    state, rewards, tokens = table.cpu()
+    return Outcomes(state.long(), rewards.float(), tokens.long())
+
+
+def give_up(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
+    """The same with what is "cut" in the given groups lost, and how many rollouts that are."""
+    late = torch.zeros_like(outcomes.ended)
+    late[list(groups)] = outcomes.state[list(groups)] == CUT
+    return replace(outcomes, state=outcomes.state.masked_fill(late, LOST)), int(late.sum())
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Groups of a step, by index in ascending order."""
+
+    closed: list[int]  # none of whose siblings goes on
+    kept: list[int]  # of these: whose survivors differ, so that there is something to learn
+
+
+def select(outcomes: Outcomes) -> Selection:
+    """Dynamic sampling over the survivors of all ranks; a group with fewer than two has no signal."""
+    closed = [g for g, state in enumerate(outcomes.state) if not bool((state == CUT).any())]
+    kept = [g for g in closed if len(rewards := outcomes.rewards_of(g)) and has_signal(rewards)]
+    return Selection(closed, kept)
+
+
+def advantages(outcomes: Outcomes, kept: Sequence[int], ops: str) -> Tensor:
+    """REINFORCE++-baseline of every survivor of the kept groups, float32 [groups, N], 0 elsewhere.
+
+    A reward minus the mean over its group's survivors, whitened over all of them: the global batch, each rollout once.
+    ops: config key ops.implementation.
+    """
+    table = torch.zeros_like(outcomes.rewards)
+    rewards = [outcomes.rewards_of(g) for g in kept]
+    if not rewards:
+        return table
+    flat, sizes = torch.cat(rewards), [len(r) for r in rewards]
+    if ops == "fused":
+        from megatron_brorl.ops import fused_advantages
+
+        centred = fused_advantages.group_advantages(flat, torch.tensor([0, *sizes]).cumsum(0))
+        batch = fused_advantages.to_moments(fused_advantages.moments(centred))
+        whitened = fused_advantages.whiten_(centred, batch.mean, batch.std)
+    else:
+        centred = torch.cat([group_baseline(r) for r in rewards])
+        whitened = whiten(centred, moments(centred))
+    where = torch.zeros_like(outcomes.ended)
+    where[list(kept)] = outcomes.ended[list(kept)]
+    table[where] = whitened
+    return table
+
+
+def mini_batches(
+    rows: Sequence[Row], kept: Sequence[int], count: int, of: Literal["prompts", "siblings"]
+) -> list[list[int]]:
+    """The rows of each mini-batch, for this replica's rows of the kept groups.
+
+    of = "prompts": whole groups, group i of them in mini-batch i mod count. of = "siblings": sibling i of every group
+    in mini-batch i mod count, so that each optimizer step sees every prompt, with N / count of its rollouts. Either
+    way an optimizer step has the same rows however many ranks share the work, and neighbours, which one replica
+    holds, are spread over the steps, so that every replica has work in each.
+    """
+    place = {group: i for i, group in enumerate(kept)}
+    batches: list[list[int]] = [[] for _ in range(count)]
+    for i, row in enumerate(rows):
+        batches[(place[row.group] if of == "prompts" else row.rollout.index) % count].append(i)
+    return batches
+
+
+def figures(outcomes: Outcomes, selection: Selection) -> dict[str, float]:
+    """What people watch of the groups that closed; nan where there is nothing to take a mean of."""
+    closed = torch.zeros(len(outcomes.state), 1, dtype=torch.bool)
+    closed[selection.closed] = True
+    rows = outcomes.ended & closed
+    survivors = [rewards for g in selection.closed if len(rewards := outcomes.rewards_of(g))]
+    groups, count = len(selection.closed) or _NOTHING, int(rows.sum()) or _NOTHING
+    return {
+        "reward": float(outcomes.rewards[rows].double().sum()) / count,
+        "kept_share": len(selection.kept) / groups,
+        "all_right_share": sum(bool((r == 1).all()) for r in survivors) / groups,
+        "all_wrong_share": sum(bool((r == 0).all()) for r in survivors) / groups,
+        "groups_lost": float(sum(len(outcomes.rewards_of(g)) < 2 for g in selection.closed)),
+        "response_tokens": float(outcomes.tokens[rows].sum()) / count,
+        "cut_off_share": float((outcomes.state[rows] == LENGTH).sum()) / count,
+        "rollouts": float(rows.sum()),
+    }

@@ -1,0 +1,182 @@
+"""Whole training steps with a fake engine: a tiny actor in a given layout, and what it made of the rollouts."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import fakes
+import torch
+from dist.jobs import grid_of, make_worker
+
+from megatron_brorl.config import (
+    Config,
+    EvaluateConfig,
+    OptimConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_brorl.hf_config import read_shape
+from megatron_brorl.models import checkpoint
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops import philox, sampling
+from megatron_brorl.parallel import grid as grids
+from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.sampler import own_slots, requests
+from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.train.loop import Trainer
+from megatron_brorl.train.rollouts import Rollouts
+from megatron_brorl.train.worker import Worker
+from megatron_brorl.types import OpenGroup
+
+# Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
+BASE = Config(
+    run=RunConfig(seed=3),
+    rollout=RolloutConfig(n=32, prompts=4, max_tokens=12, timeout_s=60.0, most_lost=1.0),
+    optim=OptimConfig(lr=2e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3),
+    train=TrainConfig(tokens_per_micro_batch=600, checkpoint_every=0),
+    evaluate=EvaluateConfig(samples=4, bootstrap=100),
+)
+
+
+def configured(changes: dict[str, dict[str, Any]]) -> Config:
+    return replace(BASE, **{name: replace(getattr(BASE, name), **values) for name, values in changes.items()})
+
+
+def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any, grace_s: float = 30.0) -> Trainer:
+    worker = Worker(
+        read_shape(directory), grid, torch.float32, config.train.tokens_per_micro_batch, optim=config.optim
+    )
+    worker.load_hf(directory)
+    watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
+    tokenizer, most_lost = fakes.Tokenizer(), config.rollout.most_lost
+    rollouts = Rollouts(watchdog, fakes.Pool(), tokenizer, RewardConfig(), config.run.seed, grid, most_lost)
+    held_out = fakes.prompts(5, 1000)
+    return Trainer(config, grid, worker, rollouts, fakes.Source(), held_out, (fakes.STOP,), {}, 0.0)
+
+
+def run_steps(
+    rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, faults: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], list[Any]]:
+    """Figures of each step, the final weights, and what this rank's engine was asked: (step, prompt, siblings).
+
+    faults: fields of fakes.Engine for the rank that is named by "rank", or for all.
+    """
+    mine = faults.get("rank", rank) == rank
+    engine = fakes.Engine(**{k: v for k, v in faults.items() if k != "rank"} if mine else {})
+    trainer = make_trainer(directory, grid_of(**parallel), configured(changes), engine)
+    trainer.refit()
+    figures = [trainer.train_step()[0] for _ in range(steps)]
+    asked = [(i, r.prompt.id, range(r.first, r.first + r.n)) for i, call in enumerate(engine.calls) for r in call]
+    return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}, asked
+
+
+def evaluation(_rank: int, directory: str, parallel: dict[str, Any], lose: set[tuple[str, int]]) -> dict[str, Any]:
+    trainer = make_trainer(directory, grid_of(**parallel), BASE, fakes.Engine(lose=lose))
+    trainer.refit()
+    return trainer.evaluate(_Silent()).as_dict()
+
+
+class _Silent:
+    def update(self, step_done: int, figures: dict[str, str]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+def resumed(
+    _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, stop_at: int, root: str
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Steps up to `stop_at`, a checkpoint, and the rest in a trainer that starts from it with another engine."""
+    grid, config = grid_of(**parallel), configured(changes | {"run": {"seed": 3, "dir": root}})
+    first = make_trainer(directory, grid, config, fakes.Engine())
+    first.refit()
+    figures = [first.train_step()[0] for _ in range(stop_at)]
+    first.save()
+    return _go_on(directory, grid, config, figures, steps - stop_at)
+
+
+def go_on(
+    _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, root: str
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Steps from the checkpoint under `root`, which another layout may have written."""
+    config = configured(changes | {"run": {"seed": 3, "dir": root}})
+    return _go_on(directory, grid_of(**parallel), config, [], steps)
+
+
+def _go_on(
+    directory: str, grid: Grid, config: Config, figures: list[dict[str, float]], steps: int
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    trainer = make_trainer(directory, grid, config, fakes.Engine())
+    found = checkpoint.find(Path(config.run.dir) / "checkpoints")
+    assert found is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
+        trainer.restore(found)
+    trainer.refit()
+    figures = [*figures, *(trainer.train_step()[0] for _ in range(steps))]
+    return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One rollout, and what the sampler was given at each of its positions."""
+
+    tokens: list[int]
+    uniforms: list[float]
+    logits: torch.Tensor  # [tokens, V]
+
+
+def draw(
+    _rank: int, directory: str, parallel: dict[str, Any], asked: list[int], n: int, max_rows: int
+) -> dict[tuple[str, int], Drawn]:
+    """This rank's share of n rollouts of each prompt of `asked`, by the torch engine; by (prompt id, sibling)."""
+    worker = make_worker(directory, parallel)
+    seen: dict[tuple[int, int, int], tuple[float, torch.Tensor]] = {}
+
+    def sample(logits: Any, keys: Any, index: Any, position: Any, *settings: Any) -> tuple[Any, Any]:
+        us = philox.uniforms(keys, index, position)
+        places = zip(keys.tolist(), index.tolist(), position.tolist(), strict=True)
+        seen.update({p: (u, row) for p, u, row in zip(places, us.tolist(), logits.clone(), strict=True)})
+        return sampling.sample(logits, us, *settings)
+
+    shape = worker.shape
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows, sample)
+    engine.update_weights(worker.hf_tensors(), 0)
+    groups = [OpenGroup(fakes.prompts(1, i)[0], 7, place) for place, i in enumerate(asked)]
+    slots = own_slots([], 0, len(groups), n, [0] * worker.grid.data, worker.grid)
+    wanted, numbers = requests(slots, groups, {}, seed=1)
+    harvest = Watchdog(engine, 300.0).generate(wanted, Sampling(1.0, 1.0, 0, 24, (2, 5, 7, 11)))
+    found = {}
+    for number, request, rollouts in zip(numbers, wanted, harvest.rollouts, strict=True):
+        for r in rollouts:
+            places = [seen[request.key, r.index, position] for position in range(len(r.token_ids))]
+            uniforms, logits = [u for u, _ in places], torch.stack([row for _, row in places])
+            found[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), uniforms, logits)
+    return found
+
+
+def meeting(rank: int) -> str:
+    """Ranks that meet a second apart, and then one that does not come."""
+    grid_of()
+    grid = grids.build(ParallelConfig(timeout_s=0.5), phase_s=3.0)
+    if rank == 1:
+        time.sleep(1.0)
+    grid.meet()
+    if rank == 1:
+        time.sleep(8.0)
+        return ""
+    try:
+        grid.meet()
+    except RuntimeError as e:
+        return str(e)
+    return "nobody was missed"

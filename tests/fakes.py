@@ -1,0 +1,121 @@
+"""Doubles of what a step needs beside the model: an engine that keeps the contract, or breaks it on demand."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import tiny
+import torch
+from torch import Tensor
+
+from megatron_brorl.ops.philox import uniforms
+from megatron_brorl.rewards.pool import ScoreRequest, Verdict
+from megatron_brorl.rollout.engine import Request, Sampling, Watch
+from megatron_brorl.types import Prompt, Rollout, RolloutGroup
+
+STOP = 2
+
+
+def prompts(count: int, first: int = 0) -> list[Prompt]:
+    """Prompts of one to nine tokens."""
+    made = []
+    for i in range(first, first + count):
+        ids = torch.randint(3, tiny.VOCAB, (1 + (5 * i + 3) % 9,), generator=torch.Generator().manual_seed(i))
+        made.append(Prompt(f"p/{i}", "", tuple(ids.tolist()), None, "exact"))
+    return made
+
+
+class Source:
+    """Prompt step * count + i of an endless row of them."""
+
+    def take(self, step: int, count: int) -> list[Prompt]:
+        return prompts(count, step * count)
+
+
+class Tokenizer:
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class Pool:
+    """Rewards responses whose tokens add up to an even number."""
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
+        return [
+            Verdict(0.0, "no_answer") if r.answer is None else Verdict(float(reward(r.answer)), "ok") for r in requests
+        ]
+
+
+def reward(text: str) -> bool:
+    return sum(map(int, text.split())) % 2 == 0
+
+
+def draws(key: int, siblings: Sequence[int], tokens: int, stop_below: float = 0.08) -> list[list[int]]:
+    """The first tokens that the fake engine draws for each sibling: uniform over the vocabulary, or the stop token."""
+    index = torch.tensor(siblings).repeat_interleave(tokens)
+    us = uniforms(torch.full_like(index, key), index, torch.arange(tokens).repeat(len(siblings)))
+    normal = 3 + ((us - stop_below) / (1 - stop_below) * (tiny.VOCAB - 3)).long()
+    return torch.where(us < stop_below, STOP, normal).view(-1, tokens).tolist()
+
+
+def log_prob(drawn: int, version: int) -> float:
+    """A log-probability that tells which weights it came from."""
+    return -math.log(tiny.VOCAB) - drawn / 1000 - version / 8
+
+
+@dataclass
+class Engine:
+    """Draws tokens from the keyed stream alone; siblings named by (prompt id, index) misbehave."""
+
+    lose: set[tuple[str, int]] = field(default_factory=set)  # die with what would have delivered them
+    stall: set[tuple[str, int]] = field(default_factory=set)  # make no progress until the call is cancelled
+    deaf: threading.Event | None = None  # a call that stalls ends when this is set, whatever it is told
+    version: int = -1
+    calls: list[list[Request]] = field(default_factory=list)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for _ in tensors:
+            pass
+        self.version = version
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[RolloutGroup]:
+        assert watch is not None
+        self.calls.append(list(requests))
+        groups, stalled = [], False
+        for number, request in enumerate(requests):
+            found = []
+            begun = {r.index: r for r in request.begun}
+            siblings = range(request.first, request.first + request.n)
+            drawn = dict(zip(siblings, draws(request.key, siblings, sampling.max_tokens), strict=True))
+            for sibling in siblings:
+                name = (request.prompt.id, sibling)
+                if name in self.lose:
+                    continue
+                start = begun.get(sibling, Rollout(sibling, torch.zeros(0, dtype=torch.int64), torch.zeros(0), "cut"))
+                stalled |= name in self.stall
+                rollout = start if name in self.stall else self._go_on(start, drawn[sibling], sampling)
+                found.append(rollout)
+                if rollout.finish != "cut":
+                    watch.finished(number, rollout)
+            groups.append(RolloutGroup(request.prompt, tuple(found), self.version))
+        while stalled and not (self.deaf.is_set() if self.deaf else watch.cancelled()):
+            time.sleep(0.01)
+        return groups
+
+    def _go_on(self, start: Rollout, drawn: list[int], sampling: Sampling) -> Rollout:
+        done = len(start.token_ids)
+        new = drawn[done : done + (sampling.budget or sampling.max_tokens)]
+        finish = "length" if done + len(new) == sampling.max_tokens else "cut"
+        ends = [i for i, drawn in enumerate(new) if drawn in sampling.stop_ids]
+        if ends:
+            new, finish = new[: ends[0] + 1], "stop"
+        ids = torch.cat((start.token_ids, torch.tensor(new)))
+        log_probs = torch.cat((start.log_probs, torch.tensor([log_prob(i, self.version) for i in new])))
+        spans = (*start.spans, (self.version, len(new)))
+        return replace(start, token_ids=ids, log_probs=log_probs, finish=finish, spans=spans)

@@ -1,0 +1,119 @@
+"""What became of a step's rollouts: selection, advantages and mini-batches against the equations, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_brorl.config import ParallelConfig
+from megatron_brorl.parallel import grid
+from megatron_brorl.train.groups import CUT, LOST, advantages, figures, gather, give_up, mini_batches, select
+from megatron_brorl.types import Rollout, Row
+
+# Rewards by sibling; None: lost, "cut": goes on. Eight siblings each.
+TABLE = [
+    [0.0, 1.0, 0.0, None, 0.0, 0.0, 1.0, 0.0],  # kept with 7 survivors
+    [1.0] * 8,
+    [0.0] * 7 + [None],
+    [None, None, 1.0, *[None] * 5],  # one survivor
+    [None] * 8,
+    [0.0, 1.0, "cut", None, 0.0, 0.0, 0.0, 1.0],
+    [0.25, 0.5, None, None, 0.25, 1.0, 1.0, 0.0],  # kept with 6
+]
+
+
+def row(group: int, sibling: int, reward: float | str) -> Row:
+    cut = reward == "cut"
+    tokens = 1 + (group + sibling) % 3
+    rollout = Rollout(
+        sibling, torch.arange(tokens), torch.zeros(tokens), "cut" if cut else ("stop", "length")[group % 2]
+    )
+    return Row(group, rollout, math.nan if cut else reward)
+
+
+def all_rows() -> list[Row]:
+    return [row(g, i, r) for g, rewards in enumerate(TABLE) for i, r in enumerate(rewards) if r is not None]
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    grid.build(ParallelConfig())
+    yield gather(all_rows(), len(TABLE), 8, None)
+    grid.leave()
+
+
+def test_closed_and_kept(outcomes):
+    selection = select(outcomes)
+    assert selection.closed == [0, 1, 2, 3, 4, 6]
+    assert selection.kept == [0, 6]
+    closed, lost = give_up(outcomes, [2, 5])
+    assert lost == 1
+    assert select(closed).kept == [0, 5, 6]
+    assert closed.state[5, 2] == LOST
+    assert outcomes.state[5, 2] == CUT
+
+
+@pytest.mark.parametrize("ops", ["fused", "reference"])
+def test_advantages_follow_the_equation(outcomes, ops):
+    """A = R - mean_group(R), then (A - mean_batch) / std_batch over all survivors (BroRL, section 3.1)."""
+    got = advantages(outcomes, [0, 6], ops)
+    raw = {}
+    for g in (0, 6):
+        alive = {i: r for i, r in enumerate(TABLE[g]) if r is not None}
+        raw |= {(g, i): r - sum(alive.values()) / len(alive) for i, r in alive.items()}
+    mean = math.fsum(raw.values()) / 13
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw.values()) / 13)
+    expected = torch.zeros(len(TABLE), 8)
+    for place, x in raw.items():
+        expected[place] = (x - mean) / std
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    assert torch.count_nonzero(advantages(outcomes, [], ops)) == 0
+
+
+def test_figures_are_over_survivors_of_closed_groups(outcomes):
+    got = figures(outcomes, select(outcomes))
+    alive = [(g, i, r) for g, rewards in enumerate(TABLE) if g != 5 for i, r in enumerate(rewards) if r is not None]
+    assert len(alive) == 7 + 8 + 7 + 1 + 0 + 6
+    expected = {
+        "reward": sum(r for _, _, r in alive) / 29,
+        "kept_share": 2 / 6,
+        "all_right_share": 2 / 6,  # the one with a single survivor too
+        "all_wrong_share": 1 / 6,
+        "groups_lost": 2,
+        "response_tokens": sum(1 + (g + i) % 3 for g, i, _ in alive) / 29,
+        "cut_off_share": (8 + 1) / 29,
+        "rollouts": 29,
+    }
+    assert got == pytest.approx(expected)
+
+
+def test_nothing_closed_has_no_means(outcomes):
+    open_ones = gather([row(0, 0, "cut")], 1, 8, None)
+    got = figures(open_ones, select(open_ones))
+    assert math.isnan(got["reward"])
+    assert math.isnan(got["kept_share"])
+    assert got["rollouts"] == 0
+
+
+@pytest.mark.parametrize("of", ["prompts", "siblings"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_mini_batches_do_not_depend_on_the_cut(of, count):
+    """However the rows are spread over replicas, every one is trained once, in the same optimizer step."""
+    kept = [0, 5, 6]
+    rows = [r for r in all_rows() if r.group in kept and r.rollout.finish != "cut"]
+    whole = [{(rows[i].group, rows[i].rollout.index) for i in part} for part in mini_batches(rows, kept, count, of)]
+    assert sum(map(len, whole)) == len(rows) == len(set().union(*whole))
+    for part, batch in enumerate(whole):
+        if of == "prompts":
+            assert {g for g, _ in batch} == set(kept[part::count])
+        else:
+            assert {i % count for _, i in batch} <= {part}
+    for cut in range(len(rows) + 1):
+        halves = [rows[:cut], rows[cut:]]
+        for part in range(count):
+            spread = [
+                [(h[i].group, h[i].rollout.index) for i in mini_batches(h, kept, count, of)[part]] for h in halves
+            ]
+            assert sorted(spread[0] + spread[1]) == sorted(whole[part])

@@ -1,0 +1,114 @@
+"""Rollouts over several steps: the versions and log-probabilities of their tokens, and what the loss makes of them."""
+
+from __future__ import annotations
+
+import fakes
+import pytest
+import tiny
+import torch
+from dist.steps import configured, make_trainer
+
+from megatron_brorl.config import ParallelConfig
+from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.parallel import grid
+from megatron_brorl.train import loop
+
+N, PROMPTS, BUDGET, MOST = 16, 2, 4, 12
+
+
+@pytest.fixture(scope="module")
+def processes():
+    yield grid.build(ParallelConfig())
+    grid.leave()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    return directory, tiny.make_model(directory, "qwen2", True)
+
+
+def response(seed: int, step: int, prompt, sibling: int) -> list[int]:
+    (drawn,) = fakes.draws(stream_key(seed, step, prompt.id), [sibling], MOST)
+    return drawn[: drawn.index(fakes.STOP) + 1] if fakes.STOP in drawn else drawn
+
+
+def log_probs(model, prompt: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.cat((prompt, row))[None]).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)[torch.arange(len(row)), row]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_stale_tokens_are_weighted_by_what_they_were_sampled_with(processes, model, monkeypatch, updates):
+    """Loss (one update) and old log-probs (two) of every step against transformers with the weights at its start."""
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": BUDGET, "most_carried": 2}
+    config = configured({"rollout": rollout, "algo": {"mini_batches": updates}})
+    trainer = make_trainer(model[0], processes, config, fakes.Engine())
+    trainer.refit()
+    seen = []
+    train = loop.update_policy
+    monkeypatch.setattr(
+        loop, "update_policy", lambda worker, made, *rest: seen.append(made) or train(worker, made, *rest)
+    )
+    began = {}
+    stale = capped = 0
+    for step in range(6):
+        for prompt in fakes.prompts(PROMPTS, PROMPTS * step):
+            rows = [response(config.run.seed, step, prompt, i) for i in range(N)]
+            began |= {(prompt.token_ids, tuple(row)): step for row in rows}
+        model[1].load_state_dict(dict(trainer.worker.hf_tensors()), strict=False)
+        values, _ = trainer.train_step()
+        made = seen.pop()
+        terms = 0.0
+        for i, (prompt, row) in enumerate(zip(made.prompts, made.responses, strict=True)):
+            born = began[tuple(prompt.tolist()), tuple(row.tolist())]
+            versions = [updates * (born + position // BUDGET) for position in range(len(row))]
+            sampled = torch.tensor([fakes.log_prob(t, v) for t, v in zip(row.tolist(), versions, strict=True)])
+            assert torch.equal(made.rollout_log_probs[i], sampled)
+            stale += versions[0] < updates * step
+            current = log_probs(model[1], prompt, row)
+            if updates > 1:
+                torch.testing.assert_close(made.old_log_probs[i], current, atol=1e-4, rtol=0)
+            weight = (current - sampled).exp()
+            capped += int((weight > config.algo.is_cap).sum())
+            terms -= float((weight.clamp(max=config.algo.is_cap) * made.advantages[i]).double().sum())
+        if updates == 1 and len(made):
+            assert made.old_log_probs is None  # the actor's current ones, without gradient
+            tokens = sum(map(len, made.responses))
+            assert values["trained_tokens"] == tokens
+            assert values["loss"] == pytest.approx(terms / tokens, rel=1e-4, abs=1e-6)
+    assert stale > 50
+    assert capped > 50
+
+
+def test_what_the_watchdog_cuts_goes_on(processes, model):
+    """A sibling that makes no progress in two steps is asked for again, and ends in the third."""
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "most_carried": 3, "timeout_s": 0.5}
+    engine = fakes.Engine(stall={("p/1", 5)})
+    trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
+    trainer.refit()
+    for step in range(3):
+        if step == 2:
+            engine.stall.clear()
+        values, _ = trainer.train_step()
+        assert values["lost_share"] == 0
+        assert values["carried"] == (1 if step < 2 else 0)
+        assert values["rollouts"] == {0: N, 1: 2 * N, 2: 3 * N}[step]  # the prompt of step 0 closes in step 2
+        asked = [(r.prompt.id, r.first, r.n, [b.index for b in r.begun]) for r in engine.calls[-1]]
+        new = [(p.id, 0, N, []) for p in fakes.prompts(PROMPTS, PROMPTS * step)]
+        assert asked == ([("p/1", 5, 1, [5])] if step else []) + new
+    assert not trainer.carried.groups
+
+
+def test_a_group_that_is_carried_too_long_closes_without_the_rest(processes, model):
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "most_carried": 1, "timeout_s": 0.5}
+    engine = fakes.Engine(stall={("p/1", 5)})
+    trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
+    trainer.refit()
+    first, _ = trainer.train_step()
+    assert (first["lost_share"], first["carried"], first["rollouts"]) == (0, 1, N)
+    second, _ = trainer.train_step()
+    assert second["lost_share"] == 1 / (2 * N + 1)
+    assert (second["carried"], second["rollouts"]) == (0, 3 * N - 1)
+    assert not trainer.carried.groups

@@ -1,0 +1,134 @@
+"""A step that loses rollouts trains on the others: loss and gradient against those by hand over the survivors."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import fakes
+import pytest
+import tiny
+import torch
+from dist.steps import configured, make_trainer
+
+from megatron_brorl.config import ParallelConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.models import checkpoint
+from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.parallel import grid
+from megatron_brorl.progress import progress
+
+N, TOKENS, LIMIT = 512, 12, 2.0
+KILLED, STALLED = ("p/0", 17), ("p/1", 300)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    yield grid.build(ParallelConfig())
+    grid.leave()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    return directory, tiny.make_model(directory, "qwen2", True)
+
+
+def by_hand(model, seed: int, lost: set[tuple[str, int]], cap: float) -> tuple[float, float, int]:
+    """Loss, norm of its gradient and tokens of one step over the survivors, with transformers' model."""
+    groups = []
+    for prompt in fakes.prompts(2):
+        rows, rewards = [], []
+        for sibling, drawn in enumerate(fakes.draws(stream_key(seed, 0, prompt.id), range(N), TOKENS)):
+            if (prompt.id, sibling) in lost:
+                continue
+            stopped = fakes.STOP in drawn
+            row = drawn[: drawn.index(fakes.STOP) + 1] if stopped else drawn
+            rows.append(row)
+            # The stop token is not part of the answer; what does not stop scores 0.
+            rewards.append(float(stopped and sum(row[:-1]) % 2 == 0))
+        groups.append((prompt, rows, rewards))
+    raw = [r - sum(rewards) / len(rewards) for _, _, rewards in groups for r in rewards]
+    mean = math.fsum(raw) / len(raw)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw) / len(raw))
+    advantages = iter([(x - mean) / std for x in raw])
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    model.zero_grad()
+    for prompt, rows, _ in groups:
+        start = len(prompt.token_ids)
+        padded = torch.tensor([[*prompt.token_ids, *row, *[0] * (TOKENS - len(row))] for row in rows])
+        log_probs = model(padded).logits[:, start - 1 : -1].log_softmax(-1)
+        for row, found in zip(rows, log_probs, strict=True):
+            advantage = next(advantages)
+            lp = found[torch.arange(len(row)), torch.tensor(row)]
+            sampled = torch.tensor([fakes.log_prob(t, 0) for t in row])
+            weight = (lp.detach() - sampled).exp().clamp(max=cap)
+            total = total - (weight * (lp - lp.detach()).exp() * advantage).double().sum()
+            count += len(row)
+    (total / count).backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    return float(total.detach()) / count, norm, count
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["stops", "hangs"])
+def test_one_of_512_killed_and_another_stalled(processes, model, deaf, capfd):
+    """The step ends within the watchdog's limit, and its loss is that over the survivors, divided by their tokens."""
+    grace, release = 0.5, threading.Event()
+    engine = fakes.Engine(lose={KILLED}, stall={STALLED}, deaf=release if deaf else None)
+    config = configured({"rollout": {"n": N, "prompts": 2, "timeout_s": LIMIT, "most_lost": 0.01}})
+    trainer = make_trainer(model[0], processes, config, engine, grace)
+    trainer.refit()
+    values, seconds = trainer.train_step()
+    release.set()
+    late = LIMIT + grace if deaf else LIMIT
+    assert LIMIT <= seconds["generate"] <= late + 1.0  # of a busy machine
+    loss, norm, tokens = by_hand(model[1], config.run.seed, {KILLED, STALLED}, config.algo.is_cap)
+    assert values["trained_tokens"] == tokens
+    assert values["loss"] == pytest.approx(loss, rel=1e-5)
+    assert values["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    whole = by_hand(model[1], config.run.seed, set(), config.algo.is_cap)
+    assert abs(values["loss"] - whole[0]) > 1e-4 * abs(whole[0])  # the two do matter
+    assert values["rollouts"] == 2 * N - 2
+    assert values["lost_share"] == 2 / (2 * N)
+    assert values["late"] == 2
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == (3 if deaf else 2)
+    assert all("prompt p/0: sibling 17; prompt p/1: sibling 300" in line for line in told[:2])
+    assert trainer.stuck() == deaf
+
+
+def test_too_many_lost_end_the_run_in_one_line(processes, model):
+    lose = {("p/1", i) for i in range(5)}
+    config = configured({"rollout": {"n": 32, "prompts": 2, "most_lost": 4 / 64}})
+    trainer = make_trainer(model[0], processes, config, fakes.Engine(lose=lose))
+    trainer.refit()
+    with pytest.raises(UserError, match=r"step 0: 5 of 64 rollouts were lost, more than rollout\.most_lost = 0\.0625"):
+        trainer.train_step()
+
+
+@pytest.mark.filterwarnings("ignore:`load_state_dict` is deprecated:FutureWarning")  # inside Megatron
+def test_a_stuck_engine_saves_and_says_how_to_go_on(processes, model, tmp_path):
+    """The step it hangs in is trained and saved; another process goes on, as if the rollout had only been lost."""
+    release = threading.Event()
+    changes = {"rollout": {"timeout_s": 0.5}, "run": {"dir": str(tmp_path)}, "train": {"steps": 3}}
+    config = configured(changes)
+    hanging = fakes.Engine(stall={("p/5", 3)}, deaf=release)  # a prompt of the second step
+    trainer = make_trainer(model[0], processes, config, hanging, grace_s=0.2)
+    trainer.held_out = []
+    with (
+        progress(3, "train", False) as p,
+        pytest.raises(UserError, match=r"did not stop when told to .* the state after step 2 is saved: start the same"),
+    ):
+        trainer.run(None, p, lambda: False)
+    release.set()
+    found = checkpoint.find(tmp_path / "checkpoints")
+    assert found.name == "step_00000002"
+    resumed = make_trainer(model[0], processes, config, fakes.Engine())
+    resumed.restore(found)
+    resumed.refit()
+    got, _ = resumed.train_step()
+    undisturbed = make_trainer(model[0], processes, config, fakes.Engine(lose={("p/5", 3)}))
+    undisturbed.refit()
+    expected = [undisturbed.train_step()[0] for _ in range(3)]
+    assert expected[1]["lost_share"] == 1 / 128
+    assert got == expected[2]

@@ -1,0 +1,122 @@
+"""An engine behind a deadline: what is late is named, what is lost is missing, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import fakes
+import pytest
+import torch
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.watchdog import Watchdog, _ranges
+from megatron_brorl.types import Rollout, RolloutGroup
+
+SAMPLING = Sampling(1.0, 1.0, 0, 12, (fakes.STOP,))
+FIRST, SECOND = fakes.prompts(2)
+REQUESTS = [Request(FIRST, 11, 40), Request(SECOND, 12, 8, first=32)]
+
+
+def indices(harvest):
+    return [[r.index for r in rollouts] for rollouts in harvest.rollouts]
+
+
+def test_an_engine_in_time_is_left_alone(capfd):
+    engine = fakes.Engine(version=4)
+    harvest = Watchdog(engine, 60.0).generate(REQUESTS, SAMPLING)
+    assert indices(harvest) == [list(range(40)), list(range(32, 40))]
+    assert harvest.late == 0
+    for request, rollouts in zip(REQUESTS, harvest.rollouts, strict=True):
+        for rollout in rollouts:
+            (drawn,) = fakes.draws(request.key, [rollout.index], 12)
+            end = drawn.index(fakes.STOP) + 1 if fakes.STOP in drawn else 12
+            assert rollout.token_ids.tolist() == drawn[:end]
+    assert capfd.readouterr().err == ""
+
+
+def test_lost_rollouts_are_missing():
+    engine = fakes.Engine(lose={("p/0", 0), ("p/1", 39)})
+    harvest = Watchdog(engine, 60.0).generate(REQUESTS, SAMPLING)
+    assert indices(harvest) == [list(range(1, 40)), list(range(32, 39))]
+
+
+def test_late_rollouts_are_named_and_come_back_unfinished(capfd):
+    """The engine hears of the limit; what had begun comes back "cut", with its tokens."""
+    engine = fakes.Engine(stall={("p/0", 3), *(("p/1", i) for i in range(34, 40))}, lose={("p/0", 7)})
+    harvest = Watchdog(engine, 0.4, rank=5).generate(REQUESTS, SAMPLING)
+    assert harvest.late == 8
+    finishes = {(i, r.index): r.finish for i, rollouts in enumerate(harvest.rollouts) for r in rollouts}
+    assert len(finishes) == 47
+    assert {place for place, finish in finishes.items() if finish == "cut"} == {
+        (0, 3),
+        *((1, i) for i in range(34, 40)),
+    }
+    half, limit = capfd.readouterr().err.splitlines()
+    for line, seconds in ((half, "0.2"), (limit, "0.4")):
+        assert line.startswith(f"rank 5: 8 of 48 rollouts have not ended after {seconds} s (rollout.timeout_s = 0.4)")
+        assert line.endswith("prompt p/0: siblings 3, 7; prompt p/1: siblings 34-39")
+
+
+def test_a_stuck_engine_is_given_up(capfd):
+    """Its finished rollouts count; it is not asked again, nor given weights, though their stream is read."""
+    release = threading.Event()
+    engine = fakes.Engine(stall={("p/0", 3)}, deaf=release, version=1)
+    dog = Watchdog(engine, 0.2, grace_s=0.2)
+    begun = time.monotonic()
+    harvest = dog.generate(REQUESTS, SAMPLING)
+    assert time.monotonic() - begun < 30  # not for ever
+    assert indices(harvest) == [[i for i in range(40) if i != 3], list(range(32, 40))]
+    assert dog.stuck
+    assert "the engine did not stop and is given up: prompt p/0: sibling 3" in capfd.readouterr().err
+    sent = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
+    dog.update_weights(sent, 2)
+    assert list(sent) == []
+    assert engine.version == 1
+    with pytest.raises(UserError, match="rank 0: the rollout engine is still busy"):
+        dog.generate(REQUESTS, SAMPLING)
+    release.set()
+    assert len(engine.calls) == 1
+
+
+def test_many_late_prompts_are_counted(capfd):
+    requests = [Request(p, 1, 1) for p in fakes.prompts(20)]
+    engine = fakes.Engine(stall={(r.prompt.id, 0) for r in requests})
+    Watchdog(engine, 0.1).generate(requests, SAMPLING)
+    for line in capfd.readouterr().err.splitlines():
+        assert re.findall(r"prompt (\S+):", line) == [f"p/{i}" for i in range(8)]
+        assert line.endswith("; and 12 more")
+
+
+def test_exceptions_of_the_engine_are_raised_here():
+    class Broken(fakes.Engine):
+        def generate(self, requests, sampling, watch=None):
+            raise ZeroDivisionError("in the engine")
+
+    class Confused(fakes.Engine):
+        def generate(self, requests, sampling, watch=None):
+            stranger = Rollout(40, torch.zeros(1), torch.zeros(1), "stop")
+            return [RolloutGroup(r.prompt, (stranger,), 0) for r in requests]
+
+    dog = Watchdog(Broken(), 60.0)
+    for _ in range(2):  # and the thread lives on
+        with pytest.raises(ZeroDivisionError, match="in the engine"):
+            dog.generate(REQUESTS, SAMPLING)
+    with pytest.raises(ValueError, match="sibling 40 of p/0, which was not asked"):
+        Watchdog(Confused(), 60.0).generate(REQUESTS, SAMPLING)
+
+
+def test_nothing_asked_is_nothing_waited_for():
+    engine = fakes.Engine()
+    assert Watchdog(engine, 60.0).generate([], SAMPLING).rollouts == []
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([3], "3"), ([3, 40, 41, 42, 43, 44], "3, 40-44"), ([0, 1, 2], "0-2"), ([0, 1, 3, 5, 6], "0-1, 3, 5-6")],
+)
+def test_ranges(numbers, text):
+    assert _ranges(numbers) == text
