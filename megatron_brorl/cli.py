@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl import theory_cli
 from megatron_brorl.config import OptimConfig, load
 from megatron_brorl.errors import UserError
 
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="draw the curves of a run again and print its summary")
     report.add_argument("run_dir")
     report.set_defaults(command=_report)
+    theory_cli.add_commands(commands)
     return parser
 
 

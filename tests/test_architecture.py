@@ -12,12 +12,12 @@ ROOT = PACKAGE.parent
 FLOORS = [
     {"errors", "types", "config", "metrics", "progress", "hf_config"},
     {"algo", "rewards"},
-    {"ops"},  # the fused ops take up formulas of algo
+    {"ops", "theory"},  # the fused ops take up formulas of algo, the theory its intervals
     {"parallel"},
     {"reshard", "rollout", "data"},
     {"models"},
     {"train", "report"},
-    {"cli", "session", "launch", "__main__"},
+    {"cli", "theory_cli", "session", "launch", "__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 

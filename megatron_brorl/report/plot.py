@@ -7,23 +7,19 @@ made after its update. "Before" stands at 0, "after" at summary["steps"]. No pyp
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
+from megatron_brorl.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, panel, save, say
 
-# Okabe and Ito's palette, which every kind of colour vision tells apart.
-BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-GREY = "#8C8C8C"
 PHASES = {"generate": BLUE, "score": ORANGE, "train": GREEN, "refit": PURPLE}
 _FEW = 40  # up to here every step gets a marker; above, a running mean
 
@@ -35,13 +31,7 @@ def plot_run(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
     figure = build_figure(rows, _read_summary(run_dir / "summary.json"))
-    path, aside = run_dir / "curves.png", run_dir / "curves.png.tmp"
-    try:
-        FigureCanvasAgg(figure).print_figure(aside, dpi=110, format="png", pil_kwargs={"optimize": True})
-        os.replace(aside, path)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror}; free some space or make it writable") from None
-    return path
+    return save(figure, run_dir / "curves.png")
 
 
 def build_figure(rows: list[Row], summary: dict[str, Any]) -> Figure:
@@ -51,21 +41,21 @@ def build_figure(rows: list[Row], summary: dict[str, Any]) -> Figure:
     (reward, accuracy, length), (kept, seconds, health) = figure.subplots(2, 3)
     steps = np.array([row["step"] + 1 for row in rows], dtype=np.int64)
 
-    _panel(reward, "Training reward", "mean reward")
+    panel(reward, "Training reward", "mean reward")
     _curve(reward, steps, _column(rows, "reward"), BLUE)
 
-    _panel(accuracy, "Held-out accuracy", "pass@1")
+    panel(accuracy, "Held-out accuracy", "pass@1")
     _accuracy(accuracy, rows, summary)
 
-    _panel(length, "Response length", "mean length (tokens)")
+    panel(length, "Response length", "mean length (tokens)")
     _curve(length, steps, _column(rows, "response_tokens"), PURPLE)
 
-    _panel(kept, "Dynamic sampling", "prompts kept")
+    panel(kept, "Dynamic sampling", "prompts kept")
     _curve(kept, steps, _column(rows, "kept_share"), GREEN)
     kept.set_ylim(-0.03, 1.03)
     kept.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
-    _panel(seconds, "Step time", "time per step (s)")
+    panel(seconds, "Step time", "time per step (s)")
     _stack(seconds, steps, rows)
 
     _health(health, steps, rows)
@@ -105,16 +95,6 @@ def _title(rows: list[Row], summary: dict[str, Any]) -> str:
     return "   ·   ".join(parts)
 
 
-def _panel(axes: Axes, title: str, ylabel: str) -> None:
-    axes.set_title(title, fontsize=11, loc="left", fontweight="bold")
-    axes.set_xlabel("training step")
-    axes.set_ylabel(ylabel)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-
-
 def _column(rows: list[Row], key: str) -> np.ndarray:
     """One value per row; NaN where it is missing or null."""
     return np.array([np.nan if row.get(key) is None else row[key] for row in rows], dtype=np.float64)
@@ -124,7 +104,7 @@ def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, smooth
     """The values as they are, and their running mean where there are many."""
     known = np.isfinite(values)
     if not known.any():
-        _say(axes, "not recorded")
+        say(axes, "not recorded")
         return
     few = len(values) <= _FEW
     faint = smooth and not few
@@ -171,7 +151,7 @@ def _evaluations(rows: list[Row], summary: dict[str, Any]) -> dict[int, tuple[fl
 def _accuracy(axes: Axes, rows: list[Row], summary: dict[str, Any]) -> None:
     found = _evaluations(rows, summary)
     if not found:
-        _say(axes, "no evaluation yet")
+        say(axes, "no evaluation yet")
         return
     mean, low, high = np.array(list(found.values()), dtype=np.float64).T
     axes.errorbar(
@@ -195,7 +175,7 @@ def _stack(axes: Axes, steps: np.ndarray, rows: list[Row]) -> None:
     """One band per phase; what no phase accounts for is "other"."""
     times = [row.get("time") or {} for row in rows]
     if not any(times):
-        _say(axes, "not recorded")
+        say(axes, "not recorded")
         return
     first = int(steps.min())
     base = np.zeros(int(steps.max()) - first + 1)
@@ -221,18 +201,12 @@ def _health(axes: Axes, steps: np.ndarray, rows: list[Row]) -> None:
     """How far engine and trainer disagree; the gradient norm in a run that did not record it."""
     gap = _column(rows, "logprob_gap_max")
     if not np.isfinite(gap).any():
-        _panel(axes, "Gradient norm", "norm before clipping")
+        panel(axes, "Gradient norm", "norm before clipping")
         _curve(axes, steps, _column(rows, "grad_norm"), SKY)
         return
-    _panel(axes, "Engine against trainer", "largest log-prob gap (nats)")
+    panel(axes, "Engine against trainer", "largest log-prob gap (nats)")
     if not np.nanmax(gap) > 0:
-        _say(axes, "exactly 0 at every step")
+        say(axes, "exactly 0 at every step")
         return
     axes.set_yscale("log")
     _curve(axes, steps, np.where(gap > 0, gap, np.nan), SKY, smooth=False)  # a log scale has no 0
-
-
-def _say(axes: Axes, text: str) -> None:
-    """In place of a curve."""
-    axes.set_yticks([])
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)

@@ -1,0 +1,65 @@
+"""How to spread a budget of tokens over prompts: more rollouts where they are expected to change something."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.theory import mixture
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Objective = Literal["kept", "variance"]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    rollouts: Ints  # [P]
+    tokens: float  # expected
+    value: float  # expected kept prompts, or minus the sum of the variances
+    uniform: int  # the largest level that the budget gives to every prompt
+    uniform_value: float
+
+
+def allocate(posterior: Floats, tokens: Floats, budget: float, levels: Ints, objective: Objective) -> Allocation:
+    """Rollouts [P] for each prompt, among ascending levels [L], whose expected tokens fit the budget.
+
+    posterior [P, G] over success rates on mixture.GRID; tokens [P] per rollout. "kept": the expected number of prompts
+    with a right and a wrong rollout, sum E[1 - s^N - (1 - s)^N]. "variance": minus the sum of E[s (1 - s)] / (N - 1).
+    Both have falling returns in N, so taking the best return per token first is optimal up to the one step that no
+    longer fits.
+    """
+    base = float((tokens * levels[0]).sum())
+    if budget < base:
+        raise UserError(
+            f"a budget of {budget:.0f} tokens: {levels[0]} rollouts for every prompt take {base:.0f} already"
+        )
+    values = _values(posterior, levels, objective)
+    returns = np.diff(values, axis=1) / (np.diff(levels) * tokens[:, None])
+    prices = np.broadcast_to(np.diff(levels) * tokens[:, None], returns.shape)
+    order = np.argsort(-returns, axis=None, kind="stable")
+    spent = base + np.cumsum(prices.reshape(-1)[order])
+    taken = order[: int(np.searchsorted(spent, budget, side="right"))]
+    steps = np.bincount(taken // returns.shape[1], minlength=len(tokens))
+    rows = np.arange(len(tokens))
+    fits = np.flatnonzero(levels * tokens.sum() <= budget)[-1]
+    return Allocation(
+        rollouts=levels[steps],
+        tokens=float((levels[steps] * tokens).sum()),
+        value=float(values[rows, steps].sum()),
+        uniform=int(levels[fits]),
+        uniform_value=float(values[:, fits].sum()),
+    )
+
+
+def _values(posterior: Floats, levels: Ints, objective: Objective) -> Floats:
+    """[P, L]"""
+    s = mixture.GRID[:, None]
+    if objective == "kept":
+        result: Floats = posterior @ (1 - s**levels - (1 - s) ** levels)
+        return result
+    return -(posterior @ (s * (1 - s))) / (levels - 1)

@@ -1,0 +1,278 @@
+"""The commands around the theory: `brorl simulate` and `brorl advise`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import typing
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.theory.simulate import Curves, Settings, simulate, write_csv
+from megatron_brorl.theory.targets import CANDIDATES, Targets
+
+if TYPE_CHECKING:  # the rest imports torch, which takes a second that no other command should wait for
+    from megatron_brorl.theory.advisor import Advice
+    from megatron_brorl.theory.costs import Costs
+    from megatron_brorl.theory.log import LoggedGroup
+
+_SIMULATE = {
+    "vocabulary": "tokens of the softmax",
+    "correct": "correct tokens among them",
+    "steps": "optimizer steps",
+    "lr": "learning rate",
+    "beta1": "AdamW's first decay rate",
+    "beta2": "AdamW's second decay rate",
+    "eps": "AdamW's eps; decides the sign at small N",
+    "weight_decay": "AdamW's decoupled weight decay",
+    "optimizer": "adamw, or plain gradient steps",
+    "seed_logit": "initial logit of the correct tokens",
+    "anchor": "which class the token with anchor_logit belongs to",
+    "anchor_logit": "initial logit of the anchor",
+    "anchor_fixed": "hold the anchor's logit",
+    "draws": "a token drawn twice counts twice or once",
+    "gradient": "differentiate p (the paper) or log p (REINFORCE)",
+    "baseline": "subtract the mean reward of the draws or nothing",
+    "drop_against": "what the worst drop is measured against",
+    "dtype": "of logits and optimizer state",
+}
+
+Commands = Any  # argparse._SubParsersAction, which is private
+
+
+def add_commands(commands: Commands) -> None:
+    """Add both commands to the parser of `brorl`."""
+    text = "the paper's token simulator: how N decides where probability mass goes"
+    command = commands.add_parser("simulate", help=text, description=text)
+    command.add_argument("--n", type=int, nargs="+", default=[4, 8, 16, 512, 51200], help="draws per step")
+    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    types = typing.get_type_hints(Settings)
+    for field in fields(Settings):
+        kind: Any = types[field.name]
+        options: dict[str, Any] = {"default": field.default, "help": f"{_SIMULATE[field.name]} ({field.default})"}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif kind in (int, float):
+            options["type"] = kind
+        else:
+            options["choices"] = get_args(kind)
+        command.add_argument(f"--{field.name.replace('_', '-')}", **options)
+    command.add_argument("--every", type=int, default=10, help="steps per line of curves.csv (10)")
+    command.add_argument("--out", type=Path, default=Path("runs/simulate"), help="folder for simulate.png, curves.csv")
+    command.add_argument("--json", type=Path, help="also write one summary row per N and seed to this file")
+    command.set_defaults(command=_simulate)
+
+    text = "how many rollouts per prompt? from the rollout log of a pilot (megatron_brorl/theory/log.py has the format)"
+    command = commands.add_parser("advise", help=text, description=text)
+    command.add_argument("log", type=Path, help="JSON Lines: prompt_id, reward, and answer or token_ids per rollout")
+    command.add_argument("--n", type=int, nargs="+", default=list(CANDIDATES), help="values of N to compare")
+    command.add_argument("--right", type=float, default=1.0, help="smallest reward of a right rollout (1.0)")
+    command.add_argument("--run", type=Path, action="append", default=[], help="a run.dir to take the times from")
+    for name in ("prefill", "decode", "train", "fixed"):
+        what = {"prefill": "prompt", "decode": "generated rollout", "train": "trained rollout", "fixed": "step"}[name]
+        command.add_argument(f"--{name}", type=float, help=f"seconds per {what}, in place of --run")
+    command.add_argument("--prompts", type=int, help="kept prompts per step (as many as the log has)")
+    for target in fields(Targets):
+        command.add_argument(f"--{target.name}", type=float, default=target.default, help=f"target ({target.default})")
+    command.add_argument("--tokens", type=float, help="also spread this budget of tokens over the prompts of the log")
+    command.add_argument("--objective", choices=["kept", "variance"], default="kept", help="of --tokens (kept)")
+    command.add_argument("--resamples", type=int, default=500, help="bootstrap samples (500)")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--out", type=Path, default=Path("runs/advise"), help="folder for advice.json, advice.png")
+    command.set_defaults(command=_advise)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from megatron_brorl.progress import progress
+    from megatron_brorl.report.simulation import plot_simulation
+
+    settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})
+    if args.every < 1:
+        raise UserError(f"--every {args.every}: must be at least 1")
+    jobs = [(n, seed) for n in sorted(set(args.n)) for seed in sorted(set(args.seeds))]
+    for n, seed in jobs:
+        if n < 1 or seed < 0:
+            raise UserError(f"--n {n} --seeds {seed}: draws must be at least 1 and seeds not negative")
+    make_folder(args.out)
+    curves: list[Curves] = []
+    quarter = max(1, settings.steps // 4)
+    with progress(len(jobs) * settings.steps, "simulate", True) as p:
+        for n, seed in jobs:
+            done = len(curves) * settings.steps
+
+            def tell(step: int, done: int = done, n: int = n, seed: int = seed) -> None:
+                if step % quarter == 0:
+                    p.update(done + step, {"N": str(n), "seed": str(seed)})
+
+            curves.append(simulate(n, seed, settings, tell))
+    try:
+        write_csv(args.out / "curves.csv", curves, args.every)
+    except OSError as e:
+        raise UserError(f"{args.out / 'curves.csv'}: cannot be written: {e.strerror}") from None
+    if args.json:
+        write_json(args.json, [c.summary() for c in curves])
+    figure = plot_simulation(curves, settings, args.out / "simulate.png")
+    print(f"{'N':>7} {'seed':>4} {'Q_pos(0)':>9} {f'Q_pos({settings.steps})':>11} {'improved':>9} {'worst drop':>11}")
+    for c in curves:
+        s = c.summary()
+        print(
+            f"{c.n:>7} {c.seed:>4} {s['q_pos_initial']:>9.4f} {s['q_pos_final']:>11.4f} "
+            f"{s['improved_share']:>9.2%} {s['worst_drop']:>11.1e}"
+        )
+    print(f"figure   {figure}")
+    print(f"curves   {args.out / 'curves.csv'}")
+    return 0
+
+
+def _advise(args: argparse.Namespace) -> int:
+    from megatron_brorl.report.advice import plot_advice
+    from megatron_brorl.theory.advisor import advise
+    from megatron_brorl.theory.log import read_log
+
+    groups = read_log(args.log)
+    costs, how = _costs(args)
+    targets = Targets(**{f.name: getattr(args, f.name) for f in fields(Targets)})
+    if args.resamples < 20:
+        raise UserError(f"--resamples {args.resamples}: a 95% interval needs at least 20")
+    if args.prompts is not None and args.prompts < 1:
+        raise UserError(f"--prompts {args.prompts}: must be at least 1")
+    candidates = sorted(set(args.n))
+    if candidates[0] < 2:
+        raise UserError(f"--n {candidates[0]}: a group baseline needs at least 2 rollouts")
+    prompts = args.prompts or len({g.prompt_id for g in groups})
+    try:
+        advice = advise(groups, args.right, costs, prompts, args.resamples, args.seed, targets, candidates)
+    except UserError as e:
+        raise UserError(f"{args.log}: {e}") from None
+    plan = _plan(args, groups) if args.tokens is not None else None  # before anything is written
+    make_folder(args.out)
+    write_json(
+        args.out / "advice.json",
+        {
+            **advice.as_dict(),
+            "targets": asdict(targets),
+            "costs": {**asdict(costs), "from": how},
+            "prompts_per_step": prompts,
+            "outcomes": _outcomes(groups, args.right),
+            "allocation": plan,
+        },
+    )
+    figure = plot_advice(advice, targets, costs.unit, args.out / "advice.png")
+    print(advice_text(advice, targets, costs, prompts))
+    print(f"times    {how}")
+    if plan:
+        print(
+            f"budget   {plan['tokens']:.0f} of {args.tokens:.0f} tokens: {plan['objective']} {plan['value']:.4g}, "
+            f"against {plan['uniform_value']:.4g} with {plan['uniform']} rollouts for every prompt"
+        )
+    print(f"figure   {figure}")
+    print(f"figures  {args.out / 'advice.json'}")
+    return 0
+
+
+def _costs(args: argparse.Namespace) -> tuple[Costs, str]:
+    from megatron_brorl.theory.costs import UNMEASURED, Costs, read_costs
+
+    given = {k: getattr(args, k) for k in ("prefill", "decode", "train", "fixed") if getattr(args, k) is not None}
+    if any(not 0 <= v < float("inf") for v in given.values()) or given.get("decode") == 0:
+        raise UserError("--prefill, --decode, --train, --fixed: seconds must not be negative, and --decode not 0")
+    if args.run:
+        if given:
+            raise UserError("--run and --prefill/--decode/--train/--fixed exclude each other")
+        return read_costs(args.run)
+    if not given:
+        return UNMEASURED, "none given (--run or --decode ...): costs are counted in generated rollouts"
+    if "decode" not in given:
+        raise UserError(f"--{next(iter(given))} needs --decode too")
+    return Costs(**{"prefill": 0.0, "train": 0.0, **given}), "as given"
+
+
+def _outcomes(groups: list[LoggedGroup], right: float) -> dict[str, float] | None:
+    """Good-Turing, as means over groups; None where a group has no outcomes."""
+    from megatron_brorl.theory.diagnostics import good_turing
+
+    found = [good_turing(g.outcomes, g.rewards >= right) for g in groups if g.outcomes is not None]
+    if len(found) < len(groups):
+        return None
+    names = ("distinct", "singletons", "unseen_mass", "unseen_right", "unseen_wrong")
+    return {name: sum(float(getattr(g, name)) for g in found) / len(found) for name in names}
+
+
+def _plan(args: argparse.Namespace, groups: list[LoggedGroup]) -> dict[str, Any]:
+    """The allocation of --tokens over the groups of the log."""
+    import numpy as np
+
+    from megatron_brorl.theory.advisor import success_rates
+    from megatron_brorl.theory.allocation import allocate
+
+    lengths = [g.tokens.mean() for g in groups if g.tokens is not None]
+    if len(lengths) < len(groups):
+        raise UserError(f"{args.log}: --tokens needs the length of every rollout: log token_ids or tokens")
+    n = np.array([g.n for g in groups])
+    right = np.array([int((g.rewards >= args.right).sum()) for g in groups])
+    _, posterior = success_rates(right, n)
+    levels = np.arange(8, 1025, 8)
+    plan = allocate(posterior, np.maximum(lengths, 1.0), args.tokens, levels, args.objective)
+    rollouts = [
+        {"prompt_id": g.prompt_id, "step": g.step, "n": int(k)} for g, k in zip(groups, plan.rollouts, strict=True)
+    ]
+    return {
+        "objective": {"kept": "expected kept prompts", "variance": "minus the summed variance"}[args.objective],
+        **{k: getattr(plan, k) for k in ("tokens", "value", "uniform", "uniform_value")},
+        "rollouts": rollouts,
+    }
+
+
+def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) -> str:
+    """The table and the recommendation."""
+    from megatron_brorl.theory.costs import learning_rate_factor
+
+    cost = f"cost per step ({costs.unit})"
+    lines = [
+        f"{advice.prompts} prompts, {advice.groups} groups; a step keeps {prompts} prompts; 95% intervals over prompts",
+        f"{'N':>5}  {'kept share':<26}{'unsampled coupling':<28}{'variance':<10}{cost:<34}{'signal/time':<13}"
+        "targets met",
+    ]
+    for c in advice.candidates:
+        names = ("kept", "coupling", "efficiency")
+        mark = {"unbiased": " ", "extrapolated": "~", "bound": "<"}
+        kept = f"{mark[c.kept_known]}{c.kept.mean:6.1%} ({c.kept.low:.1%} to {c.kept.high:.1%})"
+        left = "not logged"
+        if c.coupling is not None and c.coupling_known is not None:
+            left = f"{mark[c.coupling_known]}{c.coupling.mean:7.2%} ({c.coupling.low:.2%} to {c.coupling.high:.2%})"
+        met = ", ".join(name for name, ok in zip(names, c.meets, strict=True) if ok) or "none"
+        seconds = f"{c.seconds.mean:.4g} ({c.seconds.low:.4g} to {c.seconds.high:.4g})"
+        lines.append(f"{c.n:>5}  {kept:<26}{left:<28}{c.variance.mean:<10.2e}{seconds:<34}{c.efficiency:<13.1%}{met}")
+    lines.append("~ extrapolated beyond the pilot's rollouts   < at most")
+    if advice.recommended is None:
+        lines.append(
+            f"no N up to {advice.candidates[-1].n} keeps {targets.kept:.0%} of what is ever kept, leaves at most "
+            f"{targets.coupling:.0%} unsampled and has {targets.efficiency:.0%} of the best signal per time"
+        )
+    else:
+        low, high = advice.recommended_low, advice.recommended_high
+        top = f"over {advice.candidates[-1].n}"
+        factor = learning_rate_factor(advice.recommended, advice.pilot_n[1])
+        lines.append(
+            f"recommended N = {advice.recommended} (95% interval {low or top} to {high or top}); learning rate "
+            f"x {factor:.2f} against the pilot's N = {advice.pilot_n[1]} with as many prompts"
+        )
+    return "\n".join(lines)
+
+
+def make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be made: {e.strerror}; give a writable folder with --out") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        aside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        aside.replace(path)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be written: {e.strerror}; give a file in a writable folder") from None

@@ -1,0 +1,209 @@
+"""The diagnostics against enumeration, against Theorem 1, and against the truth of a policy that is known."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_brorl.theory.diagnostics import coupling, good_turing, hold_out, known_mass, token_level, unseen_weights
+from megatron_brorl.theory.mass_balance import (
+    draw_weights,
+    expected_masses,
+    first_order,
+    general_terms,
+    score_step,
+    surrogate_step,
+)
+
+
+def _policy(seed: int, outcomes: int = 300):
+    """A Zipf-like distribution over outcomes, a third of which is right."""
+    rng = np.random.default_rng(seed)
+    p = 1 / np.arange(1, outcomes + 1) ** rng.uniform(0.8, 1.6)
+    return rng.permutation(p / p.sum()), rng.random(outcomes) < 0.35
+
+
+POLICIES = [_policy(seed) for seed in range(8)]
+N, REPETITIONS, HELD = 64, 200, [2, 4, 8, 16, 32]
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """[REPETITIONS] lists of groups, N siblings each."""
+    rng = np.random.default_rng(100)
+    return [[(x := rng.choice(len(p), size=N, p=p), right[x]) for p, right in POLICIES] for _ in range(REPETITIONS)]
+
+
+def _truth(field: str, m: int) -> float:
+    return float(np.mean([getattr(expected_masses(p, right, m), field) for p, right in POLICIES]))
+
+
+def test_hold_out_on_a_known_policy(drawn):
+    """Unbiased within 3 standard errors of 200 repetitions; 95% intervals that hold at least 93% of the time."""
+    curves = [hold_out(groups, HELD) for groups in drawn]
+    for i, held in enumerate(HELD):
+        m = N - held
+        truths = {"unsampled_mass": _truth("u_pos", m) + _truth("u_neg", m)}
+        truths |= {"u_pos2": _truth("u_pos2", m), "u_neg2": _truth("u_neg2", m)}
+        for field, truth in truths.items():
+            x = np.array([getattr(c, field)[i] for c in curves])
+            se = np.array([getattr(c, f"{field}_se")[i] for c in curves])
+            assert abs(x.mean() - truth) < 3 * x.std() / np.sqrt(REPETITIONS), (field, held)
+            assert 0.93 * x.std() < np.sqrt(np.mean(se**2)) < 1.6 * x.std(), (field, held)
+            assert np.mean(np.abs(x - truth) < 1.96 * se) > 0.93, (field, held)
+
+
+def test_good_turing_on_a_known_policy(drawn):
+    """The estimate is unbiased for N - 1 draws; the interval covers the mass that was really missed."""
+    for k, (p, right) in enumerate(POLICIES):
+        found = [good_turing(*groups[k]) for groups in drawn]
+        expected = expected_masses(p, right, N - 1)
+        for field, truth in (("unseen_right", expected.u_pos), ("unseen_wrong", expected.u_neg)):
+            x = np.array([getattr(g, field) for g in found])
+            assert abs(x.mean() - truth) < 3 * x.std() / np.sqrt(REPETITIONS)
+        missed = [1 - p[np.unique(groups[k][0])].sum() for groups in drawn]
+        covered = np.mean([g.low <= mass <= g.high for g, mass in zip(found, missed, strict=True)])
+        assert covered > 0.90
+
+
+def test_good_turing_by_hand():
+    outcomes = np.array([7, 7, 7, 1, 2, 2, 9, 5])
+    right = np.array([True, True, True, False, True, True, True, False])
+    g = good_turing(outcomes, right)
+    assert (g.distinct, g.singletons, g.doubletons) == (5, 3, 1)
+    assert (g.unseen_mass, g.unseen_right, g.unseen_wrong) == (3 / 8, 1 / 8, 2 / 8)
+    half = 1.959964 * np.sqrt(3 * 5 / 8 + 2) / 8
+    assert g.low == max(0.0, 3 / 8 - half)
+    assert g.high == pytest.approx(3 / 8 + half)
+    # All alike: nothing is unseen, but eight siblings cannot exclude a mass of 1 - 0.025^(1/8).
+    same = good_turing(np.zeros(8, dtype=np.int64), np.ones(8, dtype=bool))
+    assert (same.unseen_mass, same.low) == (0, 0)
+    assert (1 - same.high) ** 8 == pytest.approx(0.025)
+
+
+def test_hold_out_is_the_average_over_all_splits():
+    outcomes = np.array([0, 0, 1, 2, 2, 2, 3])
+    right = np.isin(outcomes, [0, 3])
+    curve = hold_out([(outcomes, right)], [2, 3, 5])
+    for i, h in enumerate((2, 3, 5)):
+        mass, pos, neg = [], [], []
+        for held in itertools.combinations(range(7), h):
+            rest = set(outcomes[[j for j in range(7) if j not in held]])
+            new = [outcomes[j] not in rest for j in held]
+            mass.append(np.mean(new))
+            pairs = list(itertools.combinations(range(h), 2))
+            same = [new[a] and outcomes[held[a]] == outcomes[held[b]] for a, b in pairs]
+            good = [right[held[a]] for a, _ in pairs]
+            pos.append(np.mean([s and g for s, g in zip(same, good, strict=True)]))
+            neg.append(np.mean([s and not g for s, g in zip(same, good, strict=True)]))
+        assert curve.unsampled_mass[i] == pytest.approx(np.mean(mass), rel=1e-12)
+        assert curve.u_pos2[i] == pytest.approx(np.mean(pos), rel=1e-12, abs=1e-15)
+        assert curve.u_neg2[i] == pytest.approx(np.mean(neg), rel=1e-12, abs=1e-15)
+
+
+def test_one_held_out_sibling_is_good_turing(drawn):
+    outcomes, right = drawn[0][0]
+    _, counts = np.unique(outcomes, return_counts=True)
+    mass = unseen_weights(counts, N, np.array([N - 1]), 1).sum()
+    assert mass == pytest.approx(good_turing(outcomes, right).unseen_mass, rel=1e-12)
+
+
+def test_coupling_is_unbiased(drawn):
+    """Against Q_pos sum of p^2 (1-p)^m over wrong outcomes plus Q_neg times the same over right ones."""
+    sampled = np.array([8, 32, 61])
+    for k, (p, right) in enumerate(POLICIES[:3]):
+        for (i, m), order in itertools.product(enumerate(sampled), (1, 2)):
+            x = np.array([coupling(*groups[k], sampled, order) for groups in drawn])
+            e = expected_masses(p, right, int(m))
+            truth = e.q_pos * e.u_neg2 + e.q_neg * e.u_pos2 if order == 2 else e.q_pos * e.u_neg + e.q_neg * e.u_pos
+            assert abs(x[:, i].mean() - truth) < 3 * x[:, i].std() / np.sqrt(REPETITIONS)
+    with pytest.raises(ValueError, match="allow m <= 61"):
+        coupling(*drawn[0][0], np.array([62]))
+
+
+def test_hold_out_refuses_impossible_numbers(drawn):
+    for held in ([1], [N], []):
+        with pytest.raises(ValueError, match="hold_out"):
+            hold_out(drawn[0], held)
+
+
+def test_token_level_against_the_general_form():
+    """Two positions, siblings with mixed success: every field from its definition on the full vocabulary."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 30, dtype=torch.float64) * 2
+    position = torch.tensor([0] * 12 + [1] * 5)
+    p = torch.softmax(logits, -1)
+    token = torch.cat([torch.multinomial(p[0], 12, replacement=True), torch.multinomial(p[1], 5, replacement=True)])
+    reward = (torch.rand(17) < 0.5).double()
+    found = token_level(logits, position, token, reward)
+    for s in range(2):
+        here = position == s
+        counts = torch.bincount(token[here], minlength=30).double()
+        worth = torch.zeros(30, dtype=torch.float64).index_add(0, token[here], reward[here]) / counts.clamp(min=1)
+        q, n = reward[here].mean(), counts.sum()
+        seen = counts > 0
+        weights = torch.where(seen, worth - q, 0.0)
+        assert found.siblings[s] == n
+        assert found.success[s] == pytest.approx(float(q))
+        assert found.unsampled_mass[s] == pytest.approx(float(p[s][~seen].sum()), rel=1e-12)
+        assert found.unsampled_2[s] == pytest.approx(float(p[s][~seen].square().sum()), rel=1e-12)
+        assert found.s_r[s] == pytest.approx(float((weights * p[s]).sum()), rel=1e-10, abs=1e-15)
+        assert found.a2[s] == pytest.approx(float(p[s][weights > 0].square().sum()), rel=1e-12)
+        assert found.b2[s] == pytest.approx(float(p[s][weights < 0].square().sum()), rel=1e-12)
+        # Undrawn tokens are given values whose mean keeps Q = q, so that the true change can be computed in full.
+        step = surrogate_step(p[s], weights, n, 1.0)
+        centred = p[s] * (worth - q) * step
+        assert found.sampled[s] == pytest.approx(float(centred[seen].sum()), rel=1e-10, abs=1e-15)
+        lowest = float((p[s] * (0.0 - q) * step)[~seen].sum())
+        highest = float((p[s] * (1.0 - q) * step)[~seen].sum())
+        assert found.unsampled_low[s] == pytest.approx(min(lowest, highest), rel=1e-9, abs=1e-15)
+        assert found.unsampled_high[s] == pytest.approx(max(lowest, highest), rel=1e-9, abs=1e-15)
+        reinforce = p[s] * (worth - q) * score_step(p[s], draw_weights(counts, worth - q), n, 1.0)
+        assert found.policy_gradient[s] == pytest.approx(float(reinforce[seen].sum()), rel=1e-9, abs=1e-15)
+        assert found.policy_gradient[s] >= 0
+
+
+def test_token_level_where_the_verdict_is_in_the_token():
+    """Rewards that are a function of the token, Q known: the sampled part is Theorem 1's, the bound holds its third."""
+    rng = np.random.default_rng(1)
+    p = rng.dirichlet(np.full(40, 0.3))
+    correct = rng.random(40) < 0.5
+    draws = rng.choice(40, size=25, p=p)
+    counts = np.bincount(draws, minlength=40)
+    found = token_level(
+        torch.from_numpy(np.log(p))[None],
+        torch.zeros(25, dtype=torch.int64),
+        torch.from_numpy(draws),
+        torch.from_numpy(correct[draws].astype(float)),
+    )
+    q = correct[draws].mean()
+    weights = np.where(counts > 0, correct - q, 0.0)
+    terms = general_terms(p, counts, weights, correct, 1.0)
+    assert float(found.s_r[0]) == pytest.approx(float(terms.s_r), rel=1e-10)
+    # The estimate takes Q from the draws; with the true Q the first-order change splits as the theorem says.
+    shift = p[correct].sum() - q
+    step = surrogate_step(p, weights, 25.0, 1.0)
+    exact = first_order(p, step, correct)[counts > 0].sum() + shift * (p * step)[counts > 0].sum()
+    assert float(found.sampled[0]) == pytest.approx(float(exact), rel=1e-10)
+    third = float((p * (correct - q) * step)[counts == 0].sum())
+    assert float(found.unsampled_low[0]) <= third <= float(found.unsampled_high[0])
+
+
+def test_token_level_needs_a_draw_everywhere():
+    one = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="at least one draw"):
+        token_level(torch.zeros(2, 5), one, one, torch.ones(1))
+
+
+def test_known_mass_of_responses():
+    """Four responses of known probability, two of them equal."""
+    p = np.array([0.4, 0.3, 0.4, 0.05])
+    known = known_mass(np.array([0, 1, 0, 2]), np.log(p), np.array([True, False, True, True]))
+    assert known.p_pos == pytest.approx(0.45)
+    assert known.p_neg == pytest.approx(0.3)
+    assert known.a2 == pytest.approx(0.4**2 + 0.05**2)
+    assert known.b2 == pytest.approx(0.09)
+    assert known.unsampled_mass == pytest.approx(0.25)
