@@ -13,6 +13,7 @@ import socket
 import traceback
 from typing import Any
 
+import psutil
 import torch.multiprocessing as mp
 
 
@@ -46,13 +47,12 @@ class World:
         return results
 
     def close(self) -> None:
-        """Let the processes end, so that theirs end too."""
-        for pipe in self.pipes:
-            with contextlib.suppress(OSError):  # one that is dead already
-                pipe.send(("", ()))
+        """End the processes, and what they started to write checkpoints."""
         for process in self.processes:
-            process.join(10)
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found = psutil.Process(process.pid)
+                for p in [*found.children(recursive=True), found]:
+                    p.kill()
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
@@ -71,8 +71,6 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
         try:
             job, args = pipe.recv()
         except EOFError:
-            return
-        if not job:
             return
         module, _, name = job.partition(":")
         try:
