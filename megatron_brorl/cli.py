@@ -24,6 +24,8 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     args = _parser().parse_args(arguments)
+    if getattr(args, "flags", None):
+        args.overrides += args.flags
     try:
         if getattr(args, "processes", 0) > 0:
             load(args.config, args.overrides)  # a mistake in it is told once, before anything starts
@@ -59,6 +61,14 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("config", help="TOML file")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace single values")
+        if name == "train":
+            command.add_argument(
+                "--verify-reshard",
+                dest="flags",
+                action="append_const",
+                const="train.verify_reshard=true",
+                help="after each refit, compare the engine's log-probs with the actor's (config: train.verify_reshard)",
+            )
         command.set_defaults(command=function, name=name)
     report = commands.add_parser("report", help="draw the curves of a run again and print its summary")
     report.add_argument("run_dir")
@@ -150,13 +160,14 @@ def _evaluate(args: argparse.Namespace) -> int:
     from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.session import Session
     from megatron_brorl.train.evaluate import evaluate
+    from megatron_brorl.train.refit import refit
 
     config = load(args.config, args.overrides)
     with Session(config) as session:
         if not session.sources.held_out:
             raise UserError(f"{args.config}: nothing to evaluate on; give data.held_out or data.tasks")
         rollouts = session.rollouts()
-        rollouts.engine.update_weights(session.worker(None).hf_tensors(), 0)
+        refit(session.worker(None), rollouts.engine, 0)
         e, r = config.evaluate, config.rollout
         sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
         evaluation = evaluate(rollouts, session.sources.held_out, e, sampling)

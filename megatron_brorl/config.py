@@ -157,6 +157,8 @@ class TrainConfig:
     checkpoint_every: int = 50  # steps; 0 = only at the end
     keep_checkpoints: int = 2
     resume: Literal["auto", "never"] = "auto"
+    verify_reshard: bool = False  # after each refit, compare log-probs of a probe batch on engine and actor
+    verify_tolerance: float = 1e-4  # nats that they may differ by; bf16 on either side needs more
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,7 @@ def validate(config: Config, where: str) -> None:
     need(0 <= config.rollout.most_lost <= 1, "rollout.most_lost", "must be in [0, 1]")
     _validate_partial(config, need)
     need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
+    need(config.train.verify_tolerance > 0, "train.verify_tolerance", "must be above 0")
     need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")
     need(0 < config.algo.eps_low < 1, "algo.eps_low", "must be in (0, 1)")
     need(config.algo.eps_high > 0, "algo.eps_high", "must be above 0")

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_brorl.errors import UserError
 
+CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
@@ -38,7 +39,7 @@ class ModelShape:
 
 def read_shape(directory: str | Path) -> ModelShape:
     """Read `directory`/config.json. Raises UserError where it is missing or describes an unsupported model."""
-    path = Path(directory) / "config.json"
+    path = Path(directory) / CONFIG
     if not Path(directory).is_dir():
         raise UserError(f"{directory}: no such Hugging Face directory (model.path)")
     if not path.is_file():

@@ -8,7 +8,6 @@ Megatron-Core 0.16 loads a checkpoint with a flipped byte without a word, hence 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,12 +19,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.models import manifest
 from megatron_brorl.models.hf_io import replace_directory
 from megatron_brorl.parallel import device
 
 LATEST = "latest"
 RUN = "run.json"
-MANIFEST = "manifest.json"
 STEPPED = "optimizer_has_stepped"  # key of run.json
 
 
@@ -56,8 +55,7 @@ def save(
     dist.barrier()
     if dist.get_rank() == 0:
         (aside / RUN).write_text(json.dumps({**run, STEPPED: stepped}, indent=1), encoding="utf-8")
-        manifest = {p.relative_to(aside).as_posix(): _sha256(p) for p in sorted(aside.rglob("*")) if p.is_file()}
-        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        manifest.write(aside)
         replace_directory(aside, target)
         _write_atomically(root / LATEST, target.name)
         for old in sorted(root.glob("step_*"))[:-keep]:
@@ -79,7 +77,7 @@ def find(root: Path) -> Path | None:
     # A crash between the two renames leaves a complete checkpoint newer than the pointer: take it.
     newest = max(candidates[-1].name, name)
     directory = root / newest
-    problem = _damage(directory)
+    problem = manifest.damage(directory)
     if problem:
         raise UserError(f"{directory}: {problem}; delete it and {pointer} to go on from an older checkpoint")
     return directory
@@ -108,30 +106,6 @@ def _state(actor: Any, optimizer: Any, loading: bool = False) -> dict[str, Any]:
     if optimizer is None:
         return {"model": model}
     return {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading)}
-
-
-def _damage(directory: Path) -> str:
-    path = directory / MANIFEST
-    if not path.is_file():
-        return f"{MANIFEST} is missing"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return f"{MANIFEST} is not readable"
-    for name, digest in manifest.items():
-        if not (directory / name).is_file():
-            return f"{name} is missing"
-        if _sha256(directory / name) != digest:
-            return f"{name} is damaged (its SHA-256 is not the one written)"
-    return ""
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _write_atomically(path: Path, text: str) -> None:

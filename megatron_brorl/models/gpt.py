@@ -139,19 +139,19 @@ def padded_vocab(vocab: int, tensor: int) -> int:
     return -(-vocab // tensor) * tensor
 
 
-def check_layout(shape: ModelShape, grid: Grid) -> None:
-    """Raise UserError where the model cannot be cut along the grid."""
+def check_layout(
+    shape: ModelShape, tensor: int, pipeline: int, keys: tuple[str, str] = ("parallel.tensor", "parallel.pipeline")
+) -> None:
+    """Raise UserError where the model cannot be cut over tensor x pipeline ranks. keys: what the user calls them."""
     for key, value in [
         ("num_attention_heads", shape.heads),
         ("num_key_value_heads", shape.kv_heads),
         ("intermediate_size", shape.ffn),
     ]:
-        if value % grid.tensor:
-            raise UserError(f"parallel.tensor = {grid.tensor} does not divide {key} = {value} of the model")
-    if shape.layers % grid.pipeline:
-        raise UserError(
-            f"parallel.pipeline = {grid.pipeline} does not divide num_hidden_layers = {shape.layers} of the model"
-        )
+        if value % tensor:
+            raise UserError(f"{keys[0]} = {tensor} does not divide {key} = {value} of the model")
+    if shape.layers % pipeline:
+        raise UserError(f"{keys[1]} = {pipeline} does not divide num_hidden_layers = {shape.layers} of the model")
 
 
 def transformer_config(shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False) -> TransformerConfig:
@@ -204,7 +204,7 @@ def build_actor(
     shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False, ops: str = "fused"
 ) -> Actor:
     """This rank's stage with uninitialised weights (models.hf_io fills them). ops: see Head."""
-    check_layout(shape, grid)
+    check_layout(shape, grid.tensor, grid.pipeline)
     with device.bridge():
         actor = Actor(shape, transformer_config(shape, grid, dtype, recompute), grid, ops)
     # Megatron marks sharded parameters only while it initialises them, and counts unmarked ones of tensor rank 0 alone
@@ -213,7 +213,11 @@ def build_actor(
     for entry in entries(shape, grid.pipeline, actor.fused_norms):
         parameter = parameters.get(entry.megatron)
         if parameter is not None and entry.layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(parameter, True, 1 if entry.layout == "columns" else 0, 1)
+            dim, stride = (
+                int(entry.layout == "columns"),
+                1 + int(entry.layout == "gate_up"),
+            )  # a part of gate, one of up
+            set_tensor_model_parallel_attributes(parameter, True, dim, stride)
     if actor.post_process and not actor.pre_process and shape.tied:
         set_tensor_model_parallel_attributes(actor.output_layer.weight, True, 0, 1)
     return actor.to(device=device.default_device(), dtype=dtype)

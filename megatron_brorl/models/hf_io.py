@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import WEIGHTS, ModelShape
-from megatron_brorl.models import hf_names
+from megatron_brorl.hf_config import CONFIG, WEIGHTS, ModelShape, read_shape
+from megatron_brorl.models import hf_names, safetensors_files
+from megatron_brorl.models.safetensors_files import INDEX, TYPES, Tensors
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.layout import Entry, to_local
-
-INDEX = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 4 << 30
 
 
 class Checkpoint:
@@ -28,6 +25,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._opened: dict[str, Tensors] = {}
         index = directory / INDEX
         if index.is_file():
             try:
@@ -35,19 +33,24 @@ class Checkpoint:
             except (json.JSONDecodeError, KeyError, TypeError) as e:
                 raise UserError(f"{index}: not a safetensors index: {e!r}") from None
         elif (directory / WEIGHTS).is_file():
-            with self._open(WEIGHTS) as f:
-                self.files = dict.fromkeys(f.keys(), WEIGHTS)
+            self.files = dict.fromkeys(self._open(WEIGHTS).shapes, WEIGHTS)
         else:
             raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}")
 
-    def _open(self, name: str) -> safe_open:
+    def _open(self, name: str) -> Tensors:
         path = self.directory / name
-        if not path.is_file():
-            raise UserError(f"{path}: missing, but named in {INDEX}; download the checkpoint again")
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as e:
-            raise UserError(f"{path}: not a readable safetensors file: {e}") from None
+        if name not in self._opened:
+            if not path.is_file():
+                raise UserError(f"{path}: missing, but named in {INDEX}; download the checkpoint again")
+            self._opened[name] = Tensors(path)
+        return self._opened[name]
+
+    def _file_of(self, name: str) -> Tensors:
+        """The file of a tensor, which it does hold."""
+        file = self._open(self.files[name])
+        if name not in file.shapes:
+            raise UserError(f"{file.path}: does not hold {name}, which {INDEX} says it does")
+        return file
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise UserError unless the files hold exactly these tensors (a tied lm_head may be stored as well)."""
@@ -61,20 +64,27 @@ class Checkpoint:
         if unknown:
             raise UserError(f"{self.directory}: unknown tensor {unknown[0]}; does config.json belong to it?")
 
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """The type of an entry's tensors. Raises UserError where they differ, or are not floats of 16 bits or more."""
+        found = {self._file_of(name).types[name] for name in entry.hf}
+        kinds = ", ".join(sorted(found))
+        if len(found) > 1:
+            raise UserError(f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must be alike")
+        if kinds not in TYPES:
+            raise UserError(f"{self.directory}: {entry.hf[0]} is of type {kinds}: only unquantised checkpoints")
+        return TYPES[kinds]
+
     def read(self, entry: Entry) -> list[Tensor]:
         """The full tensors of an entry. Raises UserError where a shape is not what config.json says."""
+        self.dtype(entry)
         tensors = []
         for name, shape in zip(entry.hf, entry.hf_shapes, strict=True):
-            with self._open(self.files[name]) as f:
-                try:
-                    tensor = f.get_tensor(name)
-                except SafetensorError as e:
-                    raise UserError(f"{self.directory / self.files[name]}: {name}: {e}") from None
-            if tuple(tensor.shape) != shape:
+            file = self._file_of(name)
+            if file.shapes[name] != shape:
                 raise UserError(
-                    f"{self.directory}: {name} has shape {list(tensor.shape)}, config.json implies {list(shape)}"
+                    f"{self.directory}: {name} has shape {list(file.shapes[name])}, config.json implies {list(shape)}"
                 )
-            tensors.append(tensor)
+            tensors.append(file.read(name))
         return tensors
 
 
@@ -100,54 +110,39 @@ def save(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str 
     """Write a Hugging Face directory: config.json and tokenizer from `source`, weights from `tensors`.
 
     Written aside and renamed, so that `target` is either absent, the old one, or complete. dtype is torch's name of
-    the tensors' type ("float32"). The file size is bounded by MAX_SHARD_BYTES plus one tensor.
+    the tensors' type ("float32"). One tensor at a time is in memory.
     """
     source, target = Path(source), Path(target)
+    shapes = hf_names.hf_shapes(read_shape(source))
+    with written_aside(target) as aside:
+        copy_companions(source, aside)
+        config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)  # the older name of the same key
+        config["dtype"] = dtype
+        (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        layout = {name: (shape, getattr(torch, dtype)) for name, shape in shapes.items()}
+        safetensors_files.write(tensors, layout, aside)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """config.json, the tokenizer and whatever else stands beside the weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != INDEX:
+            shutil.copy2(path, target / path.name)
+
+
+@contextlib.contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """A fresh directory beside `target` that takes its place once it is complete; removed where the writing fails."""
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)  # the older name of the same key
-    config["dtype"] = dtype
-    (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for path in sorted(source.iterdir()):
-        keep = path.suffix in (".json", ".model", ".txt", ".jinja") and path.name not in ("config.json", INDEX)
-        if keep and path.is_file():
-            shutil.copy2(path, aside / path.name)
-    _write_shards(tensors, aside)
-    replace_directory(aside, target)
-
-
-def _write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        save_file(pending, directory / f"shard-{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-
-    size = 0
-    for name, tensor in tensors:
-        pending[name] = tensor.detach().to("cpu", copy=True)
-        size += tensor.numel() * tensor.element_size()
-        total += tensor.numel() * tensor.element_size()
-        if size >= MAX_SHARD_BYTES:
-            flush()
-            size = 0
-    if pending:
-        flush()
-    if len(shards) == 1:
-        (directory / "shard-0").rename(directory / WEIGHTS)
-        return
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"shard-{i}").rename(directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    try:
+        yield aside
+        replace_directory(aside, target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def replace_directory(aside: Path, target: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from torch import Tensor
 
-from megatron_brorl.hf_config import WEIGHTS, parse_shape
+from megatron_brorl.hf_config import CONFIG, parse_shape
+from megatron_brorl.models import safetensors_files
 from megatron_brorl.models.hf_names import hf_shapes
 
 
@@ -45,25 +47,29 @@ def qwen2_config(
     }
 
 
-def write_random_model(config: dict[str, Any], directory: Path, seed: int) -> int:
-    """Write config.json and model.safetensors; returns the number of parameters.
+def write_random_model(
+    config: dict[str, Any], directory: Path, seed: int, dtype: torch.dtype = torch.float32, defaults: bool = True
+) -> int:
+    """Write config.json and the weights, one tensor in memory at a time; returns the number of parameters.
 
     Linear weights and embeddings are drawn from N(0, initializer_range^2), those that write to the residual stream
-    scaled by 1 / sqrt(2 layers) (Radford et al. 2019, section 2.3); norms are one, biases zero.
+    scaled by 1 / sqrt(2 layers) (Radford et al. 2019, section 2.3); norms are one, biases zero. Without `defaults`
+    norms and biases are drawn around those, so that a test sees where each of them goes.
     """
     shape = parse_shape(config, str(directory / "config.json"))
     generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, size in hf_shapes(shape).items():
-        if name.endswith("norm.weight"):
-            tensors[name] = torch.ones(size)
-        elif name.endswith(".bias"):
-            tensors[name] = torch.zeros(size)
-        else:
-            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = shape.init_std / (2 * shape.layers) ** 0.5 if residual else shape.init_std
-            tensors[name] = torch.randn(size, generator=generator) * std
+
+    def draw(name: str, size: tuple[int, ...]) -> Tensor:
+        mean, std = (1.0 if name.endswith("norm.weight") else 0.0), shape.init_std
+        if name.endswith(("norm.weight", ".bias")) and defaults:
+            return torch.full(size, mean)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= (2 * shape.layers) ** 0.5
+        return torch.randn(size, generator=generator).mul_(std).add_(mean)
+
+    sizes = hf_shapes(shape)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    return sum(t.numel() for t in tensors.values())
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    layout = {name: (size, dtype) for name, size in sizes.items()}
+    safetensors_files.write(((name, draw(name, size).to(dtype)) for name, size in sizes.items()), layout, directory)
+    return sum(math.prod(size) for size in sizes.values())

@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_brorl.ops.checksum import Sealed, checksum
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.reshard.layout import Entry, to_hf
+from megatron_brorl.reshard.layout import to_hf
+from megatron_brorl.reshard.plan import Bucket, Place, Plan
 
 
-def stream(
-    entries: Sequence[Entry], parameters: Mapping[str, Tensor], kv_heads: int, grid: Grid, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield every full tensor once, in the order of `entries`, on every rank of the grid.
+def stream(plan: Plan, parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype) -> Iterator[Sealed]:
+    """Yield every full tensor once, in the order of plan.names, on every rank of the grid.
 
     parameters holds this rank's parts under Entry.megatron names. A collective: every rank must consume the stream to
-    its end. The tensors are fresh, or views of the parameters where nothing had to be gathered: copy what you keep.
+    its end. The checksums are taken on the stage that owns a tensor, before it leaves. The tensors are views of a
+    bucket, or of the parameters where nothing had to be gathered: copy what you keep.
     """
-    for entry in entries:
-        full: list[Tensor] | None = None
-        if entry.stage == grid.pp_rank:
-            local = parameters[entry.megatron].detach()
-            parts = [local]
-            if grid.tensor > 1 and entry.layout != "replicated":
-                parts = [torch.empty_like(local) for _ in range(grid.tensor)]
-                dist.all_gather(parts, local.contiguous(), group=grid.groups.tp)
-            full = [x.contiguous() for x in to_hf(entry, parts, kv_heads)]
+    where = next(iter(parameters.values())).device
+    for bucket in plan.buckets:
+        full: list[Tensor] = []
+        sums = torch.empty(sum(len(e.hf) for e in bucket.entries), dtype=torch.int64, device=where)
+        names = [name for entry in bucket.entries for name in entry.hf]
+        if bucket.stage == grid.pp_rank:
+            full = _gather(bucket, plan.kv_heads, parameters, grid)
+            torch.stack([checksum(name, x) for name, x in zip(names, full, strict=True)], out=sums)
         if grid.pipeline > 1:
-            owner = dist.get_global_rank(grid.groups.pp, entry.stage)
-            where = next(iter(parameters.values())).device
-            if full is None:
-                full = [torch.empty(shape, dtype=dtype, device=where) for shape in entry.hf_shapes]
-            for tensor in full:
-                dist.broadcast(tensor, owner, group=grid.groups.pp)
-        assert full is not None
-        yield from zip(entry.hf, full, strict=True)
+            message = torch.empty(bucket.full_size, dtype=dtype, device=where)
+            views = [_at(message, place) for places in bucket.full for place in places]
+            for view, tensor in zip(views, full, strict=False):  # the other stages have no tensors yet
+                view.copy_(tensor)
+            owner = dist.get_global_rank(grid.groups.pp, bucket.stage)
+            dist.broadcast(message, owner, group=grid.groups.pp)
+            dist.broadcast(sums, owner, group=grid.groups.pp)
+            full = views
+        for name, tensor, own in zip(names, full, sums, strict=True):
+            yield Sealed(name, tensor, own)
+
+
+def _gather(bucket: Bucket, kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid) -> list[Tensor]:
+    """The full Hugging Face tensors of a bucket, on the ranks of its stage."""
+    local = [parameters[entry.megatron].detach() for entry in bucket.entries]
+    messages: list[Tensor] = []
+    if grid.tensor > 1 and bucket.part_size:
+        mine = local[0].new_empty(bucket.part_size)
+        for place, tensor in zip(bucket.parts, local, strict=True):
+            if place is not None:
+                _at(mine, place).copy_(tensor)
+        messages = [torch.empty_like(mine) for _ in range(grid.tensor)]
+        dist.all_gather(messages, mine, group=grid.groups.tp)
+    full: list[Tensor] = []
+    for entry, place, tensor in zip(bucket.entries, bucket.parts, local, strict=True):
+        parts = [tensor] if place is None or not messages else [_at(m, place) for m in messages]
+        full.extend(x.contiguous() for x in to_hf(entry, parts, kv_heads))
+    return full
+
+
+def _at(message: Tensor, place: Place) -> Tensor:
+    return message[place.offset : place.end].view(place.shape)

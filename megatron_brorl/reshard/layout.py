@@ -35,6 +35,18 @@ class Entry:
     stage: int  # pipeline stage that owns it
 
 
+def local_shape(entry: Entry, size: int) -> tuple[int, ...]:
+    """The shape of each rank's part of an entry, cut over `size` tensor-parallel ranks."""
+    first, *rest = entry.hf_shapes[0]
+    if entry.layout == "vocab":
+        return (-(-first // size), *rest)
+    if entry.layout == "columns":
+        return (first, rest[0] // size)
+    if entry.layout == "replicated":
+        return entry.hf_shapes[0]
+    return (sum(shape[0] for shape in entry.hf_shapes) // size, *rest)
+
+
 def _view(layout: Layout, tensor: Tensor, kv_heads: int) -> Tensor:
     """The view that is cut; also valid for one rank's part (with that rank's kv_heads)."""
     if layout == "qkv":
@@ -49,23 +61,26 @@ def to_local(entry: Entry, hf: Sequence[Tensor], kv_heads: int, rank: int, size:
     if entry.layout == "replicated":
         return hf[0]
     if entry.layout == "vocab":
-        padding = -len(hf[0]) % size
-        full = torch.cat((hf[0], hf[0].new_zeros(padding, *hf[0].shape[1:]))) if padding else hf[0]
-    elif entry.layout == "qkv":
-        full = torch.cat([_view("qkv", x, kv_heads) for x in hf], dim=1)
-    elif entry.layout == "gate_up":
-        full = torch.stack(tuple(hf))
-    else:
-        full = hf[0]
-    part = full.chunk(size, dim=_CUT[entry.layout])[rank]
-    return part.flatten(0, 1) if entry.layout in ("qkv", "gate_up") else part
+        rows = -(-len(hf[0]) // size)
+        part = hf[0][rank * rows : (rank + 1) * rows]
+        padding = rows - len(part)
+        return torch.cat((part, part.new_zeros(padding, *part.shape[1:]))) if padding else part
+    if entry.layout == "qkv":
+        return torch.cat([_view("qkv", x, kv_heads).chunk(size)[rank] for x in hf], dim=1).flatten(0, 1)
+    if entry.layout == "gate_up":
+        return torch.cat([x.chunk(size)[rank] for x in hf])
+    return hf[0].chunk(size, dim=_CUT[entry.layout])[rank]
 
 
 def to_hf(entry: Entry, parts: Sequence[Tensor], kv_heads: int) -> list[Tensor]:
-    """Full, contiguous Hugging Face tensors from the parts of all tensor-parallel ranks, in rank order."""
+    """Full, contiguous Hugging Face tensors from the parts of all tensor-parallel ranks, in rank order.
+
+    They share memory with a part where nothing had to be put together.
+    """
     if entry.layout == "replicated":
         return [parts[0]]
-    full = torch.cat([_view(entry.layout, p, kv_heads // len(parts)) for p in parts], dim=_CUT[entry.layout])
+    views = [_view(entry.layout, p, kv_heads // len(parts)) for p in parts]
+    full = torch.cat(views, dim=_CUT[entry.layout]) if len(views) > 1 else views[0]
     if entry.layout == "vocab":
         return [full[: entry.hf_shapes[0][0]].contiguous()]
     if entry.layout == "gate_up":

@@ -55,7 +55,11 @@ class RolloutEngine(Protocol):
     version: int  # of the weights it holds; -1 before the first update
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take full tensors by Hugging Face name. Raises where one is missing, unknown or of the wrong shape."""
+        """Take full tensors by Hugging Face name, or nothing at all.
+
+        Raises rollout.receive.UpdateRefused, and keeps the version it has, where one is missing, unknown, of the wrong
+        shape or not what its checksum says (pairs of ops.checksum.Sealed), or where the stream itself breaks off.
+        """
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None

@@ -14,6 +14,7 @@ from megatron_brorl.rollout.decoder import Decoder
 from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling, Watch
 from megatron_brorl.rollout.flight import Flight
 from megatron_brorl.rollout.pages import PagePool, page_bytes, pages_for, spare_memory
+from megatron_brorl.rollout.receive import receive
 from megatron_brorl.rollout.stopping import Stops
 from megatron_brorl.types import FinishReason, Rollout, RolloutGroup
 
@@ -46,16 +47,7 @@ class TorchEngine:
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine. Nothing is taken over before the whole stream was seen and found complete."""
-        received: dict[str, Tensor] = {}
-        for name, tensor in tensors:
-            if name not in self.names or name in received:
-                raise ValueError(f"weight update: {name} is {'sent twice' if name in received else 'unknown'}")
-            if tuple(tensor.shape) != self.names[name]:
-                raise ValueError(f"weight update: {name} has shape {list(tensor.shape)}, not {self.names[name]}")
-            received[name] = tensor.detach().to(self.device, self.dtype, copy=True)
-        missing = self.names.keys() - received.keys()
-        if missing:
-            raise ValueError(f"weight update: {len(missing)} tensors missing, for example {min(missing)}")
+        received = receive(tensors, self.names, self.device, self.dtype)
         self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
         self.version = version
 

@@ -29,7 +29,9 @@ from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience
 from megatron_brorl.train.groups import CUT, advantages, figures, gather, give_up, mini_batches, select
 from megatron_brorl.train.policy import update_policy
+from megatron_brorl.train.refit import refit
 from megatron_brorl.train.rollouts import Rollouts, Sampled, check_lost
+from megatron_brorl.train.verify import verify_reshard
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import OpenGroup, Prompt
 
@@ -134,10 +136,11 @@ class Trainer:
         trained_at = time.monotonic()
         self.step += 1
         self.updates += updates
-        self.refit()
+        refitted = self.refit()
         done = time.monotonic()
         tokens = collect.total(self.worker.tokens(experience.prompts, experience.responses), grid.groups.dp)
         values["token_gain"] = tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
+        values |= refitted
         seconds = {
             **sampled.seconds,
             "train": trained_at - training,
@@ -173,9 +176,13 @@ class Trainer:
                 "command again to go on"
             )
 
-    def refit(self) -> None:
-        """Hand the actor's weights to the engine."""
-        self.rollouts.engine.update_weights(self.worker.hf_tensors(), self.updates)
+    def refit(self) -> dict[str, float]:
+        """Hand the actor's weights to the engines, and check that they compute the same where that is asked for."""
+        figures = {"refit_again": float(refit(self.worker, self.rollouts.engine, self.updates))}
+        if self.config.train.verify_reshard:
+            tolerance = self.config.train.verify_tolerance
+            figures["reshard_gap_max"] = verify_reshard(self.worker, self.rollouts.engine, self.updates, tolerance)
+        return figures
 
     def evaluate(self, progress: Progress) -> Evaluation:
         e = self.config.evaluate

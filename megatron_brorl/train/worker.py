@@ -24,10 +24,12 @@ from megatron_brorl.config import OptimConfig
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.models import hf_io, hf_names
 from megatron_brorl.models.gpt import Head, build_actor
+from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import LEAST_GAIN, Packed, pack, token_gain
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.execute import stream
+from megatron_brorl.reshard.plan import make_plan
 
 # (batch, LM head at its predicting positions) -> (scalar loss, values that the caller gets back)
 LossFunction = Callable[[Packed, Head], tuple[Tensor, Any]]
@@ -62,6 +64,8 @@ class Worker:
         self.optim, self.ops = optim, ops
         self.share_prompt = share_prompt
         self.actor = build_actor(shape, grid, dtype, recompute, ops)
+        table = hf_names.entries(shape, grid.pipeline, self.actor.fused_norms)
+        self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, dtype.itemsize)
         self.model: Any = self.actor
         if optim is not None:
             with device.bridge():
@@ -101,11 +105,9 @@ class Worker:
         if self.optim is not None:
             self.optimizer.reload_model_params()
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The full weights as (Hugging Face name, tensor), the same on every rank; a collective."""
-        entries = hf_names.entries(self.shape, self.grid.pipeline, self.actor.fused_norms)
-        parameters = hf_names.global_parameters(self.actor)
-        return stream(entries, parameters, self.shape.kv_heads, self.grid, self.dtype)
+    def hf_tensors(self) -> Iterator[Sealed]:
+        """The full weights as (Hugging Face name, tensor), with checksums, the same on every rank; a collective."""
+        return stream(self.plan, hf_names.global_parameters(self.actor), self.grid, self.dtype)
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """Log-probabilities [G] float32 of every response, in row order, on every rank of the model-parallel group."""

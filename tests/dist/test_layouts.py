@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dist.jobs import rows
+from dist.world import World
 from ops.linear_cases import EVERYTHING, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
 
@@ -131,10 +132,25 @@ def test_training_step_equals_single_process(worlds, models, single, size, paral
             assert distance <= 1e-5, f"{name}: {distance}"
 
 
-@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
+# Every rank has an engine; two data-parallel copies of the actor serve twice as many.
+ENGINES = [*LAYOUTS, (2, {}), (4, {"tensor": 2}), (4, {"pipeline": 2})]
+
+
+@pytest.mark.parametrize(("size", "parallel"), ENGINES)
 @pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False), ("llama", False)])
 def test_engine_log_probs_equal_the_actor_s(worlds, models, size, parallel, case):
     assert max(worlds(size).run("jobs:engine_gap", models[case][0], parallel)) <= 1e-4
+
+
+@pytest.mark.slow
+def test_engine_log_probs_of_eight_ranks(models):
+    """TP2 x PP2 twice: two data-parallel copies of an actor over four ranks."""
+    world = World(8)
+    try:
+        gaps = world.run("jobs:engine_gap", models["qwen2", True][0], {"tensor": 2, "pipeline": 2})
+    finally:
+        world.close()
+    assert max(gaps) <= 1e-4
 
 
 def test_bf16_trains_with_fp32_masters(worlds, models):

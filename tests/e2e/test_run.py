@@ -55,6 +55,20 @@ def test_run_leaves_what_is_promised(finished, warm):
     assert (directory / "model" / "tokenizer.model").read_bytes() == (warm / "tokenizer.model").read_bytes()
 
 
+def test_verify_reshard_changes_nothing_and_tells_the_gap(finished, config, warm, tmp_path):
+    """On two pipeline stages: the run goes as ever, and every step says how far the engines are from the actor."""
+    command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}", "parallel.pipeline=2"]
+    done = brorl(*command, "train.steps=2", "--verify-reshard")
+    assert done.returncode == 0, done.stderr
+    assert all(0 < row["reshard_gap_max"] < 1e-4 for row in rows(tmp_path))
+    assert all(row["refit_again"] == 0 for row in rows(tmp_path))
+    assert not any("reshard_gap_max" in row for row in rows(finished[0]))
+    done = brorl(*command, "train.steps=3", "--verify-reshard", "train.verify_tolerance=1e-12")
+    assert done.returncode == 2
+    assert "train.verify_reshard: after version" in done.stderr
+    assert done.stderr.splitlines()[-1].count("train.verify_tolerance = 1e-12") == 1
+
+
 def test_same_seed_same_bits(finished, config, warm, tmp_path):
     done = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
     assert done.returncode == 0, done.stderr

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM
 from megatron_brorl.config import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import parse_shape, read_shape
-from megatron_brorl.models import hf_io
+from megatron_brorl.models import hf_io, safetensors_files
 from megatron_brorl.models.gpt import build_actor
 from megatron_brorl.models.hf_names import entries, global_parameters
 from megatron_brorl.models.random_init import write_random_model
 from megatron_brorl.parallel import grid
 from megatron_brorl.reshard.execute import stream
+from megatron_brorl.reshard.plan import make_plan
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,8 @@ def load(directory, processes):
     shape = read_shape(directory)
     actor = build_actor(shape, processes, torch.float32)
     hf_io.load(actor, shape, processes, directory, fused_norms=False)
-    parameters = global_parameters(actor)
-    return stream(entries(shape, 1), parameters, shape.kv_heads, processes, torch.float32)
+    plan = make_plan(entries(shape, 1), shape.kv_heads, 1, 1, 4)
+    return stream(plan, global_parameters(actor), processes, torch.float32)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -39,7 +40,7 @@ def test_sharded_in_sharded_out(processes, tmp_path, monkeypatch, tied):
     model = tiny.make_model(tmp_path / "in", "qwen3", tied)
     model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
-    monkeypatch.setattr(hf_io, "MAX_SHARD_BYTES", 50_000)
+    monkeypatch.setattr(safetensors_files, "MAX_SHARD_BYTES", 50_000)
     hf_io.save(load(tmp_path / "sharded", processes), tmp_path / "sharded", tmp_path / "out", "float32")
     written = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
     assert len(written) > 3
@@ -73,7 +74,7 @@ def test_failed_save_leaves_the_old_directory(processes, tmp_path):
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
 
     def broken():
-        yield "model.embed_tokens.weight", torch.zeros(3)
+        yield "model.embed_tokens.weight", torch.zeros(tiny.VOCAB, 48)
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):

@@ -53,6 +53,14 @@ def test_streams_are_distinct_and_uniform():
     positions = np.corrcoef(draws[:, 0], draws[:, 1])[0, 1]
     assert abs(neighbours) < 0.04  # four standard errors
     assert abs(positions) < 0.04
+    by_prompt = draws[:, 0].view(20, 500)
+    for lag in (1, 2, 7, 64, 499):  # among siblings, and between the same siblings of two prompts
+        pairs = by_prompt[:, :-lag].flatten(), by_prompt[:, lag:].flatten()
+        limit = 4 / len(pairs[0]) ** 0.5
+        assert abs(np.corrcoef(*pairs)[0, 1]) < limit
+    assert np.abs(np.corrcoef(by_prompt) - np.eye(20)).max() < 4.5 / 500**0.5  # 190 pairs
+    index = np.arange(500)
+    assert max(abs(np.corrcoef(row, index)[0, 1]) for row in by_prompt) < 4 / 500**0.5
 
 
 def test_stream_key_tells_apart():

@@ -1,0 +1,71 @@
+"""The receiving end of a weight update: everything is staged and checked before anything is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.ops.checksum import Sealed, checksum
+
+
+class UpdateRefused(ValueError):
+    """A weight update was incomplete or damaged, in words; the engine still holds the version before it."""
+
+
+def receive(
+    tensors: Iterable[tuple[str, Tensor]],
+    names: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Copy a whole update to `device` in `dtype`: exactly the tensors of `names` (name -> shape), each once.
+
+    Pairs that are Sealed are compared with their checksums after they were copied; either all of an update is sealed
+    or none. Raises UpdateRefused naming the first fault. The stream is read to its end all the same, because other
+    ranks take part in it.
+    """
+    staged: dict[str, Tensor] = {}
+    sums: list[Tensor] = []  # expected and found, in the order of `staged`
+    sealed: bool | None = None
+    fault, seen = "", 0
+    try:
+        for pair in tensors:
+            seen += 1
+            if fault:
+                continue
+            name, tensor = pair
+            own = pair.checksum if isinstance(pair, Sealed) else None
+            sealed = own is not None if sealed is None else sealed
+            fault = _fault(name, tensor, names, staged, sealed == (own is not None))
+            if fault:
+                staged.clear()
+                continue
+            staged[name] = tensor.detach().to(device, dtype, copy=True)
+            if own is not None:
+                sums += [own.to(device), checksum(name, staged[name] if dtype == tensor.dtype else tensor).to(device)]
+    except Exception as e:
+        what = f"{type(e).__name__}: {e}"
+        raise UpdateRefused(f"weight update: broke off after {seen} of {len(names)} tensors: {what}") from e
+    if not fault and sums:
+        expected, found = torch.stack(sums).view(-1, 2).unbind(1)
+        wrong = [name for name, same in zip(staged, (expected == found).tolist(), strict=True) if not same]
+        if wrong:
+            fault = f"{len(wrong)} tensors are not what was sent (checksum), for example {wrong[0]}"
+    missing = names.keys() - staged.keys()
+    if not fault and missing:
+        fault = f"{len(missing)} tensors missing, for example {min(missing)}"
+    if fault:
+        raise UpdateRefused(f"weight update: {fault}")
+    return staged
+
+
+def _fault(
+    name: str, tensor: Tensor, names: Mapping[str, tuple[int, ...]], staged: Mapping[str, Tensor], as_before: bool
+) -> str:
+    if name not in names or name in staged:
+        return f"{name} is {'sent twice' if name in staged else 'unknown'}"
+    if tuple(tensor.shape) != names[name]:
+        return f"{name} has shape {list(tensor.shape)}, not {names[name]}"
+    return "" if as_before else f"{name} comes {'without a' if staged else 'with a'} checksum, unlike those before it"

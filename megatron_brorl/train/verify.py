@@ -1,0 +1,54 @@
+"""Does every engine compute what the actor computes? Log-probabilities of a probe batch on both sides."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.ops.philox import stream_key, uniforms
+from megatron_brorl.parallel import collect
+from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.sampler import own_slots, requests, share_with_model_group
+from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.train.worker import Worker
+from megatron_brorl.types import OpenGroup, Prompt, Row
+
+PROMPTS = 2  # per rank
+SIBLINGS = 2
+TOKENS = 16  # of a prompt, and of a response at most
+
+
+def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: float) -> float:
+    """The largest |log-prob of an engine - log-prob of the actor| in nats over all ranks; a collective.
+
+    Every engine samples random prompts of its own, whose tokens the actor then scores. Raises UserError above
+    `tolerance`, or where the difference is not a number.
+    """
+    grid, shape = worker.grid, worker.shape
+    length = max(1, min(TOKENS, worker.shape.context // 2))
+    prompts = []
+    for i in range(PROMPTS * grid.world):
+        name = f"probe {i}"
+        keys = torch.full((length,), stream_key("verify reshard", version, name))
+        places = torch.arange(length)
+        ids = (uniforms(keys, places, torch.zeros_like(places)) * shape.vocab).long()
+        prompts.append(Prompt(name, "", tuple(ids.tolist()), None, "exact"))
+    groups = [OpenGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
+    slots = own_slots([], 0, len(groups), SIBLINGS, [0] * grid.data, grid)
+    asked, group_of = requests(slots, groups, {}, 0)
+    sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())
+    harvest = engine.generate(asked, sampling)
+    own = [Row(g, r, 0.0) for g, rollouts in zip(group_of, harvest.rollouts, strict=True) for r in rollouts]
+    rows = [(prompts[row.group], row.rollout) for row in share_with_model_group(own, grid)]
+    inputs = [torch.tensor(p.token_ids) for p, _ in rows]
+    actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], 1.0)
+    gaps = torch.cat([a - r.log_probs for a, (_, r) in zip(actual, rows, strict=True)]).abs()
+    # Not a number must not lose in a maximum.
+    gap = collect.greatest({"gap": float(gaps.nan_to_num(nan=float("inf")).max())})["gap"]
+    if not gap <= tolerance:
+        raise UserError(
+            f"train.verify_reshard: after version {version} an engine's log-probs differ from the actor's by {gap:.2e} "
+            f"nats, more than train.verify_tolerance = {tolerance:g}: the weights did not arrive as they are, or the "
+            "arithmetic differs (bf16 on either side needs a larger tolerance)"
+        )
+    return gap

@@ -1,0 +1,122 @@
+"""Conversions as the tests ask for them, published configurations, and what a conversion allocates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_brorl.models import convert
+
+
+def quiet(_done: int, _total: int, _name: str) -> None:
+    pass
+
+
+def to_megatron(source: Path, target: Path, tensor: int, pipeline: int, config: Path | None = None) -> int:
+    megatron = (source / ".metadata").is_file()
+    opened = convert.open_megatron(source, config) if megatron else convert.open_hf(source)
+    return convert.to_megatron(*opened, target, tensor, pipeline, quiet)
+
+
+def to_hf(source: Path, target: Path, config: Path | None = None) -> int:
+    return convert.to_hf(*convert.open_megatron(source, config), target, quiet)
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    first, second = weights(a), weights(b)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
+
+
+REAL = {
+    "DeepSeek-R1-Distill-Qwen-1.5B": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 21,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen2.5-1.5B": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3-1.7B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+# The published configurations with fewer and narrower parts of the same proportions.
+SMALLER = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 509}
+
+
+def peak_of_allocations(run) -> int:
+    """The most bytes of tensors that were alive at one time, by torch's own allocator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    now = peak = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak

@@ -1,0 +1,153 @@
+"""Weights from any layout to the engines: bit by bit every time, and what goes wrong is caught, named and mended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conversions import assert_same_weights, to_hf, to_megatron
+from dist.jobs import rows
+from dist.world import World
+
+import tiny
+
+BIG = (4, {"tensor": 2, "pipeline": 2})
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """Twenty sets of weights of one model: vocabulary that tensor=2 does not divide, tied, biases."""
+    root = tmp_path_factory.mktemp("weights")
+    for i in range(20):
+        tiny.make_model(root / str(i), "qwen2", True, seed=i)
+    return [str(root / str(i)) for i in range(20)]
+
+
+def test_twenty_refits_are_bitwise_what_hugging_face_holds(worlds, weights):
+    size, parallel = BIG
+    assert worlds(size).run("refit_jobs:refits", weights, parallel) == [[]] * size
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"tensor": 2})])
+@pytest.mark.parametrize("case", [("qwen3", False), ("qwen2", True), ("llama", True)])
+def test_every_layout_and_family(worlds, tmp_path, size, parallel, case):
+    for seed in range(2):
+        tiny.make_model(tmp_path / str(seed), *case, seed=seed)
+    directories = [str(tmp_path / str(seed)) for seed in range(2)]
+    assert worlds(size).run("refit_jobs:refits", directories, parallel) == [[]] * size
+
+
+FAULTS = {
+    "drop": "weight update: 7 tensors missing, for example model.layers.0.",
+    "swap": "weight update: 2 tensors are not what was sent (checksum), for example model.layers.2.self_attn.k_proj.weight",
+    "flip": "weight update: 1 tensors are not what was sent (checksum), for example model.layers.3.mlp.down_proj.weight",
+    "stop": "weight update: broke off after 8 of 50 tensors: RuntimeError: engine killed",
+}
+
+
+@pytest.mark.parametrize("where", [0, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_rank_is_mended_by_sending_again(worlds, weights, fault, where):
+    size, parallel = BIG
+    for result in worlds(size).run("refit_jobs:faulty", weights[0], parallel, fault, where, 1):
+        assert result == {"refused": "", "again": 1, "after": 0, "right": True}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_stays_is_refused_by_every_rank(worlds, weights, fault):
+    """The engine that refused keeps its version; the next refit brings all of them to one again."""
+    size, parallel = BIG
+    results = worlds(size).run("refit_jobs:faulty", weights[0], parallel, fault, 2, 2)
+    for rank, result in enumerate(results):
+        expected = FAULTS[fault] if rank == 2 else "version 1: refused by the engine of another rank"
+        assert expected in result["refused"]
+        assert result["after"] == 0
+        assert result["right"]
+    assert results[2]["kept"]
+
+
+def test_a_rank_that_dies_in_an_update_leaves_the_others_their_version(weights):
+    """SIGKILL's effect on the peers: their collective fails, no engine is half new; a new world goes on."""
+    world, answers = World(4), []
+    try:
+        with pytest.raises((EOFError, ConnectionError)):
+            world.run("refit_jobs:killed", weights[0], BIG[1], 0)
+        for pipe, process in list(zip(world.pipes, world.processes, strict=True))[1:]:
+            assert pipe.poll(120)
+            answers.append(pipe.recv())
+            process.kill()  # as a rank ends that cannot go on: its own peers then hear of it
+    finally:
+        world.close()
+    assert len(answers) == 3
+    for ok, (message, untouched) in answers:
+        assert ok
+        assert "weight update: broke off after" in message
+        assert untouched
+
+
+def test_copies_that_drifted_apart_are_not_taken(worlds, weights):
+    for message in worlds(2).run("refit_jobs:drifted", weights[0], {}):
+        assert "the ranks were sent different bytes" in message
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), BIG])
+def test_verify_reshard(worlds, weights, size, parallel):
+    gaps = worlds(size).run("refit_jobs:verified", weights[0], parallel, False)
+    assert len(set(gaps)) == 1
+    assert 0 < gaps[0] < 1e-4
+    for message in worlds(size).run("refit_jobs:verified", weights[0], parallel, True):
+        assert "an engine's log-probs differ from the actor's by" in message
+
+
+@pytest.mark.parametrize(
+    ("size", "source", "target"),
+    [
+        (2, {"tensor": 2}, {"pipeline": 2}),
+        (2, {"pipeline": 2}, {"tensor": 2}),
+        (4, {"tensor": 2, "pipeline": 2}, {"tensor": 4}),
+    ],
+)
+def test_megatron_s_own_resharding_agrees(worlds, tmp_path, size, source, target):
+    """megatron.core.resharding moves the weights to another layout; our stream of that is the directory's bits."""
+    tiny.make_model(tmp_path, "llama", False, num_key_value_heads=4, vocab_size=104)
+    assert worlds(size).run("refit_jobs:between_layouts", str(tmp_path), source, target) == [[]] * size
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {"pipeline": 2}), BIG, (4, {"tensor": 2})])
+@pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False)])
+def test_megatron_loads_converted_checkpoints(worlds, tmp_path, size, parallel, case):
+    """Converted for two tensor ranks and two stages, loaded by Megatron under every layout; log-probs of transformers."""
+    model = tiny.make_model(tmp_path / "hf", *case)
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", 2, 2)
+    prompts, responses = rows(1)
+    results = worlds(size).run("refit_jobs:load_converted", str(tmp_path / "hf"), str(tmp_path / "megatron"), parallel)
+    for wrong, log_probs in results:
+        assert wrong == []
+        for found, prompt, response in zip(log_probs, prompts, responses, strict=True):
+            with torch.no_grad():
+                logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False)])
+def test_checkpoints_are_cut_as_megatron_cuts_them(worlds, tmp_path, case):
+    """Every key with its type, global shape and chunks is what Megatron's own saver writes on four ranks; and back."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    tiny.make_model(tmp_path / "hf", *case)
+    to_megatron(tmp_path / "hf", tmp_path / "ours", 2, 2)
+    worlds(4).run("refit_jobs:save_by_megatron", str(tmp_path / "hf"), str(tmp_path / "theirs"), BIG[1])
+
+    def described(name):
+        found = {}
+        for key, meta in FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata.items():
+            found[key] = None
+            if hasattr(meta, "chunks"):
+                chunks = sorted((tuple(c.offsets), tuple(c.sizes)) for c in meta.chunks)
+                found[key] = (tuple(meta.size), meta.properties.dtype, chunks)
+        return found
+
+    assert described("ours") == described("theirs")
+    assert (tmp_path / "ours/metadata.json").read_text() == (tmp_path / "theirs/metadata.json").read_text()
+    to_hf(tmp_path / "theirs", tmp_path / "back", config=tmp_path / "hf")
+    assert_same_weights(tmp_path / "hf", tmp_path / "back")

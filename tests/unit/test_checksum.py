@@ -1,0 +1,103 @@
+"""The checksum against the same sums in Python integers, and against everything that may happen to a message."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_brorl.ops.checksum import Sealed, checksum, seal
+
+SIZES = [0, 1, 3, 8, 9, 1000, 1024 * 8, 1024 * 8 + 5, 1024 * 8 * 300 + 123]
+MASK = 2**64 - 1
+
+
+def by_hand(name: str, tensor: torch.Tensor) -> int:
+    """From the description in ops/checksum.py, with integers of unlimited size."""
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    words = np.frombuffer(data[: len(data) // 8 * 8], dtype="<u8").tolist()
+    whole = len(words) // 1024 * 1024
+    rows = [sum(words[i : i + 1024]) & MASK for i in range(0, whole, 1024)]
+    columns = [sum(words[i:whole:1024]) & MASK for i in range(1024)] if whole else []
+    salt = f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
+    total = int.from_bytes(hashlib.blake2b(salt, digest_size=8).digest(), "little")
+    for stream, values in enumerate((rows, columns, words[whole:], list(data[len(words) * 8 :])), 1):
+        total += sum(mix(v + mix(i + (stream << 48))) for i, v in enumerate(values))
+    return total & MASK
+
+
+def mix(x: int) -> int:
+    x &= MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def noise(size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_equals_integer_arithmetic(size):
+    data = noise(size)
+    assert int(checksum("a", data)) & MASK == by_hand("a", data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_types_and_views(dtype):
+    x = torch.randn(37, 41, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert int(checksum("x", x)) & MASK == by_hand("x", x)
+    assert torch.equal(checksum("x", x.t()), checksum("x", x.t().contiguous()))
+    inside = torch.cat((torch.zeros(1, dtype=dtype), x.flatten()))[1:].view(37, 41)  # begins between two words
+    assert torch.equal(checksum("x", inside), checksum("x", x))
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_every_flipped_bit_is_seen(size):
+    data = noise(size)
+    before = int(checksum("a", data))
+    for place in {*range(0, size, max(1, size // 50)), size - 1}:
+        for bit in (0, 7):
+            data[place] ^= 1 << bit
+            assert int(checksum("a", data)) != before
+            data[place] ^= 1 << bit
+    assert int(checksum("a", data)) == before
+
+
+def test_what_changed_places_is_seen():
+    """Words, rows, columns and halves; also in data with few distinct values, as fresh norms are."""
+    few = torch.randint(0, 2, (300_000,), generator=torch.Generator().manual_seed(2)).float()
+    for data in (noise(2_400_000, 3).view(torch.int64), few.view(torch.int64)):
+        before = int(checksum("a", data))
+        for a, b in [(0, 1), (5, 1024 + 5), (1023, 1024), (10, len(data) - 1), (8 * 1024, 9 * 1024)]:
+            if data[a] != data[b]:
+                swapped = data.clone()
+                swapped[a], swapped[b] = data[b], data[a]
+                assert int(checksum("a", swapped)) != before
+        rows = data.clone()
+        rows[:1024], rows[1024:2048] = data[1024:2048], data[:1024]
+        assert int(checksum("a", rows)) != before
+        assert int(checksum("a", data.roll(1))) != before
+        assert int(checksum("a", data.roll(len(data) // 2))) != before
+
+
+def test_name_type_and_shape_count():
+    x = torch.zeros(4, 6)
+    sums = [
+        checksum("a", x),
+        checksum("b", x),
+        checksum("a", x.view(6, 4)),
+        checksum("a", x.view(torch.int32)),
+        checksum("a", torch.zeros(4, 7)),
+    ]
+    assert len({int(s) for s in sums}) == 5
+
+
+def test_seal_is_a_pair_with_a_checksum():
+    x = torch.arange(5.0)
+    (pair,) = seal([("x", x)])
+    name, tensor = pair
+    assert isinstance(pair, Sealed)
+    assert (name, tensor is x, int(pair.checksum)) == ("x", True, int(checksum("x", x)))

@@ -1,0 +1,338 @@
+"""Checkpoints both ways, bit by bit, for every odd shape; and every way in which it can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from conversions import REAL, SMALLER, assert_same_weights, peak_of_allocations, to_hf, to_megatron, weights
+from safetensors.torch import load_file, save_file
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.hf_config import read_shape
+from megatron_brorl.models import compare, convert, safetensors_files
+from megatron_brorl.models.random_init import write_random_model
+
+REPOSITORY = Path(__file__).parents[2]
+TOOL = [sys.executable, str(REPOSITORY / "tools" / "convert_checkpoint.py")]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+def tool(*arguments: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    command = [*TOOL, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, **kwargs)
+
+
+def fails(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    lines = [x for x in done.stderr.splitlines() if not x.startswith("convert ")]
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("convert_checkpoint: ")
+    for part in parts:
+        assert part in lines[0]
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+SHAPES = {
+    # (family, tied, overrides), tensor, pipeline
+    "qkv bias, tied, padded vocabulary, two stages": (("qwen2", True, {}), 2, 2),
+    "untied, vocabulary padded by three": (("qwen2", False, {"vocab_size": 101, "num_key_value_heads": 4}), 4, 1),
+    "q and k norm, head size unlike hidden / heads": (("qwen3", False, {}), 2, 4),
+    "tied q and k norm over four stages": (("qwen3", True, {}), 1, 4),
+    "llama 3 rope": (("llama", False, {"rope_parameters": LLAMA3}), 2, 1),
+    "yarn": (("qwen2", True, {"rope_parameters": YARN}), 2, 2),
+    "one kv head": (("llama", True, {"num_key_value_heads": 1}), 1, 2),
+    "as many kv heads as heads": (("llama", False, {"num_key_value_heads": 4}), 4, 2),
+}
+
+
+@pytest.mark.parametrize(("model", "tensor", "pipeline"), SHAPES.values(), ids=SHAPES.keys())
+def test_both_ways_bit_by_bit_and_logits_of_transformers(tmp_path, model, tensor, pipeline):
+    family, tied, overrides = model
+    tiny.make_model(tmp_path / "hf", family, tied, **overrides)
+    size = to_megatron(tmp_path / "hf", tmp_path / "a", tensor, pipeline)
+    to_megatron(tmp_path / "a", tmp_path / "b", 1, 1)
+    for name in ("a", "b"):
+        assert to_hf(tmp_path / name, tmp_path / f"back-{name}") == size
+        assert_same_weights(tmp_path / "hf", tmp_path / f"back-{name}")
+        for file in ("config.json", "generation_config.json"):
+            assert (tmp_path / f"back-{name}" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
+    assert len(list((tmp_path / "a").glob("*.distcp"))) == tensor * pipeline
+    assert size == sum(t.numel() * 4 for t in weights(tmp_path / "hf").values())
+    gap = compare.verify(tmp_path / "hf", tmp_path / "a", read_shape(tmp_path / "hf"))
+    assert gap < 1e-4
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_published_configurations(tmp_path, name):
+    """bf16 weights in several files; every key of config.json arrives as it was."""
+    config = REAL[name] | SMALLER | ({"head_dim": 16} if "head_dim" in REAL[name] else {})
+    old, safetensors_files.MAX_SHARD_BYTES = safetensors_files.MAX_SHARD_BYTES, 100_000
+    try:
+        write_random_model(config, tmp_path / "hf", 3, torch.bfloat16, defaults=False)
+    finally:
+        safetensors_files.MAX_SHARD_BYTES = old
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", 2, 2)
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert_same_weights(tmp_path / "hf", tmp_path / "back")
+    assert {t.dtype for t in weights(tmp_path / "back").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
+    compare.verify(tmp_path / "megatron", tmp_path / "back", read_shape(tmp_path / "hf"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A Hugging Face directory of some shards and a Megatron checkpoint of it."""
+    root = tmp_path_factory.mktemp("made")
+    tiny.make_model(root / "one", "qwen2", False).save_pretrained(root / "hf", max_shard_size="80KB")
+    to_megatron(root / "hf", root / "megatron", 2, 2)
+    return root
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    for name in ("hf", "megatron"):
+        shutil.copytree(made / name, tmp_path / name)
+    return tmp_path
+
+
+def test_the_tool_verifies_and_shows_progress(made, tmp_path):
+    done = tool("to-megatron", made / "hf", tmp_path / "m", "--tensor", "2", "--pipeline", "2", "--verify")
+    assert done.returncode == 0, done.stderr
+    assert "convert 6/6" in done.stderr
+    assert f"{tmp_path / 'm'}: logits equal those of {made / 'hf'} within" in done.stderr
+    done = tool("to-hf", tmp_path / "m", tmp_path / "back", "--verify")
+    assert done.returncode == 0, done.stderr
+    assert "within" in done.stderr
+    assert_same_weights(made / "hf", tmp_path / "back")
+    fails(tool("to-hf", tmp_path / "m", tmp_path / "back"), f"{tmp_path / 'back'}: exists", "--overwrite")
+    assert tool("to-hf", tmp_path / "m", tmp_path / "back", "--overwrite").returncode == 0
+
+
+def test_verify_sees_weights_that_are_not_the_source_s(copy):
+    names = sorted(p.name for p in (copy / "hf").glob("*.safetensors"))
+    changed = load_file(copy / "hf" / names[1])
+    save_file({n: t * 1.01 for n, t in changed.items()}, copy / "hf" / names[1], metadata={"format": "pt"})
+    with pytest.raises(UserError, match="its logits differ from those of"):
+        compare.verify(copy / "hf", copy / "megatron", read_shape(copy / "hf"))
+
+
+def cut_file(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def lose_a_shard(d: Path) -> None:
+    sorted((d / "hf").glob("*.safetensors"))[1].unlink()
+
+
+def cut_a_shard(d: Path) -> None:
+    cut_file(sorted((d / "hf").glob("*.safetensors"))[1])
+
+
+def wrong_width(d: Path) -> None:
+    edit(d / "hf/config.json", intermediate_size=96)
+
+
+def wrong_depth(d: Path) -> None:
+    edit(d / "hf/config.json", num_hidden_layers=6)
+
+
+def wrong_family(d: Path) -> None:
+    edit(d / "hf/config.json", architectures=["LlamaForCausalLM"])
+
+
+def mixed_types(d: Path) -> None:
+    for path in (d / "hf").glob("*.safetensors"):
+        tensors = {n: t.bfloat16() if "k_proj.weight" in n else t for n, t in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+HF_FAULTS = [
+    (lose_a_shard, ["missing, but named in model.safetensors.index.json"]),
+    (cut_a_shard, ["not a readable safetensors file"]),
+    (wrong_width, ["gate_proj.weight has shape [88, 48], config.json implies [96, 48]"]),
+    (wrong_depth, ["tensors of config.json's model are missing"]),
+    (wrong_family, ["unknown tensor model.layers."]),
+    (mixed_types, ["differ in type (BF16, F32)"]),
+]
+
+
+def lose_a_rank(d: Path) -> None:
+    (d / "megatron/__3_0.distcp").unlink()
+
+
+def flip_a_byte(d: Path) -> None:
+    path = d / "megatron/__1_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def without_manifest(change):
+    def changed(d: Path) -> None:
+        (d / "megatron/manifest.json").unlink()
+        change(d)
+
+    return changed
+
+
+MEGATRON_FAULTS = [
+    (lose_a_rank, ["__3_0.distcp is missing"]),
+    (flip_a_byte, ["__1_0.distcp is damaged"]),
+    (without_manifest(lose_a_rank), ["cannot be read, a file is missing or damaged"]),
+    (
+        without_manifest(lambda d: cut_file(d / "megatron/__2_0.distcp")),
+        ["cannot be read, a file is missing or damaged"],
+    ),
+    (without_manifest(lambda d: cut_file(d / "megatron/.metadata")), [".metadata: not readable"]),
+    (without_manifest(lambda d: (d / "megatron/.metadata").unlink()), ["not a Megatron distributed checkpoint"]),
+    (
+        without_manifest(lambda d: edit(d / "megatron/hf/config.json", intermediate_size=96)),
+        ["mlp.linear_fc1.weight has shape"],
+    ),
+    (
+        without_manifest(lambda d: edit(d / "megatron/hf/config.json", num_hidden_layers=2)),
+        ["they do not belong together"],
+    ),
+    (
+        without_manifest(lambda d: edit(d / "megatron/hf/config.json", tie_word_embeddings=True)),
+        ["unknown tensor output_layer.weight"],
+    ),
+    (without_manifest(lambda d: shutil.rmtree(d / "megatron/hf")), ["has no hf/config.json", "--config"]),
+]
+
+
+@pytest.mark.parametrize(("change", "parts"), HF_FAULTS)
+def test_a_bad_hugging_face_directory_is_named_and_leaves_nothing(copy, change, parts):
+    change(copy)
+    with pytest.raises(UserError) as caught:
+        to_megatron(copy / "hf", copy / "out", 2, 1)
+    for part in [str(copy / "hf"), *parts]:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
+
+
+@pytest.mark.parametrize(("change", "parts"), MEGATRON_FAULTS)
+def test_a_bad_megatron_checkpoint_is_named_and_leaves_nothing(copy, change, parts):
+    change(copy)
+    with pytest.raises(UserError) as caught:
+        to_hf(copy / "megatron", copy / "out")
+    for part in [str(copy / "megatron"), *parts]:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
+
+
+def test_mistakes_end_in_one_line_and_exit_code_2(copy):
+    out = copy / "out"
+    fails(
+        tool("to-megatron", copy / "hf", out, "--tensor", "4"), "--tensor = 4 does not divide num_key_value_heads = 2"
+    )
+    fails(
+        tool("to-megatron", copy / "hf", out, "--pipeline", "3"), "--pipeline = 3 does not divide num_hidden_layers = 4"
+    )
+    fails(tool("to-hf", copy / "nowhere", out), "nowhere: no such Megatron checkpoint")
+    lose_a_shard(copy)
+    fails(tool("to-megatron", copy / "hf", out), "missing, but named in")
+    assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
+
+
+@pytest.mark.parametrize("command", ["to-megatron", "to-hf"])
+def test_a_full_disk_ends_in_one_line(copy, command):
+    """A limit on the size of files is how the kernel refuses a write here; a full disk takes the same way."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    source = copy / ("hf" if command == "to-megatron" else "megatron")
+    done = tool(command, source, copy / "out", preexec_fn=limit)
+    fails(done, f"{copy / 'out'}: cannot be written: File too large; make room and start again")
+    assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
+
+
+def test_too_little_room_is_told_before_anything_is_written(copy, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
+    with pytest.raises(UserError, match=r"the weights take [\d,]+ bytes, the disk has 1,000 left"):
+        to_megatron(copy / "hf", copy / "out", 1, 1)
+
+
+def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
+    """SIGKILL at some moment of the writing; then the same command does the whole."""
+    config = REAL["Qwen2.5-1.5B"] | SMALLER | {"num_hidden_layers": 48, "hidden_size": 384, "intermediate_size": 1024}
+    write_random_model(config, tmp_path / "hf", 0, torch.bfloat16)
+    command = [*TOOL, "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out"), "--tensor", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("convert 10/"):
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    assert process.wait() == -signal.SIGKILL
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.writing", "hf"]
+    assert not (tmp_path / ".out.writing" / ".metadata").exists()
+    with pytest.raises(UserError, match="not a Megatron distributed checkpoint"):
+        convert.open_megatron(tmp_path / ".out.writing", tmp_path / "hf")
+    begun = time.monotonic()
+    assert tool(*command[2:]).returncode == 0
+    assert time.monotonic() - begun < 300
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
+    to_hf(tmp_path / "out", tmp_path / "back")
+    assert_same_weights(tmp_path / "hf", tmp_path / "back")
+
+
+def test_a_training_checkpoint_becomes_a_hugging_face_directory(tmp_path):
+    """What a run saves, optimizer and all; config.json and tokenizer from the model it began with."""
+    from megatron_brorl.config import OptimConfig, ParallelConfig
+    from megatron_brorl.models import checkpoint
+    from megatron_brorl.parallel import grid
+    from megatron_brorl.train.worker import Worker
+
+    tiny.make_model(tmp_path / "hf", "qwen3", True)
+    edit(tmp_path / "hf/config.json", dtype="bfloat16")  # the run trains in fp32 what was published in bf16
+    worker = Worker(read_shape(tmp_path / "hf"), grid.build(ParallelConfig()), torch.float32, 100, optim=OptimConfig())
+    worker.load_hf(tmp_path / "hf")
+    saved = checkpoint.save(tmp_path / "checkpoints", 1, worker.actor, worker.optimizer, {}, 1)
+    grid.leave()
+    to_hf(saved, tmp_path / "back", config=tmp_path / "hf")
+    assert_same_weights(tmp_path / "hf", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(("tensor", "tied"), [(1, True), (2, True), (2, False)])
+def test_memory_is_that_of_the_largest_tensor(tmp_path, tensor, tied):
+    """In bytes allocated: at most three times the largest entry, a small part of the model."""
+    config = REAL["Qwen2.5-1.5B"] | SMALLER
+    config |= {"num_hidden_layers": 24, "hidden_size": 192, "vocab_size": 2001, "tie_word_embeddings": tied}
+    write_random_model(config, tmp_path / "hf", 0, torch.bfloat16)
+    largest = 2001 * 192 * 2
+    total = sum(t.numel() * 2 for t in weights(tmp_path / "hf").values())
+    assert total > 10 * largest
+    there = peak_of_allocations(lambda: to_megatron(tmp_path / "hf", tmp_path / "megatron", tensor, 2))
+    back = peak_of_allocations(lambda: to_hf(tmp_path / "megatron", tmp_path / "back"))
+    assert 0 < there <= 3 * largest
+    assert 0 < back <= 3 * largest
+    assert_same_weights(tmp_path / "hf", tmp_path / "back")
