@@ -23,9 +23,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit: 0 done, 2 a mistake of the user's in one line, 75 stopped by a signal and resumable."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-    args = _parser().parse_args(arguments)
-    if getattr(args, "flags", None):
-        args.overrides += args.flags
+    args = _parse(arguments)
     try:
         if getattr(args, "processes", 0) > 0:
             load(args.config, args.overrides)  # a mistake in it is told once, before anything starts
@@ -43,6 +41,20 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     sys.exit(status)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Options may stand anywhere among the overrides, which argparse's subcommands alone do not allow."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    unknown = [x for x in rest if x.startswith("-") or not hasattr(args, "overrides")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        args.overrides += rest
+    if getattr(args, "flags", None):
+        args.overrides += args.flags
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
