@@ -9,6 +9,7 @@
 #include "blocked_gemm.h"
 #include "decode_attention.h"
 #include "gemm.h"
+#include "layer_ops.h"
 #include "moments.h"
 #include "philox.h"
 #include "ppo_tokens.h"
@@ -41,7 +42,14 @@ TORCH_LIBRARY(brorl, library) {
       "Tensor(a!) keys, Tensor(b!) values, Tensor tables, Tensor lengths, Tensor prompt_tables, "
       "Tensor prompt_lengths, Tensor prompts, float scale, Tensor(c!) out) -> ()");
   library.def("add_rms_norm_(Tensor(a!) x, Tensor? delta, Tensor weight, float eps, Tensor(b!) out) -> ()");
-  library.def("silu_mul_(Tensor gate_up, Tensor(a!) out) -> ()");
+  library.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor out, Tensor inverse_rms)");
+  library.def(
+      "rms_norm_gradient(Tensor gradient, Tensor x, Tensor weight, Tensor inverse_rms) -> "
+      "(Tensor of_x, Tensor of_weight)");
+  library.def("silu_mul(Tensor gate_up) -> Tensor");
+  library.def("silu_mul_gradient(Tensor gradient, Tensor gate_up) -> Tensor");
+  library.def("rotate(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor");
+  library.def("merge_attention(Tensor a, Tensor a_sum, Tensor b, Tensor b_sum) -> (Tensor out, Tensor sum)");
   library.def("moments(Tensor values, Tensor? weights) -> Tensor");
   library.def("whiten_(Tensor(a!) values, float mean, float std, Tensor? mask) -> ()");
 }
@@ -63,7 +71,12 @@ TORCH_LIBRARY_IMPL(brorl, CPU, library) {
   library.impl("sample_tokens", &brorl::sample_tokens_cpu);
   library.impl("decode_attention_", &brorl::decode_attention_);
   library.impl("add_rms_norm_", &brorl::add_rms_norm_);
-  library.impl("silu_mul_", &brorl::silu_mul_);
+  library.impl("rms_norm", &brorl::rms_norm);
+  library.impl("rms_norm_gradient", &brorl::rms_norm_gradient);
+  library.impl("silu_mul", &brorl::silu_mul);
+  library.impl("silu_mul_gradient", &brorl::silu_mul_gradient);
+  library.impl("rotate", &brorl::rotate);
+  library.impl("merge_attention", &brorl::merge_attention);
 }
 #ifdef BRORL_CUDA
 TORCH_LIBRARY_IMPL(brorl, CUDA, library) {

@@ -29,6 +29,7 @@ struct Packing<uint16_t> {
   using Word = uint32_t;
   using Element = at::BFloat16;
   static constexpr int64_t kPerWord = 2, kWords = 256;  // k per block, in words: a packed block is 64 KiB
+  static constexpr int64_t kPitch = kWords + kLine;
 };
 
 template <>
@@ -36,7 +37,33 @@ struct Packing<float> {
   using Word = float;
   using Element = float;
   static constexpr int64_t kPerWord = 1, kWords = 896;  // fewer lose speed: results are read and written once per block
+  static constexpr int64_t kPitch = kWords + kLine;
 };
+
+// The word of consecutive k, which are `stride` apart from x on.
+inline float word(const float* x, int64_t) { return *x; }
+inline uint32_t word(const uint16_t* x, int64_t stride) { return uint32_t(x[0]) | uint32_t(x[stride]) << 16; }
+
+// words[i * ld + p] = the word at x + i + per p stride: a square that is turned in registers or the nearest cache, since
+// writing along i at once would touch a cache line for every word.
+template <typename T>
+void transpose_words(
+    typename Packing<T>::Word* words, int64_t ld, const T* x, int64_t stride, int64_t count, int64_t depth) {
+  constexpr int64_t per = Packing<T>::kPerWord;
+  typename Packing<T>::Word square[kLine][kLine];
+  if (count == kLine && depth == kLine) {
+    for (int64_t p = 0; p < kLine; ++p) {
+      for (int64_t i = 0; i < kLine; ++i) square[p][i] = word(x + per * p * stride + i, stride);
+    }
+    for (int64_t i = 0; i < kLine; ++i) {
+      for (int64_t p = 0; p < kLine; ++p) words[i * ld + p] = square[p][i];
+    }
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t p = 0; p < depth; ++p) words[i * ld + p] = word(x + per * p * stride + i, stride);
+    }
+  }
+}
 
 // words[i * ld_i + p * ld_p] = the word of x[i, kPerWord p ...] for i < count, where x [count, depth] has the given
 // strides, one of them 1. The partner of an odd last element is 0.
@@ -58,16 +85,17 @@ void pack_words(
         for (int64_t p = 0; p < size; ++p) words[i * ld_i + (block + p) * ld_p] = line[p];
       }
     }
+  } else if (ld_p == 1) {
+    for (int64_t i = 0; i < count; i += kLine) {
+      for (int64_t p = 0; p < whole; p += kLine) {
+        transpose_words(
+            words + i * ld_i + p, ld_i, x + i + per * p * stride_k, stride_k, std::min(kLine, count - i),
+            std::min(kLine, whole - p));
+      }
+    }
   } else {
     for (int64_t p = 0; p < whole; ++p) {
-      const T* const even = x + per * p * stride_k;
-      for (int64_t i = 0; i < count; ++i) {
-        if constexpr (per == 2) {
-          words[i * ld_i + p * ld_p] = Word(even[i]) | Word(even[stride_k + i]) << 16;
-        } else {
-          words[i * ld_i + p * ld_p] = even[i];
-        }
-      }
+      for (int64_t i = 0; i < count; ++i) words[i * ld_i + p * ld_p] = word(x + per * p * stride_k + i, stride_k);
     }
   }
   if (depth % per) {
@@ -100,7 +128,8 @@ template <typename T>
 void blocked_gemm(float* out, int64_t ld, Matrix<T> a, Matrix<T> b, int64_t m, int64_t n, int64_t k, bool accumulate) {
   using Word = typename Packing<T>::Word;
   using Element = typename Packing<T>::Element;
-  constexpr int64_t per = Packing<T>::kPerWord, words = Packing<T>::kWords, block = kTile * words;
+  constexpr int64_t per = Packing<T>::kPerWord, words = Packing<T>::kWords, pitch = Packing<T>::kPitch;
+  constexpr int64_t block = kTile * pitch;
   const int64_t row_tiles = (m + kTile - 1) / kTile, column_tiles = (n + kTile - 1) / kTile;
   // Per step in k the shorter side is packed once for all threads; the tiles of the longer one are shared out.
   const bool long_rows = m > n;
@@ -113,7 +142,7 @@ void blocked_gemm(float* out, int64_t ld, Matrix<T> a, Matrix<T> b, int64_t m, i
       const auto pack = [&](bool rows, int64_t tile, Word* to) {
         const int64_t begin = tile * kTile;
         if (rows) {
-          pack_words(to, words, 1, a.data + begin * a.row + first * a.column, a.row, a.column,
+          pack_words(to, pitch, 1, a.data + begin * a.row + first * a.column, a.row, a.column,
                      std::min(kTile, m - begin), depth);
         } else {
           pack_words(to, 1, kTile, b.data + first * b.row + begin * b.column, b.column, b.row,
@@ -131,7 +160,7 @@ void blocked_gemm(float* out, int64_t ld, Matrix<T> a, Matrix<T> b, int64_t m, i
           const Word* const packed = shared.data() + other * block;
           const int64_t i = (long_rows ? tile : other) * kTile, j = (long_rows ? other : tile) * kTile;
           at::native::cpublas::brgemm(
-              std::min(kTile, m - i), std::min(kTile, n - j), (depth + per - 1) / per * per, per * words, kTile, ld,
+              std::min(kTile, m - i), std::min(kTile, n - j), (depth + per - 1) / per * per, per * pitch, kTile, ld,
               accumulate || first > 0, reinterpret_cast<const Element*>(long_rows ? own.data() : packed),
               reinterpret_cast<const Element*>(long_rows ? packed : own.data()), out + i * ld + j, per == 2);
         }

@@ -305,22 +305,6 @@ void norm_rows(const Tensor& x, const Tensor& delta, const Tensor& weight, doubl
   }
 }
 
-template <typename T>
-void silu_rows(const Tensor& gate_up, const Tensor& out) {
-  const int64_t rows = out.size(0), width = out.size(1);
-  const T* const from = gate_up.const_data_ptr<T>();
-  T* const to = out.mutable_data_ptr<T>();
-#pragma omp parallel for schedule(static) num_threads(at::get_num_threads())
-  for (int64_t b = 0; b < rows; ++b) {
-    const T *const gate = from + 2 * b * width, *const up = gate + width;
-    for (int64_t i = 0; i < width; ++i) {
-      // exp of minus the magnitude, so that nothing overflows: x / (1 + e^-x) = x e^x / (1 + e^x) for x < 0.
-      const float x = float(gate[i]), e = fast_exp(-std::fabs(x));
-      to[b * width + i] = T(x * (x < 0 ? e : 1.0f) / (1 + e) * float(up[i]));
-    }
-  }
-}
-
 }  // namespace
 
 void decode_attention_(
@@ -381,15 +365,6 @@ void add_rms_norm_(
   const Tensor added = delta ? *delta : Tensor();
   dtype == at::kFloat ? norm_rows<float>(x, added, weight, eps, out)
                       : norm_rows<c10::BFloat16>(x, added, weight, eps, out);
-}
-
-void silu_mul_(const Tensor& gate_up, const Tensor& out) {
-  check_dtype(gate_up, "gate_up");
-  TORCH_CHECK_VALUE(out.dim() == 2, "out must be [B, F], got ", out.sizes());
-  const auto dtype = gate_up.scalar_type();
-  check(gate_up, "gate_up", {out.size(0), 2 * out.size(1)}, dtype);
-  check(out, "out", out.sizes(), dtype);
-  dtype == at::kFloat ? silu_rows<float>(gate_up, out) : silu_rows<c10::BFloat16>(gate_up, out);
 }
 
 }  // namespace brorl

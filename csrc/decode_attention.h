@@ -26,7 +26,4 @@ void add_rms_norm_(
     const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& weight, double eps,
     const at::Tensor& out);
 
-// gate_up [B, 2 F] -> out [B, F]: silu of the first half times the second (Shazeer 2020, SwiGLU).
-void silu_mul_(const at::Tensor& gate_up, const at::Tensor& out);
-
 }  // namespace brorl

@@ -26,13 +26,14 @@ else:
 
 _AT_LEAST_ONE = (
     "rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches algo.epochs "
-    "parallel.tensor parallel.pipeline train.tokens_per_micro_batch train.keep_checkpoints evaluate.samples "
+    "parallel.tensor parallel.pipeline train.keep_checkpoints evaluate.samples "
     "evaluate.bootstrap sft.examples_per_step data.held_out_prompts"
 )
 _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
     "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature algo.entropy_coef "
-    "algo.aggregation_tokens rollout.memory_mib rollout.partial_tokens rollout.most_carried"
+    "algo.aggregation_tokens rollout.memory_mib rollout.partial_tokens rollout.most_carried "
+    "train.tokens_per_micro_batch"
 )
 
 
@@ -150,7 +151,8 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = 100
-    tokens_per_micro_batch: int = 16384  # a micro-batch is filled up to this many tokens
+    # A micro-batch is filled up to this many tokens. 0 = 2,048 on a CPU, where more only take memory, 16,384 on a GPU.
+    tokens_per_micro_batch: int = 0
     recompute: bool = False  # recompute activations in the backward pass
     # Siblings share one copy of their prompt in a micro-batch, where that saves a tenth of the tokens; CPU only so far.
     share_prompt: bool = True

@@ -108,7 +108,7 @@ class Session:
             self.shape,
             self.grid,
             DTYPES[c.model.dtype],
-            c.train.tokens_per_micro_batch,
+            c.train.tokens_per_micro_batch or (16384 if device.on_gpu() else 2048),
             c.train.recompute,
             optim,
             c.parallel.distributed_optimizer,
@@ -183,9 +183,10 @@ class Session:
         return json.loads(json.dumps(kept))
 
     def peak_rss_mib(self) -> float:
-        """Peak resident memory of all ranks and their scoring processes, added up."""
+        """Peak resident memory of all ranks, and what their scoring processes hold of their own, added up."""
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        children = sum(p.memory_info().rss for p in psutil.Process().children(recursive=True)) / 2**20
+        # A forked process shares most of its pages with its parent; counting them again would be wrong.
+        children = sum(p.memory_full_info().uss for p in psutil.Process().children(recursive=True)) / 2**20
         return collect.total({"mib": own + children})["mib"]
 
 

@@ -76,16 +76,25 @@ class Engine:
     deaf: threading.Event | None = None  # a call that stalls ends when this is set, whatever it is told
     version: int = -1
     calls: list[list[Request]] = field(default_factory=list)
+    verbs: list[str] = field(default_factory=list)  # in the order in which they were called
+
+    def sleep(self) -> None:
+        self.verbs.append("sleep")
+
+    def wake(self) -> None:
+        self.verbs.append("wake")
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         for _ in tensors:
             pass
+        self.verbs.append("update_weights")
         self.version = version
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[RolloutGroup]:
         assert watch is not None
+        self.verbs.append("generate")
         self.calls.append(list(requests))
         groups, stalled = [], False
         for number, request in enumerate(requests):

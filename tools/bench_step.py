@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """Samples per second and peak memory of a whole training step, here and in TRL's GRPOTrainer, in one run.
 
-    python tools/bench_step.py [--quick] [--json FILE] [--n 512] [--prompts 64 256] [--response 64]
-                               [--tokens-per-micro-batch 16384] [--trl-python PYTHON] [--trl-micro-batch 64]
+    python tools/bench_step.py [--quick] [--json FILE] [--n 512] [--prompts 64 256] [--response 64] [--dtypes fp32 bf16]
+                               [--tokens-per-micro-batch 2048] [--trl-python PYTHON] [--trl-micro-batch 64]
                                [--threads N] [--repeat N]
 
 A step: N responses to one prompt, their rewards, one optimizer step, new weights for the sampler. Model t4 of
-bench_common in float32, with a tokenizer of one word per token; 1 of 32 words is an answer in tags, so a little less
-than half of the responses are right, and the reward costs next to nothing on either side. Responses end at the length
-limit, or now and then at the end token. This side is the command `brorl train` on one process, with its defaults but
-for the options above; its figures come from metrics.jsonl and summary.json. The first step warms up; seconds are
-medians of the others.
+bench_common, with a tokenizer of one word per token; 1 of 32 words is an answer in tags, so a little less than half of
+the responses are right, and the reward costs next to nothing on either side. Responses end at the length limit, or now
+and then at the end token. In bf16, this side keeps float32 masters of the weights and sums gradients in float32; TRL's
+weights, gradients and optimizer state are all bfloat16. This side is the command `brorl train` on one process, with its
+defaults but for the options above; its figures come from metrics.jsonl and summary.json. The first step warms up;
+seconds are medians of the others.
 
 peak_mib: resident set of all processes at its peak, libraries included; on this side that counts the scoring processes
 and the writing of checkpoint and model. gemm_peak_share: 8 operations for each weight of the layers' matrices and the
@@ -21,6 +22,7 @@ above some percent, measure again. Linux only.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -30,17 +32,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_common import alone, matrix_weights, options, peak_flops, write_model, write_rows
+from bench_common import DTYPES, alone, matrix_weights, options, peak_flops, write_model, write_rows
 from measure import EngineFailed, ask, run
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
-from megatron_brorl.config import TrainConfig
 from megatron_brorl.hf_config import read_shape
 
 PHASES = ("generate", "score", "train", "refit", "step")
-MODEL, DTYPE = "t4", "fp32"
+MODEL = "t4"
 ANSWERS = 64  # words that hold a right answer; as many hold a wrong one
 BYTES, END = 256, "<|endoftext|>"
 RUN = """
@@ -48,10 +49,12 @@ RUN = """
 dir = "{dir}"
 [model]
 path = "{model}"
+dtype = "{dtype}"
 [data]
 train = ["{data}"]
 [rollout]
 n = {n}
+dtype = "{dtype}"
 prompts = 1
 max_tokens = {response}
 [reward]
@@ -95,6 +98,7 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
         model=job["model"],
         data=data,
         n=job["n"],
+        dtype=job["dtype"],
         response=job["response"],
         steps=len(rows),
         tokens=job["tokens_per_micro_batch"],
@@ -129,7 +133,7 @@ def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, we
         "n": job["n"],
         "lengths": str(job["response"]),
         "micro_batch": f"{job['tokens_per_micro_batch']} tokens" if engine == "brorl" else f"{job['micro_batch']} rows",
-        "dtype": DTYPE,
+        "dtype": job["dtype"],
         "threads": job["threads"],
         "tokens": tokens,
         "seconds": seconds,
@@ -144,15 +148,16 @@ def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, we
 
 def show(rows: list[dict[str, Any]]) -> None:
     print(
-        "prompt    N  engine   samples/s  brorl is peak MiB peak share others  generate   score   train   refit    step"
+        "prompt    N  dtype  engine   samples/s  brorl is peak MiB peak share others  generate   score   train   refit"
+        "    step"
     )
-    ours = {r["prompt"]: r["samples_per_s"] for r in rows if r["engine"] == "brorl"}
+    ours = {(r["prompt"], r["dtype"]): r["samples_per_s"] for r in rows if r["engine"] == "brorl"}
     for r in rows:
         phases = "".join(f"{r['seconds'][p]:>8.3f}" if p in r["seconds"] else f"{'-':>8}" for p in PHASES[1:])
         print(
-            f"{r['prompt']:>6}{r['n']:>5}  {r['engine']:<7}{r['samples_per_s']:>11.1f}"
-            f"{ours[r['prompt']] / r['samples_per_s']:>9.2f}x{r['peak_mib']:>8.0f}{r['gemm_peak_share']:>11.1%}"
-            f"{r['others_cpu_share']:>7.0%}{r['seconds']['generate']:>10.3f}{phases}"
+            f"{r['prompt']:>6}{r['n']:>5}  {r['dtype']:<7}{r['engine']:<7}{r['samples_per_s']:>11.1f}"
+            f"{ours[r['prompt'], r['dtype']] / r['samples_per_s']:>9.2f}x{r['peak_mib']:>8.0f}"
+            f"{r['gemm_peak_share']:>11.1%}{r['others_cpu_share']:>7.0%}{r['seconds']['generate']:>10.3f}{phases}"
         )
 
 
@@ -160,13 +165,14 @@ def main() -> None:
     parser = options(__doc__, "N = 64, a prompt of 64 tokens and responses of 16", 2, "timed steps per row")
     parser.add_argument("--n", type=int, default=512, help="siblings (%(default)s)")
     parser.add_argument("--prompts", nargs="+", type=int, default=[64, 256], help="prompt tokens")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
     parser.add_argument("--response", type=int, default=64, help="response tokens at most (%(default)s)")
     parser.add_argument("--trl-python", help="interpreter of an environment with trl")
     parser.add_argument("--trl-micro-batch", type=int, default=64, help="its per_device_train_batch_size (%(default)s)")
     parser.add_argument(
         "--tokens-per-micro-batch",
         type=int,
-        default=TrainConfig.tokens_per_micro_batch,
+        default=2048,
         help="train.tokens_per_micro_batch of brorl, which decides on its memory (%(default)s)",
     )
     args = parser.parse_args()
@@ -174,8 +180,9 @@ def main() -> None:
         args.n, args.prompts, args.response = 64, [64], 16
     if args.n % min(args.trl_micro_batch, args.n):
         parser.error(f"--trl-micro-batch {args.trl_micro_batch} does not divide --n {args.n}")
-    peak, rows = alone(peak_flops, DTYPE, args.threads), []
-    for prompt in args.prompts:
+    peaks = {dtype: alone(peak_flops, dtype, args.threads) for dtype in args.dtypes}
+    rows = []
+    for prompt, dtype in itertools.product(args.prompts, args.dtypes):
         with tempfile.TemporaryDirectory() as scratch:
             directory = Path(scratch)
             write_model(MODEL, directory / MODEL)
@@ -187,6 +194,7 @@ def main() -> None:
                 "threads": args.threads,
                 "prompts": prompts(shape.vocab, prompt, 1 + args.repeat),
                 "n": args.n,
+                "dtype": dtype,
                 "response": args.response,
                 "micro_batch": args.trl_micro_batch,
                 "tokens_per_micro_batch": args.tokens_per_micro_batch,
@@ -198,10 +206,12 @@ def main() -> None:
                 rows += [row(engine, f, job, prompt, matrix_weights(shape)) for engine, f in found.items()]
             except EngineFailed as e:
                 sys.exit(f"bench_step: {e}")
-    peak = max(peak, alone(peak_flops, DTYPE, args.threads))
-    for r in rows:
-        r["gemm_peak_share"] /= peak
-    print(f"{DTYPE}: peak of a matrix product {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")
+    for dtype in args.dtypes:
+        peak = max(peaks[dtype], alone(peak_flops, dtype, args.threads))
+        print(f"{dtype}: peak of a matrix product {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")
+        for r in rows:
+            if r["dtype"] == dtype:
+                r["gemm_peak_share"] /= peak
     show(rows)
     write_rows(args.json, rows)
 

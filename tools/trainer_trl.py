@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on a CPU, for tools/bench_step.py --trl-python. Imports nothing of this project.
 
 One optimizer step per generation batch: all siblings of a prompt are generated in one call of transformers' generate,
-then trained on in micro-batches. TRL's defaults but for what a CPU or the comparison asks for: float32, no gradient
+then trained on in micro-batches. TRL's defaults but for what a CPU or the comparison asks for: the dtype, no gradient
 checkpointing (memory suffices), no reference model (beta = 0 is its default), no saving, no log but one line a step.
 """
 
@@ -79,7 +79,7 @@ def main() -> None:
         output_dir=f"{job['scratch']}/trl",
         use_cpu=True,
         bf16=False,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": {"fp32": "float32", "bf16": "bfloat16"}[job["dtype"]]},
         max_steps=len(job["prompts"]),
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=n // micro_batch,  # generated in one go, one optimizer step

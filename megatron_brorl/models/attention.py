@@ -13,18 +13,18 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_brorl.models import flex_attention
+from megatron_brorl.ops import rope
 from megatron_brorl.parallel.batch import Group
 
 
 @dataclass
 class Segments(PackedSeqParams):
-    """The groups of a stream, in the place where Megatron hands packing to the core attention.
-
-    qkv_format stays None: rotary embeddings come with explicit positions (models.gpt), so Megatron must not restart
-    them itself.
-    """
+    """The groups of a stream of T tokens and their rotation, where Megatron hands packing to the core attention."""
 
     groups: tuple[Group, ...] = ()
+    cos: Tensor | None = None  # [T, d / 2], float32 or float64: one table for all layers, queries and keys
+    sin: Tensor | None = None
+    fused: bool = False  # whether rotation and merging go through ops.fused_layers
     mask: BlockMask | None = None  # of groups, made where it is first needed
 
     @property
@@ -32,12 +32,22 @@ class Segments(PackedSeqParams):
         """Whether segments attend to a prompt that stands once in the stream."""
         return any(g.prefix for g in self.groups)
 
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [T, heads, d], a query or key, turned by its position."""
+        assert self.cos is not None
+        assert self.sin is not None
+        if self.fused:
+            from megatron_brorl.ops import fused_layers
+
+            return fused_layers.rotate(x, self.cos, self.sin)
+        cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(1).to(x.dtype) for half in (self.cos, self.sin))
+        return rope.rotate(x, cos, sin)
+
     def attend_on_gpu(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
+        """query [T, heads, d], key and value [T, kv_heads, d] -> [T, 1, heads * d]."""
         if self.mask is None:
             self.mask = flex_attention.block_mask(self.groups, query.device)
-        q, k, v = (x.squeeze(1) for x in (query, key, value))
-        return flex_attention.attend(q, k, v, self.mask, scale).flatten(1).unsqueeze(1)
+        return flex_attention.attend(query, key, value, self.mask, scale).flatten(1).unsqueeze(1)
 
 
 class PackedAttention(torch.nn.Module):
@@ -57,7 +67,12 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: Segments,
         **_: Any,
     ) -> Tensor:
-        """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
+        """query [T, 1, heads, d], key and value [T, 1, kv_heads, d], not yet rotated -> [T, 1, heads * d]."""
+        query, key, value = (
+            packed_seq_params.rotate(query.squeeze(1)),
+            packed_seq_params.rotate(key.squeeze(1)),
+            value.squeeze(1),
+        )
         if query.is_cuda and packed_seq_params.shared:
             return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
         outputs, begin = [], 0
@@ -65,16 +80,18 @@ class PackedAttention(torch.nn.Module):
             front = slice(begin, begin + group.prefix)
             begin += group.prefix + sum(count * length for count, length in group.segments)
             own = slice(front.stop, begin)
-            q, k, v = (x.squeeze(1)[own] for x in (query, key, value))
+            q, k, v = (x[own] for x in (query, key, value))
             if not group.prefix:
                 outputs.append(self._causal(q, k, v, group.segments))
                 continue
-            front_q, front_k, front_v = (x.squeeze(1)[front] for x in (query, key, value))
+            front_q, front_k, front_v = (x[front] for x in (query, key, value))
             outputs.append(self._causal(front_q, front_k, front_v, ((1, group.prefix),)))
             if group.segments:
                 scale = self.scale if self.scale is not None else q.shape[-1] ** -0.5
-                outputs.append(_SharedPrompt.apply(q, k, v, front_k, front_v, group.segments, scale))
-        return torch.cat(outputs).flatten(1).unsqueeze(1)
+                outputs.append(
+                    _SharedPrompt.apply(q, k, v, front_k, front_v, group.segments, scale, packed_seq_params.fused)
+                )
+        return _joined(outputs).flatten(1).unsqueeze(1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, segments: tuple[tuple[int, int], ...]) -> Tensor:
         """query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads, d]; each segment by itself."""
@@ -83,7 +100,7 @@ class PackedAttention(torch.nn.Module):
             q, k, v = (_batched(x, count, length) for x in qkv)
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs)
+        return _joined(outputs)
 
 
 class _SharedPrompt(torch.autograd.Function):
@@ -104,6 +121,7 @@ class _SharedPrompt(torch.autograd.Function):
         prompt_value: Tensor,
         segments: tuple[tuple[int, int], ...],
         scale: float,
+        fused: bool,
     ) -> Tensor:
         """query [t, heads, d], key and value [t, kv_heads, d], prompt_* [P, kv_heads, d] -> [t, heads, d]."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -114,11 +132,8 @@ class _SharedPrompt(torch.autograd.Function):
             flash(*(_batched(x, count, length) for x in qkv), 0.0, True, scale=scale)
             for (count, length), qkv in zip(segments, _cut(segments, query, key, value), strict=True)
         ]
-        on_own, own_sum = (torch.cat([_flat(p[i]) for p in parts]) for i in range(2))
-        on_prompt, prompt_sum = _flat(on_prompt), _flat(prompt_sum)
-        total = torch.logaddexp(prompt_sum, own_sum)  # [t, heads]
-        of_prompt, of_own = ((s - total).exp().unsqueeze(-1) for s in (prompt_sum, own_sum))
-        out = (of_prompt * on_prompt + of_own * on_own).to(query.dtype)
+        on_own, own_sum = (_joined([_flat(p[i]) for p in parts]) for i in range(2))
+        out, total = _merged(_flat(on_prompt), _flat(prompt_sum), on_own, own_sum, fused)
         ctx.save_for_backward(query, key, value, prompt_key, prompt_value, out, total)
         ctx.segments, ctx.scale = segments, scale
         return out
@@ -140,8 +155,25 @@ class _SharedPrompt(torch.autograd.Function):
             run(count, length, True, part[:4], part[4:])
             for (count, length), part in zip(ctx.segments, _cut(ctx.segments, *rows, key, value), strict=True)
         ]
-        own_query, grad_key, grad_value = (torch.cat([p[i] for p in own]) for i in range(3))
-        return grad_query + own_query, grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None
+        own_query, grad_key, grad_value = (_joined([p[i] for p in own]) for i in range(3))
+        return grad_query + own_query, grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None, None
+
+
+def _merged(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys, from that over each (a, b [t, heads, d]) and the log-sums of their softmax
+    [t, heads]; returns it with its log-sum."""
+    if fused:
+        from megatron_brorl.ops import fused_layers
+
+        return fused_layers.merge_attention(a, a_sum, b, b_sum)
+    total = torch.logaddexp(a_sum, b_sum)
+    of_a, of_b = ((s - total).exp().unsqueeze(-1) for s in (a_sum, b_sum))
+    return (of_a * a + of_b * b).to(a.dtype), total
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """Concatenated; a single piece is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _cut(segments: tuple[tuple[int, int], ...], *streams: Tensor) -> list[tuple[Tensor, ...]]:

@@ -19,9 +19,10 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.models.attention import PackedAttention, Segments
 from megatron_brorl.models.hf_names import entries, global_parameters
-from megatron_brorl.models.norm import RmsNorm
+from megatron_brorl.models.norm import FusedRmsNorm, RmsNorm
+from megatron_brorl.models.swiglu import FusedSwiGlu
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.reference import LinearPpoLoss
+from megatron_brorl.ops.reference import LinearPpoLoss, compute_dtype
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.parallel.grid import Grid
@@ -40,7 +41,7 @@ class Actor(GPTModel):
         inv_freq, _ = rope.inverse_frequencies(shape)
         super().__init__(
             config=config,
-            transformer_layer_spec=_layers(shape, config, grid),
+            transformer_layer_spec=_layers(shape, config, grid, fused_layers(ops)),
             vocab_size=padded_vocab(shape.vocab, grid.tensor),
             max_sequence_length=shape.context,
             pre_process=grid.first_stage,
@@ -51,15 +52,20 @@ class Actor(GPTModel):
         )
         self.shape = shape
         self.fused_norms = device.has_transformer_engine()  # the names of the norms in models.hf_names
+        self.fused_layers = fused_layers(ops)
         self.grid = grid
         self.ops = ops  # config key ops.implementation
         self._inv_freq = inv_freq.to(device.default_device())
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
-        inv_freq = self._inv_freq.to(torch.promote_types(torch.float32, self.config.params_dtype))
-        angles = rope.angles(position_ids.reshape(-1), inv_freq)
+        if not self.fused_norms:
+            return prepared  # models.attention rotates
+        angles = rope.angles(position_ids.reshape(-1), self._frequencies())
         return (prepared[0], angles[:, None, None, :], *prepared[2:])
+
+    def _frequencies(self) -> Tensor:
+        return self._inv_freq.to(compute_dtype(self.config.params_dtype))
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if self.post_process and self.config.sequence_parallel:
@@ -75,11 +81,15 @@ class Actor(GPTModel):
         wrapper is the DistributedDataParallel around this module, where there is one.
         """
         where = device.default_device()
+        positions = batch.position_ids.to(where)
+        angles = positions.to(self._frequencies().dtype).unsqueeze(-1) * self._frequencies()
         return (wrapper or self)(
             input_ids=batch.input_ids.to(where).unsqueeze(0),
-            position_ids=batch.position_ids.to(where).unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
             attention_mask=None,
-            packed_seq_params=Segments(groups=batch.groups),
+            packed_seq_params=Segments(
+                groups=batch.groups, cos=angles.cos(), sin=angles.sin(), fused=self.fused_layers
+            ),
         )
 
     def head_weight(self) -> Tensor:
@@ -154,7 +164,14 @@ def check_layout(
         raise UserError(f"{keys[1]} = {pipeline} does not divide num_hidden_layers = {shape.layers} of the model")
 
 
-def transformer_config(shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False) -> TransformerConfig:
+def fused_layers(ops: str) -> bool:
+    """Whether layers use ops.fused_layers, which is for CPUs. ops: config key ops.implementation."""
+    return ops == "fused" and not device.on_gpu()
+
+
+def transformer_config(
+    shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False, ops: str = "fused"
+) -> TransformerConfig:
     """Megatron's description of the model. dtype is that of weights and activations."""
     _, rope_factor = rope.inverse_frequencies(shape)
     gpu = device.on_gpu()
@@ -194,6 +211,7 @@ def transformer_config(shape: ModelShape, grid: Grid, dtype: torch.dtype, recomp
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=gpu,
+        use_te_activation_func=fused_layers(ops),  # whose module FusedSwiGlu is
         bias_dropout_fusion=gpu,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -206,7 +224,7 @@ def build_actor(
     """This rank's stage with uninitialised weights (models.hf_io fills them). ops: see Head."""
     check_layout(shape, grid.tensor, grid.pipeline)
     with device.bridge():
-        actor = Actor(shape, transformer_config(shape, grid, dtype, recompute), grid, ops)
+        actor = Actor(shape, transformer_config(shape, grid, dtype, recompute, ops), grid, ops)
     # Megatron marks sharded parameters only while it initialises them, and counts unmarked ones of tensor rank 0 alone
     # in the gradient norm.
     parameters = dict(global_parameters(actor))
@@ -223,7 +241,7 @@ def build_actor(
     return actor.to(device=device.default_device(), dtype=dtype)
 
 
-def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid) -> TransformerBlockSubmodules:
+def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: bool) -> TransformerBlockSubmodules:
     """Transformer Engine's layers on a GPU that has it, Megatron's own with our attention and norm anywhere else."""
     count = get_num_layers_to_build(config, pp_rank=grid.pp_rank)
     if device.has_transformer_engine():
@@ -231,10 +249,12 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid) -> Transfo
 
         return te.layers(shape.qk_norm, count)
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    layer, norm = spec.submodules, FusedRmsNorm if fused else RmsNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    if fused:
+        layer.mlp.submodules.activation_func = FusedSwiGlu
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RmsNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RmsNorm)
+        attention.q_layernorm = attention.k_layernorm = norm
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)

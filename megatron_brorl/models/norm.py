@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 
 class RmsNorm(torch.nn.RMSNorm):
@@ -15,3 +16,13 @@ class RmsNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         # Read by megatron.core.distributed.finalize_model_grads.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class FusedRmsNorm(RmsNorm):
+    """The same by csrc (ops.fused_layers)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from megatron_brorl.ops import fused_layers
+
+        assert self.eps is not None
+        return fused_layers.rms_norm(x, self.weight, self.eps)

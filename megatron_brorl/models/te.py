@@ -31,7 +31,7 @@ class PackedTeAttention(TEDotProductAttention):
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
         if packed_seq_params.shared:
-            return packed_seq_params.attend_on_gpu(query, key, value, None)
+            return packed_seq_params.attend_on_gpu(query.squeeze(1), key.squeeze(1), value.squeeze(1), None)
         groups = packed_seq_params.groups
         lengths = [n for g in groups for count, n in g.segments for _ in range(count)]
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)

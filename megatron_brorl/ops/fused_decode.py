@@ -32,9 +32,7 @@ class Fused:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        torch.ops.brorl.silu_mul_(gate_up, out)
-        return out
+        return torch.ops.brorl.silu_mul(gate_up)
 
 
 @torch.library.register_fake("brorl::decode_attention_")
@@ -60,9 +58,4 @@ def _decode_attention_fake(
 
 @torch.library.register_fake("brorl::add_rms_norm_")
 def _add_rms_norm_fake(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("brorl::silu_mul_")
-def _silu_mul_fake(gate_up: Tensor, out: Tensor) -> None:
     return None

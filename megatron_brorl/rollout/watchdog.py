@@ -82,6 +82,15 @@ class Watchdog:
         else:
             self.engine.update_weights(tensors, version)
 
+    def sleep(self) -> None:
+        """As RolloutEngine.sleep; a stuck engine still uses its memory."""
+        if not self.stuck:
+            self.engine.sleep()
+
+    def wake(self) -> None:
+        if not self.stuck:
+            self.engine.wake()
+
     def _name_missing(self, call: _Call, seconds: float, then: str) -> int:
         missing = call.missing()
         count = sum(map(len, missing))

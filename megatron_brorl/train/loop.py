@@ -92,6 +92,7 @@ class Trainer:
         prompts = self.train_source.take(self.step, c.rollout.prompts)
         groups = [*self.carried.groups, *(OpenGroup(p, self.step, place) for place, p in enumerate(prompts))]
         sampled = self._sample(groups, len(prompts))
+        self.rollouts.engine.sleep()  # its memory serves the training; the weights come anew afterwards
         rows = in_order([*share_with_model_group(sampled.rows, grid), *self.carried.finished()])
         outcomes, too_old = give_up(
             gather(rows, len(groups), c.rollout.n, grid.groups.dp),
@@ -178,6 +179,7 @@ class Trainer:
 
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines, and check that they compute the same where that is asked for."""
+        self.rollouts.engine.wake()
         figures = {"refit_again": float(refit(self.worker, self.rollouts.engine, self.updates))}
         if self.config.train.verify_reshard:
             tolerance = self.config.train.verify_tolerance

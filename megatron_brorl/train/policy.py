@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> 
             sequences=batch.repeat(row_numbers).to(where) if settings.ratio == "sequence" else None,
         )
         result = head.policy_loss(tokens, settings)
-        return result.loss, result
+        return result.loss, replace(result, loss=result.loss.detach())
 
     return loss
 

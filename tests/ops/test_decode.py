@@ -163,7 +163,6 @@ def test_opcheck(dtype):
     torch.library.opcheck(torch.ops.brorl.decode_attention_.default, args)
     x = torch.randn(3, 20).to(dtype)
     torch.library.opcheck(torch.ops.brorl.add_rms_norm_.default, (x, x.clone(), x[0].clone(), EPS, torch.zeros_like(x)))
-    torch.library.opcheck(torch.ops.brorl.silu_mul_.default, (x, torch.zeros_like(x[:, :10].contiguous())))
 
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [

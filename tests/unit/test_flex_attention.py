@@ -22,8 +22,9 @@ def test_forward_agrees_with_the_attention_of_the_cpu(groups):
     g = torch.Generator().manual_seed(total)
     q, k, v = (torch.randn(total, 1, heads, 16, generator=g) for heads in (6, 2, 2))
     config = TransformerConfig(num_layers=1, hidden_size=96, num_attention_heads=6, num_query_groups=2)
-    packing = Segments(groups=groups)
+    packing = Segments(groups=groups, cos=torch.ones(total, 8), sin=torch.zeros(total, 8))
     expected = PackedAttention(config)(q, k, v, None, packed_seq_params=packing)
+    q, k, v = (x.squeeze(1) for x in (q, k, v))
     got = packing.attend_on_gpu(q, k, v, None)
     assert got.shape == expected.shape
     assert (got - expected).norm() <= 1e-5 * expected.norm()

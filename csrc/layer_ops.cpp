@@ -1,0 +1,268 @@
+#include "layer_ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include "fast_exp.h"
+
+namespace brorl {
+namespace {
+
+using at::Tensor;
+
+template <typename T>
+struct SumType {
+  using Type = float;
+};
+template <>
+struct SumType<double> {
+  using Type = double;
+};
+template <typename T>
+using Sum = typename SumType<T>::Type;
+
+at::ScalarType sum_dtype(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+void check(const Tensor& x, const char* name, at::IntArrayRef sizes, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(x.sizes() == sizes, name, " must be ", sizes, ", got ", x.sizes());
+  TORCH_CHECK_TYPE(x.scalar_type() == dtype, name, " must be ", dtype, ", got ", x.scalar_type());
+  TORCH_CHECK_VALUE(x.is_contiguous(), name, " must be contiguous");
+}
+
+void check_matrix(const Tensor& x, const char* name) {
+  TORCH_CHECK_VALUE(x.dim() == 2, name, " must have two dimensions, got ", x.sizes());
+  check(x, name, x.sizes(), x.scalar_type());
+}
+
+// run(T()) for the dtype of x.
+template <typename F>
+void for_dtype(const Tensor& x, const char* name, F run) {
+  switch (x.scalar_type()) {
+    case at::kFloat:
+      return run(0.0f);
+    case at::kBFloat16:
+      return run(c10::BFloat16(0));
+    case at::kDouble:
+      return run(0.0);
+    default:
+      TORCH_CHECK_TYPE(false, name, " must be float32, bfloat16 or float64, got ", x.scalar_type());
+  }
+}
+
+// each(row) for every row, shared out over the threads.
+template <typename F>
+void for_rows(int64_t rows, F each) {
+#pragma omp parallel for schedule(static) num_threads(at::get_num_threads())
+  for (int64_t row = 0; row < rows; ++row) each(row);
+}
+
+template <typename T>
+void norm_rows(const Tensor& x, const Tensor& weight, double eps, Tensor& out, Tensor& inverse) {
+  using S = Sum<T>;
+  const int64_t width = x.size(1);
+  const T *const from = x.const_data_ptr<T>(), *const w = weight.const_data_ptr<T>();
+  T* const to = out.mutable_data_ptr<T>();
+  S* const factors = inverse.mutable_data_ptr<S>();
+  for_rows(x.size(0), [&](int64_t r) {
+    const T* const row = from + r * width;
+    S square = 0;
+#pragma omp simd reduction(+ : square)
+    for (int64_t i = 0; i < width; ++i) square += S(row[i]) * S(row[i]);
+    const S factor = 1 / std::sqrt(square / S(width) + S(eps));
+    factors[r] = factor;
+    for (int64_t i = 0; i < width; ++i) to[r * width + i] = T(S(row[i]) * factor * S(w[i]));
+  });
+}
+
+// With n = x / rms(x): of_x = (g w - n mean(g w n)) / rms(x), of_weight = sum over rows of g n.
+template <typename T>
+void norm_gradient_rows(
+    const Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse, Tensor& of_x,
+    Tensor& of_weight) {
+  using S = Sum<T>;
+  constexpr int64_t kBlock = 256;  // rows whose part of of_weight is summed by one thread
+  const int64_t rows = x.size(0), width = x.size(1), blocks = (rows + kBlock - 1) / kBlock;
+  const T *const from = x.const_data_ptr<T>(), *const g = gradient.const_data_ptr<T>();
+  const T* const w = weight.const_data_ptr<T>();
+  const S* const factors = inverse.const_data_ptr<S>();
+  T *const to = of_x.mutable_data_ptr<T>(), *const total = of_weight.mutable_data_ptr<T>();
+  std::vector<S> parts(blocks * width);
+  for_rows(blocks, [&](int64_t block) {
+    S* const part = parts.data() + block * width;
+    for (int64_t r = block * kBlock; r < std::min(rows, (block + 1) * kBlock); ++r) {
+      const T *const row = from + r * width, *const up = g + r * width;
+      T* const result = to + r * width;
+      const S factor = factors[r];
+      S dot = 0;
+#pragma omp simd reduction(+ : dot)
+      for (int64_t i = 0; i < width; ++i) {
+        const S product = S(up[i]) * S(row[i]);
+        part[i] += product * factor;
+        dot += product * S(w[i]);
+      }
+      const S shift = dot * factor * factor * factor / S(width);
+      for (int64_t i = 0; i < width; ++i) result[i] = T(S(up[i]) * S(w[i]) * factor - S(row[i]) * shift);
+    }
+  });
+  for (int64_t block = 1; block < blocks; ++block) {
+    for (int64_t i = 0; i < width; ++i) parts[i] += parts[block * width + i];
+  }
+  for (int64_t i = 0; i < width; ++i) total[i] = T(blocks ? parts[i] : S(0));
+}
+
+// Sigmoid by exp of minus the magnitude, so that nothing overflows: 1 / (1 + e^-x) = e^x / (1 + e^x) for x < 0.
+template <typename S>
+S sigmoid(S x) {
+  const S e = fast_exp(-std::fabs(x));
+  return (x < 0 ? e : S(1)) / (1 + e);
+}
+
+template <typename T>
+void silu_rows(const Tensor& gate_up, Tensor& out) {
+  using S = Sum<T>;
+  const int64_t width = out.size(1);
+  const T* const from = gate_up.const_data_ptr<T>();
+  T* const to = out.mutable_data_ptr<T>();
+  for_rows(out.size(0), [&](int64_t r) {
+    const T *const gate = from + 2 * r * width, *const up = gate + width;
+    T* const result = to + r * width;
+    for (int64_t i = 0; i < width; ++i) {
+      const S x = S(gate[i]);
+      result[i] = T(x * sigmoid(x) * S(up[i]));
+    }
+  });
+}
+
+// d silu(x) / dx = s (1 + x (1 - s)) with s = sigmoid(x).
+template <typename T>
+void silu_gradient_rows(const Tensor& gradient, const Tensor& gate_up, Tensor& out) {
+  using S = Sum<T>;
+  const int64_t width = gradient.size(1);
+  const T *const from = gate_up.const_data_ptr<T>(), *const g = gradient.const_data_ptr<T>();
+  T* const to = out.mutable_data_ptr<T>();
+  for_rows(gradient.size(0), [&](int64_t r) {
+    const T *const gate = from + 2 * r * width, *const up = gate + width, *const upstream = g + r * width;
+    T *const of_gate = to + 2 * r * width, *const of_up = of_gate + width;
+    for (int64_t i = 0; i < width; ++i) {
+      const S x = S(gate[i]), s = sigmoid(x), d = S(upstream[i]);
+      of_gate[i] = T(d * S(up[i]) * s * (1 + x * (1 - s)));
+      of_up[i] = T(d * x * s);
+    }
+  });
+}
+
+template <typename T>
+void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, bool inverse, Tensor& out) {
+  using S = Sum<T>;
+  const int64_t heads = x.size(1), half = x.size(2) / 2;
+  const T* const from = x.const_data_ptr<T>();
+  T* const to = out.mutable_data_ptr<T>();
+  const S sign = inverse ? S(-1) : S(1);
+  for_rows(x.size(0), [&](int64_t t) {
+    const S *const c = cos.const_data_ptr<S>() + t * half, *const s = sin.const_data_ptr<S>() + t * half;
+    for (int64_t h = 0; h < heads; ++h) {
+      const T* const first = from + t * x.stride(0) + h * x.stride(1);
+      T* const result = to + (t * heads + h) * 2 * half;
+      for (int64_t i = 0; i < half; ++i) {
+        const S a = S(first[i]), b = S(first[half + i]), turn = sign * s[i];
+        result[i] = T(a * c[i] - b * turn);
+        result[half + i] = T(b * c[i] + a * turn);
+      }
+    }
+  });
+}
+
+template <typename T>
+void merge_rows(
+    const Tensor& a, const Tensor& a_sum, const Tensor& b, const Tensor& b_sum, Tensor& out, Tensor& total) {
+  using S = Sum<T>;
+  const int64_t heads = a.size(1), d = a.size(2);
+  const T *const left = a.const_data_ptr<T>(), *const right = b.const_data_ptr<T>();
+  const S *const left_sums = a_sum.const_data_ptr<S>(), *const right_sums = b_sum.const_data_ptr<S>();
+  T* const to = out.mutable_data_ptr<T>();
+  S* const sums = total.mutable_data_ptr<S>();
+  for_rows(a.size(0), [&](int64_t t) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const S x = left_sums[t * a_sum.stride(0) + h * a_sum.stride(1)];
+      const S y = right_sums[t * b_sum.stride(0) + h * b_sum.stride(1)];
+      const int64_t place = t * heads + h;
+      const S of_left = sigmoid(x - y), of_right = sigmoid(y - x);
+      sums[place] = std::max(x, y) + std::log1p(std::exp(-std::fabs(x - y)));
+      const T *const p = left + place * d, *const q = right + place * d;
+      for (int64_t i = 0; i < d; ++i) to[place * d + i] = T(of_left * S(p[i]) + of_right * S(q[i]));
+    }
+  });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  check_matrix(x, "x");
+  check(weight, "weight", {x.size(1)}, x.scalar_type());
+  Tensor out = at::empty(x.sizes(), x.options());
+  Tensor inverse = at::empty({x.size(0)}, x.options().dtype(sum_dtype(x)));
+  for_dtype(x, "x", [&](auto zero) { norm_rows<decltype(zero)>(x, weight, eps, out, inverse); });
+  return {out, inverse};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_gradient(
+    const Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse_rms) {
+  check_matrix(x, "x");
+  check(weight, "weight", {x.size(1)}, x.scalar_type());
+  check(gradient, "gradient", x.sizes(), x.scalar_type());
+  check(inverse_rms, "inverse_rms", {x.size(0)}, sum_dtype(x));
+  Tensor of_x = at::empty(x.sizes(), x.options()), of_weight = at::empty(weight.sizes(), weight.options());
+  for_dtype(x, "x", [&](auto zero) {
+    norm_gradient_rows<decltype(zero)>(gradient, x, weight, inverse_rms, of_x, of_weight);
+  });
+  return {of_x, of_weight};
+}
+
+Tensor silu_mul(const Tensor& gate_up) {
+  check_matrix(gate_up, "gate_up");
+  TORCH_CHECK_VALUE(gate_up.size(1) % 2 == 0, "gate_up must be [R, 2 F], got ", gate_up.sizes());
+  Tensor out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+  for_dtype(gate_up, "gate_up", [&](auto zero) { silu_rows<decltype(zero)>(gate_up, out); });
+  return out;
+}
+
+Tensor silu_mul_gradient(const Tensor& gradient, const Tensor& gate_up) {
+  check_matrix(gradient, "gradient");
+  check(gate_up, "gate_up", {gradient.size(0), 2 * gradient.size(1)}, gradient.scalar_type());
+  Tensor out = at::empty(gate_up.sizes(), gate_up.options());
+  for_dtype(gate_up, "gate_up", [&](auto zero) { silu_gradient_rows<decltype(zero)>(gradient, gate_up, out); });
+  return out;
+}
+
+Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool inverse) {
+  TORCH_CHECK_VALUE(
+      x.dim() == 3 && x.size(2) % 2 == 0 && (x.stride(2) == 1 || x.numel() == 0), "x must be [T, heads, d], d even and ",
+      "contiguous, got ", x.sizes());
+  check(cos, "cos", {x.size(0), x.size(2) / 2}, sum_dtype(x));
+  check(sin, "sin", cos.sizes(), sum_dtype(x));
+  Tensor out = at::empty(x.sizes(), x.options());
+  for_dtype(x, "x", [&](auto zero) { rotate_rows<decltype(zero)>(x, cos, sin, inverse, out); });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> merge_attention(
+    const Tensor& a, const Tensor& a_sum, const Tensor& b, const Tensor& b_sum) {
+  TORCH_CHECK_VALUE(a.dim() == 3, "a must be [T, heads, d], got ", a.sizes());
+  check(a, "a", a.sizes(), a.scalar_type());
+  check(b, "b", a.sizes(), a.scalar_type());
+  const auto sums = a.sizes().slice(0, 2);
+  for (const Tensor* s : {&a_sum, &b_sum}) {
+    TORCH_CHECK_VALUE(s->sizes() == sums, "the sums must be ", sums, ", got ", s->sizes());
+    TORCH_CHECK_TYPE(s->scalar_type() == sum_dtype(a), "the sums must be ", sum_dtype(a), ", got ", s->scalar_type());
+  }
+  Tensor out = at::empty(a.sizes(), a.options()), total = at::empty(sums, a_sum.options());
+  for_dtype(a, "a", [&](auto zero) { merge_rows<decltype(zero)>(a, a_sum, b, b_sum, out, total); });
+  return {out, total};
+}
+
+}  // namespace brorl

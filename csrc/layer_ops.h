@@ -1,0 +1,34 @@
+// What stands between the matrix products of a transformer layer while it is trained, forward and backward, in one pass
+// over memory each. megatron_brorl/ops/layers.py defines them. On CPUs alone, in float32, bfloat16 and float64; sums are
+// in float32, or float64 for float64. Results do not depend on the number of threads.
+#pragma once
+
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+namespace brorl {
+
+// x [R, H] -> x / rms(x) * weight [H] (Zhang & Sennrich 2019, eq. 4), and 1 / rms(x) [R] in the dtype of sums.
+std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
+
+// From the gradient [R, H] of that result, x, weight and 1 / rms(x): the gradients of x and of weight.
+std::tuple<at::Tensor, at::Tensor> rms_norm_gradient(
+    const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& inverse_rms);
+
+// gate_up [R, 2 F] -> [R, F]: silu of the first half times the second (Shazeer 2020, SwiGLU).
+at::Tensor silu_mul(const at::Tensor& gate_up);
+
+// From the gradient [R, F] of that result and gate_up: the gradient of gate_up.
+at::Tensor silu_mul_gradient(const at::Tensor& gradient, const at::Tensor& gate_up);
+
+// x [T, heads, d], the last dimension contiguous: pairs (i, i + d / 2) turned by the angles whose cos and sin [T, d / 2]
+// are given in the dtype of sums (Su et al. 2021, eq. 34); backwards by the same angles if inverse.
+at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, bool inverse);
+
+// Attention over the keys of both of two sets, from that over each (a, b [T, heads, d]) and the logarithms of their
+// softmax sums [T, heads]: the result and its logarithm.
+std::tuple<at::Tensor, at::Tensor> merge_attention(
+    const at::Tensor& a, const at::Tensor& a_sum, const at::Tensor& b, const at::Tensor& b_sum);
+
+}  // namespace brorl

@@ -1,0 +1,106 @@
+"""What stands between the matrix products of a layer that is trained, by csrc/layer_ops.*: one pass over memory
+forward, one backward, and little kept in between. On CPUs, in float32, bfloat16 and float64.
+
+Importing this file loads the extension. Raises ValueError or TypeError for tensors that do not fit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.ops import native  # noqa: F401  loads the ops
+from megatron_brorl.ops.reference import compute_dtype
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H] / rms(x) * weight [H], as torch.nn.functional.rms_norm."""
+    out: Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, eps)
+    return out.view_as(x)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[..., 2 F] -> [..., F]: silu of the first half times the second (Shazeer 2020, SwiGLU)."""
+    out: Tensor = _SiluMul.apply(gate_up.reshape(-1, gate_up.shape[-1]).contiguous())
+    return out.view(*gate_up.shape[:-1], -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """ops.rope.rotate of x [T, heads, d] by the angles whose cos and sin [T, d / 2] are given, without gradient.
+
+    cos and sin are float32, for float64 x float64.
+    """
+    out: Tensor = _Rotate.apply(x, cos, sin)
+    return out
+
+
+def merge_attention(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """As models.attention.merged; without gradients."""
+    out, total = torch.ops.brorl.merge_attention(a.contiguous(), a_sum, b.contiguous(), b_sum)
+    return out, total
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, inverse_rms = torch.ops.brorl.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return (*torch.ops.brorl.rms_norm_gradient(upstream[0].contiguous(), *ctx.saved_tensors), None)
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return torch.ops.brorl.silu_mul(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
+        return torch.ops.brorl.silu_mul_gradient(upstream[0].contiguous(), *ctx.saved_tensors)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return torch.ops.brorl.rotate(x, cos, sin, False)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.brorl.rotate(upstream[0], *ctx.saved_tensors, True), None, None
+
+
+@torch.library.register_fake("brorl::rms_norm")
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(len(x), dtype=compute_dtype(x.dtype))
+
+
+@torch.library.register_fake("brorl::rms_norm_gradient")
+def _rms_norm_gradient_fake(gradient: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+@torch.library.register_fake("brorl::silu_mul")
+def _silu_mul_fake(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+
+
+@torch.library.register_fake("brorl::silu_mul_gradient")
+def _silu_mul_gradient_fake(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.empty_like(gate_up)
+
+
+@torch.library.register_fake("brorl::rotate")
+def _rotate_fake(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("brorl::merge_attention")
+def _merge_attention_fake(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, Tensor]:
+    return a.new_empty(a.shape), a_sum.new_empty(a_sum.shape)
