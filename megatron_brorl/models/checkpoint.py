@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.models import manifest
@@ -49,6 +51,8 @@ def save(
         aside.mkdir(parents=True)
     dist.barrier()
     stepped = bool(optimizer.optimizer.state)
+    # Megatron starts a process that imports torch (190 MiB, seconds) for a queue that asynchronous saves alone need.
+    filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
     with device.bridge():
         dist_checkpointing.save(_state(actor, optimizer if stepped else None), str(aside))
     add(aside)

@@ -19,6 +19,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.models.attention import PackedAttention, Segments
 from megatron_brorl.models.hf_names import entries, global_parameters
+from megatron_brorl.models.linear import FusedColumnLinear, FusedRowLinear
 from megatron_brorl.models.norm import FusedRmsNorm, RmsNorm
 from megatron_brorl.models.swiglu import FusedSwiGlu
 from megatron_brorl.ops import rope
@@ -252,7 +253,11 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
     layer, norm = spec.submodules, FusedRmsNorm if fused else RmsNorm
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if fused:
-        layer.mlp.submodules.activation_func = FusedSwiGlu
+        mlp = layer.mlp.submodules
+        mlp.activation_func = FusedSwiGlu
+        mlp.linear_fc1, mlp.linear_fc2 = FusedColumnLinear, FusedRowLinear
+        layer.self_attention.submodules.linear_qkv = FusedColumnLinear
+        layer.self_attention.submodules.linear_proj = FusedRowLinear
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     if shape.qk_norm:

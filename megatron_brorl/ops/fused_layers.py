@@ -1,5 +1,5 @@
-"""What stands between the matrix products of a layer that is trained, by csrc/layer_ops.*: one pass over memory
-forward, one backward, and little kept in between. On CPUs, in float32, bfloat16 and float64.
+"""The parts of a layer that is trained, on CPUs, in float32, bfloat16 and float64: matrix products by csrc/gemm.*, and
+what stands between them by csrc/layer_ops.*: one pass over memory forward, one backward, and little kept in between.
 
 Importing this file loads the extension. Raises ValueError or TypeError for tensors that do not fit.
 """
@@ -13,6 +13,17 @@ from torch import Tensor
 
 from megatron_brorl.ops import native  # noqa: F401  loads the ops
 from megatron_brorl.ops.reference import compute_dtype
+from megatron_brorl.ops.softmax import gemm_
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K] weight [N, K]^T + bias [N], float32 or float64.
+
+    Where weight has a main_grad (Megatron's sum over micro-batches), its gradient is added there, and weight.grad only
+    says so, as with Megatron's gradient_accumulation_fusion.
+    """
+    out: Tensor = _Linear.apply(x, weight, bias)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,6 +51,35 @@ def merge_attention(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple
     """As models.attention.merged; without gradients."""
     out, total = torch.ops.brorl.merge_attention(a.contiguous(), a_sum, b.contiguous(), b_sum)
     return out, total
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = x.new_empty(len(rows), len(weight))
+        if bias is not None:
+            out.copy_(bias.expand_as(out))
+        gemm_(out, rows, weight.t(), accumulate=bias is not None)
+        ctx.save_for_backward(rows, weight)
+        ctx.bias = bias
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        gradient = upstream[0].reshape(len(rows), -1)
+        of_x = torch.empty_like(rows)
+        gemm_(of_x, gradient, weight, accumulate=False)
+        if hasattr(weight, "main_grad"):
+            gemm_(weight.main_grad, gradient.t(), rows, accumulate=True)
+            weight.grad_added_to_main_grad = True
+            of_weight = torch.empty_like(weight)  # never read
+        else:
+            of_weight = torch.empty_like(weight)
+            gemm_(of_weight, gradient.t(), rows, accumulate=False)
+        of_bias = None if ctx.bias is None else gradient.sum(dim=0)
+        return of_x.view(*upstream[0].shape[:-1], -1), of_weight, of_bias
 
 
 class _RmsNorm(torch.autograd.Function):
