@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include <ATen/Parallel.h>
@@ -25,6 +26,19 @@ struct SumType<double> {
 };
 template <typename T>
 using Sum = typename SumType<T>::Type;
+
+// To the dtype of memory, rounding to the nearest even. c10's own conversion to bfloat16 keeps loops scalar.
+template <typename T>
+T narrow(Sum<T> x) {
+  return T(x);
+}
+template <>
+inline c10::BFloat16 narrow<c10::BFloat16>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return c10::BFloat16(uint16_t(x == x ? rounded : 0x7fc0), c10::BFloat16::from_bits());
+}
 
 at::ScalarType sum_dtype(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
@@ -75,7 +89,8 @@ void norm_rows(const Tensor& x, const Tensor& weight, double eps, Tensor& out, T
     for (int64_t i = 0; i < width; ++i) square += S(row[i]) * S(row[i]);
     const S factor = 1 / std::sqrt(square / S(width) + S(eps));
     factors[r] = factor;
-    for (int64_t i = 0; i < width; ++i) to[r * width + i] = T(S(row[i]) * factor * S(w[i]));
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) to[r * width + i] = narrow<T>(S(row[i]) * factor * S(w[i]));
   });
 }
 
@@ -106,13 +121,14 @@ void norm_gradient_rows(
         dot += product * S(w[i]);
       }
       const S shift = dot * factor * factor * factor / S(width);
-      for (int64_t i = 0; i < width; ++i) result[i] = T(S(up[i]) * S(w[i]) * factor - S(row[i]) * shift);
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) result[i] = narrow<T>(S(up[i]) * S(w[i]) * factor - S(row[i]) * shift);
     }
   });
   for (int64_t block = 1; block < blocks; ++block) {
     for (int64_t i = 0; i < width; ++i) parts[i] += parts[block * width + i];
   }
-  for (int64_t i = 0; i < width; ++i) total[i] = T(blocks ? parts[i] : S(0));
+  for (int64_t i = 0; i < width; ++i) total[i] = narrow<T>(blocks ? parts[i] : S(0));
 }
 
 // Sigmoid by exp of minus the magnitude, so that nothing overflows: 1 / (1 + e^-x) = e^x / (1 + e^x) for x < 0.
@@ -131,9 +147,10 @@ void silu_rows(const Tensor& gate_up, Tensor& out) {
   for_rows(out.size(0), [&](int64_t r) {
     const T *const gate = from + 2 * r * width, *const up = gate + width;
     T* const result = to + r * width;
+#pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
       const S x = S(gate[i]);
-      result[i] = T(x * sigmoid(x) * S(up[i]));
+      result[i] = narrow<T>(x * sigmoid(x) * S(up[i]));
     }
   });
 }
@@ -148,10 +165,11 @@ void silu_gradient_rows(const Tensor& gradient, const Tensor& gate_up, Tensor& o
   for_rows(gradient.size(0), [&](int64_t r) {
     const T *const gate = from + 2 * r * width, *const up = gate + width, *const upstream = g + r * width;
     T *const of_gate = to + 2 * r * width, *const of_up = of_gate + width;
+#pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
       const S x = S(gate[i]), s = sigmoid(x), d = S(upstream[i]);
-      of_gate[i] = T(d * S(up[i]) * s * (1 + x * (1 - s)));
-      of_up[i] = T(d * x * s);
+      of_gate[i] = narrow<T>(d * S(up[i]) * s * (1 + x * (1 - s)));
+      of_up[i] = narrow<T>(d * x * s);
     }
   });
 }
@@ -168,10 +186,11 @@ void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, bool inv
     for (int64_t h = 0; h < heads; ++h) {
       const T* const first = from + t * x.stride(0) + h * x.stride(1);
       T* const result = to + (t * heads + h) * 2 * half;
+#pragma omp simd
       for (int64_t i = 0; i < half; ++i) {
         const S a = S(first[i]), b = S(first[half + i]), turn = sign * s[i];
-        result[i] = T(a * c[i] - b * turn);
-        result[half + i] = T(b * c[i] + a * turn);
+        result[i] = narrow<T>(a * c[i] - b * turn);
+        result[half + i] = narrow<T>(b * c[i] + a * turn);
       }
     }
   });
@@ -194,7 +213,8 @@ void merge_rows(
       const S of_left = sigmoid(x - y), of_right = sigmoid(y - x);
       sums[place] = std::max(x, y) + std::log1p(std::exp(-std::fabs(x - y)));
       const T *const p = left + place * d, *const q = right + place * d;
-      for (int64_t i = 0; i < d; ++i) to[place * d + i] = T(of_left * S(p[i]) + of_right * S(q[i]));
+#pragma omp simd
+      for (int64_t i = 0; i < d; ++i) to[place * d + i] = narrow<T>(of_left * S(p[i]) + of_right * S(q[i]));
     }
   });
 }

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_brorl.models import flex_attention
 from megatron_brorl.ops import rope
+from megatron_brorl.ops.reference import compute_dtype
 from megatron_brorl.parallel.batch import Group
 
 
@@ -68,13 +69,12 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d], not yet rotated -> [T, 1, heads * d]."""
-        query, key, value = (
-            packed_seq_params.rotate(query.squeeze(1)),
-            packed_seq_params.rotate(key.squeeze(1)),
-            value.squeeze(1),
-        )
+        query, key = (packed_seq_params.rotate(x.squeeze(1)) for x in (query, key))
+        value, dtype = value.squeeze(1), query.dtype
         if query.is_cuda and packed_seq_params.shared:
             return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
+        if not query.is_cuda:  # in bfloat16 the backward pass of the CPU's attention takes twice as long
+            query, key, value = (x.to(compute_dtype(dtype)) for x in (query, key, value))
         outputs, begin = [], 0
         for group in packed_seq_params.groups:
             front = slice(begin, begin + group.prefix)
@@ -91,7 +91,7 @@ class PackedAttention(torch.nn.Module):
                 outputs.append(
                     _SharedPrompt.apply(q, k, v, front_k, front_v, group.segments, scale, packed_seq_params.fused)
                 )
-        return _joined(outputs).flatten(1).unsqueeze(1)
+        return _joined(outputs).flatten(1).unsqueeze(1).to(dtype)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, segments: tuple[tuple[int, int], ...]) -> Tensor:
         """query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads, d]; each segment by itself."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
@@ -13,7 +12,7 @@ class FusedColumnLinear(ColumnParallelLinear):
     """ColumnParallelLinear; where its product is interleaved with communication, it is Megatron's own."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"] or not _served(weight):
+        if kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]:
             return super()._forward_impl(input, weight, *args, **kwargs)
         return _linear(input, weight, kwargs["bias"])
 
@@ -22,14 +21,7 @@ class FusedRowLinear(RowParallelLinear):
     """RowParallelLinear, whose communication stands outside of the product."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not _served(weight):
-            return super()._forward_impl(input, weight, *args, **kwargs)
         return _linear(input, weight, kwargs["bias"])
-
-
-def _served(weight: Tensor) -> bool:
-    """bfloat16 products that end in bfloat16 are fast in torch already."""
-    return weight.dtype != torch.bfloat16
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

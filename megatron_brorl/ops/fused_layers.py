@@ -17,7 +17,7 @@ from megatron_brorl.ops.softmax import gemm_
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] weight [N, K]^T + bias [N], float32 or float64.
+    """x [..., K] weight [N, K]^T + bias [N]. Products that end in bfloat16 are torch's own.
 
     Where weight has a main_grad (Megatron's sum over micro-batches), its gradient is added there, and weight.grad only
     says so, as with Megatron's gradient_accumulation_fusion.
@@ -57,10 +57,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        out = x.new_empty(len(rows), len(weight))
-        if bias is not None:
-            out.copy_(bias.expand_as(out))
-        gemm_(out, rows, weight.t(), accumulate=bias is not None)
+        if bias is None:
+            out = _product(rows, weight.t())
+        elif x.dtype == torch.bfloat16:
+            out = torch.addmm(bias, rows, weight.t())
+        else:
+            out = bias.expand(len(rows), -1).contiguous()
+            gemm_(out, rows, weight.t(), accumulate=True)
         ctx.save_for_backward(rows, weight)
         ctx.bias = bias
         return out.view(*x.shape[:-1], -1)
@@ -69,17 +72,23 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         gradient = upstream[0].reshape(len(rows), -1)
-        of_x = torch.empty_like(rows)
-        gemm_(of_x, gradient, weight, accumulate=False)
+        of_x = _product(gradient, weight)
         if hasattr(weight, "main_grad"):
             gemm_(weight.main_grad, gradient.t(), rows, accumulate=True)
             weight.grad_added_to_main_grad = True
             of_weight = torch.empty_like(weight)  # never read
         else:
-            of_weight = torch.empty_like(weight)
-            gemm_(of_weight, gradient.t(), rows, accumulate=False)
+            of_weight = _product(gradient.t(), rows)
         of_bias = None if ctx.bias is None else gradient.sum(dim=0)
         return of_x.view(*upstream[0].shape[:-1], -1), of_weight, of_bias
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype == torch.bfloat16:
+        return a @ b
+    out = a.new_empty(len(a), b.shape[1])
+    gemm_(out, a, b, accumulate=False)
+    return out
 
 
 class _RmsNorm(torch.autograd.Function):
