@@ -109,6 +109,7 @@ def _train(args: argparse.Namespace) -> int:
             session.stop_ids,
             session.fingerprint(),
             config.run.started or begun,
+            critic=session.critic(),
         )
         found = session.newest_checkpoint()
         if found:

@@ -25,14 +25,15 @@ else:
     import tomli as tomllib
 
 _AT_LEAST_ONE = (
-    "rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches algo.epochs "
-    "parallel.tensor parallel.pipeline train.tokens_per_micro_batch train.keep_checkpoints evaluate.samples "
-    "evaluate.bootstrap sft.examples_per_step data.held_out_prompts"
+    "rollout.n rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches "
+    "algo.epochs parallel.tensor parallel.pipeline train.tokens_per_micro_batch train.keep_checkpoints "
+    "evaluate.samples evaluate.bootstrap sft.examples_per_step data.held_out_prompts"
 )
 _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
     "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature algo.entropy_coef "
-    "algo.aggregation_tokens rollout.memory_mib rollout.partial_tokens rollout.most_carried"
+    "critic.lr critic.lr_warmup_steps critic.steps_alone critic.clip algo.aggregation_tokens rollout.memory_mib "
+    "rollout.partial_tokens rollout.most_carried"
 )
 
 
@@ -117,6 +118,13 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AlgoConfig:
+    # "reinforce_pp_baseline": reward minus the mean of its group, whitened over the step's rollouts; "grpo": minus the
+    # mean and over the standard deviation of its group; "gae": generalised advantages of a critic, whitened over the
+    # step's tokens
+    advantage: Literal["reinforce_pp_baseline", "grpo", "gae"] = "reinforce_pp_baseline"
+    gamma: float = 1.0  # discount per token of advantage = "gae"
+    lam: float = 1.0  # lambda of advantage = "gae": 1 trusts the rewards, 0 the critic
+    dynamic_sampling: bool = True  # train on groups with different rewards alone; false: on every group
     eps_low: float = 0.2
     eps_high: float = 0.28
     dual_clip: float = 0.0  # bound above 1 on the ratio of tokens with negative advantage; 0 = none
@@ -129,6 +137,16 @@ class AlgoConfig:
     mini_batches: int = 1  # optimizer steps per sampled batch
     mini_batch_of: Literal["prompts", "siblings"] = "prompts"  # whole groups each, or a part of every group
     epochs: int = 1
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """Of algo.advantage = "gae". Its optimizer's other settings are those of [optim]."""
+
+    lr: float = 1e-5
+    lr_warmup_steps: int = 0  # linear, in the critic's optimizer steps
+    steps_alone: int = 0  # training steps at the start in which the critic learns and the actor waits
+    clip: float = 0.2  # how far a value may move from the old one before its loss is clipped; 0 = no clipping
 
 
 @dataclass(frozen=True)
@@ -189,6 +207,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -225,7 +244,6 @@ def validate(config: Config, where: str) -> None:
             value = getattr(getattr(config, section), name)
             raise UserError(f"{where}: {key} = {value!r}: {what}")
 
-    need(config.rollout.n >= 2, "rollout.n", "a group baseline needs at least 2 rollouts per prompt")
     for key in _AT_LEAST_ONE.split():
         section, name = key.split(".")
         need(getattr(getattr(config, section), name) >= 1, key, "must be at least 1")
@@ -246,6 +264,7 @@ def validate(config: Config, where: str) -> None:
     need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
     need(config.train.verify_tolerance > 0, "train.verify_tolerance", "must be above 0")
     need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")
+    _validate_advantage(config, need)
     need(0 < config.algo.eps_low < 1, "algo.eps_low", "must be in (0, 1)")
     need(config.algo.eps_high > 0, "algo.eps_high", "must be above 0")
     need(
@@ -275,6 +294,18 @@ def validate(config: Config, where: str) -> None:
         config.rollout.prompts >= config.algo.mini_batches,
         "algo.mini_batches",
         f"cannot cut {config.rollout.prompts} prompts (rollout.prompts) into that many mini-batches",
+    )
+
+
+def _validate_advantage(config: Config, need: Callable[[bool, str, str], None]) -> None:
+    algo = config.algo
+    for key, value in (("algo.gamma", algo.gamma), ("algo.lam", algo.lam)):
+        need(0 <= value <= 1, key, "must be in [0, 1]")
+        need(value == 1 or algo.advantage == "gae", key, 'only algo.advantage = "gae" discounts: must be 1')
+    need(
+        config.rollout.n >= 2 or (algo.advantage == "gae" and not algo.dynamic_sampling),
+        "rollout.n",
+        "a group baseline needs at least 2 rollouts per prompt, and so does algo.dynamic_sampling",
     )
 
 

@@ -33,7 +33,8 @@ from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context, stop_ids
-from megatron_brorl.train.worker import Worker
+from megatron_brorl.train.value import critic_optim
+from megatron_brorl.train.worker import CriticWorker, Worker
 
 SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
 
@@ -118,6 +119,25 @@ class Session:
         worker.load_hf(c.model.path)
         return worker
 
+    def critic(self) -> Any:
+        """The critic, which begins as the model of model.path, where algo.advantage asks for one."""
+        c = self.config
+        if c.algo.advantage != "gae":
+            return None
+        critic = CriticWorker(
+            self.shape,
+            self.grid,
+            DTYPES[c.model.dtype],
+            c.train.tokens_per_micro_batch,
+            c.train.recompute,
+            critic_optim(c.critic, c.optim),
+            c.parallel.distributed_optimizer,
+            c.ops.implementation,
+            c.train.share_prompt,
+        )
+        critic.load_hf(c.model.path)
+        return critic
+
     def rollouts(self) -> Any:
         c = self.config
         pool = RewardPool(c.reward.workers, c.reward.timeout_s)
@@ -175,7 +195,7 @@ class Session:
         """What a resumed run must have in common with the one it goes on from."""
         c = self.config
         plain = dataclasses.asdict(c)
-        kept = {name: plain[name] for name in ("data", "rollout", "reward", "algo", "ops", "optim")}
+        kept = {name: plain[name] for name in ("data", "rollout", "reward", "algo", "critic", "ops", "optim")}
         for key in ("timeout_s", "most_lost"):
             del kept["rollout"][key]  # they decide when a run ends, not what it computes
         kept["run"] = {"seed": c.run.seed}

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.advantage import group_baseline, moments, whiten
 from megatron_brorl.algo.selection import has_signal
 from megatron_brorl.parallel import device
 from megatron_brorl.types import Row
@@ -70,40 +69,17 @@ class Selection:
     """Groups of a step, by index in ascending order."""
 
     closed: list[int]  # none of whose siblings goes on
-    kept: list[int]  # of these: whose survivors differ, so that there is something to learn
+    kept: list[int]  # of these: those to train on
 
 
-def select(outcomes: Outcomes) -> Selection:
-    """Dynamic sampling over the survivors of all ranks; a group with fewer than two has no signal."""
-    closed = [g for g, state in enumerate(outcomes.state) if not bool((state == CUT).any())]
-    kept = [g for g in closed if len(rewards := outcomes.rewards_of(g)) and has_signal(rewards)]
-    return Selection(closed, kept)
+def select(outcomes: Outcomes, dynamic_sampling: bool = True) -> Selection:
+    """Dynamic sampling over the survivors of all ranks; a group with fewer than two has no signal.
 
-
-def advantages(outcomes: Outcomes, kept: Sequence[int], ops: str) -> Tensor:
-    """REINFORCE++-baseline of every survivor of the kept groups, float32 [groups, N], 0 elsewhere.
-
-    A reward minus the mean over its group's survivors, whitened over all of them: the global batch, each rollout once.
-    ops: config key ops.implementation.
+    dynamic_sampling = False keeps every closed group that has a survivor.
     """
-    table = torch.zeros_like(outcomes.rewards)
-    rewards = [outcomes.rewards_of(g) for g in kept]
-    if not rewards:
-        return table
-    flat, sizes = torch.cat(rewards), [len(r) for r in rewards]
-    if ops == "fused":
-        from megatron_brorl.ops import fused_advantages
-
-        centred = fused_advantages.group_advantages(flat, torch.tensor([0, *sizes]).cumsum(0))
-        batch = fused_advantages.to_moments(fused_advantages.moments(centred))
-        whitened = fused_advantages.whiten_(centred, batch.mean, batch.std)
-    else:
-        centred = torch.cat([group_baseline(r) for r in rewards])
-        whitened = whiten(centred, moments(centred))
-    where = torch.zeros_like(outcomes.ended)
-    where[list(kept)] = outcomes.ended[list(kept)]
-    table[where] = whitened
-    return table
+    closed = [g for g, state in enumerate(outcomes.state) if not bool((state == CUT).any())]
+    alive = [g for g in closed if len(outcomes.rewards_of(g))]
+    return Selection(closed, [g for g in alive if not dynamic_sampling or has_signal(outcomes.rewards_of(g))])
 
 
 def mini_batches(

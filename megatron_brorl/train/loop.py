@@ -1,6 +1,6 @@
 """The step of BroRL, readable on one page.
 
-prompts -> N rollouts each -> verdicts -> groups with a signal -> advantages -> clipped update -> weights to engine
+prompts -> N rollouts each -> verdicts -> groups with a signal -> advantages -> clipped updates -> weights to engine
 
 Rollouts may be lost, and may take several steps: a group is trained on with its survivors when none of it goes on.
 """
@@ -24,15 +24,17 @@ from megatron_brorl.progress import Progress
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.rows import in_order
 from megatron_brorl.rollout.sampler import own_slots, share_with_model_group
+from megatron_brorl.train.advantages import of_rollouts
 from megatron_brorl.train.carried import Carried, carry, read, staleness, write
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience
-from megatron_brorl.train.groups import CUT, advantages, figures, gather, give_up, mini_batches, select
+from megatron_brorl.train.groups import CUT, figures, gather, give_up, mini_batches, select
 from megatron_brorl.train.policy import update_policy
 from megatron_brorl.train.refit import refit
 from megatron_brorl.train.rollouts import Rollouts, Sampled, check_lost
+from megatron_brorl.train.value import critic_optim, update_critic
 from megatron_brorl.train.verify import verify_reshard
-from megatron_brorl.train.worker import Worker
+from megatron_brorl.train.worker import CriticWorker, Worker
 from megatron_brorl.types import OpenGroup, Prompt
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts a run would train on noise
@@ -56,6 +58,8 @@ class Trainer:
     carried: Carried = field(default_factory=Carried)  # rollouts that go on in the next step
     before: dict[str, Any] | None = None  # the evaluation before step 0
     spent: float = 0.0  # seconds of the processes that this one goes on from
+    critic: CriticWorker | None = None  # of algo.advantage = "gae"
+    critic_updates: int = 0  # its optimizer steps done
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
         """Train to train.steps, with checkpoints; False where stop() (asked at step boundaries) ended it early.
@@ -99,43 +103,45 @@ class Trainer:
         )
         sums = collect.total(sampled.counts())
         self._check(sums, too_old)
-        selection = select(outcomes)
+        selection = select(outcomes, c.algo.dynamic_sampling)
         self.carried = carry(groups, rows, selection.closed)
 
         training = time.monotonic()
-        updates = c.algo.mini_batches * c.algo.epochs
         kept = set(selection.kept)
         trained = [row for row in rows if row.group in kept and row.rollout.finish != "cut"]
-        experience = make_experience(
-            trained,
-            groups,
-            advantages(outcomes, selection.kept, c.ops.implementation),
-            self.worker,
-            c.rollout.temperature,
-            c.algo.old_log_probs,
-            updates,
+        earned = of_rollouts(outcomes, selection.kept, c.algo, c.ops.implementation)
+        experience, credit = make_experience(
+            trained, groups, earned, self.worker, self.critic, c.algo, c.rollout.temperature
         )
-        update = update_policy(
-            self.worker,
-            experience,
-            mini_batches(trained, selection.kept, c.algo.mini_batches, c.algo.mini_batch_of),
-            c.algo,
-            c.optim,
-            c.rollout.temperature,
-            self.updates,
-        )
+        batches = mini_batches(trained, selection.kept, c.algo.mini_batches, c.algo.mini_batch_of) * c.algo.epochs
+        valued = {}
+        if self.critic:
+            valued = update_critic(
+                self.critic,
+                experience,
+                batches,
+                c.critic.clip,
+                critic_optim(c.critic, c.optim),
+                self.critic_updates,
+            )
+            self.critic_updates += len(batches)
+            if self.step < c.critic.steps_alone:
+                batches = []
+        update = update_policy(self.worker, experience, batches, c.algo, c.optim, c.rollout.temperature, self.updates)
         values = {
             **figures(outcomes, selection),
             "unscored_share": sums["unscored"] / (sums["scored"] or 1.0),
             "lost_share": (sums["lost"] + too_old) / sums["asked"],
             "late": sums["late"],
+            **credit,
+            **valued,
             **update,
         }
         if c.rollout.partial_tokens:
             values |= {"carried": float((outcomes.state == CUT).sum()), **staleness(trained, self.updates, grid)}
         trained_at = time.monotonic()
         self.step += 1
-        self.updates += updates
+        self.updates += len(batches)
         refitted = self.refit()
         done = time.monotonic()
         tokens = collect.total(self.worker.tokens(experience.prompts, experience.responses), grid.groups.dp)
@@ -203,6 +209,7 @@ class Trainer:
         run = {
             "step": self.step,
             "updates": self.updates,
+            "critic_updates": self.critic_updates,
             "before": self.before,
             "fingerprint": self.fingerprint,
             "spent": self.seconds(),
@@ -211,8 +218,7 @@ class Trainer:
         checkpoint.save(
             root,
             self.step,
-            self.worker.actor,
-            self.worker.optimizer,
+            self._parts(),
             run,
             self.config.train.keep_checkpoints,
             lambda directory: write(self.carried, directory, self.grid),
@@ -221,9 +227,16 @@ class Trainer:
     def restore(self, directory: Path) -> None:
         """Go on from a checkpoint whose fingerprint the caller has checked."""
         run = checkpoint.read_run(directory)
-        checkpoint.load(directory, self.worker.actor, self.worker.optimizer)
+        checkpoint.load(directory, self._parts())
         self.step, self.updates, self.before, self.spent = run["step"], run["updates"], run["before"], run["spent"]
+        self.critic_updates = run["critic_updates"]
         self.carried = read(directory, self.train_source, self.config.rollout.prompts, self.grid)
+
+    def _parts(self) -> list[checkpoint.Part]:
+        parts = [checkpoint.Part("", self.worker.actor, self.worker.optimizer)]
+        if self.critic:
+            parts.append(checkpoint.Part("critic", self.critic.critic, self.critic.optimizer))
+        return parts
 
     def seconds(self) -> float:
         """Wall-clock seconds of the job so far, up to the checkpoint for processes that were killed."""

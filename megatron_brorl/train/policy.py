@@ -31,15 +31,15 @@ def update_policy(
     temperature: float,
     first_update: int,
 ) -> dict[str, float]:
-    """Run epochs x mini-batches optimizer steps; returns their figures, the same on every rank.
+    """One optimizer step per mini-batch; returns their figures, the same on every rank.
 
-    mini_batches: this rank's rows of each, as many mini-batches as on every rank. first_update: optimizer steps done
+    mini_batches: this rank's rows of each, epoch by epoch, as many as on every rank. first_update: optimizer steps done
     before. Figures are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where the actor
     still has the weights that the engine sampled the newest tokens from.
     """
     sums = dict.fromkeys(losses.SUMS, 0.0)
     ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
-    for i, rows in enumerate(mini_batches * algo.epochs):
+    for i, rows in enumerate(mini_batches):
         part = experience.take(rows)
         lengths = [len(r) for r in part.responses]
         own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
@@ -96,7 +96,7 @@ def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> 
         old = part.old_log_probs
         tokens = losses.PolicyTokens(
             rollout_log_probs=batch.gather(part.rollout_log_probs).to(where, dtype),
-            advantages=batch.repeat(part.advantages).to(where, dtype),
+            advantages=batch.gather(part.advantages).to(where, dtype),
             weights=batch.repeat(row_weights).to(where, dtype),
             old_log_probs=None if old is None else batch.gather(old).to(where, dtype),
             sequences=batch.repeat(row_numbers).to(where) if settings.ratio == "sequence" else None,

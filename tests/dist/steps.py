@@ -34,7 +34,8 @@ from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.rollouts import Rollouts
-from megatron_brorl.train.worker import Worker
+from megatron_brorl.train.value import critic_optim
+from megatron_brorl.train.worker import CriticWorker, Worker
 from megatron_brorl.types import OpenGroup
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
@@ -60,7 +61,28 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
     tokenizer, most_lost = fakes.Tokenizer(), config.rollout.most_lost
     rollouts = Rollouts(watchdog, fakes.Pool(), tokenizer, RewardConfig(), config.run.seed, grid, most_lost)
     held_out = fakes.prompts(5, 1000)
-    return Trainer(config, grid, worker, rollouts, fakes.Source(), held_out, (fakes.STOP,), {}, 0.0)
+    return Trainer(
+        config,
+        grid,
+        worker,
+        rollouts,
+        fakes.Source(),
+        held_out,
+        (fakes.STOP,),
+        {},
+        0.0,
+        critic=_critic(directory, grid, config),
+    )
+
+
+def _critic(directory: str | Path, grid: Grid, config: Config) -> CriticWorker | None:
+    if config.algo.advantage != "gae":
+        return None
+    optim = critic_optim(config.critic, config.optim)
+    tokens = config.train.tokens_per_micro_batch
+    critic = CriticWorker(read_shape(directory), grid, torch.float32, tokens, False, optim)
+    critic.load_hf(directory)
+    return critic
 
 
 def run_steps(
