@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl import theory_cli
-from megatron_brorl.config import OptimConfig, load
+from megatron_brorl.config import OptimConfig
+from megatron_brorl.config_file import load
 from megatron_brorl.errors import UserError
 
 PREEMPTED = 75  # EX_TEMPFAIL: the state was saved; start the same command again to go on
@@ -94,6 +95,7 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_brorl.progress import progress
     from megatron_brorl.session import Session
     from megatron_brorl.train.loop import Trainer
+    from megatron_brorl.train.reference import Reference
 
     begun = time.time()
     config = load(args.config, args.overrides)
@@ -110,6 +112,7 @@ def _train(args: argparse.Namespace) -> int:
             session.fingerprint(),
             config.run.started or begun,
             critic=session.critic(),
+            reference=Reference(worker, config.reference) if config.algo.kl_coef else None,
         )
         found = session.newest_checkpoint()
         if found:

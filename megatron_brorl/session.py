@@ -195,7 +195,10 @@ class Session:
         """What a resumed run must have in common with the one it goes on from."""
         c = self.config
         plain = dataclasses.asdict(c)
-        kept = {name: plain[name] for name in ("data", "rollout", "reward", "algo", "critic", "ops", "optim")}
+        kept = {
+            name: plain[name]
+            for name in ("data", "rollout", "reward", "shaping", "algo", "critic", "reference", "ops", "optim")
+        }
         for key in ("timeout_s", "most_lost"):
             del kept["rollout"][key]  # they decide when a run ends, not what it computes
         kept["run"] = {"seed": c.run.seed}

@@ -20,6 +20,9 @@ from torch import Tensor
 FinishReason = Literal["stop", "length", "cut"]
 
 
+CORRECT = 0.99  # a reward from here on is that of a right response
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A verifiable task, as the data layer hands it out."""
@@ -89,6 +92,8 @@ class Experience:
     advantages: tuple[Tensor, ...]  # [G] float32 each
     values: tuple[Tensor, ...] | None = None  # [G] float32 each, of the critic before its update
     returns: tuple[Tensor, ...] | None = None  # [G] float32 each, which it learns to predict
+    reference_log_probs: tuple[Tensor, ...] | None = None  # [G] float32 each, of the reference policy
+    mask: tuple[Tensor, ...] | None = None  # [G] bool each; false: no policy loss on the token. None: all true
 
     def __len__(self) -> int:
         return len(self.responses)

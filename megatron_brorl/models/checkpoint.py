@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.models import manifest
@@ -35,7 +36,8 @@ class Part:
 
     name: str  # stands before the names of its tensors
     module: Any
-    optimizer: Any
+    optimizer: Any = None  # None: it has none
+    weights: dict[str, Tensor] | None = None  # by the module's names, in place of the module's own
 
     @property
     def prefix(self) -> str:
@@ -44,12 +46,19 @@ class Part:
     def state(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
         """Megatron's sharded state; an optimizer that has not stepped yet has none."""
         model = self.module.sharded_state_dict(prefix=self.prefix)
+        for name, weight in (self.weights or {}).items():
+            model[self.prefix + name].data = weight
         if not with_optimizer:
             return {"model": model}
         return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.module.load_state_dict({k.removeprefix(self.prefix): v for k, v in state["model"].items()})
+        model = {k.removeprefix(self.prefix): v for k, v in state["model"].items()}
+        if self.weights is not None:
+            for name, weight in self.weights.items():
+                weight.copy_(model[name])
+            return
+        self.module.load_state_dict(model)
         if "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
@@ -75,7 +84,7 @@ def save(
             shutil.rmtree(stale)
         aside.mkdir(parents=True)
     dist.barrier()
-    stepped = [part.name for part in parts if part.optimizer.optimizer.state]
+    stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
     with device.bridge():
         dist_checkpointing.save(_states(parts, stepped), str(aside))
     add(aside)

@@ -24,9 +24,9 @@ from megatron_brorl.train.groups import Outcomes
 def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: str) -> Tensor:
     """What every survivor of the kept groups earns, float32 [groups, N], 0 elsewhere.
 
-    "gae": its reward. "grpo": over its group's mean, in its standard deviations. "reinforce_pp_baseline": over its
-    group's mean, whitened over all kept survivors, the global batch, each rollout once (BroRL, section 3.1).
-    ops: config key ops.implementation.
+    "gae": its reward. "grpo": what that is over its group's mean, in its standard deviations. "reinforce_pp_baseline":
+    over its group's mean, whitened over all kept survivors, the global batch, each rollout once (BroRL, section 3.1);
+    with a KL in the reward of_tokens whitens instead. ops: config key ops.implementation.
     """
     table = torch.zeros_like(outcomes.rewards)
     rewards = [outcomes.rewards_of(g) for g in kept]
@@ -37,11 +37,16 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
         earned = _group_advantages(earned, starts, "mean_std", ops)
     elif algo.advantage == "reinforce_pp_baseline":
         earned = _group_advantages(earned, starts, "mean", ops)
-        earned = _whiten(earned, _moments(earned, ops), ops)
+        if not kl_in_reward(algo):
+            earned = _whiten(earned, _moments(earned, ops), ops)
     where = torch.zeros_like(outcomes.ended)
     where[list(kept)] = outcomes.ended[list(kept)]
     table[where] = earned
     return table
+
+
+def kl_in_reward(algo: AlgoConfig) -> bool:
+    return algo.kl_coef > 0 and algo.kl_in == "reward"
 
 
 @dataclass(frozen=True)
@@ -57,31 +62,36 @@ def of_tokens(
     earned: Tensor,
     lengths: Sequence[int],
     values: Sequence[Tensor] | None,
+    kl: Sequence[Tensor] | None,
     algo: AlgoConfig,
     ops: str,
     replicas: dist.ProcessGroup | None,
 ) -> Credit:
     """The advantages of this replica's rows, from what each of them earned [B].
 
-    values: [G] per row of the critic's; None: there is none. With them a collective over the replicas: the advantages
-    are whitened over the tokens of the global batch, and the figures are over all of them.
+    values: [G] per row of the critic's; None: there is none. kl: [G] per row, of which algo.kl_coef times is taken off
+    each token's reward (Ouyang et al. 2022, eq. 2); None: nothing is. With either a collective over the replicas: the
+    advantages (not those of "grpo") are whitened over the tokens of the global batch, of which the figures tell.
     """
-    if values is None:
+    if values is None and kl is None:
         return Credit(tuple(a.expand(n) for a, n in zip(earned, lengths, strict=True)), None, {})
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    rewards = torch.zeros(int(starts[-1]))
-    rewards[starts[1:] - 1] = earned
-    old = torch.cat([torch.zeros(0), *values])
+    rewards = torch.zeros(int(starts[-1])) if kl is None else -algo.kl_coef * torch.cat([torch.zeros(0), *kl])
+    rewards[starts[1:] - 1] += earned
+    old = torch.zeros_like(rewards) if values is None else torch.cat([torch.zeros(0), *values])
     advantages, returns = _gae(rewards, old, starts, algo, ops)
     # An advantage is what the critic's value leaves of the return.
     of_returns, of_residuals = (_over_replicas(_moments(x, ops), replicas) for x in (returns, advantages))
-    advantages = _whiten(advantages, of_residuals, ops)
+    if algo.advantage != "grpo":
+        advantages = _whiten(advantages, of_residuals, ops)
+    sizes = list(lengths)
+    if values is None:
+        return Credit(advantages.split(sizes), None, {})
     figures = {
         "explained_variance": explained_variance(of_returns, of_residuals),
         "return_mean": of_returns.mean,
         "value_mean": of_returns.mean - of_residuals.mean,
     }
-    sizes = list(lengths)
     return Credit(advantages.split(sizes), returns.split(sizes), figures)
 
 

@@ -13,9 +13,7 @@ from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import even_cuts
 from megatron_brorl.train.groups import gather
 from megatron_brorl.train.rollouts import Rollouts, check_lost
-from megatron_brorl.types import OpenGroup, Prompt
-
-CORRECT = 0.99  # a reward from here on counts as a pass
+from megatron_brorl.types import CORRECT, OpenGroup, Prompt
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.selection import has_signal
+from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.parallel import device
 from megatron_brorl.types import Row
 
@@ -30,6 +31,7 @@ class Outcomes:
     state: Tensor  # int64
     rewards: Tensor  # float32
     tokens: Tensor  # int64
+    repeats: Tensor  # int64, n-grams that had occurred before
 
     @property
     def ended(self) -> Tensor:
@@ -41,20 +43,28 @@ class Outcomes:
         return self.rewards[group][self.ended[group]]
 
 
-def gather(rows: Sequence[Row], groups: int, n: int, ranks: dist.ProcessGroup | None) -> Outcomes:
-    """The outcomes of `groups` groups of n; a collective. rows: every rollout that is not lost, on one of `ranks`."""
-    table = torch.zeros(3, groups, n, dtype=torch.float64)
+def gather(rows: Sequence[Row], groups: int, n: int, ranks: dist.ProcessGroup | None, ngram: int = 0) -> Outcomes:
+    """The outcomes of `groups` groups of n; a collective. rows: every rollout that is not lost, on one of `ranks`.
+
+    ngram: config key shaping.repetition_ngram; 0 counts no repetitions.
+    """
+    table = torch.zeros(4, groups, n, dtype=torch.float64)
     if rows:
         at = torch.tensor([(row.group, row.rollout.index) for row in rows]).T
         values = [
-            (_STATE[r.rollout.finish], 0.0 if r.rollout.finish == "cut" else r.reward, len(r.rollout.token_ids))
+            (
+                _STATE[r.rollout.finish],
+                0.0 if r.rollout.finish == "cut" else r.reward,
+                len(r.rollout.token_ids),
+                repeated_ngrams(r.rollout.token_ids, ngram) if ngram else 0,
+            )
             for r in rows
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
     table = table.to(device.default_device())
     dist.all_reduce(table, group=ranks)  # a rollout is on one rank, so that its values are only added to zeros
-    state, rewards, tokens = table.cpu()
-    return Outcomes(state.long(), rewards.float(), tokens.long())
+    state, rewards, tokens, repeats = table.cpu()
+    return Outcomes(state.long(), rewards.float(), tokens.long(), repeats.long())
 
 
 def give_up(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
@@ -70,6 +80,11 @@ class Selection:
 
     closed: list[int]  # none of whose siblings goes on
     kept: list[int]  # of these: those to train on
+
+    def without(self, groups: Sequence[int]) -> Selection:
+        """The same as if these groups had not closed yet."""
+        out = set(groups)
+        return Selection([g for g in self.closed if g not in out], [g for g in self.kept if g not in out])
 
 
 def select(outcomes: Outcomes, dynamic_sampling: bool = True) -> Selection:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +22,13 @@ from megatron_brorl.types import Experience
 def learning_rate(optim: OptimConfig, update: int) -> float:
     """Linear warm-up over warmup_steps optimizer steps, then constant. update counts from 0."""
     return optim.lr * min(1.0, (update + 1) / optim.warmup_steps) if optim.warmup_steps else optim.lr
+
+
+def scaled(optim: OptimConfig, rollouts: int) -> OptimConfig:
+    """With the learning rate for a step of so many rollouts: lr sqrt(B / B_0), B_0 = optim.lr_for_rollouts."""
+    if not optim.lr_for_rollouts:
+        return optim
+    return replace(optim, lr=optim.lr * math.sqrt(rollouts / optim.lr_for_rollouts))
 
 
 def update_policy(
@@ -51,16 +60,18 @@ def update_policy(
         update, values = worker.train(
             part.prompts, part.responses, _loss_function(part, algo, weights), temperature, lr
         )
-        figures = _over_ranks(worker, values)
+        found = _over_ranks(worker, values)
         for key in losses.SUMS:
-            sums[key] += figures[key]
-        ratio_max = max(ratio_max, figures["ratio_max"])
+            sums[key] += found[key]
+        ratio_max = max(ratio_max, found["ratio_max"])
         norms.append(update.grad_norm)
         skipped += not update.applied
         if i == 0:
-            gap = {"mean": figures["rollout_gap"] / figures["tokens"], "max": figures["rollout_gap_max"]}
+            gap = {"mean": found["rollout_gap"] / (found["tokens"] or 1.0), "max": found["rollout_gap_max"]}
     tokens = sums["tokens"] or 1.0
+    figures = {"reference_kl": sums["reference_kl"] / tokens} if algo.kl_coef and algo.kl_in == "loss" else {}
     return {
+        **figures,
         "loss": sums["loss"] / max(len(norms), 1),
         "grad_norm": sum(norms) / max(len(norms), 1),
         "updates": float(len(norms)),
@@ -86,6 +97,8 @@ def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> 
         dual_clip=algo.dual_clip,
         is_cap=algo.is_cap,
         entropy_coef=algo.entropy_coef,
+        kl_coef=algo.kl_coef if algo.kl_in == "loss" else 0.0,
+        kl_estimator=algo.kl_estimator,
         ratio=algo.ratio,
     )
     row_weights = torch.tensor(weights, dtype=torch.float64)
@@ -93,12 +106,16 @@ def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> 
 
     def loss(batch: Packed, head: Head) -> tuple[Tensor, Any]:
         where, dtype = head.rows.device, compute_dtype(head.rows.dtype)
-        old = part.old_log_probs
+        old, reference, mask = part.old_log_probs, part.reference_log_probs, part.mask
+        token_weights = batch.repeat(row_weights)
+        if mask is not None:
+            token_weights = token_weights * batch.gather(mask)
         tokens = losses.PolicyTokens(
             rollout_log_probs=batch.gather(part.rollout_log_probs).to(where, dtype),
             advantages=batch.gather(part.advantages).to(where, dtype),
-            weights=batch.repeat(row_weights).to(where, dtype),
+            weights=token_weights.to(where, dtype),
             old_log_probs=None if old is None else batch.gather(old).to(where, dtype),
+            reference_log_probs=None if reference is None else batch.gather(reference).to(where, dtype),
             sequences=batch.repeat(row_numbers).to(where) if settings.ratio == "sequence" else None,
         )
         result = head.policy_loss(tokens, settings)

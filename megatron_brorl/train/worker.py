@@ -147,6 +147,13 @@ class Stage:
             self.optimizer.step_with_ready_grads()
         return Update(norm, applied=True)
 
+    def reset_optimizer(self) -> None:
+        """Forget the moments and the number of steps; the weights stay."""
+        for optimizer in self.optimizer.chained_optimizers:
+            optimizer.optimizer.state.clear()
+            for group in optimizer.optimizer.param_groups:
+                group.pop("step", None)  # where Transformer Engine's Adam keeps the number
+
     def tokens(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, float]:
         """Tokens of these rows, each with its prompt ("plain"), and those of shared streams ("computed").
 

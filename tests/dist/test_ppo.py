@@ -44,9 +44,13 @@ def descend(module, adam, loss, config):
     return norm.item()
 
 
-def log_probs(actor, prompt, response):
+def distribution(actor, prompt, response):
     logits = actor(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
-    return (logits / TEMPERATURE).log_softmax(-1).gather(-1, response[:, None])[:, 0]
+    return (logits / TEMPERATURE).log_softmax(-1)
+
+
+def log_probs(actor, prompt, response):
+    return distribution(actor, prompt, response).gather(-1, response[:, None])[:, 0]
 
 
 def values(critic, prompt, response):
@@ -67,6 +71,7 @@ def expected(request, tmp_path_factory):
     """The loop: its figures and weights, and the directory that both begin from."""
     directory = tmp_path_factory.mktemp("model")
     actor = tiny.make_model(directory, *request.param).double()
+    reference = copy.deepcopy(actor)
     critic = Critic(actor)
     adam, critic_adam = optimizer(actor, OPTIM), optimizer(critic, CRITIC_OPTIM)
     figures = []
@@ -75,12 +80,18 @@ def expected(request, tmp_path_factory):
         pairs = list(zip(prompts, responses, strict=True))
         with torch.no_grad():
             old = [log_probs(actor, p, r) for p, r in pairs]
+            fixed = [log_probs(reference, p, r) for p, r in pairs]
             v = [values(critic, p, r) for p, r in pairs]
         raw = [generalised(reward, x) for reward, x in zip(rewards, v, strict=True)]
         returns = [a + x for a, x in zip(raw, v, strict=True)]
         flat, goal = torch.cat(raw), torch.cat(returns)
-        advantages = [(a - flat.mean()) / flat.std(correction=0) for a in raw]
-        found = {"explained_variance": 1 - (flat.var() / goal.var()).item(), "value_loss": 0.0, "loss": 0.0, "clipped": 0}
+        advantages = [
+            (a - flat.mean()) / flat.std(correction=0) + ALGO.correct_boost * (reward >= 0.99)
+            for a, reward in zip(raw, rewards, strict=True)
+        ]
+        gaps = [(o - s).exp() for o, s in zip(old, sampled, strict=True)]
+        trusted = [(g >= ALGO.mismatch_low) & (g <= ALGO.mismatch_high) for g in gaps]
+        found = {"explained_variance": 1 - (flat.var() / goal.var()).item(), "value_loss": 0.0, "loss": 0.0, "clipped": 0, "masked": 0}
         for _ in range(ALGO.epochs):
             for part in range(2):
                 members = [i for i, g in enumerate(OF_PROMPT) if (i - OF_PROMPT.index(g)) % 2 == part]
@@ -96,12 +107,18 @@ def expected(request, tmp_path_factory):
                 found["critic_norm"] = descend(critic, critic_adam, loss, CRITIC_OPTIM)
                 loss = torch.zeros(()).double()
                 for i in members:
-                    ratio = (log_probs(actor, *pairs[i]) - old[i]).exp()
+                    every = distribution(actor, *pairs[i])
+                    current = every.gather(-1, responses[i][:, None])[:, 0]
+                    ratio = (current - old[i]).exp()
                     clipped = ratio.clamp(1 - ALGO.eps_low, 1 + ALGO.eps_high)
-                    weight = (old[i] - sampled[i]).exp().clamp(max=ALGO.is_cap)
-                    loss = loss - (weight * torch.minimum(ratio * advantages[i], clipped * advantages[i])).sum() / tokens
+                    weight = gaps[i].clamp(max=ALGO.is_cap)
+                    gain = weight * torch.minimum(ratio * advantages[i], clipped * advantages[i])
+                    kl, entropy = (current - fixed[i]) ** 2 / 2, -(every.exp() * every).sum(-1)
+                    terms = ALGO.kl_coef * kl - gain - ALGO.entropy_coef * entropy
+                    loss = loss + (terms * trusted[i]).sum() / tokens
                 found["loss"] += loss.item() / 4
                 found["norm"] = descend(actor, adam, loss, OPTIM)
+        found["masked"] = 1 - sum(int(t.sum()) for t in trusted) / sum(map(len, trusted))
         figures.append(found)
     return str(directory), figures, dict(actor.state_dict()), dict(critic.state_dict())
 
@@ -116,6 +133,8 @@ def test_ppo_equals_the_loop_written_out(worlds, expected, size, parallel, optio
             assert mine["explained_variance"] == pytest.approx(wanted["explained_variance"], rel=1e-4, abs=1e-6)
             assert mine["value_loss"] == pytest.approx(wanted["value_loss"], rel=1e-5)
             assert mine["loss"] == pytest.approx(wanted["loss"], rel=1e-4, abs=1e-6)
+            assert mine["masked_share"] == pytest.approx(wanted["masked"], abs=1e-12)
+            assert 0 < mine["masked_share"] < 1
             assert mine["critic_updates"] == mine["updates"] == 4
         for name, tensor in actor_weights.items():
             assert (tensor - actor[name]).norm() <= 1e-5 * actor[name].norm(), name

@@ -32,6 +32,11 @@ VARIANTS = {
         "algo": {"advantage": "gae", "lam": 0.95, "mini_batches": 2, "epochs": 2},
         "critic": {"lr": 2e-3, "steps_alone": 1},
     },
+    "reward_kl": UNEVEN
+    | {
+        "algo": {"kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1", "mini_batches": 2, "mismatch_mask": "sequence"},
+        "optim": {"lr_for_rollouts": 24},
+    },
     "partial": {"rollout": {"prompts": 3, "partial_tokens": 4, "most_carried": 2}, "algo": {"mini_batches": 2}},
 }
 LOST = {("p/0", 5), ("p/1", 15), ("p/1", 16), ("p/2", 31), ("p/4", 0)}
@@ -64,7 +69,7 @@ def single(worlds, directory):
 ROUNDED = {
     *("loss", "grad_norm", "entropy", "approx_kl", "ratio_mean", "ratio_max"),
     *("logprob_gap_mean", "logprob_gap_max", "staleness_mean"),
-    *("explained_variance", "value_mean", "return_mean", "value_loss", "critic_grad_norm"),
+    *("reference_kl", "explained_variance", "value_mean", "return_mean", "value_loss", "critic_grad_norm"),
 }
 
 

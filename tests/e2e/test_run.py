@@ -156,6 +156,26 @@ def test_partial_rollouts_resumed(config, warm, tmp_path):
     assert all(row["rollouts"] % 32 == 0 for row in rows(whole))  # whole groups
 
 
+def test_a_whole_recipe_resumed(config, warm, tmp_path):
+    """Critic, reference with a reset between the checkpoints, refills and shaping: the bits of the undisturbed run."""
+    options = [
+        *("algo.advantage=gae", "algo.kl_coef=0.01", "algo.kl_in=reward", "algo.kl_estimator=k1", "algo.epochs=2"),
+        *("reference.reset_every=3", "reference.reset_optimizer=true", "rollout.refills=1", "rollout.n=8"),
+        *("shaping.overlong_tokens=3", "shaping.repetition_ngram=2", "critic.lr=1e-3", "critic.steps_alone=1"),
+        "evaluate.every=0",
+    ]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for directory, steps in ((whole, 5), (parts, 2), (parts, 3), (parts, 5)):
+        command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", *options]
+        done = brorl(*command, f"train.steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert rows(parts) == rows(whole)
+    assert (parts / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+    assert [row["reference_reset"] for row in rows(whole)] == [0, 0, 1, 0, 0]
+    assert rows(whole)[0]["updates"] == 0 < rows(whole)[0]["critic_updates"]
+    assert max(row["prompts_sampled"] for row in rows(whole)) == 12
+
+
 def test_resume_with_another_configuration_is_refused(finished, config, warm):
     done = brorl("train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.n=16")
     assert done.returncode == 2

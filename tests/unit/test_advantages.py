@@ -44,7 +44,7 @@ def recursive(reward, v, gamma, lam):
 def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
     v = values()
     algo = AlgoConfig(advantage="gae", gamma=gamma, lam=lam)
-    credit = of_tokens(torch.tensor(EARNED), LENGTHS, v, algo, ops, replicas)
+    credit = of_tokens(torch.tensor(EARNED), LENGTHS, v, None, algo, ops, replicas)
     raw = [recursive(r, x.tolist(), gamma, lam) for r, x in zip(EARNED, v, strict=True)]
     flat = [a for row in raw for a in row]
     mean, std = statistics.fmean(flat), statistics.pstdev(flat)
@@ -65,8 +65,8 @@ def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
     """gamma = lambda = 1 and V = 0: every token's advantage is its response's (REINFORCE++, section 3.3)."""
     algo = AlgoConfig(advantage="gae")
     zeros = [torch.zeros(n) for n in LENGTHS]
-    credit = of_tokens(torch.tensor(EARNED), LENGTHS, zeros, algo, ops, replicas)
-    free = of_tokens(torch.tensor(EARNED), LENGTHS, None, AlgoConfig(), ops, replicas)
+    credit = of_tokens(torch.tensor(EARNED), LENGTHS, zeros, None, algo, ops, replicas)
+    free = of_tokens(torch.tensor(EARNED), LENGTHS, None, None, AlgoConfig(), ops, replicas)
     assert free.returns is None
     assert [row.tolist() for row in free.advantages] == [[r] * n for r, n in zip(EARNED, LENGTHS, strict=True)]
     # With values of zero the returns are the advantages before whitening.
@@ -78,12 +78,29 @@ def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
 
 
 @pytest.mark.parametrize("ops", ["fused", "reference"])
+@pytest.mark.parametrize("kind", ["gae", "grpo", "reinforce_pp_baseline"])
+def test_kl_in_the_reward(replicas, ops, kind):
+    """r_t = -beta KL_t, and what the response earned at its end; A_t = sum of what comes, from t on."""
+    g = torch.Generator().manual_seed(1)
+    kl = [torch.randn(n, generator=g) for n in LENGTHS]
+    algo = AlgoConfig(advantage=kind, kl_coef=0.3, kl_in="reward", kl_estimator="k1")
+    v = [torch.zeros(n) for n in LENGTHS] if kind == "gae" else None
+    credit = of_tokens(torch.tensor(EARNED), LENGTHS, v, kl, algo, ops, replicas)
+    raw = [[r - 0.3 * sum(x.tolist()[t:]) for t in range(len(x))] for r, x in zip(EARNED, kl, strict=True)]
+    flat = [a for row in raw for a in row]
+    mean, std = (0.0, 1.0) if kind == "grpo" else (statistics.fmean(flat), statistics.pstdev(flat))
+    for mine, row in zip(credit.advantages, raw, strict=True):
+        assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
+    assert (credit.returns is None) == (kind != "gae")
+
+
+@pytest.mark.parametrize("ops", ["fused", "reference"])
 def test_no_rows_and_equal_returns(replicas, ops):
     """A replica without rows takes part; returns that do not vary leave no advantage and no variance to explain."""
     algo = AlgoConfig(advantage="gae")
-    nothing = of_tokens(torch.zeros(0), [], [], algo, ops, replicas)
+    nothing = of_tokens(torch.zeros(0), [], [], None, algo, ops, replicas)
     assert len(nothing.advantages) == len(nothing.returns) == 0
-    equal = of_tokens(torch.ones(2), [2, 3], [torch.zeros(2), torch.zeros(3)], algo, ops, replicas)
+    equal = of_tokens(torch.ones(2), [2, 3], [torch.zeros(2), torch.zeros(3)], None, algo, ops, replicas)
     assert torch.count_nonzero(torch.cat(equal.advantages)) == 0
     assert math.isnan(equal.figures["explained_variance"])
 
@@ -94,7 +111,9 @@ REWARDS = [[0.0, 1.0, None, 0.0], [1.0] * 4, [0.25, 0.5, 0.25, None]]
 def outcomes():
     table = [[math.nan if r is None else r for r in row] for row in REWARDS]
     state = [[LOST if r is None else (STOP, LENGTH)[i % 2] for i, r in enumerate(row)] for row in REWARDS]
-    return Outcomes(torch.tensor(state), torch.tensor(table).nan_to_num(0.0), torch.ones(3, 4, dtype=torch.int64))
+    return Outcomes(
+        torch.tensor(state), torch.tensor(table).nan_to_num(0.0), torch.ones(3, 4).long(), torch.zeros(3, 4).long()
+    )
 
 
 @pytest.mark.parametrize("ops", ["fused", "reference"])
@@ -113,6 +132,9 @@ def test_what_rollouts_earn(ops, kind):
     else:
         flat = [x for row in centred for x in row]
         mean, std = statistics.fmean(flat), statistics.pstdev(flat)
+        kl = AlgoConfig(advantage=kind, kl_coef=0.1, kl_in="reward")  # of_tokens whitens then, not this
+        table = of_rollouts(outcomes(), [0, 1, 2], kl, ops)
+        assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
         expected = [[(x - mean) / std for x in row] for row in centred]
     for row, rewards, want in zip(got.tolist(), REWARDS, expected, strict=True):
         found = iter(want)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.config import load
+from megatron_brorl.config_file import load
 from megatron_brorl.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -71,6 +71,16 @@ def test_file_then_overrides(tmp_path):
         ("[algo]\ngamma = 0.9", [], 'algo.gamma = 0.9: only algo.advantage = "gae" discounts: must be 1'),
         ("[algo]\nadvantage = 'gae'\nlam = 1.1", [], "algo.lam = 1.1: must be in [0, 1]"),
         ("[critic]\nclip = -1", [], "critic.clip = -1.0: must not be negative"),
+        ("[reward]\ncut_off_factor = 1.5", [], "reward.cut_off_factor = 1.5: must be in [0, 1]"),
+        ("[shaping]\noverlong_tokens = 2000", [], "shaping.overlong_tokens = 2000: a response has rollout.max_tokens"),
+        ("[algo]\nmismatch_low = 6", [], "algo.mismatch_high = 5.0: must be above mismatch_low = 6.0"),
+        (
+            "[algo]\nmismatch_mask = 'token'\nold_log_probs = 'rollout'",
+            [],
+            "algo.mismatch_mask = 'token': algo.old_log_probs = \"rollout\" takes the engine for the trainer",
+        ),
+        ("[reference]\nreset_every = 3", [], "reference.reset_every = 3: without algo.kl_coef there is no reference"),
+        ("[rollout]\nrefills = 1\npartial_tokens = 512", [], "rollout.refills = 1: needs algo.dynamic_sampling"),
         ("rollout = 3", [], "rollout must be a table"),
         ("[rollout", [], "not valid TOML"),
         ("", ["rollout=3"], "override 'rollout=3': expected section.key=value"),
