@@ -183,7 +183,11 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = 100
+    steps: int = 100  # at most
+    seconds: float = 0.0  # of training steps, evaluations not counted, after which the run ends; 0 = no limit
+    # Evaluations in a row whose held-out pass@1 is not above the best one by more than stall_margin; the run ends then.
+    stalls: int = 0  # 0 = never
+    stall_margin: float = 0.0
     tokens_per_micro_batch: int = 16384  # a micro-batch is filled up to this many tokens
     recompute: bool = False  # recompute activations in the backward pass
     # Siblings share one copy of their prompt in a micro-batch, where that saves a tenth of the tokens; CPU only so far.
@@ -198,9 +202,11 @@ class TrainConfig:
 @dataclass(frozen=True)
 class EvaluateConfig:
     every: int = 0  # steps; 0 = only before and after
-    samples: int = 8  # k per prompt
-    temperature: float = 1.0
-    top_p: float = 1.0
+    samples: int = 8  # per prompt
+    pass_at: tuple[int, ...] = ()  # k of pass@k, at most `samples`; () = 1, 2, 4, ... up to it
+    benchmarks: tuple[str, ...] = ()  # of `brorl evaluate`: JSONL or Parquet files instead of the held-out prompts
+    temperature: float = 0.6  # as in BroRL, appendix D
+    top_p: float = 0.95
     top_k: int = 0
     bootstrap: int = 2000  # resamples of the prompts for the 95% interval
 

@@ -36,7 +36,7 @@ _NOT_NEGATIVE = (
     "rollout.partial_tokens rollout.most_carried rollout.refills reward.cut_off_factor shaping.overlong_tokens "
     "shaping.cosine_on shaping.cosine_off shaping.repetition_ngram shaping.repetition_penalty algo.kl_coef "
     "algo.mismatch_low optim.lr_for_rollouts reference.reset_every reference.reset_after_stalls "
-    "reference.reset_above_kl"
+    "reference.reset_above_kl train.seconds train.stalls train.stall_margin"
 )
 
 
@@ -89,6 +89,11 @@ def validate(config: Config, where: str) -> None:
     need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
     need(config.train.verify_tolerance > 0, "train.verify_tolerance", "must be above 0")
     need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")
+    need(
+        all(1 <= k <= config.evaluate.samples for k in config.evaluate.pass_at),
+        "evaluate.pass_at",
+        f"pass@k takes k samples per prompt: each must be in [1, evaluate.samples = {config.evaluate.samples}]",
+    )
     _validate_advantage(config, need)
     _validate_recipe(config, need)
     need(0 < config.algo.eps_low < 1, "algo.eps_low", "must be in (0, 1)")

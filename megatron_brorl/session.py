@@ -17,7 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from megatron_brorl.config import Config, OptimConfig
-from megatron_brorl.data.source import load_sources
+from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import read_shape
@@ -35,6 +35,7 @@ from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context, stop_ids
 from megatron_brorl.train.value import critic_optim
 from megatron_brorl.train.worker import CriticWorker, Worker
+from megatron_brorl.types import Prompt
 
 SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
 
@@ -42,7 +43,11 @@ SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
 class Session:
     """What every command needs: grid, shape, tokenizer, prompts; and an orderly end of all of them."""
 
-    def __init__(self, config: Config) -> None:
+    sources: Sources  # not there where benchmarks are evaluated
+    benchmarks: dict[str, list[Prompt]]  # what `brorl evaluate` asks, by name
+
+    def __init__(self, config: Config, benchmarks: bool = False) -> None:
+        """benchmarks: read the files of evaluate.benchmarks, where there are any, and nothing to train on."""
         self.config = config
         self.dir = Path(config.run.dir)
         self.shape = read_shape(config.model.path)
@@ -60,7 +65,11 @@ class Session:
         if config.ops.implementation == "fused":
             _check_extension()
         limit = context(config, self.shape) - config.rollout.max_tokens
-        self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
+        if benchmarks and config.evaluate.benchmarks:
+            self.benchmarks = load_benchmarks(config.evaluate.benchmarks, config.data, self.tokenizer, limit)
+        else:
+            self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
+            self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
         self.grid = grid.build(config.parallel, config.run.seed, config.rollout.timeout_s + GRACE_S)
         self.speaks = self.grid.rank == 0

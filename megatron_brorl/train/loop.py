@@ -45,6 +45,7 @@ from megatron_brorl.train.policy import scaled, update_policy
 from megatron_brorl.train.reference import Reference
 from megatron_brorl.train.refit import refit
 from megatron_brorl.train.rollouts import Rollouts, Sampled, check_lost
+from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.value import critic_optim, update_critic
 from megatron_brorl.train.verify import verify_reshard
 from megatron_brorl.train.worker import CriticWorker, Worker
@@ -83,15 +84,18 @@ class Trainer:
     updates: int = 0  # optimizer steps done
     carried: Carried = field(default_factory=Carried)  # rollouts that go on in the next step
     before: dict[str, Any] | None = None  # the evaluation before step 0
+    trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
+    stall: Stall = field(default_factory=Stall)  # of held-out pass@1
     spent: float = 0.0  # seconds of the processes that this one goes on from
     critic: CriticWorker | None = None  # of algo.advantage = "gae"
     critic_updates: int = 0  # its optimizer steps done
     reference: Reference | None = None  # of algo.kl_coef
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
-        """Train to train.steps, with checkpoints; False where stop() (asked at step boundaries) ended it early.
+        """Train to train.steps, with checkpoints, or until train.seconds or train.stalls end it.
 
-        Raises UserError, after saving, where a rollout engine hangs.
+        False where stop() (asked at step boundaries) ended it early. Raises UserError, after saving, where a rollout
+        engine hangs.
         """
         every, steps = self.config.train.checkpoint_every, self.config.train.steps
         self.refit()
@@ -99,24 +103,31 @@ class Trainer:
             self.before = self.evaluate(progress).as_dict()
             progress.note(f"held-out pass@1 before: {_percent(self.before)}")
             self.check_engines("nothing is lost: no step was done")
-        while self.step < steps:
+        while self.step < steps and not self.over():
             values, seconds = self.train_step()
+            self.trained_s += collect.greatest({"step": seconds["step"]})["step"]
             due = self.config.evaluate.every and self.step % self.config.evaluate.every == 0
-            if due and self.held_out and self.step < steps and not self.stuck():
+            if due and self.held_out and self.step < steps and not self.over() and not self.stuck():
                 begun = time.monotonic()
                 values |= _flat(self.evaluate(progress))
                 seconds["evaluate"] = time.monotonic() - begun
+                self.stall.saw(values["pass_at_1"])
             self._reset_reference(values, progress)
             if writer:
                 writer.write(self.step - 1, values, seconds)
             progress.update(self.step, _watched(values, seconds))
-            stopping, stuck = stop(), self.stuck()
-            if stopping or stuck or self.step == steps or (every and self.step % every == 0):
+            stopping, stuck, ending = stop(), self.stuck(), self.step == steps or self.over()
+            if stopping or stuck or ending or (every and self.step % every == 0):
                 self.save()
             self.check_engines(f"the state after step {self.step} is saved")
-            if stopping and self.step < steps:
+            if stopping and not ending:
                 return False
         return True
+
+    def over(self) -> bool:
+        """Whether train.seconds or train.stalls ends the run; all ranks get the same answer."""
+        t = self.config.train
+        return bool(t.seconds and self.trained_s >= t.seconds) or bool(t.stalls and self.stall.count >= t.stalls)
 
     def train_step(self) -> tuple[dict[str, float], dict[str, float]]:
         """One step; returns its figures (the same on every rank) and the seconds of each phase on this one."""
@@ -260,7 +271,8 @@ class Trainer:
             "updates": self.updates,
             "critic_updates": self.critic_updates,
             "taken": self.taken,
-            "stall": [self.reference.best, self.reference.stalls] if self.reference else None,
+            "trained_s": self.trained_s,
+            "stalls": [[stall.best, stall.count] for stall in self._stalls()],
             "before": self.before,
             "fingerprint": self.fingerprint,
             "spent": self.seconds(),
@@ -281,20 +293,24 @@ class Trainer:
         checkpoint.load(directory, self._parts())
         self.step, self.updates, self.before, self.spent = run["step"], run["updates"], run["before"], run["spent"]
         self.critic_updates, self.taken = run["critic_updates"], run["taken"]
-        if self.reference:
-            self.reference.best, self.reference.stalls = run["stall"]
+        self.trained_s = run["trained_s"]
+        for stall, found in zip(self._stalls(), run["stalls"], strict=True):
+            stall.best, stall.count = found
         self.carried = read(directory, self.train_source, self.config.rollout.prompts, self.grid)
 
     def _reset_reference(self, values: dict[str, float], progress: Progress) -> None:
         if self.reference is None:
             return
         if "pass_at_1" in values:
-            self.reference.saw(values["pass_at_1"])
+            self.reference.stall.saw(values["pass_at_1"])
         why = self.reference.due(self.step, values["reference_kl"])
         values["reference_reset"] = float(bool(why))
         if why:
             self.reference.reset()
             progress.note(f"step {self.step}: the reference is now the policy: {why}")
+
+    def _stalls(self) -> list[Stall]:
+        return [self.stall, *([self.reference.stall] if self.reference else [])]
 
     def _parts(self) -> list[checkpoint.Part]:
         parts = [checkpoint.Part("", self.worker.actor, self.worker.optimizer)]
@@ -316,7 +332,8 @@ def _percent(evaluation: dict[str, Any]) -> str:
 
 def _flat(evaluation: Evaluation) -> dict[str, float]:
     p = evaluation.pass_at_1
-    return {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high}
+    passes = {f"pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
+    return passes | {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high}
 
 
 def _watched(values: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.config import ReferenceConfig
+from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.worker import Worker
 
 
@@ -17,7 +18,7 @@ class Reference:
     def __init__(self, worker: Worker, config: ReferenceConfig) -> None:
         self.worker, self.config = worker, config
         self.weights = {name: p.detach().clone() for name, p in worker.actor.named_parameters()}
-        self.best, self.stalls = float("-inf"), 0  # held-out pass@1; evaluations since it was reached
+        self.stall = Stall()  # of held-out pass@1
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """As Worker.log_probs, of the reference; a collective. The actor has its own bits again at the end."""
@@ -27,11 +28,6 @@ class Reference:
         finally:
             self._exchange()
 
-    def saw(self, pass_at_1: float) -> None:
-        """Take note of a held-out evaluation."""
-        self.stalls = 0 if pass_at_1 > self.best else self.stalls + 1
-        self.best = max(self.best, pass_at_1)
-
     def due(self, step: int, kl: float) -> str:
         """Why a reset is due after `step` steps, the last of which had a mean KL of `kl`; "" where none is."""
         c = self.config
@@ -39,8 +35,8 @@ class Reference:
             return f"reference.reset_every = {c.reset_every} steps"
         if c.reset_above_kl and kl > c.reset_above_kl:
             return f"KL {kl:.2e} above reference.reset_above_kl = {c.reset_above_kl:g}"
-        if c.reset_after_stalls and self.stalls >= c.reset_after_stalls:
-            return f"{self.stalls} evaluations without a new best (reference.reset_after_stalls)"
+        if c.reset_after_stalls and self.stall.count >= c.reset_after_stalls:
+            return f"{self.stall.count} evaluations without a new best (reference.reset_after_stalls)"
         return ""
 
     def reset(self) -> None:
@@ -49,7 +45,7 @@ class Reference:
             self.weights[name].copy_(p.detach())
         if self.config.reset_optimizer:
             self.worker.reset_optimizer()
-        self.stalls = 0
+        self.stall.count = 0
 
     def _exchange(self) -> None:
         with torch.no_grad():

@@ -24,7 +24,7 @@ RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 NOT_OF_THE_METHOD = {
     "rollout": {"engine", "max_rows", "memory_mib", "timeout_s", "most_lost"},
     "reward": {"workers", "timeout_s"},
-    "evaluate": {"bootstrap"},
+    "evaluate": {"bootstrap", "pass_at", "benchmarks"},
 }
 SECTIONS = ("rollout", "reward", "shaping", "algo", "critic", "reference", "optim", "evaluate")
 
