@@ -348,6 +348,8 @@ def _watched(values: dict[str, float], seconds: dict[str, float]) -> dict[str, s
         shown["updates skipped (gradient not finite)"] = f"{values['updates_skipped']:.0f}"
     if values["lost_share"]:
         shown["lost"] = f"{100 * values['lost_share']:.2g}%"
+    if "explained_variance" in values:
+        shown["explained"] = f"{100 * values['explained_variance']:.0f}%"
     if "carried" in values:
         shown["carried"] = f"{values['carried']:.0f}"
     if "pass_at_1" in values:
