@@ -12,9 +12,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl import theory_cli
-from megatron_brorl.config import OptimConfig, load
+from megatron_brorl import evaluate_cli, theory_cli
+from megatron_brorl.config import OptimConfig
+from megatron_brorl.config_file import load
 from megatron_brorl.errors import UserError
+from megatron_brorl.evaluate_cli import write_json
 
 PREEMPTED = 75  # EX_TEMPFAIL: the state was saved; start the same command again to go on
 
@@ -54,6 +56,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         args.overrides += rest
     if getattr(args, "flags", None):
         args.overrides += args.flags
+    if args.command is evaluate_cli.evaluate:
+        args.overrides += evaluate_cli.overrides(args)
     return args
 
 
@@ -65,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, function, text in [
         ("train", _train, "reinforcement learning: sample, score, update, evaluate before and after"),
         ("sft", _sft, "supervised training on solved examples (a warm start)"),
-        ("evaluate", _evaluate, "pass@1 and pass@k of a model on held-out prompts"),
+        ("evaluate", evaluate_cli.evaluate, "pass@1 and pass@k of a model on held-out prompts or benchmarks"),
     ]:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
@@ -81,10 +85,13 @@ def _parser() -> argparse.ArgumentParser:
                 const="train.verify_reshard=true",
                 help="after each refit, compare the engine's log-probs with the actor's (config: train.verify_reshard)",
             )
+        if name == "evaluate":
+            evaluate_cli.add_options(command)
         command.set_defaults(command=function, name=name)
     report = commands.add_parser("report", help="draw the curves of a run again and print its summary")
     report.add_argument("run_dir")
     report.set_defaults(command=_report)
+    evaluate_cli.add_compare(commands)
     theory_cli.add_commands(commands)
     return parser
 
@@ -94,6 +101,8 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_brorl.progress import progress
     from megatron_brorl.session import Session
     from megatron_brorl.train.loop import Trainer
+    from megatron_brorl.train.reference import Reference
+    from megatron_brorl.train.stall import Stall
 
     begun = time.time()
     config = load(args.config, args.overrides)
@@ -109,6 +118,9 @@ def _train(args: argparse.Namespace) -> int:
             session.stop_ids,
             session.fingerprint(),
             config.run.started or begun,
+            stall=Stall(config.train.stall_margin),
+            critic=session.critic(),
+            reference=Reference(worker, config.reference) if config.algo.kl_coef else None,
         )
         found = session.newest_checkpoint()
         if found:
@@ -126,14 +138,14 @@ def _train(args: argparse.Namespace) -> int:
         session.export(worker)
         peak = session.peak_rss_mib()
         if session.speaks:
-            _write_json(
+            write_json(
                 session.dir / "summary.json",
                 {
                     "pass_at_1_before": trainer.before["pass_at_1"] if trainer.before else None,
                     "pass_at_1_after": after["pass_at_1"] if after else None,
                     "held_out_prompts": len(trainer.held_out),
                     "rollouts_per_prompt": config.rollout.n,
-                    "steps": config.train.steps,
+                    "steps": trainer.step,
                     "job_seconds": trainer.seconds(),
                     "peak_rss_mib": peak,
                     "before": trainer.before,
@@ -165,37 +177,6 @@ def _sft(args: argparse.Namespace) -> int:
             p.note(session.sources.report)
             sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p, session.stop_requested)
         session.export(worker)
-    return 0
-
-
-def _evaluate(args: argparse.Namespace) -> int:
-    from megatron_brorl.rollout.engine import Sampling
-    from megatron_brorl.session import Session
-    from megatron_brorl.train.evaluate import evaluate
-    from megatron_brorl.train.refit import refit
-
-    config = load(args.config, args.overrides)
-    with Session(config) as session:
-        if not session.sources.held_out:
-            raise UserError(f"{args.config}: nothing to evaluate on; give data.held_out or data.tasks")
-        rollouts = session.rollouts()
-        refit(session.worker(None), rollouts.engine, 0)
-        e, r = config.evaluate, config.rollout
-        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
-        evaluation = evaluate(rollouts, session.sources.held_out, e, sampling)
-        result = evaluation.as_dict()
-        if session.speaks:
-            _write_json(session.dir / "evaluation.json", result)
-            p = result["pass_at_1"]
-            print(f"held-out prompts {result['prompts']}, samples per prompt {result['samples']}")
-            print(f"pass@1 {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}")
-            for k, value in result["pass_at_k"].items():
-                print(f"pass@{k} {value:.4f}")
-            for task, value in result["by_task"].items():
-                print(f"  {task} pass@1 {value:.4f}")
-            if evaluation.lost:
-                print(evaluation.remark())
-            print(f"written to {session.dir / 'evaluation.json'}")
     return 0
 
 
@@ -233,9 +214,3 @@ def _check_fingerprint(saved: dict[str, Any], current: dict[str, Any], where: Pa
                     f"{where}: was written with {section}.{key} = {old!r}, now {value!r}: set it back, or start anew "
                     "with another run.dir or train.resume=never"
                 )
-
-
-def _write_json(path: Path, value: Any) -> None:
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    aside.rename(path)

@@ -1,40 +1,12 @@
-"""The configuration of a run: frozen sections, a TOML file, and `section.key=value` overrides.
+"""The configuration of a run: frozen sections of typed keys, each with its meaning and default.
 
-Strict: an unknown section, an unknown key or a value of the wrong type is an error that names it. What can be
-checked without loading anything is checked here; what needs the model or the world size is checked where those
-are known (`parallel.grid`, `models.gpt`).
+config_file.py reads and checks them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import sys
-import types
-import typing
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
-
-from megatron_brorl.errors import UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-_AT_LEAST_ONE = (
-    "rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches algo.epochs "
-    "parallel.tensor parallel.pipeline train.keep_checkpoints evaluate.samples "
-    "evaluate.bootstrap sft.examples_per_step data.held_out_prompts"
-)
-_NOT_NEGATIVE = (
-    "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
-    "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature algo.entropy_coef "
-    "algo.aggregation_tokens rollout.memory_mib rollout.partial_tokens rollout.most_carried "
-    "train.tokens_per_micro_batch"
-)
 
 
 @dataclass(frozen=True)
@@ -104,6 +76,9 @@ class RolloutConfig:
     # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
     # when its last sibling has ended. 0 = responses are sampled whole.
     partial_tokens: int = 0
+    # Rounds of rollout.prompts more prompts that a step samples at most while dynamic sampling keeps fewer than
+    # rollout.prompts groups. Kept groups beyond that are trained on in the next step.
+    refills: int = 0
     most_carried: int = 8  # steps that a group is carried over at most; what has not ended then is lost
 
 
@@ -114,15 +89,50 @@ class RewardConfig:
     max_chars: int = 4096  # a longer answer scores 0 unseen
     extract: Literal["full", "answer_tag", "boxed"] = "full"  # what part of the response is the answer
     strict: bool = True  # 1 if the verifier gives at least 0.99, else 0; false keeps partial credit
+    # On the reward of a response that rollout.max_tokens cut off ("stop properly"); 0 scores it 0 unseen.
+    cut_off_factor: float = 0.0
+
+
+@dataclass(frozen=True)
+class ShapingConfig:
+    """What is added to rewards before advantages are made of them; groups are selected by what was scored."""
+
+    overlong_tokens: int = 0  # the last so many below rollout.max_tokens cost up to 1, growing linearly; 0 = off
+    # A right response of t tokens gets cosine_coef (min + (max - min) (1 + cos(pi t / rollout.max_tokens)) / 2) more,
+    # for cosine_on steps, and then not for cosine_off steps, in turn; cosine_off = 0: always.
+    cosine_coef: float = 0.0
+    cosine_min: float = -0.5
+    cosine_max: float = 0.0
+    cosine_on: int = 100
+    cosine_off: int = 500
+    repetition_ngram: int = 0  # tokens; every n-gram that has occurred before in a response costs ...
+    repetition_penalty: float = 0.001  # ... this much. 0 tokens = off
 
 
 @dataclass(frozen=True)
 class AlgoConfig:
+    # "reinforce_pp_baseline": reward minus the mean of its group, whitened over the step's rollouts; "grpo": minus the
+    # mean and over the standard deviation of its group; "gae": generalised advantages of a critic, whitened over the
+    # step's tokens
+    advantage: Literal["reinforce_pp_baseline", "grpo", "gae"] = "reinforce_pp_baseline"
+    gamma: float = 1.0  # discount per token of advantage = "gae"
+    lam: float = 1.0  # lambda of advantage = "gae": 1 trusts the rewards, 0 the critic
+    dynamic_sampling: bool = True  # train on groups with different rewards alone; false: on every group
+    correct_boost: float = 0.0  # added to the advantages of a response with a reward of at least 0.99
+    overlong_filter: bool = False  # no loss on responses that rollout.max_tokens cut off; baselines still count them
+    kl_coef: float = 0.0  # of the KL to the reference policy; 0 = no reference
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"  # in the loss only k2's gradient is that of KL(pi || reference)
+    kl_in: Literal["loss", "reward"] = "loss"
     eps_low: float = 0.2
     eps_high: float = 0.28
     dual_clip: float = 0.0  # bound above 1 on the ratio of tokens with negative advantage; 0 = none
     ratio: Literal["token", "sequence"] = "token"  # importance ratio of each token, or one per sequence (GSPO)
     is_cap: float = 2.0  # truncated importance sampling between engine and trainer; 0 = off
+    # Tokens, or whole sequences by the geometric mean of theirs, whose pi_old / pi_rollout lies outside
+    # [mismatch_low, mismatch_high] get no loss; they still count in its divisor.
+    mismatch_mask: Literal["off", "token", "sequence"] = "off"
+    mismatch_low: float = 0.5
+    mismatch_high: float = 5.0
     entropy_coef: float = 0.0  # bonus for entropy in the loss
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
     aggregation_tokens: int = 0  # the divisor per sequence of aggregation = "fixed"
@@ -130,6 +140,26 @@ class AlgoConfig:
     mini_batches: int = 1  # optimizer steps per sampled batch
     mini_batch_of: Literal["prompts", "siblings"] = "prompts"  # whole groups each, or a part of every group
     epochs: int = 1
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """Of algo.advantage = "gae". Its optimizer's other settings are those of [optim]."""
+
+    lr: float = 1e-5
+    lr_warmup_steps: int = 0  # linear, in the critic's optimizer steps
+    steps_alone: int = 0  # training steps at the start in which the critic learns and the actor waits
+    clip: float = 0.2  # how far a value may move from the old one before its loss is clipped; 0 = no clipping
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """Of algo.kl_coef. The reference policy is the actor as it was at the start, or at the last reset."""
+
+    reset_every: int = 0  # steps; 0 = never
+    reset_after_stalls: int = 0  # evaluations in a row without a new best held-out pass@1; 0 = never
+    reset_above_kl: float = 0.0  # nats per token that a step's mean KL may reach; 0 = no limit
+    reset_optimizer: bool = False  # start the actor's optimizer anew as well
 
 
 @dataclass(frozen=True)
@@ -141,6 +171,9 @@ class OpsConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     lr: float = 1e-6
+    # The rollouts per step that lr is for: it is multiplied by the square root of rollout.prompts x rollout.n over this
+    # (Krizhevsky 2014; BroRL, section 4.2.1); 0 = lr as it stands.
+    lr_for_rollouts: int = 0
     warmup_steps: int = 0  # linear, in optimizer steps
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -150,7 +183,11 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = 100
+    steps: int = 100  # at most
+    seconds: float = 0.0  # of training steps, evaluations not counted, after which the run ends; 0 = no limit
+    # Evaluations in a row whose held-out pass@1 is not above the best one by more than stall_margin; the run ends then.
+    stalls: int = 0  # 0 = never
+    stall_margin: float = 0.0
     # A micro-batch is filled up to this many tokens. 0 = 2,048 on a CPU, where more only take memory, 16,384 on a GPU.
     tokens_per_micro_batch: int = 0
     recompute: bool = False  # recompute activations in the backward pass
@@ -166,9 +203,11 @@ class TrainConfig:
 @dataclass(frozen=True)
 class EvaluateConfig:
     every: int = 0  # steps; 0 = only before and after
-    samples: int = 8  # k per prompt
-    temperature: float = 1.0
-    top_p: float = 1.0
+    samples: int = 8  # per prompt
+    pass_at: tuple[int, ...] = ()  # k of pass@k, at most `samples`; () = 1, 2, 4, ... up to it
+    benchmarks: tuple[str, ...] = ()  # of `brorl evaluate`: JSONL or Parquet files instead of the held-out prompts
+    temperature: float = 0.6  # as in BroRL, appendix D
+    top_p: float = 0.95
     top_k: int = 0
     bootstrap: int = 2000  # resamples of the prompts for the 95% interval
 
@@ -190,171 +229,12 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     sft: SftConfig = field(default_factory=SftConfig)
-
-
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, apply `section.key=value` overrides and check the result.
-
-    Raises UserError naming the file and key for anything unknown, mistyped or out of range.
-    """
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such configuration file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: not valid TOML: {e}") from None
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
-    for item in overrides:
-        _override(table, item)
-    config = _build(Config, table, str(path), "")
-    validate(config, str(path))
-    return config
-
-
-def validate(config: Config, where: str) -> None:
-    """Range checks that need nothing but the configuration itself."""
-
-    def need(ok: bool, key: str, what: str) -> None:
-        if not ok:
-            section, name = key.split(".")
-            value = getattr(getattr(config, section), name)
-            raise UserError(f"{where}: {key} = {value!r}: {what}")
-
-    need(config.rollout.n >= 2, "rollout.n", "a group baseline needs at least 2 rollouts per prompt")
-    for key in _AT_LEAST_ONE.split():
-        section, name = key.split(".")
-        need(getattr(getattr(config, section), name) >= 1, key, "must be at least 1")
-    for key in _NOT_NEGATIVE.split():
-        section, name = key.split(".")
-        need(getattr(getattr(config, section), name) >= 0, key, "must not be negative")
-    need(config.rollout.temperature > 0, "rollout.temperature", "must be above 0 (sampling needs randomness)")
-    need(0 < config.rollout.top_p <= 1, "rollout.top_p", "must be in (0, 1]")
-    need(all(config.rollout.stop_strings), "rollout.stop_strings", "an empty string would stop everything")
-    need(0 < config.evaluate.top_p <= 1, "evaluate.top_p", "must be in (0, 1]")
-    need(
-        0 < config.rollout.timeout_s < math.inf,
-        "rollout.timeout_s",
-        "must be above 0 and finite: no step waits for ever",
-    )
-    need(0 <= config.rollout.most_lost <= 1, "rollout.most_lost", "must be in [0, 1]")
-    _validate_partial(config, need)
-    need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
-    need(config.train.verify_tolerance > 0, "train.verify_tolerance", "must be above 0")
-    need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")
-    need(0 < config.algo.eps_low < 1, "algo.eps_low", "must be in (0, 1)")
-    need(config.algo.eps_high > 0, "algo.eps_high", "must be above 0")
-    need(
-        config.algo.dual_clip == 0 or config.algo.dual_clip > 1 + config.algo.eps_high,
-        "algo.dual_clip",
-        "must be 0 (off) or above 1 + algo.eps_high",
-    )
-    need(
-        config.algo.aggregation != "fixed" or config.algo.aggregation_tokens > 0,
-        "algo.aggregation_tokens",
-        'algo.aggregation = "fixed" divides by it: give the tokens per sequence, for example rollout.max_tokens',
-    )
-    need(all(0 <= b < 1 for b in config.optim.betas), "optim.betas", "must be in [0, 1)")
-    need("{prompt}" in config.data.template, "data.template", "must contain {prompt}")
-    need(
-        not (config.data.tasks and (config.data.train or config.data.held_out)),
-        "data.tasks",
-        "give either generated tasks or files (data.train, data.held_out), not both",
-    )
-    need(config.data.train_seed != config.data.held_out_seed, "data.held_out_seed", "must differ from data.train_seed")
-    need(
-        not config.parallel.sequence or config.parallel.tensor > 1,
-        "parallel.sequence",
-        "sequence parallelism needs parallel.tensor > 1",
-    )
-    need(
-        config.rollout.prompts >= config.algo.mini_batches,
-        "algo.mini_batches",
-        f"cannot cut {config.rollout.prompts} prompts (rollout.prompts) into that many mini-batches",
-    )
-
-
-def _validate_partial(config: Config, need: Callable[[bool, str, str], None]) -> None:
-    rollout = config.rollout
-    if not rollout.partial_tokens:
-        return
-    steps = -(-rollout.max_tokens // rollout.partial_tokens)
-    need(
-        rollout.most_carried >= steps - 1,
-        "rollout.most_carried",
-        f"a response of rollout.max_tokens = {rollout.max_tokens} at {rollout.partial_tokens} tokens per step "
-        f"(rollout.partial_tokens) is carried over {steps - 1} steps: all long responses would be lost",
-    )
-    need(
-        config.algo.old_log_probs == "actor",
-        "algo.old_log_probs",
-        "partial rollouts (rollout.partial_tokens) come from older weights than the actor's: must be 'actor'",
-    )
-
-
-def _override(table: dict[str, Any], item: str) -> None:
-    """Apply one `a.b=c`; the value is TOML, or a plain string where it is not."""
-    key, eq, text = item.partition("=")
-    parts = key.strip().split(".")
-    if not eq or len(parts) != 2 or not all(parts):
-        raise UserError(f"override {item!r}: expected section.key=value, for example rollout.n=64")
-    try:
-        value: Any = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    section = table.setdefault(parts[0], {})
-    if not isinstance(section, dict):
-        raise UserError(f"override {item!r}: {parts[0]} is not a section")
-    section[parts[1]] = value
-
-
-def _build(cls: type, table: Any, where: str, prefix: str) -> Any:
-    if not isinstance(table, dict):
-        raise UserError(f"{where}: {prefix.rstrip('.')} must be a table, not {table!r}")
-    hints = typing.get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]
-    for key in table:
-        if key not in known:
-            raise UserError(f"{where}: unknown key {prefix}{key}; known here: {', '.join(known)}")
-    try:
-        return cls(**{k: _convert(hints[k], v, where, f"{prefix}{k}") for k, v in table.items()})
-    except TypeError:
-        missing = [f.name for f in dataclasses.fields(cls) if f.name not in table and _required(f)]
-        raise UserError(f"{where}: {prefix}{missing[0]} is missing") from None
-
-
-def _required(f: dataclasses.Field[Any]) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
-def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, where, f"{key}.")
-    if origin is Literal:
-        if value not in args:
-            raise UserError(f"{where}: {key} = {value!r}: must be one of {', '.join(map(repr, args))}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise UserError(f"{where}: {key} = {value!r}: must be a list")
-        if args[-1] is Ellipsis:
-            return tuple(_convert(args[0], v, where, f"{key}[{i}]") for i, v in enumerate(value))
-        if len(value) != len(args):
-            raise UserError(f"{where}: {key} = {value!r}: must have {len(args)} values")
-        return tuple(_convert(a, v, where, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
-    if origin is dict or isinstance(origin, types.GenericAlias):
-        if not isinstance(value, dict):
-            raise UserError(f"{where}: {key} = {value!r}: must be a table")
-        return value
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise UserError(f"{where}: {key} = {value!r}: must be of type {hint.__name__}")
-    return value

@@ -17,7 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from megatron_brorl.config import Config, OptimConfig
-from megatron_brorl.data.source import load_sources
+from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import read_shape
@@ -33,7 +33,9 @@ from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context, stop_ids
-from megatron_brorl.train.worker import Worker
+from megatron_brorl.train.value import critic_optim
+from megatron_brorl.train.worker import CriticWorker, Worker
+from megatron_brorl.types import Prompt
 
 SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
 
@@ -41,7 +43,11 @@ SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
 class Session:
     """What every command needs: grid, shape, tokenizer, prompts; and an orderly end of all of them."""
 
-    def __init__(self, config: Config) -> None:
+    sources: Sources  # not there where benchmarks are evaluated
+    benchmarks: dict[str, list[Prompt]]  # what `brorl evaluate` asks, by name
+
+    def __init__(self, config: Config, benchmarks: bool = False) -> None:
+        """benchmarks: read the files of evaluate.benchmarks, where there are any, and nothing to train on."""
         self.config = config
         self.dir = Path(config.run.dir)
         self.shape = read_shape(config.model.path)
@@ -59,7 +65,11 @@ class Session:
         if config.ops.implementation == "fused":
             _check_extension()
         limit = context(config, self.shape) - config.rollout.max_tokens
-        self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
+        if benchmarks and config.evaluate.benchmarks:
+            self.benchmarks = load_benchmarks(config.evaluate.benchmarks, config.data, self.tokenizer, limit)
+        else:
+            self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
+            self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
         self.grid = grid.build(config.parallel, config.run.seed, config.rollout.timeout_s + GRACE_S)
         self.speaks = self.grid.rank == 0
@@ -118,6 +128,25 @@ class Session:
         worker.load_hf(c.model.path)
         return worker
 
+    def critic(self) -> Any:
+        """The critic, which begins as the model of model.path, where algo.advantage asks for one."""
+        c = self.config
+        if c.algo.advantage != "gae":
+            return None
+        critic = CriticWorker(
+            self.shape,
+            self.grid,
+            DTYPES[c.model.dtype],
+            c.train.tokens_per_micro_batch,
+            c.train.recompute,
+            critic_optim(c.critic, c.optim),
+            c.parallel.distributed_optimizer,
+            c.ops.implementation,
+            c.train.share_prompt,
+        )
+        critic.load_hf(c.model.path)
+        return critic
+
     def rollouts(self) -> Any:
         c = self.config
         pool = RewardPool(c.reward.workers, c.reward.timeout_s)
@@ -175,7 +204,10 @@ class Session:
         """What a resumed run must have in common with the one it goes on from."""
         c = self.config
         plain = dataclasses.asdict(c)
-        kept = {name: plain[name] for name in ("data", "rollout", "reward", "algo", "ops", "optim")}
+        kept = {
+            name: plain[name]
+            for name in ("data", "rollout", "reward", "shaping", "algo", "critic", "reference", "ops", "optim")
+        }
         for key in ("timeout_s", "most_lost"):
             del kept["rollout"][key]  # they decide when a run ends, not what it computes
         kept["run"] = {"seed": c.run.seed}

@@ -20,6 +20,9 @@ from torch import Tensor
 FinishReason = Literal["stop", "length", "cut"]
 
 
+CORRECT = 0.99  # a reward from here on is that of a right response
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A verifiable task, as the data layer hands it out."""
@@ -86,17 +89,16 @@ class Experience:
     responses: tuple[Tensor, ...]  # [G] int64 each
     rollout_log_probs: tuple[Tensor, ...]  # [G] float32 each, from the engine
     old_log_probs: tuple[Tensor, ...] | None  # [G] float32 each, of the actor; None: the actor has not moved since
-    advantages: Tensor  # [B] float32, whitened over the global batch
+    advantages: tuple[Tensor, ...]  # [G] float32 each
+    values: tuple[Tensor, ...] | None = None  # [G] float32 each, of the critic before its update
+    returns: tuple[Tensor, ...] | None = None  # [G] float32 each, which it learns to predict
+    reference_log_probs: tuple[Tensor, ...] | None = None  # [G] float32 each, of the reference policy
+    mask: tuple[Tensor, ...] | None = None  # [G] bool each; false: no policy loss on the token. None: all true
 
     def __len__(self) -> int:
         return len(self.responses)
 
     def take(self, rows: list[int]) -> Experience:
         """The given rows, in the given order."""
-        return Experience(
-            prompts=tuple(self.prompts[i] for i in rows),
-            responses=tuple(self.responses[i] for i in rows),
-            rollout_log_probs=tuple(self.rollout_log_probs[i] for i in rows),
-            old_log_probs=self.old_log_probs and tuple(self.old_log_probs[i] for i in rows),
-            advantages=self.advantages[rows],
-        )
+        fields = {k: v and tuple(v[i] for i in rows) for k, v in vars(self).items()}
+        return Experience(**fields)

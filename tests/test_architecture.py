@@ -10,14 +10,14 @@ ROOT = PACKAGE.parent
 
 # A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
 FLOORS = [
-    {"errors", "types", "config", "metrics", "progress", "hf_config"},
+    {"errors", "types", "config", "config_file", "metrics", "progress", "hf_config"},
     {"algo", "rewards"},
     {"ops", "theory"},  # the fused ops take up formulas of algo, the theory its intervals
     {"parallel"},
     {"reshard", "rollout", "data"},
     {"models"},
     {"train", "report"},
-    {"cli", "theory_cli", "session", "launch", "__main__"},
+    {"cli", "evaluate_cli", "theory_cli", "session", "launch", "__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 

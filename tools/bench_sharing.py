@@ -39,7 +39,8 @@ def measure(directory: str, processes: Grid, prompt: int, n: int, share: bool, r
     text = torch.randint(0, vocab, (prompt,), generator=g)
     responses = tuple(torch.randint(0, vocab, (RESPONSE,), generator=g) for _ in range(n))
     sampled = tuple(torch.full((RESPONSE,), -8.3) for _ in range(n))
-    experience = Experience((text,) * n, responses, sampled, None, torch.randn(n, generator=g))
+    advantages = tuple(torch.randn(n, generator=g)[:, None].expand(n, RESPONSE))
+    experience = Experience((text,) * n, responses, sampled, None, advantages)
     tokens, seconds = worker.tokens(experience.prompts, responses), []
     for update in range(1 + repeat):
         start = time.perf_counter()

@@ -59,7 +59,8 @@ prompts = 1
 max_tokens = {response}
 [reward]
 extract = "answer_tag"
-strict = false  # a response that ends at the length limit counts
+strict = false
+cut_off_factor = 1.0  # a response that ends at the length limit counts
 [train]
 steps = {steps}
 checkpoint_every = 0

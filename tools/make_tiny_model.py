@@ -11,7 +11,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from megatron_brorl.config import load
+from megatron_brorl.config_file import load
 from megatron_brorl.data.generate import corpus
 from megatron_brorl.data.sentencepiece_tokenizer import train_sentencepiece
 from megatron_brorl.errors import UserError

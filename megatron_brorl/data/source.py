@@ -77,6 +77,19 @@ def load_sources(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     return Sources(FileSource(train, seed), held_out, "\n".join(report))
 
 
+def load_benchmarks(
+    files: Sequence[str], config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int
+) -> dict[str, list[Prompt]]:
+    """The prompts of each file by the file's name without its ending. Raises UserError for whatever is wrong."""
+    found: dict[str, list[Prompt]] = {}
+    for name in files:
+        stem = Path(name).stem
+        if stem in found:
+            raise UserError(f"evaluate.benchmarks: {name}: there is another file called {stem}; rename one of them")
+        found[stem] = _from_files([name], "evaluate.benchmarks", config, tokenizer, max_prompt_tokens, [])
+    return found
+
+
 def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int) -> Sources:
     held_out_stream = GeneratedPrompts(
         config, _stream_seed("held_out", config.held_out_seed), tokenizer, max_prompt_tokens

@@ -12,13 +12,15 @@ import json
 import os
 import queue
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.models import manifest
@@ -27,14 +29,48 @@ from megatron_brorl.parallel import device
 
 LATEST = "latest"
 RUN = "run.json"
-STEPPED = "optimizer_has_stepped"  # key of run.json
+STEPPED = "optimizers_that_have_stepped"  # key of run.json: names of parts
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model of a run with its optimizer. The actor is called "": its tensors are named as in any checkpoint."""
+
+    name: str  # stands before the names of its tensors
+    module: Any
+    optimizer: Any = None  # None: it has none
+    weights: dict[str, Tensor] | None = None  # by the module's names, in place of the module's own
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.name}." if self.name else ""
+
+    def state(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
+        """Megatron's sharded state; an optimizer that has not stepped yet has none."""
+        model = self.module.sharded_state_dict(prefix=self.prefix)
+        for name, weight in (self.weights or {}).items():
+            model[self.prefix + name].data = weight
+        if not with_optimizer:
+            return {"model": model}
+        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        model = {k.removeprefix(self.prefix): v for k, v in state["model"].items()}
+        if self.weights is not None:
+            for name, weight in self.weights.items():
+                weight.copy_(model[name])
+            return
+        self.module.load_state_dict(model)
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.optimizer.reload_model_params()
 
 
 def save(
     root: Path,
     step: int,
-    actor: Any,
-    optimizer: Any,
+    parts: Sequence[Part],
     run: dict[str, Any],
     keep: int,
     add: Callable[[Path], None] = lambda directory: None,
@@ -50,11 +86,11 @@ def save(
             shutil.rmtree(stale)
         aside.mkdir(parents=True)
     dist.barrier()
-    stepped = bool(optimizer.optimizer.state)
+    stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
     # Megatron starts a process that imports torch (190 MiB, seconds) for a queue that asynchronous saves alone need.
     filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
     with device.bridge():
-        dist_checkpointing.save(_state(actor, optimizer if stepped else None), str(aside))
+        dist_checkpointing.save(_states(parts, stepped), str(aside))
     add(aside)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -91,25 +127,22 @@ def read_run(directory: Path) -> dict[str, Any]:
     return json.loads((directory / RUN).read_text(encoding="utf-8"))
 
 
-def load(directory: Path, actor: Any, optimizer: Any) -> None:
+def load(directory: Path, parts: Sequence[Part]) -> None:
     """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one."""
     stepped = read_run(directory)[STEPPED]
     with device.bridge():
-        wanted = _state(actor, optimizer if stepped else None, loading=True)
-        state = dist_checkpointing.load(wanted, str(directory))
-        actor.load_state_dict(state["model"])
-        if stepped:
-            optimizer.load_state_dict(state["optimizer"])
-        else:
-            optimizer.reload_model_params()
+        state = dist_checkpointing.load(_states(parts, stepped, loading=True), str(directory))
+        for part in parts:
+            part.restore(state[part.name] if part.name else state)
 
 
-def _state(actor: Any, optimizer: Any, loading: bool = False) -> dict[str, Any]:
-    """Megatron's sharded state; without the optimizer's where it has not stepped yet and so has none."""
-    model = actor.sharded_state_dict(prefix="")
-    if optimizer is None:
-        return {"model": model}
-    return {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading)}
+def _states(parts: Sequence[Part], stepped: Sequence[str], loading: bool = False) -> dict[str, Any]:
+    """The actor's state, and those of the other parts by name."""
+    states: dict[str, Any] = {}
+    for part in parts:
+        own = part.state(part.name in stepped, loading)
+        states |= {part.name: own} if part.name else own
+    return states
 
 
 def _write_atomically(path: Path, text: str) -> None:

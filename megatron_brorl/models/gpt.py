@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.vocab import linear_log_probs
+from megatron_brorl.reshard.layout import Entry
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -171,9 +173,9 @@ def fused_layers(ops: str) -> bool:
 
 
 def transformer_config(
-    shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False, ops: str = "fused"
+    shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool, ops: str
 ) -> TransformerConfig:
-    """Megatron's description of the model. dtype is that of weights and activations."""
+    """Megatron's description of the model. dtype is that of weights and activations, ops what build_actor gets."""
     _, rope_factor = rope.inverse_frequencies(shape)
     gpu = device.on_gpu()
     return TransformerConfig(
@@ -226,10 +228,19 @@ def build_actor(
     check_layout(shape, grid.tensor, grid.pipeline)
     with device.bridge():
         actor = Actor(shape, transformer_config(shape, grid, dtype, recompute, ops), grid, ops)
-    # Megatron marks sharded parameters only while it initialises them, and counts unmarked ones of tensor rank 0 alone
-    # in the gradient norm.
-    parameters = dict(global_parameters(actor))
-    for entry in entries(shape, grid.pipeline, actor.fused_norms):
+    mark_sharded(actor, entries(shape, grid.pipeline, actor.fused_norms))
+    if actor.post_process and not actor.pre_process and shape.tied:
+        set_tensor_model_parallel_attributes(actor.output_layer.weight, True, 0, 1)
+    return actor.to(device=device.default_device(), dtype=dtype)
+
+
+def mark_sharded(model: Actor, table: Sequence[Entry]) -> None:
+    """Tell Megatron which parameters are cut over tensor ranks.
+
+    It marks them only while it initialises them, and counts unmarked ones of tensor rank 0 alone in the gradient norm.
+    """
+    parameters = dict(global_parameters(model))
+    for entry in table:
         parameter = parameters.get(entry.megatron)
         if parameter is not None and entry.layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
             dim, stride = (
@@ -237,9 +248,6 @@ def build_actor(
                 1 + int(entry.layout == "gate_up"),
             )  # a part of gate, one of up
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)
-    if actor.post_process and not actor.pre_process and shape.tied:
-        set_tensor_model_parallel_attributes(actor.output_layer.weight, True, 0, 1)
-    return actor.to(device=device.default_device(), dtype=dtype)
 
 
 def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: bool) -> TransformerBlockSubmodules:

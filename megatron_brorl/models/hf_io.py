@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -88,15 +88,25 @@ class Checkpoint:
         return tensors
 
 
-def load(actor: torch.nn.Module, shape: ModelShape, grid: Grid, directory: str | Path, fused_norms: bool) -> None:
-    """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype."""
+def load(
+    actor: torch.nn.Module,
+    shape: ModelShape,
+    grid: Grid,
+    directory: str | Path,
+    fused_norms: bool,
+    own: Sequence[str] = (),
+) -> None:
+    """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype.
+
+    own: parameters that no directory holds, which stay as they are.
+    """
     checkpoint = Checkpoint(Path(directory))
     checkpoint.check(hf_names.hf_shapes(shape))
-    parameters = dict(hf_names.global_parameters(actor))
+    parameters = {k: v for k, v in hf_names.global_parameters(actor).items() if k not in own}
     with torch.no_grad():
         for entry in hf_names.entries(shape, grid.pipeline, fused_norms):
             targets = [parameters.pop(entry.megatron)] if entry.stage == grid.pp_rank else []
-            if entry.layout == "vocab" and shape.tied and grid.last_stage and not grid.first_stage:
+            if entry.layout == "vocab" and shape.tied and "output_layer.weight" in parameters:
                 targets.append(parameters.pop("output_layer.weight"))  # the last stage's copy of a tied embedding
             if targets:
                 part = to_local(entry, checkpoint.read(entry), shape.kv_heads, grid.tp_rank, grid.tensor)

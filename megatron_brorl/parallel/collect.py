@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,14 @@ def combine(values: Mapping[str, float], op: Any, *groups: dist.ProcessGroup | N
     for group in groups:
         dist.all_reduce(packed, op, group=group)
     return dict(zip(values, packed.tolist(), strict=True))
+
+
+def each(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
+    """The numbers of every rank of the group in rank order, in float64; as many on every rank."""
+    own = torch.tensor(values, dtype=torch.float64, device=device.default_device())
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    return [part.tolist() for part in found]
 
 
 def total(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dict[str, float]:

@@ -11,9 +11,7 @@ import torch
 from megatron_brorl.config import RewardConfig
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest, Status
-from megatron_brorl.types import RolloutGroup, ScoredGroup
-
-CORRECT = 0.99  # a strict reward is 1 from here on
+from megatron_brorl.types import CORRECT, RolloutGroup, ScoredGroup
 
 
 def score_groups(
@@ -21,21 +19,23 @@ def score_groups(
 ) -> tuple[list[ScoredGroup], dict[str, int]]:
     """Score rollout j of group i by texts[i][j], its decoded response without the end-of-sequence token.
 
-    Strict: a response cut off at the length limit scores 0, and partial credit is none. Also returns how many
-    rollouts had each status of pool.Verdict, or "length" for those cut off.
+    Strict: partial credit is none. A response cut off at the length limit scores cut_off_factor of its reward, and is
+    not looked at where that is 0. Also returns how many rollouts had each status of pool.Verdict, or "length" for those
+    not looked at.
     """
     requests = []
-    cut: list[bool] = []
+    unseen: list[bool] = []
+    factors: list[float] = []
     for group, responses in zip(groups, texts, strict=True):
         for rollout, text in zip(group.rollouts, responses, strict=True):
-            cut.append(config.strict and rollout.finish == "length")
-            answer = None if cut[-1] else extract(text, config.extract, config.max_chars)
+            factors.append(config.cut_off_factor if rollout.finish == "length" else 1.0)
+            unseen.append(not factors[-1])
+            answer = None if unseen[-1] else extract(text, config.extract, config.max_chars)
             requests.append(ScoreRequest(group.prompt, answer))
     verdicts = pool.score(requests)
     counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
-    counts.update("length" if c else v.status for c, v in zip(cut, verdicts, strict=True))
-    rewards = torch.tensor([v.reward for v in verdicts], dtype=torch.float32)
-    if config.strict:
-        rewards = torch.tensor([float(v.reward >= CORRECT) for v in verdicts], dtype=torch.float32)
+    counts.update("length" if u else v.status for u, v in zip(unseen, verdicts, strict=True))
+    credit = [float(v.reward >= CORRECT) if config.strict else v.reward for v in verdicts]
+    rewards = torch.tensor([f * c for f, c in zip(factors, credit, strict=True)], dtype=torch.float32)
     parts = rewards.split([len(group.rollouts) for group in groups])
     return [ScoredGroup(group, part.clone()) for group, part in zip(groups, parts, strict=True)], dict(counts)

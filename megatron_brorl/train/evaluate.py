@@ -13,9 +13,7 @@ from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import even_cuts
 from megatron_brorl.train.groups import gather
 from megatron_brorl.train.rollouts import Rollouts, check_lost
-from megatron_brorl.types import OpenGroup, Prompt
-
-CORRECT = 0.99  # a reward from here on counts as a pass
+from megatron_brorl.types import CORRECT, OpenGroup, Prompt
 
 
 @dataclass(frozen=True)
@@ -47,38 +45,75 @@ class Evaluation:
         }
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What one prompt's samples came to."""
+
+    prompt: Prompt
+    samples: int  # that were not lost; at least 1
+    right: int
+    reward: float  # mean
+    tokens: float  # mean of the responses
+
+    @property
+    def task(self) -> str:
+        return str(self.prompt.metadata.get("source_dataset", self.prompt.verifier))
+
+    def as_dict(self) -> dict[str, Any]:
+        figures = {"samples": self.samples, "right": self.right, "reward": self.reward, "tokens": self.tokens}
+        return {"id": self.prompt.id, "task": self.task, **figures}
+
+
 def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], config: EvaluateConfig, sampling: Sampling) -> Evaluation:
-    """Sample every prompt config.samples times, shared over all ranks; the same result on every rank.
+    """sample_answers of the prompts, summed up; the same result on every rank."""
+    return sum_up(sample_answers(rollouts, prompts, config.samples, sampling), len(prompts), config, rollouts.seed)
+
+
+def sample_answers(rollouts: Rollouts, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Answers]:
+    """n samples of every prompt, shared over all ranks; the same result on every rank.
 
     The random streams do not depend on the training step, so that evaluations of two policies are paired. Lost samples
-    are counted and left out: a prompt's share of passes is over its survivors, and a prompt with fewer than k of them
-    is left out of pass@k.
+    are left out, and so is a prompt that lost all of its. Raises UserError where too many were lost, or all.
     """
-    n, grid = config.samples, rollouts.grid
+    grid = rollouts.grid
     groups = [OpenGroup(prompt, "evaluate", place) for place, prompt in enumerate(prompts)]
     own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
     sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
     outcomes = gather(sampled.rows, len(groups), n, None)
-    lost = int((~outcomes.ended).sum())
-    check_lost("evaluation", lost, len(groups) * n, rollouts.most_lost)
-    correct = ((outcomes.rewards >= CORRECT) & outcomes.ended).sum(dim=1).tolist()
-    survivors = outcomes.ended.sum(dim=1).tolist()
-    passed = [(c, m) for c, m in zip(correct, survivors, strict=True) if m]
-    if not passed:
+    check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.most_lost)
+    found = []
+    for prompt, ended, rewards, tokens in zip(
+        prompts, outcomes.ended, outcomes.rewards.double(), outcomes.tokens.double(), strict=True
+    ):
+        if ended.any():
+            reward, length = rewards[ended], tokens[ended]
+            right = int((reward >= CORRECT).sum())
+            found.append(Answers(prompt, int(ended.sum()), right, float(reward.mean()), float(length.mean())))
+    if not found:
         raise UserError("evaluation: every sample was lost, so there is nothing to report")
+    return found
+
+
+def sum_up(answers: Sequence[Answers], prompts: int, config: EvaluateConfig, seed: int) -> Evaluation:
+    """The figures of these answers to `prompts` prompts; at least one answer.
+
+    A prompt's share of passes is over its own samples, and one with fewer than k of them is left out of pass@k.
+    """
+    total = sum(a.samples for a in answers)
     tasks: dict[str, list[float]] = {}
-    for prompt, c, m in zip(prompts, correct, survivors, strict=True):
-        if m:
-            tasks.setdefault(str(prompt.metadata.get("source_dataset", prompt.verifier)), []).append(c / m)
+    for a in answers:
+        tasks.setdefault(a.task, []).append(a.right / a.samples)
+    ks = config.pass_at or _powers(max(a.samples for a in answers))
+    passes = {k: [pass_at_k(a.samples, a.right, k) for a in answers if a.samples >= k] for k in ks}
     return Evaluation(
-        pass_at_1=bootstrap_mean([c / m for c, m in passed], config.bootstrap, rollouts.seed),
-        pass_at_k={k: _mean([pass_at_k(m, c, k) for c, m in passed if m >= k]) for k in _powers(max(survivors))},
+        pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], config.bootstrap, seed),
+        pass_at_k={k: _mean(values) for k, values in passes.items() if values},
         by_task={name: _mean(values) for name, values in sorted(tasks.items())},
-        mean_reward=float(outcomes.rewards.double().sum()) / sum(survivors),
-        response_tokens=float(outcomes.tokens[outcomes.ended].sum()) / sum(survivors),
-        prompts=len(prompts),
-        samples=n,
-        lost=lost,
+        mean_reward=sum(a.reward * a.samples for a in answers) / total,
+        response_tokens=sum(a.tokens * a.samples for a in answers) / total,
+        prompts=prompts,
+        samples=config.samples,
+        lost=prompts * config.samples - total,
     )
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.advantage import group_baseline, moments, whiten
 from megatron_brorl.algo.selection import has_signal
+from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.parallel import device
 from megatron_brorl.types import Row
 
@@ -31,6 +31,7 @@ class Outcomes:
     state: Tensor  # int64
     rewards: Tensor  # float32
     tokens: Tensor  # int64
+    repeats: Tensor  # int64, n-grams that had occurred before
 
     @property
     def ended(self) -> Tensor:
@@ -42,20 +43,28 @@ class Outcomes:
         return self.rewards[group][self.ended[group]]
 
 
-def gather(rows: Sequence[Row], groups: int, n: int, ranks: dist.ProcessGroup | None) -> Outcomes:
-    """The outcomes of `groups` groups of n; a collective. rows: every rollout that is not lost, on one of `ranks`."""
-    table = torch.zeros(3, groups, n, dtype=torch.float64)
+def gather(rows: Sequence[Row], groups: int, n: int, ranks: dist.ProcessGroup | None, ngram: int = 0) -> Outcomes:
+    """The outcomes of `groups` groups of n; a collective. rows: every rollout that is not lost, on one of `ranks`.
+
+    ngram: config key shaping.repetition_ngram; 0 counts no repetitions.
+    """
+    table = torch.zeros(4, groups, n, dtype=torch.float64)
     if rows:
         at = torch.tensor([(row.group, row.rollout.index) for row in rows]).T
         values = [
-            (_STATE[r.rollout.finish], 0.0 if r.rollout.finish == "cut" else r.reward, len(r.rollout.token_ids))
+            (
+                _STATE[r.rollout.finish],
+                0.0 if r.rollout.finish == "cut" else r.reward,
+                len(r.rollout.token_ids),
+                repeated_ngrams(r.rollout.token_ids, ngram) if ngram else 0,
+            )
             for r in rows
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
     table = table.to(device.default_device())
     dist.all_reduce(table, group=ranks)  # a rollout is on one rank, so that its values are only added to zeros
-    state, rewards, tokens = table.cpu()
-    return Outcomes(state.long(), rewards.float(), tokens.long())
+    state, rewards, tokens, repeats = table.cpu()
+    return Outcomes(state.long(), rewards.float(), tokens.long(), repeats.long())
 
 
 def give_up(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
@@ -70,40 +79,22 @@ class Selection:
     """Groups of a step, by index in ascending order."""
 
     closed: list[int]  # none of whose siblings goes on
-    kept: list[int]  # of these: whose survivors differ, so that there is something to learn
+    kept: list[int]  # of these: those to train on
+
+    def without(self, groups: Sequence[int]) -> Selection:
+        """The same as if these groups had not closed yet."""
+        out = set(groups)
+        return Selection([g for g in self.closed if g not in out], [g for g in self.kept if g not in out])
 
 
-def select(outcomes: Outcomes) -> Selection:
-    """Dynamic sampling over the survivors of all ranks; a group with fewer than two has no signal."""
-    closed = [g for g, state in enumerate(outcomes.state) if not bool((state == CUT).any())]
-    kept = [g for g in closed if len(rewards := outcomes.rewards_of(g)) and has_signal(rewards)]
-    return Selection(closed, kept)
+def select(outcomes: Outcomes, dynamic_sampling: bool = True) -> Selection:
+    """Dynamic sampling over the survivors of all ranks; a group with fewer than two has no signal.
 
-
-def advantages(outcomes: Outcomes, kept: Sequence[int], ops: str) -> Tensor:
-    """REINFORCE++-baseline of every survivor of the kept groups, float32 [groups, N], 0 elsewhere.
-
-    A reward minus the mean over its group's survivors, whitened over all of them: the global batch, each rollout once.
-    ops: config key ops.implementation.
+    dynamic_sampling = False keeps every closed group that has a survivor.
     """
-    table = torch.zeros_like(outcomes.rewards)
-    rewards = [outcomes.rewards_of(g) for g in kept]
-    if not rewards:
-        return table
-    flat, sizes = torch.cat(rewards), [len(r) for r in rewards]
-    if ops == "fused":
-        from megatron_brorl.ops import fused_advantages
-
-        centred = fused_advantages.group_advantages(flat, torch.tensor([0, *sizes]).cumsum(0))
-        batch = fused_advantages.to_moments(fused_advantages.moments(centred))
-        whitened = fused_advantages.whiten_(centred, batch.mean, batch.std)
-    else:
-        centred = torch.cat([group_baseline(r) for r in rewards])
-        whitened = whiten(centred, moments(centred))
-    where = torch.zeros_like(outcomes.ended)
-    where[list(kept)] = outcomes.ended[list(kept)]
-    table[where] = whitened
-    return table
+    closed = [g for g, state in enumerate(outcomes.state) if not bool((state == CUT).any())]
+    alive = [g for g in closed if len(outcomes.rewards_of(g))]
+    return Selection(closed, [g for g in alive if not dynamic_sampling or has_signal(outcomes.rewards_of(g))])
 
 
 def mini_batches(

@@ -1,18 +1,21 @@
 """The step of BroRL, readable on one page.
 
-prompts -> N rollouts each -> verdicts -> groups with a signal -> advantages -> clipped update -> weights to engine
+prompts -> N rollouts each -> verdicts -> groups with a signal -> advantages -> clipped updates -> weights to engine
 
 Rollouts may be lost, and may take several steps: a group is trained on with its survivors when none of it goes on.
+A step in which no group is kept updates nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.algo.shaping import is_on, shaped
 from megatron_brorl.config import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
@@ -24,18 +27,43 @@ from megatron_brorl.progress import Progress
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.rows import in_order
 from megatron_brorl.rollout.sampler import own_slots, share_with_model_group
+from megatron_brorl.train.advantages import of_rollouts
 from megatron_brorl.train.carried import Carried, carry, read, staleness, write
 from megatron_brorl.train.evaluate import Evaluation, evaluate
-from megatron_brorl.train.experience import make_experience
-from megatron_brorl.train.groups import CUT, advantages, figures, gather, give_up, mini_batches, select
-from megatron_brorl.train.policy import update_policy
+from megatron_brorl.train.experience import Models, make_experience
+from megatron_brorl.train.groups import (
+    CUT,
+    Outcomes,
+    Selection,
+    figures,
+    gather,
+    give_up,
+    mini_batches,
+    select,
+)
+from megatron_brorl.train.policy import scaled, update_policy
+from megatron_brorl.train.reference import Reference
 from megatron_brorl.train.refit import refit
 from megatron_brorl.train.rollouts import Rollouts, Sampled, check_lost
+from megatron_brorl.train.stall import Stall
+from megatron_brorl.train.value import critic_optim, update_critic
 from megatron_brorl.train.verify import verify_reshard
-from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import OpenGroup, Prompt
+from megatron_brorl.train.worker import CriticWorker, Worker
+from megatron_brorl.types import OpenGroup, Prompt, Row
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts a run would train on noise
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a step trains on, and what its sampling came to."""
+
+    groups: list[OpenGroup]
+    rows: list[Row]  # this replica's, of the groups to train on
+    outcomes: Outcomes
+    selection: Selection
+    values: dict[str, float]  # the same on every rank
+    seconds: dict[str, float]
 
 
 @dataclass
@@ -52,15 +80,22 @@ class Trainer:
     fingerprint: dict[str, Any]  # what must not change when a run is resumed
     started: float  # Unix time at which this process's part of the job began
     step: int = 0  # steps done
+    taken: int = 0  # times that rollout.prompts were taken from the source: once per step, and once per refill
     updates: int = 0  # optimizer steps done
     carried: Carried = field(default_factory=Carried)  # rollouts that go on in the next step
     before: dict[str, Any] | None = None  # the evaluation before step 0
+    trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
+    stall: Stall = field(default_factory=Stall)  # of held-out pass@1
     spent: float = 0.0  # seconds of the processes that this one goes on from
+    critic: CriticWorker | None = None  # of algo.advantage = "gae"
+    critic_updates: int = 0  # its optimizer steps done
+    reference: Reference | None = None  # of algo.kl_coef
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
-        """Train to train.steps, with checkpoints; False where stop() (asked at step boundaries) ended it early.
+        """Train to train.steps, with checkpoints, or until train.seconds or train.stalls end it.
 
-        Raises UserError, after saving, where a rollout engine hangs.
+        False where stop() (asked at step boundaries) ended it early. Raises UserError, after saving, where a rollout
+        engine hangs.
         """
         every, steps = self.config.train.checkpoint_every, self.config.train.steps
         self.refit()
@@ -68,87 +103,118 @@ class Trainer:
             self.before = self.evaluate(progress).as_dict()
             progress.note(f"held-out pass@1 before: {_percent(self.before)}")
             self.check_engines("nothing is lost: no step was done")
-        while self.step < steps:
+        while self.step < steps and not self.over():
             values, seconds = self.train_step()
+            self.trained_s += collect.greatest({"step": seconds["step"]})["step"]
             due = self.config.evaluate.every and self.step % self.config.evaluate.every == 0
-            if due and self.held_out and self.step < steps and not self.stuck():
+            if due and self.held_out and self.step < steps and not self.over() and not self.stuck():
                 begun = time.monotonic()
                 values |= _flat(self.evaluate(progress))
                 seconds["evaluate"] = time.monotonic() - begun
+                self.stall.saw(values["pass_at_1"])
+            self._reset_reference(values, progress)
             if writer:
                 writer.write(self.step - 1, values, seconds)
             progress.update(self.step, _watched(values, seconds))
-            stopping, stuck = stop(), self.stuck()
-            if stopping or stuck or self.step == steps or (every and self.step % every == 0):
+            stopping, stuck, ending = stop(), self.stuck(), self.step == steps or self.over()
+            if stopping or stuck or ending or (every and self.step % every == 0):
                 self.save()
             self.check_engines(f"the state after step {self.step} is saved")
-            if stopping and self.step < steps:
+            if stopping and not ending:
                 return False
         return True
 
+    def over(self) -> bool:
+        """Whether train.seconds or train.stalls ends the run; all ranks get the same answer."""
+        t = self.config.train
+        return bool(t.seconds and self.trained_s >= t.seconds) or bool(t.stalls and self.stall.count >= t.stalls)
+
     def train_step(self) -> tuple[dict[str, float], dict[str, float]]:
         """One step; returns its figures (the same on every rank) and the seconds of each phase on this one."""
-        c, grid, begun = self.config, self.grid, time.monotonic()
-        prompts = self.train_source.take(self.step, c.rollout.prompts)
-        groups = [*self.carried.groups, *(OpenGroup(p, self.step, place) for place, p in enumerate(prompts))]
-        sampled = self._sample(groups, len(prompts))
+        c, begun = self.config, time.monotonic()
+        got = self._collect()
         self.rollouts.engine.sleep()  # its memory serves the training; the weights come anew afterwards
-        rows = in_order([*share_with_model_group(sampled.rows, grid), *self.carried.finished()])
-        outcomes, too_old = give_up(
-            gather(rows, len(groups), c.rollout.n, grid.groups.dp),
-            [i for i, g in enumerate(groups) if self.step - int(g.step) >= c.rollout.most_carried],
-        )
-        sums = collect.total(sampled.counts())
-        self._check(sums, too_old)
-        selection = select(outcomes)
-        self.carried = carry(groups, rows, selection.closed)
-
         training = time.monotonic()
-        updates = c.algo.mini_batches * c.algo.epochs
-        kept = set(selection.kept)
-        trained = [row for row in rows if row.group in kept and row.rollout.finish != "cut"]
-        experience = make_experience(
-            trained,
-            groups,
-            advantages(outcomes, selection.kept, c.ops.implementation),
-            self.worker,
-            c.rollout.temperature,
-            c.algo.old_log_probs,
-            updates,
-        )
-        update = update_policy(
-            self.worker,
-            experience,
-            mini_batches(trained, selection.kept, c.algo.mini_batches, c.algo.mini_batch_of),
-            c.algo,
-            c.optim,
-            c.rollout.temperature,
-            self.updates,
-        )
-        values = {
-            **figures(outcomes, selection),
-            "unscored_share": sums["unscored"] / (sums["scored"] or 1.0),
-            "lost_share": (sums["lost"] + too_old) / sums["asked"],
-            "late": sums["late"],
-            **update,
-        }
-        if c.rollout.partial_tokens:
-            values |= {"carried": float((outcomes.state == CUT).sum()), **staleness(trained, self.updates, grid)}
+        outcomes = self._shaped(got.outcomes)
+        earned = of_rollouts(outcomes, got.selection.kept, c.algo, c.ops.implementation)
+        models = Models(self.worker, self.critic, self.reference)
+        experience, values = make_experience(got.rows, got.groups, earned, models, c.algo, c.rollout.temperature)
+        batches = mini_batches(got.rows, got.selection.kept, c.algo.mini_batches, c.algo.mini_batch_of) * c.algo.epochs
+        if self.critic:
+            rates = critic_optim(c.critic, c.optim)
+            values |= update_critic(self.critic, experience, batches, c.critic.clip, rates, self.critic_updates)
+            self.critic_updates += len(batches)
+            if self.step < c.critic.steps_alone:
+                batches = []
+        optim = scaled(c.optim, c.rollout.prompts * c.rollout.n)
+        values |= update_policy(self.worker, experience, batches, c.algo, optim, c.rollout.temperature, self.updates)
+        values |= got.values
+        if is_on(c.shaping):
+            values["shaped_reward"] = figures(outcomes, got.selection)["reward"]
         trained_at = time.monotonic()
         self.step += 1
-        self.updates += updates
-        refitted = self.refit()
+        self.updates += len(batches)
+        values |= self.refit()
         done = time.monotonic()
-        tokens = collect.total(self.worker.tokens(experience.prompts, experience.responses), grid.groups.dp)
+        tokens = collect.total(self.worker.tokens(experience.prompts, experience.responses), self.grid.groups.dp)
         values["token_gain"] = tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
-        values |= refitted
         seconds = {
-            **sampled.seconds,
+            **got.seconds,
             "train": trained_at - training,
             "refit": done - trained_at,
             "step": done - begun,
         }
         return values, seconds
+
+    def _collect(self) -> Collected:
+        """Sample, score and select; again while too few groups are kept and rollout.refills allows it."""
+        c, grid, target = self.config, self.grid, self.config.rollout.prompts
+        groups, rows = list(self.carried.groups), self.carried.finished()
+        sums: Counter[str] = Counter()
+        seconds: Counter[str] = Counter()
+        kept: list[int] = []
+        for _ in range(1 + c.rollout.refills):
+            prompts = self.train_source.take(self.taken, target)
+            groups += [OpenGroup(p, self.taken, place) for place, p in enumerate(prompts)]
+            self.taken += 1
+            sampled = self._sample(groups, len(prompts))
+            rows = in_order([*rows, *share_with_model_group(sampled.rows, grid)])
+            outcomes, too_old = give_up(
+                gather(rows, len(groups), c.rollout.n, grid.groups.dp, c.shaping.repetition_ngram),
+                [i for i, g in enumerate(groups) if self.step - int(g.step) >= c.rollout.most_carried],
+            )
+            sums.update(collect.total(sampled.counts()))
+            seconds.update(sampled.seconds)
+            self._check(sums, too_old)
+            selection = select(outcomes, c.algo.dynamic_sampling)
+            kept = selection.kept
+            if len(kept) >= target:
+                break
+        if c.rollout.refills:  # what is kept beyond the target waits for the next step
+            selection = selection.without(kept[target:])
+        self.carried = carry(groups, rows, selection.closed)
+        mine = set(selection.kept)
+        trained = [row for row in rows if row.group in mine and row.rollout.finish != "cut"]
+        if c.algo.overlong_filter:
+            trained = [row for row in trained if row.rollout.finish != "length"]
+        values = {
+            **figures(outcomes, selection),
+            "unscored_share": sums["unscored"] / (sums["scored"] or 1.0),
+            "lost_share": (sums["lost"] + too_old) / sums["asked"],
+            "late": sums["late"],
+        }
+        if c.rollout.partial_tokens:
+            values["carried"] = float((outcomes.state == CUT).sum())
+        if c.rollout.refills:
+            values |= {"prompts_sampled": sums["asked"] / c.rollout.n, "carried_groups": float(len(kept[target:]))}
+        if c.rollout.partial_tokens or c.rollout.refills:
+            values |= staleness(trained, self.updates, grid)
+        return Collected(groups, trained, outcomes, selection, values, dict(seconds))
+
+    def _shaped(self, outcomes: Outcomes) -> Outcomes:
+        c, o = self.config, outcomes
+        rewards = shaped(o.rewards, o.tokens, o.repeats, c.shaping, c.rollout.max_tokens, self.step)
+        return replace(o, rewards=rewards)
 
     def _sample(self, groups: list[OpenGroup], new: int) -> Sampled:
         """This rank's share of the step's rollouts: those that go on, and n of each of the `new` last groups."""
@@ -157,7 +223,7 @@ class Trainer:
         slots = own_slots(list(begun), len(groups) - new, new, n, loads, self.grid)
         return self.rollouts.sample(slots, groups, self.sampling(), begun)
 
-    def _check(self, sums: dict[str, float], too_old: int) -> None:
+    def _check(self, sums: Mapping[str, float], too_old: int) -> None:
         """Raise UserError where what is left of the step's rollouts would teach nothing; sums of all ranks."""
         check_lost(f"step {self.step}", sums["lost"] + too_old, sums["asked"], self.config.rollout.most_lost)
         if sums["unscored"] > MOST_UNSCORED * sums["scored"]:
@@ -205,6 +271,10 @@ class Trainer:
         run = {
             "step": self.step,
             "updates": self.updates,
+            "critic_updates": self.critic_updates,
+            "taken": self.taken,
+            "trained_s": self.trained_s,
+            "stalls": [[stall.best, stall.count] for stall in self._stalls()],
             "before": self.before,
             "fingerprint": self.fingerprint,
             "spent": self.seconds(),
@@ -213,8 +283,7 @@ class Trainer:
         checkpoint.save(
             root,
             self.step,
-            self.worker.actor,
-            self.worker.optimizer,
+            self._parts(),
             run,
             self.config.train.keep_checkpoints,
             lambda directory: write(self.carried, directory, self.grid),
@@ -223,9 +292,35 @@ class Trainer:
     def restore(self, directory: Path) -> None:
         """Go on from a checkpoint whose fingerprint the caller has checked."""
         run = checkpoint.read_run(directory)
-        checkpoint.load(directory, self.worker.actor, self.worker.optimizer)
+        checkpoint.load(directory, self._parts())
         self.step, self.updates, self.before, self.spent = run["step"], run["updates"], run["before"], run["spent"]
+        self.critic_updates, self.taken = run["critic_updates"], run["taken"]
+        self.trained_s = run["trained_s"]
+        for stall, found in zip(self._stalls(), run["stalls"], strict=True):
+            stall.best, stall.count = found
         self.carried = read(directory, self.train_source, self.config.rollout.prompts, self.grid)
+
+    def _reset_reference(self, values: dict[str, float], progress: Progress) -> None:
+        if self.reference is None:
+            return
+        if "pass_at_1" in values:
+            self.reference.stall.saw(values["pass_at_1"])
+        why = self.reference.due(self.step, values["reference_kl"])
+        values["reference_reset"] = float(bool(why))
+        if why:
+            self.reference.reset()
+            progress.note(f"step {self.step}: the reference is now the policy: {why}")
+
+    def _stalls(self) -> list[Stall]:
+        return [self.stall, *([self.reference.stall] if self.reference else [])]
+
+    def _parts(self) -> list[checkpoint.Part]:
+        parts = [checkpoint.Part("", self.worker.actor, self.worker.optimizer)]
+        if self.critic:
+            parts.append(checkpoint.Part("critic", self.critic.critic, self.critic.optimizer))
+        if self.reference:
+            parts.append(checkpoint.Part("reference", self.worker.actor, weights=self.reference.weights))
+        return parts
 
     def seconds(self) -> float:
         """Wall-clock seconds of the job so far, up to the checkpoint for processes that were killed."""
@@ -239,7 +334,8 @@ def _percent(evaluation: dict[str, Any]) -> str:
 
 def _flat(evaluation: Evaluation) -> dict[str, float]:
     p = evaluation.pass_at_1
-    return {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high}
+    passes = {f"pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
+    return passes | {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high}
 
 
 def _watched(values: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
@@ -254,6 +350,8 @@ def _watched(values: dict[str, float], seconds: dict[str, float]) -> dict[str, s
         shown["updates skipped (gradient not finite)"] = f"{values['updates_skipped']:.0f}"
     if values["lost_share"]:
         shown["lost"] = f"{100 * values['lost_share']:.2g}%"
+    if "explained_variance" in values:
+        shown["explained"] = f"{100 * values['explained_variance']:.0f}%"
     if "carried" in values:
         shown["carried"] = f"{values['carried']:.0f}"
     if "pass_at_1" in values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,13 @@ def learning_rate(optim: OptimConfig, update: int) -> float:
     return optim.lr * min(1.0, (update + 1) / optim.warmup_steps) if optim.warmup_steps else optim.lr
 
 
+def scaled(optim: OptimConfig, rollouts: int) -> OptimConfig:
+    """With the learning rate for a step of so many rollouts: lr sqrt(B / B_0), B_0 = optim.lr_for_rollouts."""
+    if not optim.lr_for_rollouts:
+        return optim
+    return replace(optim, lr=optim.lr * math.sqrt(rollouts / optim.lr_for_rollouts))
+
+
 def update_policy(
     worker: Worker,
     experience: Experience,
@@ -32,15 +40,15 @@ def update_policy(
     temperature: float,
     first_update: int,
 ) -> dict[str, float]:
-    """Run epochs x mini-batches optimizer steps; returns their figures, the same on every rank.
+    """One optimizer step per mini-batch; returns their figures, the same on every rank.
 
-    mini_batches: this rank's rows of each, as many mini-batches as on every rank. first_update: optimizer steps done
+    mini_batches: this rank's rows of each, epoch by epoch, as many as on every rank. first_update: optimizer steps done
     before. Figures are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where the actor
     still has the weights that the engine sampled the newest tokens from.
     """
     sums = dict.fromkeys(losses.SUMS, 0.0)
     ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
-    for i, rows in enumerate(mini_batches * algo.epochs):
+    for i, rows in enumerate(mini_batches):
         part = experience.take(rows)
         lengths = [len(r) for r in part.responses]
         own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
@@ -52,16 +60,18 @@ def update_policy(
         update, values = worker.train(
             part.prompts, part.responses, _loss_function(part, algo, weights), temperature, lr
         )
-        figures = _over_ranks(worker, values)
+        found = _over_ranks(worker, values)
         for key in losses.SUMS:
-            sums[key] += figures[key]
-        ratio_max = max(ratio_max, figures["ratio_max"])
+            sums[key] += found[key]
+        ratio_max = max(ratio_max, found["ratio_max"])
         norms.append(update.grad_norm)
         skipped += not update.applied
         if i == 0:
-            gap = {"mean": figures["rollout_gap"] / figures["tokens"], "max": figures["rollout_gap_max"]}
+            gap = {"mean": found["rollout_gap"] / (found["tokens"] or 1.0), "max": found["rollout_gap_max"]}
     tokens = sums["tokens"] or 1.0
+    figures = {"reference_kl": sums["reference_kl"] / tokens} if algo.kl_coef and algo.kl_in == "loss" else {}
     return {
+        **figures,
         "loss": sums["loss"] / max(len(norms), 1),
         "grad_norm": sum(norms) / max(len(norms), 1),
         "updates": float(len(norms)),
@@ -87,6 +97,8 @@ def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> 
         dual_clip=algo.dual_clip,
         is_cap=algo.is_cap,
         entropy_coef=algo.entropy_coef,
+        kl_coef=algo.kl_coef if algo.kl_in == "loss" else 0.0,
+        kl_estimator=algo.kl_estimator,
         ratio=algo.ratio,
     )
     row_weights = torch.tensor(weights, dtype=torch.float64)
@@ -94,12 +106,16 @@ def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> 
 
     def loss(batch: Packed, head: Head) -> tuple[Tensor, Any]:
         where, dtype = head.rows.device, compute_dtype(head.rows.dtype)
-        old = part.old_log_probs
+        old, reference, mask = part.old_log_probs, part.reference_log_probs, part.mask
+        token_weights = batch.repeat(row_weights)
+        if mask is not None:
+            token_weights = token_weights * batch.gather(mask)
         tokens = losses.PolicyTokens(
             rollout_log_probs=batch.gather(part.rollout_log_probs).to(where, dtype),
-            advantages=batch.repeat(part.advantages).to(where, dtype),
-            weights=batch.repeat(row_weights).to(where, dtype),
+            advantages=batch.gather(part.advantages).to(where, dtype),
+            weights=token_weights.to(where, dtype),
             old_log_probs=None if old is None else batch.gather(old).to(where, dtype),
+            reference_log_probs=None if reference is None else batch.gather(reference).to(where, dtype),
             sequences=batch.repeat(row_numbers).to(where) if settings.ratio == "sequence" else None,
         )
         result = head.policy_loss(tokens, settings)

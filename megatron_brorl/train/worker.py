@@ -23,7 +23,8 @@ from torch import Tensor
 from megatron_brorl.config import OptimConfig
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.models import hf_io, hf_names
-from megatron_brorl.models.gpt import Head, build_actor
+from megatron_brorl.models.critic import build_critic, load_body
+from megatron_brorl.models.gpt import Actor, build_actor
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import LEAST_GAIN, Packed, pack, token_gain
@@ -31,8 +32,11 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
 
-# (batch, LM head at its predicting positions) -> (scalar loss, values that the caller gets back)
-LossFunction = Callable[[Packed, Head], tuple[Tensor, Any]]
+# (batch, what the model's head gives at its predicting positions) -> (scalar loss, values that the caller gets back).
+# An actor's head is models.gpt.Head, a critic's the values [R].
+LossFunction = Callable[[Packed, Any], tuple[Tensor, Any]]
+# (hidden states [T, 1, H] of the last stage, batch) -> the head
+MakeHead = Callable[[Tensor, Packed], Any]
 
 
 @dataclass(frozen=True)
@@ -43,42 +47,33 @@ class Update:
     applied: bool  # False where the gradient was not finite: weights and optimizer state are then untouched
 
 
-class Worker:
-    """The actor's stage on this rank."""
+class Stage:
+    """This rank's stage of a model. Actor and critic differ in their heads alone."""
 
     def __init__(
         self,
-        shape: ModelShape,
-        grid: Grid,
-        dtype: torch.dtype,
+        module: Actor,
         tokens_per_micro_batch: int,
-        recompute: bool = False,
-        optim: OptimConfig | None = None,
-        distributed_optimizer: bool = False,
-        ops: str = "fused",
-        share_prompt: bool = True,
+        share_prompt: bool,
+        optim: OptimConfig | None,
+        distributed_optimizer: bool,
     ) -> None:
-        """ops: config key ops.implementation. share_prompt: config key train.share_prompt."""
-        self.shape, self.grid, self.dtype = shape, grid, dtype
-        self.tokens_per_micro_batch = tokens_per_micro_batch
-        self.optim, self.ops = optim, ops
-        self.share_prompt = share_prompt
-        self.actor = build_actor(shape, grid, dtype, recompute, ops)
-        table = hf_names.entries(shape, grid.pipeline, self.actor.fused_norms)
-        self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, dtype.itemsize)
-        self.model: Any = self.actor
+        self.module, self.grid, self.dtype = module, module.grid, module.config.params_dtype
+        self.tokens_per_micro_batch, self.share_prompt = tokens_per_micro_batch, share_prompt
+        self.optim = optim
+        self.model: Any = module
         if optim is not None:
             with device.bridge():
                 self._make_trainable(optim, distributed_optimizer)
 
     def _make_trainable(self, optim: OptimConfig, distributed_optimizer: bool) -> None:
-        config = self.actor.config
+        config = self.module.config
         self.model = DistributedDataParallel(
             config=config,
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
             ),
-            module=self.actor,
+            module=self.module,
         )
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -99,38 +94,8 @@ class Worker:
         config.finalize_model_grads_func = lambda models, _tokens, **kwargs: finalize_model_grads(models, **kwargs)
         config.no_sync_func = self.model.no_sync
 
-    def load_hf(self, directory: str | Path) -> None:
-        """Fill the weights from a Hugging Face directory (and the optimizer's fp32 masters from them)."""
-        hf_io.load(self.actor, self.shape, self.grid, directory, self.actor.fused_norms)
-        if self.optim is not None:
-            self.optimizer.reload_model_params()
-
-    def hf_tensors(self) -> Iterator[Sealed]:
-        """The full weights as (Hugging Face name, tensor), with checksums, the same on every rank; a collective."""
-        return stream(self.plan, hf_names.global_parameters(self.actor), self.grid, self.dtype)
-
-    def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
-        """Log-probabilities [G] float32 of every response, in row order, on every rank of the model-parallel group."""
-        result = [torch.empty(len(r)) for r in responses]
-        if result:
-
-            def collect(batch: Packed, head: Head) -> tuple[Tensor, Any]:
-                log_probs, _ = head.log_probs()
-                for row, values in batch.split(log_probs.float().cpu()):
-                    result[row] = values
-                return log_probs.sum(), None
-
-            with torch.no_grad():
-                self._run(self._pack(prompts, responses), collect, temperature, forward_only=True)
-            if self.grid.pipeline > 1:
-                flat = torch.cat(result).to(device.default_device())
-                source = dist.get_global_rank(self.grid.groups.pp, self.grid.pipeline - 1)
-                dist.broadcast(flat, source, group=self.grid.groups.pp)
-                result = list(flat.cpu().split([len(r) for r in responses]))
-        return result
-
-    def train(
-        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, temperature: float, lr: float
+    def _train(
+        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, head: MakeHead, lr: float
     ) -> tuple[Update, list[Any]]:
         """One optimizer step on this data-parallel rank's rows; returns it and what `loss` returned per micro-batch.
 
@@ -138,8 +103,35 @@ class Worker:
         """
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        values = self._run(self._pack(prompts, responses), loss, temperature)
+        values = self._run(self._pack(prompts, responses), loss, head)
         return self._step(lr), values
+
+    def _per_token(
+        self,
+        prompts: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        head: MakeHead,
+        of_head: Callable[[Any], Tensor],
+    ) -> list[Tensor]:
+        """of_head's [R] without gradient as [G] float32 per response, in row order, on every rank of the model's."""
+        result = [torch.empty(len(r)) for r in responses]
+        if not result:
+            return result
+
+        def collect(batch: Packed, made: Any) -> tuple[Tensor, Any]:
+            per_token = of_head(made)
+            for row, values in batch.split(per_token.float().cpu()):
+                result[row] = values
+            return per_token.sum(), None
+
+        with torch.no_grad():
+            self._run(self._pack(prompts, responses), collect, head, forward_only=True)
+        if self.grid.pipeline > 1:
+            flat = torch.cat(result).to(device.default_device())
+            source = dist.get_global_rank(self.grid.groups.pp, self.grid.pipeline - 1)
+            dist.broadcast(flat, source, group=self.grid.groups.pp)
+            result = list(flat.cpu().split([len(r) for r in responses]))
+        return result
 
     def _step(self, lr: float) -> Update:
         with device.bridge():
@@ -155,6 +147,13 @@ class Worker:
             self.optimizer.step_with_ready_grads()
         return Update(norm, applied=True)
 
+    def reset_optimizer(self) -> None:
+        """Forget the moments and the number of steps; the weights stay."""
+        for optimizer in self.optimizer.chained_optimizers:
+            optimizer.optimizer.state.clear()
+            for group in optimizer.optimizer.param_groups:
+                group.pop("step", None)  # where Transformer Engine's Adam keeps the number
+
     def tokens(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, float]:
         """Tokens of these rows, each with its prompt ("plain"), and those of shared streams ("computed").
 
@@ -168,12 +167,10 @@ class Worker:
         multiple = self.grid.tensor if self.grid.sequence_parallel else 1
         return pack(prompts, responses, self.tokens_per_micro_batch, multiple, self.share_prompt)
 
-    def _run(
-        self, batches: list[Packed], loss: LossFunction, temperature: float, forward_only: bool = False
-    ) -> list[Any]:
+    def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:
         with device.bridge():
             values = get_forward_backward_func()(
-                forward_step_func=partial(_forward_step, loss=loss, temperature=temperature),
+                forward_step_func=partial(_forward_step, loss=loss, head=head),
                 data_iterator=iter(batches),
                 model=[self.model],
                 num_microbatches=len(batches),
@@ -184,13 +181,95 @@ class Worker:
         return list(values)
 
 
-def _forward_step(batches: Iterator[Packed], model: Any, loss: LossFunction, temperature: float) -> Any:
+class Worker(Stage):
+    """The actor's stage on this rank."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        grid: Grid,
+        dtype: torch.dtype,
+        tokens_per_micro_batch: int,
+        recompute: bool = False,
+        optim: OptimConfig | None = None,
+        distributed_optimizer: bool = False,
+        ops: str = "fused",
+        share_prompt: bool = True,
+    ) -> None:
+        """ops: config key ops.implementation. share_prompt: config key train.share_prompt."""
+        self.shape, self.ops = shape, ops
+        self.actor = build_actor(shape, grid, dtype, recompute, ops)
+        table = hf_names.entries(shape, grid.pipeline, self.actor.fused_norms)
+        self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, dtype.itemsize)
+        super().__init__(self.actor, tokens_per_micro_batch, share_prompt, optim, distributed_optimizer)
+
+    def load_hf(self, directory: str | Path) -> None:
+        """Fill the weights from a Hugging Face directory (and the optimizer's fp32 masters from them)."""
+        hf_io.load(self.actor, self.shape, self.grid, directory, self.actor.fused_norms)
+        if self.optim is not None:
+            self.optimizer.reload_model_params()
+
+    def hf_tensors(self) -> Iterator[Sealed]:
+        """The full weights as (Hugging Face name, tensor), with checksums, the same on every rank; a collective."""
+        return stream(self.plan, hf_names.global_parameters(self.actor), self.grid, self.dtype)
+
+    def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
+        """Log-probabilities [G] float32 of every response, in row order, on every rank of the model-parallel group."""
+        return self._per_token(prompts, responses, self._head(temperature), lambda head: head.log_probs()[0])
+
+    def train(
+        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, temperature: float, lr: float
+    ) -> tuple[Update, list[Any]]:
+        """One optimizer step, as Stage._train says."""
+        return self._train(prompts, responses, loss, self._head(temperature), lr)
+
+    def _head(self, temperature: float) -> MakeHead:
+        return lambda hidden, batch: self.actor.head(hidden, batch, temperature)
+
+
+class CriticWorker(Stage):
+    """The critic's stage on this rank; it begins as the actor's model with a value head of zeros."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        grid: Grid,
+        dtype: torch.dtype,
+        tokens_per_micro_batch: int,
+        recompute: bool,
+        optim: OptimConfig,
+        distributed_optimizer: bool = False,
+        ops: str = "fused",
+        share_prompt: bool = True,
+    ) -> None:
+        """As of Worker; optim is the critic's own."""
+        self.shape, self.ops = shape, ops
+        self.critic = build_critic(shape, grid, dtype, recompute, ops)
+        super().__init__(self.critic, tokens_per_micro_batch, share_prompt, optim, distributed_optimizer)
+
+    def load_hf(self, directory: str | Path) -> None:
+        """Fill the body from an actor's Hugging Face directory, and the value head with zeros."""
+        load_body(self.critic, self.shape, self.grid, directory)
+        self.optimizer.reload_model_params()
+
+    def values(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Tensor]:
+        """Values [G] float32 of the states before each response token, in row order, on every rank of the model's."""
+        return self._per_token(prompts, responses, self.critic.values, lambda values: values)
+
+    def train(
+        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, lr: float
+    ) -> tuple[Update, list[Any]]:
+        """One optimizer step, as Stage._train says."""
+        return self._train(prompts, responses, loss, self.critic.values, lr)
+
+
+def _forward_step(batches: Iterator[Packed], model: Any, loss: LossFunction, head: MakeHead) -> Any:
     """What Megatron's schedule calls per micro-batch: (this stage's output, output -> (loss, count, values))."""
     batch = next(batches)
-    actor = model.module if isinstance(model, DistributedDataParallel) else model
+    module = model.module if isinstance(model, DistributedDataParallel) else model
 
-    def head(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-        value, figures = loss(batch, actor.head(hidden, batch, temperature))
+    def end(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+        value, figures = loss(batch, head(hidden, batch))
         return value, torch.ones((), dtype=torch.int), figures
 
-    return actor.forward_packed(batch, model), head
+    return module.forward_packed(batch, model), end

@@ -118,7 +118,7 @@ def train_steps(
         responses=tuple(responses),
         rollout_log_probs=tuple(base + 0.5 * n for n in noise),
         old_log_probs=tuple(base + n for n in noise),
-        advantages=advantages,
+        advantages=tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)),
     ).take(own)
     algo = AlgoConfig(**({"eps_low": 0.9, "eps_high": 4.0} | options.get("algo", {})))
     figures = []
@@ -150,7 +150,8 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
     prompts, responses = rows(2)
     lp = worker.log_probs(prompts, responses, 1.0)
     advantages = torch.linspace(-1, 1, len(prompts))
-    experience = Experience(tuple(prompts), tuple(responses), tuple(lp), None, advantages)
+    per_token = tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True))
+    experience = Experience(tuple(prompts), tuple(responses), tuple(lp), None, per_token)
     figures = [update_policy(worker, experience, [list(range(24))], AlgoConfig(), optim, 1.0, i) for i in range(2)]
     return figures, {p.dtype for p in worker.actor.parameters()}
 

@@ -17,7 +17,6 @@ from megatron_brorl.config import (
     EvaluateConfig,
     OptimConfig,
     ParallelConfig,
-    RewardConfig,
     RolloutConfig,
     RunConfig,
     TrainConfig,
@@ -33,8 +32,10 @@ from megatron_brorl.rollout.sampler import own_slots, requests
 from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train.loop import Trainer
+from megatron_brorl.train.reference import Reference
 from megatron_brorl.train.rollouts import Rollouts
-from megatron_brorl.train.worker import Worker
+from megatron_brorl.train.value import critic_optim
+from megatron_brorl.train.worker import CriticWorker, Worker
 from megatron_brorl.types import OpenGroup
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
@@ -58,9 +59,31 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
     tokenizer, most_lost = fakes.Tokenizer(), config.rollout.most_lost
-    rollouts = Rollouts(watchdog, fakes.Pool(), tokenizer, RewardConfig(), config.run.seed, grid, most_lost)
+    rollouts = Rollouts(watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, most_lost)
     held_out = fakes.prompts(5, 1000)
-    return Trainer(config, grid, worker, rollouts, fakes.Source(), held_out, (fakes.STOP,), {}, 0.0)
+    return Trainer(
+        config,
+        grid,
+        worker,
+        rollouts,
+        fakes.Source(),
+        held_out,
+        (fakes.STOP,),
+        {},
+        0.0,
+        critic=_critic(directory, grid, config),
+        reference=Reference(worker, config.reference) if config.algo.kl_coef else None,
+    )
+
+
+def _critic(directory: str | Path, grid: Grid, config: Config) -> CriticWorker | None:
+    if config.algo.advantage != "gae":
+        return None
+    optim = critic_optim(config.critic, config.optim)
+    tokens = config.train.tokens_per_micro_batch
+    critic = CriticWorker(read_shape(directory), grid, torch.float32, tokens, False, optim)
+    critic.load_hf(directory)
+    return critic
 
 
 def run_steps(

@@ -27,10 +27,20 @@ VARIANTS = {
     "whole": UNEVEN | {"algo": {"mini_batches": 2}},
     "siblings": UNEVEN | {"algo": {"mini_batches": 3, "mini_batch_of": "siblings", "epochs": 2}},
     "one": UNEVEN,
+    "critic": UNEVEN
+    | {
+        "algo": {"advantage": "gae", "lam": 0.95, "mini_batches": 2, "epochs": 2},
+        "critic": {"lr": 2e-3, "steps_alone": 1},
+    },
+    "reward_kl": UNEVEN
+    | {
+        "algo": {"kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1", "mini_batches": 2, "mismatch_mask": "sequence"},
+        "optim": {"lr_for_rollouts": 24},
+    },
     "partial": {"rollout": {"prompts": 3, "partial_tokens": 4, "most_carried": 2}, "algo": {"mini_batches": 2}},
 }
 LOST = {("p/0", 5), ("p/1", 15), ("p/1", 16), ("p/2", 31), ("p/4", 0)}
-STEPS = {"partial": 5}
+STEPS = {"partial": 5, "critic": 3}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +69,7 @@ def single(worlds, directory):
 ROUNDED = {
     *("loss", "grad_norm", "entropy", "approx_kl", "ratio_mean", "ratio_max"),
     *("logprob_gap_mean", "logprob_gap_max", "staleness_mean"),
+    *("reference_kl", "explained_variance", "value_mean", "return_mean", "value_loss", "critic_grad_norm"),
 }
 
 
@@ -176,6 +187,32 @@ def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
         assert got["mean_reward"] == pytest.approx(sum(map(sum, right.values())) / 13)
         assert got["response_tokens"] == pytest.approx(sum(tokens) / 13)
         assert (got["prompts"], got["samples"], got["lost"]) == (5, 4, 7)
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2})])
+def test_resume_is_bit_exact_with_a_critic(worlds, directory, tmp_path, size, parallel):
+    """The figures after the checkpoint tell the critic's weights and its optimizer's state apart from any other."""
+    variant = VARIANTS["critic"]
+    whole = worlds(size).run("steps:run_steps", directory, parallel, variant, 4, {})
+    cut = worlds(size).run("steps:resumed", directory, parallel, variant, 4, 2, str(tmp_path))
+    for (figures, weights, _), (got, got_weights) in zip(whole, cut, strict=True):
+        assert [repr(f) for f in got] == [repr(f) for f in figures]
+        assert all(torch.equal(weights[name], got_weights[name]) for name in weights)
+    other = worlds(2 if size != 2 else 1).run("steps:go_on", directory, {}, variant, 2, str(tmp_path))
+    assert_same(other, (whole[0][0][2:], whole[0][1], None))
+
+
+def test_a_critic_that_learns_alone_leaves_the_actor(worlds, directory, single):
+    """critic.steps_alone = 1: after one step the actor is what it was, and the critic is not."""
+    ((figures, weights, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 1, {"lose": LOST})
+    ((_, before, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 0, {})
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+    assert (figures[0]["updates"], figures[0]["critic_updates"]) == (0, 4)
+    assert figures[0]["explained_variance"] == 0.0
+    later, moved, _ = single("critic", LOST)
+    assert (later[1]["updates"], later[1]["critic_updates"]) == (4, 4)
+    assert later[1]["explained_variance"] != 0.0
+    assert any(not torch.equal(moved[name], before[name]) for name in before)
 
 
 def first_difference(a, b):

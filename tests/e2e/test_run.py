@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -156,6 +157,41 @@ def test_partial_rollouts_resumed(config, warm, tmp_path):
     assert all(row["rollouts"] % 32 == 0 for row in rows(whole))  # whole groups
 
 
+def test_a_whole_recipe_resumed(config, warm, tmp_path):
+    """Critic, reference with a reset between the checkpoints, refills and shaping: the bits of the undisturbed run."""
+    options = [
+        *("algo.advantage=gae", "algo.kl_coef=0.01", "algo.kl_in=reward", "algo.kl_estimator=k1", "algo.epochs=2"),
+        *("reference.reset_every=3", "reference.reset_optimizer=true", "rollout.refills=1", "rollout.n=8"),
+        *("shaping.overlong_tokens=3", "shaping.repetition_ngram=2", "critic.lr=1e-3", "critic.steps_alone=1"),
+        "evaluate.every=0",
+    ]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for directory, steps in ((whole, 5), (parts, 2), (parts, 3), (parts, 5)):
+        command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", *options]
+        done = brorl(*command, f"train.steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert rows(parts) == rows(whole)
+    assert (parts / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+    assert [row["reference_reset"] for row in rows(whole)] == [0, 0, 1, 0, 0]
+    assert rows(whole)[0]["updates"] == 0 < rows(whole)[0]["critic_updates"]
+    assert max(row["prompts_sampled"] for row in rows(whole)) == 12
+
+
+def test_a_run_that_stalls_or_is_out_of_time_ends(config, warm, tmp_path):
+    """A margin that nothing can be above: the second evaluation ends the run; started again, it is still at its end."""
+    command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path / 'stalls'}"]
+    options = ["train.stalls=1", "train.stall_margin=1.0", "evaluate.every=2", "train.steps=50"]
+    for _ in range(2):
+        done = brorl(*command, *options)
+        assert done.returncode == 0, done.stderr
+        assert len(rows(tmp_path / "stalls")) == 4
+    assert json.loads((tmp_path / "stalls" / "summary.json").read_text())["steps"] == 4
+    command[-1] = f"run.dir={tmp_path / 'time'}"
+    done = brorl(*command, "train.seconds=1e-3", "train.steps=50")
+    assert done.returncode == 0, done.stderr
+    assert len(rows(tmp_path / "time")) == 1
+
+
 def test_resume_with_another_configuration_is_refused(finished, config, warm):
     done = brorl("train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.n=16")
     assert done.returncode == 2
@@ -187,6 +223,51 @@ def test_evaluate_repeats_the_run_s_own_evaluation(finished, config, tmp_path):
     assert f"pass@1 {result['pass_at_1']['mean']:.4f}" in done.stdout
     assert set(result["pass_at_k"]) == {"1", "2"}
     assert result["pass_at_k"]["1"] == pytest.approx(result["pass_at_1"]["mean"])
+
+
+def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
+    """Two files; the same answers by another number of processes, and so a comparison without a difference."""
+    sums, words = tmp_path / "sums.jsonl", tmp_path / "words.jsonl"
+    lines = [{"prompt": f"gcd {i},4", "answer": str(math.gcd(i, 4)), "verifier": "exact"} for i in range(1, 7)]
+    sums.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words.write_text(json.dumps({"prompt": "abc", "answer": "cba", "id": "w"}) + "\n")
+    ask = ["--samples", "4", "--pass-at", "1,4", "--benchmark", sums, "--benchmark", words, "data.tasks=[]"]
+    model = f"model.path={finished[0] / 'model'}"
+    one = brorl("evaluate", config, model, f"run.dir={tmp_path / 'one'}", *ask)
+    assert one.returncode == 0, one.stderr
+    two = brorl("evaluate", "--processes", "2", config, model, f"run.dir={tmp_path / 'two'}", *ask)
+    assert two.returncode == 0, two.stderr
+    answers = (tmp_path / "one" / "evaluation.jsonl").read_text()
+    assert (tmp_path / "two" / "evaluation.jsonl").read_text() == answers
+    found = [json.loads(line) for line in answers.splitlines()]
+    assert [(a["benchmark"], a["id"], a["samples"]) for a in found] == [
+        *(("sums", f"sums.jsonl:{i}", 4) for i in range(1, 7)),
+        ("words", "w", 4),
+    ]
+    result = json.loads((tmp_path / "one" / "evaluation.json").read_text())
+    assert result["sampling"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "max_tokens": 6}
+    assert set(result["pass_at_k"]) == {"1", "4"}
+    for name, count in (("sums", 6), ("words", 1)):
+        mine, part = [a for a in found if a["benchmark"] == name], result["benchmarks"][name]
+        assert part["prompts"] == len(mine) == count
+        assert part["pass_at_1"]["mean"] == pytest.approx(sum(a["right"] for a in mine) / (4 * count))
+        assert part["pass_at_k"]["4"] == pytest.approx(sum(a["right"] > 0 for a in mine) / count)
+        assert part["response_tokens"] == pytest.approx(sum(a["tokens"] for a in mine) / count)
+    assert "| words | 1 | 4 |" in (tmp_path / "one" / "evaluation.md").read_text()
+    assert (tmp_path / "one" / "evaluation.png").stat().st_size > 10_000
+    done = brorl("compare", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "both")
+    assert done.returncode == 0, done.stderr
+    compared = json.loads((tmp_path / "both" / "compare.json").read_text())
+    assert compared["all"]["paired"]["t"] == 0.0
+    assert compared["all"]["prompts"] == 7
+    assert (tmp_path / "both" / "compare.md").read_text().strip() in done.stdout
+    assert (tmp_path / "both" / "compare.png").stat().st_size > 10_000
+    missing = brorl("compare", tmp_path / "one", tmp_path / "nowhere")
+    assert missing.returncode == 2
+    assert "nowhere/evaluation.jsonl: no such file" in missing.stderr
+    too_many = brorl("evaluate", config, model, f"run.dir={tmp_path / 'x'}", "--samples", "4", "--pass-at", "1,8")
+    assert too_many.returncode == 2
+    assert "evaluate.pass_at = (1, 8)" in too_many.stderr
 
 
 def test_report_draws_again(finished):

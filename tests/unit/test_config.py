@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.config import load
+from megatron_brorl.config_file import load
 from megatron_brorl.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -63,6 +63,24 @@ def test_file_then_overrides(tmp_path):
             [],
             "algo.old_log_probs = 'rollout': partial rollouts (rollout.partial_tokens) come from older weights",
         ),
+        (
+            "[rollout]\nn = 1\n[algo]\nadvantage = 'gae'",
+            [],
+            "rollout.n = 1: a group baseline needs at least 2 rollouts",
+        ),
+        ("[algo]\ngamma = 0.9", [], 'algo.gamma = 0.9: only algo.advantage = "gae" discounts: must be 1'),
+        ("[algo]\nadvantage = 'gae'\nlam = 1.1", [], "algo.lam = 1.1: must be in [0, 1]"),
+        ("[critic]\nclip = -1", [], "critic.clip = -1.0: must not be negative"),
+        ("[reward]\ncut_off_factor = 1.5", [], "reward.cut_off_factor = 1.5: must be in [0, 1]"),
+        ("[shaping]\noverlong_tokens = 2000", [], "shaping.overlong_tokens = 2000: a response has rollout.max_tokens"),
+        ("[algo]\nmismatch_low = 6", [], "algo.mismatch_high = 5.0: must be above mismatch_low = 6.0"),
+        (
+            "[algo]\nmismatch_mask = 'token'\nold_log_probs = 'rollout'",
+            [],
+            "algo.mismatch_mask = 'token': algo.old_log_probs = \"rollout\" takes the engine for the trainer",
+        ),
+        ("[reference]\nreset_every = 3", [], "reference.reset_every = 3: without algo.kl_coef there is no reference"),
+        ("[rollout]\nrefills = 1\npartial_tokens = 512", [], "rollout.refills = 1: needs algo.dynamic_sampling"),
         ("rollout = 3", [], "rollout must be a table"),
         ("[rollout", [], "not valid TOML"),
         ("", ["rollout=3"], "override 'rollout=3': expected section.key=value"),
@@ -75,6 +93,11 @@ def test_mistakes_name_file_and_key(tmp_path, text, overrides, message):
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value) or "override" in str(caught.value)
+
+
+def test_a_critic_needs_no_siblings(tmp_path):
+    path = write(tmp_path, "[rollout]\nn = 1\n[algo]\nadvantage = 'gae'\ndynamic_sampling = false\ngamma = 0.9\n")
+    assert load(path).rollout.n == 1
 
 
 def test_missing_file_is_named(tmp_path):

@@ -315,7 +315,7 @@ def test_a_training_checkpoint_becomes_a_hugging_face_directory(tmp_path):
     edit(tmp_path / "hf/config.json", dtype="bfloat16")  # the run trains in fp32 what was published in bf16
     worker = Worker(read_shape(tmp_path / "hf"), grid.build(ParallelConfig()), torch.float32, 100, optim=OptimConfig())
     worker.load_hf(tmp_path / "hf")
-    saved = checkpoint.save(tmp_path / "checkpoints", 1, worker.actor, worker.optimizer, {}, 1)
+    saved = checkpoint.save(tmp_path / "checkpoints", 1, [checkpoint.Part("", worker.actor, worker.optimizer)], {}, 1)
     grid.leave()
     to_hf(saved, tmp_path / "back", config=tmp_path / "hf")
     assert_same_weights(tmp_path / "hf", tmp_path / "back")

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from megatron_brorl.config import ParallelConfig
+from megatron_brorl.config import AlgoConfig, ParallelConfig
 from megatron_brorl.parallel import grid
-from megatron_brorl.train.groups import CUT, LOST, advantages, figures, gather, give_up, mini_batches, select
+from megatron_brorl.train.advantages import of_rollouts
+from megatron_brorl.train.groups import CUT, LOST, figures, gather, give_up, mini_batches, select
 from megatron_brorl.types import Rollout, Row
 
 # Rewards by sibling; None: lost, "cut": goes on. Eight siblings each.
@@ -58,7 +59,7 @@ def test_closed_and_kept(outcomes):
 @pytest.mark.parametrize("ops", ["fused", "reference"])
 def test_advantages_follow_the_equation(outcomes, ops):
     """A = R - mean_group(R), then (A - mean_batch) / std_batch over all survivors (BroRL, section 3.1)."""
-    got = advantages(outcomes, [0, 6], ops)
+    got = of_rollouts(outcomes, [0, 6], AlgoConfig(), ops)
     raw = {}
     for g in (0, 6):
         alive = {i: r for i, r in enumerate(TABLE[g]) if r is not None}
@@ -69,7 +70,7 @@ def test_advantages_follow_the_equation(outcomes, ops):
     for place, x in raw.items():
         expected[place] = (x - mean) / std
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-    assert torch.count_nonzero(advantages(outcomes, [], ops)) == 0
+    assert torch.count_nonzero(of_rollouts(outcomes, [], AlgoConfig(), ops)) == 0
 
 
 def test_figures_are_over_survivors_of_closed_groups(outcomes):

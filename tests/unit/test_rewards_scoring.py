@@ -48,7 +48,10 @@ def test_strict_rewards(pool: RewardPool) -> None:
 
 def test_partial_credit(pool: RewardPool) -> None:
     scored, counts = score_groups(
-        [group(gym("3"), ["stop", "stop", "length"])], [["3", "13", "3"]], pool, RewardConfig(strict=False)
+        [group(gym("3"), ["stop", "stop", "length"])],
+        [["3", "13", "3"]],
+        pool,
+        RewardConfig(strict=False, cut_off_factor=1.0),
     )
     assert scored[0].rewards.tolist() == [1.0, 0.5, 1.0]
     assert counts["ok"] == 3

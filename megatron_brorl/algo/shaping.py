@@ -1,0 +1,55 @@
+"""What is added to the reward of a response for its length and its repetitions. Pure functions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.config import ShapingConfig
+from megatron_brorl.types import CORRECT
+
+
+def shaped(
+    rewards: Tensor, tokens: Tensor, repeats: Tensor, config: ShapingConfig, max_tokens: int, step: int
+) -> Tensor:
+    """Rewards with all that the configuration adds at a step; tensors of any one shape.
+
+    rewards float; tokens of each response, of at most max_tokens; repeats: of its n-grams (repeated_ngrams).
+    """
+    result = rewards
+    if config.overlong_tokens:
+        result = result + soft_overlong(tokens, max_tokens, config.overlong_tokens).to(rewards.dtype)
+    if config.cosine_coef and cycle_is_on(step, config.cosine_on, config.cosine_off):
+        bonus = config.cosine_coef * cosine_length(tokens, max_tokens, config.cosine_min, config.cosine_max)
+        result = torch.where(rewards >= CORRECT, result + bonus.to(rewards.dtype), result)
+    if config.repetition_ngram:
+        result = result - config.repetition_penalty * repeats.to(rewards.dtype)
+    return result
+
+
+def is_on(config: ShapingConfig) -> bool:
+    """Whether anything is ever added."""
+    return bool(config.overlong_tokens or config.cosine_coef or config.repetition_ngram)
+
+
+def soft_overlong(tokens: Tensor, max_tokens: int, cache: int) -> Tensor:
+    """0 up to max_tokens - cache tokens, then down to -1 at max_tokens, linearly (DAPO, Yu et al. 2025, eq. 13)."""
+    return ((max_tokens - cache - tokens.double()) / cache).clamp(-1.0, 0.0)
+
+
+def cosine_length(tokens: Tensor, max_tokens: int, low: float, high: float) -> Tensor:
+    """low + (high - low) (1 + cos(pi t / max_tokens)) / 2: `high` for no tokens, `low` for max_tokens (ProRLv2)."""
+    return low + (high - low) * (1 + (math.pi * tokens.double() / max_tokens).cos()) / 2
+
+
+def cycle_is_on(step: int, on: int, off: int) -> bool:
+    """Whether a schedule of `on` steps and then `off` steps, over and over from step 0, is on."""
+    return not off or step % (on + off) < on
+
+
+def repeated_ngrams(token_ids: Tensor, n: int) -> int:
+    """How many n-grams of a response [G] have occurred in it before."""
+    windows = token_ids.unfold(0, n, 1) if len(token_ids) >= n else token_ids.new_zeros(0, n)
+    return len(windows) - len(windows.unique(dim=0))

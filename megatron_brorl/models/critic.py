@@ -1,0 +1,69 @@
+"""The critic of one pipeline stage: the actor's model with a scalar value head in place of its LM head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_brorl.hf_config import ModelShape
+from megatron_brorl.models import hf_io, hf_names
+from megatron_brorl.models.gpt import Actor, check_layout, mark_sharded, transformer_config
+from megatron_brorl.ops.reference import compute_dtype
+from megatron_brorl.parallel import device
+from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.parallel.grid import Grid
+
+
+class ValueHead(MegatronModule):
+    """hidden [R, H] -> values [R] = hidden @ weight, the same on every tensor-parallel rank."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        # Megatron expects a matrix named so at the end of a model.
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        dtype = compute_dtype(hidden.dtype)
+        return (hidden.to(dtype) @ self.weight.to(dtype).t()).squeeze(-1)
+
+
+class Critic(Actor):
+    """The actor's stage, which on the last stage ends in values. Its embedding is tied to nothing."""
+
+    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: str) -> None:
+        super().__init__(replace(shape, tied=False), config, grid, ops)
+        if self.post_process:
+            self.output_layer = ValueHead(config)
+
+    def values(self, hidden: Tensor, batch: Packed) -> Tensor:
+        """Values [R] of the states that the batch's response tokens were drawn in, from hidden [T, 1, H]."""
+        return self.output_layer(hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device)))
+
+
+def build_critic(
+    shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False, ops: str = "fused"
+) -> Critic:
+    """This rank's stage with an uninitialised body (load_body fills it) and a value head of zeros."""
+    check_layout(shape, grid.tensor, grid.pipeline)
+    with device.bridge():
+        critic = Critic(shape, transformer_config(shape, grid, dtype, recompute, ops), grid, ops)
+    mark_sharded(critic, hf_names.entries(body(shape), grid.pipeline, critic.fused_norms))
+    return critic.to(device=device.default_device(), dtype=dtype)
+
+
+def load_body(critic: Critic, shape: ModelShape, grid: Grid, directory: str | Path) -> None:
+    """Fill the critic from an actor's Hugging Face directory; its value head becomes zero."""
+    hf_io.load(critic, body(shape), grid, directory, critic.fused_norms, own=["output_layer.weight"])
+    if critic.post_process:
+        with torch.no_grad():
+            critic.output_layer.weight.zero_()
+
+
+def body(shape: ModelShape) -> ModelShape:
+    """The shape without an LM head of its own, whose tensor a directory may hold all the same."""
+    return replace(shape, tied=True)

@@ -1,0 +1,83 @@
+"""What `brorl evaluate` found, as a table and as a figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, PercentFormatter
+
+from megatron_brorl.report.style import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, panel, save
+
+COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One row per benchmark, with the mean over benchmarks where there are several, and one per task beneath."""
+    parts = result["benchmarks"]
+    ks = list(result["pass_at_k"])
+    head = ["benchmark", "prompts", "samples", "pass@1 (95% interval)", *(f"pass@{k}" for k in ks if k != "1")]
+    rows = [[*head, "response tokens"]]
+    for name, part in parts.items():
+        p = part["pass_at_1"]
+        interval = f"{p['mean']:.2%} ({p['low']:.2%} to {p['high']:.2%})"
+        rest = [_percent(part["pass_at_k"].get(k)) for k in ks if k != "1"]
+        rows.append(
+            [name, str(part["prompts"]), str(part["samples"]), interval, *rest, f"{part['response_tokens']:.1f}"]
+        )
+    if len(parts) > 1:
+        means = [_percent(_mean([x["pass_at_k"].get(k) for x in parts.values()])) for k in ks if k != "1"]
+        first = _percent(_mean([x["pass_at_1"]["mean"] for x in parts.values()]))
+        tokens = f"{sum(x['response_tokens'] for x in parts.values()) / len(parts):.1f}"
+        rows.append(["mean of benchmarks", str(result["prompts"]), str(result["samples"]), first, *means, tokens])
+    tasks = [[name, f"{value:.2%}"] for name, value in result["by_task"].items()]
+    return table(rows) + "\n" + table([["task", "pass@1"], *tasks])
+
+
+def table(rows: list[list[str]]) -> str:
+    """A Markdown table; the first row is its head."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
+
+
+def plot_benchmarks(result: dict[str, Any], path: Path) -> Path:
+    """Write the figure and return its path."""
+    return save(build_figure(result), path)
+
+
+def build_figure(result: dict[str, Any]) -> Figure:
+    """pass@1 with its interval per benchmark, pass@k over k, and response tokens, in `figure.axes` in this order."""
+    parts = result["benchmarks"]
+    figure = Figure(figsize=(13.5, 4.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    score, curve, tokens = figure.subplots(1, 3)
+    places = list(range(len(parts)))
+    panel(score, "Accuracy", "pass@1 and 95% interval", "benchmark")
+    panel(curve, "At least one of k right", "pass@k", "k")
+    panel(tokens, "Response length", "mean length (tokens)", "benchmark")
+    for place, (name, part) in enumerate(parts.items()):
+        p, color = part["pass_at_1"], COLORS[place % len(COLORS)]
+        error = [[max(p["mean"] - p["low"], 0.0)], [max(p["high"] - p["mean"], 0.0)]]
+        score.bar(place, p["mean"], color=color, yerr=error, capsize=4)
+        tokens.bar(place, part["response_tokens"], color=color)
+        ks = [int(k) for k in part["pass_at_k"]]
+        curve.plot(ks, list(part["pass_at_k"].values()), color=color, marker="o", label=name)
+    for axes in (score, tokens):
+        axes.xaxis.set_major_locator(FixedLocator(places))
+        axes.set_xticklabels(list(parts), rotation=20, ha="right")
+    for axes in (score, curve):
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    curve.set_xscale("log", base=2)
+    curve.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None

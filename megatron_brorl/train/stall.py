@@ -1,0 +1,18 @@
+"""Evaluations that bring nothing new: what ends a run, and what resets the reference policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Stall:
+    """Counts evaluations in a row that are not above the best one by more than `margin`."""
+
+    margin: float = 0.0
+    best: float | None = None
+    count: int = 0
+
+    def saw(self, score: float) -> None:
+        better = self.best is None or score > self.best + self.margin
+        self.best, self.count = (score, 0) if better else (self.best, self.count + 1)

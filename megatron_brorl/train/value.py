@@ -1,0 +1,86 @@
+"""The critic's update: the same mini-batches as the actor's, the clipped value loss, and its figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.config import CriticConfig, OptimConfig
+from megatron_brorl.ops import reference
+from megatron_brorl.parallel import collect
+from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.train.policy import learning_rate
+from megatron_brorl.train.worker import CriticWorker, LossFunction
+from megatron_brorl.types import Experience
+
+
+def critic_optim(critic: CriticConfig, optim: OptimConfig) -> OptimConfig:
+    """The critic's optimizer: that of [optim] at the rates of [critic]."""
+    return replace(optim, lr=critic.lr, warmup_steps=critic.lr_warmup_steps)
+
+
+def update_critic(
+    critic: CriticWorker,
+    experience: Experience,
+    mini_batches: list[list[int]],
+    clip: float,
+    optim: OptimConfig,
+    first_update: int,
+) -> dict[str, float]:
+    """One optimizer step per mini-batch; returns their figures, the same on every rank.
+
+    mini_batches: this rank's rows of each, as many as on every rank. clip: config key critic.clip. first_update: the
+    critic's steps done before. value_loss is the mean over steps of the token mean, value_clipped the share of tokens
+    whose gradient the clipping removed.
+    """
+    totals, norms, skipped, lr = dict.fromkeys(("loss", "clipped", "tokens"), 0.0), [], 0, 0.0
+    for i, rows in enumerate(mini_batches):
+        part = experience.take(rows)
+        lengths = [len(r) for r in part.responses]
+        tokens = collect.total({"tokens": float(sum(lengths))}, critic.grid.groups.dp)["tokens"]
+        if not tokens:
+            continue  # every rank's share of this mini-batch was dropped
+        lr = learning_rate(optim, first_update + i)
+        loss = _loss_function(part, clip or math.inf, 1 / tokens, critic.ops)
+        update, values = critic.train(part.prompts, part.responses, loss, lr)
+        own = {key: sum((v.sums[key] for v in values), 0.0) for key in totals}
+        found = collect.total(own, critic.grid.groups.pp, critic.grid.groups.dp)
+        totals = {key: totals[key] + found[key] for key in totals}
+        norms.append(update.grad_norm)
+        skipped += not update.applied
+    steps = max(len(norms), 1)
+    return {
+        "value_loss": totals["loss"] / steps,
+        "value_clipped": totals["clipped"] / (totals["tokens"] or 1.0),
+        "critic_grad_norm": sum(norms) / steps,
+        "critic_updates": float(len(norms)),
+        "critic_updates_skipped": float(skipped),
+        "critic_lr": lr,
+    }
+
+
+def _loss_function(part: Experience, clip: float, weight: float, ops: str) -> LossFunction:
+    if part.values is None or part.returns is None:
+        raise ValueError("update_critic: the experience has no values and returns")
+    old, returns = part.values, part.returns
+    value_loss = _op(ops)
+
+    def loss(batch: Packed, values: Tensor) -> tuple[Tensor, Any]:
+        weights = torch.full_like(values, weight)
+        result = value_loss(values, batch.gather(old).to(values), batch.gather(returns).to(values), weights, clip)
+        return result.loss, replace(result, loss=result.loss.detach())
+
+    return loss
+
+
+def _op(ops: str) -> Callable[..., reference.ValueLoss]:
+    if ops == "fused":
+        from megatron_brorl.ops.fused_value import value_loss
+
+        return value_loss
+    return reference.value_loss

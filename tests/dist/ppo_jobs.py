@@ -1,0 +1,96 @@
+"""PPO steps of actor and critic on rollouts that are given, in any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from dist.jobs import grid_of, rows
+
+from megatron_brorl.config import AlgoConfig, OptimConfig, ReferenceConfig
+from megatron_brorl.hf_config import read_shape
+from megatron_brorl.models import hf_names
+from megatron_brorl.models.critic import body
+from megatron_brorl.reshard.execute import stream
+from megatron_brorl.reshard.plan import make_plan
+from megatron_brorl.train.experience import Models, make_experience
+from megatron_brorl.train.groups import mini_batches
+from megatron_brorl.train.policy import update_policy
+from megatron_brorl.train.reference import Reference
+from megatron_brorl.train.value import update_critic
+from megatron_brorl.train.worker import CriticWorker, Worker
+from megatron_brorl.types import OpenGroup, Prompt, Rollout, Row
+
+# Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
+OPTIM = OptimConfig(lr=2e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
+CRITIC_OPTIM = OptimConfig(lr=5e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
+ALGO = AlgoConfig(
+    advantage="gae",
+    gamma=0.98,
+    lam=0.9,
+    mini_batches=2,
+    epochs=2,
+    dynamic_sampling=False,
+    is_cap=1.5,
+    kl_coef=0.05,
+    kl_estimator="k2",
+    entropy_coef=0.01,
+    mismatch_mask="token",
+    mismatch_low=0.3,
+    mismatch_high=3.0,
+    correct_boost=0.25,
+)
+CLIP, TEMPERATURE = 0.05, 0.9
+OF_PROMPT = [0] * 9 + [1] * 3 + [2] * 11 + [3]
+
+
+def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[float]]:
+    """Prompts, responses, the engine's log-probs and rewards of a step's 24 rollouts."""
+    prompts, responses = rows(10 + step)
+    g = torch.Generator().manual_seed(step)
+    sampled = [-5.0 + 0.4 * torch.randn(len(r), generator=g) for r in responses]
+    rewards = torch.rand(24, generator=g)
+    rewards[::5] = 1.0
+    return prompts, responses, sampled, rewards.tolist()
+
+
+def ppo(
+    _rank: int, directory: str, parallel: dict[str, Any], steps: int, options: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Figures of each step, and the weights of actor and critic at the end, the same on every rank."""
+    grid, shape = grid_of(**parallel), read_shape(directory)
+    ops = options.get("ops", "fused")
+    kwargs = {"ops": ops, "share_prompt": options.get("share_prompt", True)}
+    tokens, recompute = options.get("tokens", 120), options.get("recompute", False)
+    worker = Worker(shape, grid, torch.float32, tokens, recompute, OPTIM, **kwargs)
+    critic = CriticWorker(shape, grid, torch.float32, tokens, recompute, CRITIC_OPTIM, **kwargs)
+    worker.load_hf(directory)
+    critic.load_hf(directory)
+    models = Models(worker, critic, Reference(worker, ReferenceConfig()))
+    figures = []
+    for step in range(steps):
+        prompts, responses, sampled, rewards = batch(step)
+        names = [prompts[OF_PROMPT.index(g)] for g in range(4)]
+        groups = [OpenGroup(Prompt(str(i), "", tuple(p.tolist()), None, "exact"), step, i) for i, p in enumerate(names)]
+        all_rows, earned = [], torch.zeros(4, 11)
+        for i, group in enumerate(OF_PROMPT):
+            sibling = i - OF_PROMPT.index(group)
+            all_rows.append(Row(group, Rollout(sibling, responses[i], sampled[i], "stop"), rewards[i]))
+            earned[group, sibling] = rewards[i]
+        own = all_rows[24 * grid.dp_rank // grid.data : 24 * (grid.dp_rank + 1) // grid.data]
+        experience, credit = make_experience(own, groups, earned, models, ALGO, TEMPERATURE)
+        batches = mini_batches(own, [0, 1, 2, 3], ALGO.mini_batches, "siblings") * ALGO.epochs
+        valued = update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
+        figures.append({**credit, **valued, **update_policy(worker, experience, batches, ALGO, OPTIM, TEMPERATURE, 4 * step)})
+    return figures, {name: tensor.clone() for name, tensor in worker.hf_tensors()}, critic_weights(critic)
+
+
+def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
+    """The full weights of the body by Hugging Face name and, on the last stage, the value head."""
+    shape, grid = body(critic.shape), critic.grid
+    plan = make_plan(hf_names.entries(shape, grid.pipeline), shape.kv_heads, grid.tensor, grid.pipeline, 4)
+    found = {n: t.clone() for n, t in stream(plan, hf_names.global_parameters(critic.critic), grid, torch.float32)}
+    if grid.last_stage:
+        found["value_head"] = critic.critic.output_layer.weight.detach().clone()
+    return found
+

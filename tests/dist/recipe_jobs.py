@@ -1,0 +1,111 @@
+"""Steps under the recipe's switches: rewards that all agree, references, refills, an actor that must not move."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fakes
+import torch
+from dist.jobs import grid_of
+from dist.steps import configured, make_trainer
+
+from megatron_brorl.hf_config import read_shape
+from megatron_brorl.models import checkpoint
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.fused_decode import Fused
+from megatron_brorl.ops.fused_sampling import sample_tokens
+from megatron_brorl.rewards.pool import ScoreRequest, Verdict
+from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.train.loop import Trainer
+
+
+class Judge:
+    """Rewards by the name of a rule."""
+
+    def __init__(self, rule: str) -> None:
+        self.rule = rule
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
+        return [self._verdict(r) for r in requests]
+
+    def _verdict(self, request: ScoreRequest) -> Verdict:
+        if request.answer is None:
+            return Verdict(0.0, "no_answer")
+        words = [int(word) for word in request.answer.split()]
+        if self.rule == "partial":  # share of even tokens
+            return Verdict(sum(w % 2 == 0 for w in words) / max(len(words), 1), "ok")
+        if self.rule == "nan":  # what the pool makes of a verifier that returns one
+            return Verdict(0.0, "invalid") if sum(words) % 3 == 0 else Verdict(float(sum(words) % 2), "ok")
+        return Verdict({"right": 1.0, "wrong": 0.0}[self.rule], "ok")
+
+
+def _trainer(directory: str, parallel: dict[str, Any], changes: dict[str, Any], rule: str, engine: Any = None) -> Trainer:
+    trainer = make_trainer(directory, grid_of(**parallel), configured(changes), engine or fakes.Engine())
+    if rule:
+        trainer.rollouts = replace(trainer.rollouts, pool=Judge(rule))
+    return trainer
+
+
+def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+
+
+def judged(
+    _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], rule: str, steps: int
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Figures of each step, and the weights before and after."""
+    trainer = _trainer(directory, parallel, changes, rule)
+    before = _weights(trainer)
+    trainer.refit()
+    figures = [trainer.train_step()[0] for _ in range(steps)]
+    return figures, before, _weights(trainer)
+
+
+def unmoved(
+    _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int
+) -> tuple[list[dict[str, float]], bool]:
+    """Steps with the real engine; figures, and whether every weight and master has its bits still."""
+    shape = read_shape(directory)
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 200, sample_tokens, Fused())
+    trainer = _trainer(directory, parallel, changes, "", engine)
+    before = _weights(trainer)
+    trainer.refit()
+    figures = [trainer.train_step()[0] for _ in range(steps)]
+    after = _weights(trainer)
+    return figures, all(torch.equal(after[name].view(torch.int32), before[name].view(torch.int32)) for name in before)
+
+
+def reference_follows(
+    _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], root: str
+) -> dict[str, Any]:
+    """Two steps, then what actor and reference say of some tokens; a reset; and both after a checkpoint."""
+    trainer = _trainer(directory, parallel, changes | {"run": {"seed": 3, "dir": root}}, "")
+    rows = ([torch.tensor([5, 6, 7]), torch.tensor([9, 4])], [torch.tensor([8, 9, 2]), torch.tensor([3])])
+    assert trainer.reference is not None
+
+    def say(t: Trainer) -> list[list[torch.Tensor]]:
+        assert t.reference is not None
+        return [t.worker.log_probs(*rows, 0.9), t.reference.log_probs(*rows, 0.9), t.worker.log_probs(*rows, 0.9)]
+
+    found: dict[str, Any] = {"start": say(trainer)}
+    trainer.refit()
+    found["figures"] = [trainer.train_step()[0] for _ in range(2)]
+    found["moved"] = say(trainer)
+    found["stepped"] = bool(trainer.worker.optimizer.optimizer.state)
+    trainer.save()
+    again = _trainer(directory, parallel, changes | {"run": {"seed": 3, "dir": root}}, "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
+        again.restore(Path(root) / "checkpoints" / "step_00000002")
+    found["restored"] = say(again)
+    again.reference.reset()  # type: ignore[union-attr]
+    found["reset"] = say(again)
+    found["stepped_after_reset"] = bool(again.worker.optimizer.optimizer.state)
+    again.refit()
+    found["figures"].append(again.train_step()[0])
+    assert checkpoint.find(Path(root) / "checkpoints") is not None
+    return found

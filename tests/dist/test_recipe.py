@@ -1,0 +1,197 @@
+"""Switches of the recipe in whole steps, on one process and in layouts."""
+
+from __future__ import annotations
+
+import math
+
+import fakes
+import pytest
+import tiny
+import torch
+
+from megatron_brorl.ops.philox import stream_key
+
+SMALL = {"rollout": {"prompts": 3, "n": 16}}
+LAYOUTS = [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2})]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    made = tmp_path_factory.mktemp("model")
+    tiny.make_model(made, "qwen2", True)
+    return str(made)
+
+
+def same(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize("rule", ["right", "wrong"])
+@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {})])
+def test_a_step_whose_every_group_is_dropped_changes_nothing(worlds, directory, size, parallel, rule, critic):
+    changes = SMALL | ({"algo": {"advantage": "gae"}} if critic else {}) | {"reward": {"cut_off_factor": 1.0}}
+    for figures, before, after in worlds(size).run("recipe_jobs:judged", directory, parallel, changes, rule, 2):
+        assert same(before, after)
+        for found in figures:
+            assert (found["kept_share"], found["updates"], found["trained_tokens"]) == (0, 0, 0)
+            assert (found["all_right_share"] > 0.5, found["all_wrong_share"] > 0.5) == (rule == "right", rule == "wrong")
+            assert found.get("critic_updates", 0) == 0
+            assert math.isfinite(found["loss"])
+
+
+def test_without_dynamic_sampling_every_group_is_trained_on(worlds, directory):
+    """All right: no advantage, so only what does not depend on it (weight decay) moves the weights."""
+    changes = SMALL | {"algo": {"dynamic_sampling": False}, "optim": {"weight_decay": 0.0, "lr": 1e-3}}
+    ((figures, before, after),) = worlds(1).run("recipe_jobs:judged", directory, {}, changes, "wrong", 1)
+    assert (figures[0]["kept_share"], figures[0]["updates"], figures[0]["grad_norm"]) == (1, 1, 0)
+    assert same(before, after)
+
+
+def test_partial_credit_is_a_signal(worlds, directory):
+    """Continuous rewards: groups are kept unless all rewards are the same number."""
+    ((figures, before, after),) = worlds(1).run("recipe_jobs:judged", directory, {}, SMALL, "partial", 1)
+    assert (figures[0]["kept_share"], figures[0]["updates"]) == (1, 1)
+    assert 0 < figures[0]["reward"] < 1
+    assert not same(before, after)
+
+
+def test_rewards_that_are_not_numbers_score_nothing_and_are_counted(worlds, directory):
+    ((figures, _, after),) = worlds(1).run("recipe_jobs:judged", directory, {}, SMALL, "nan", 1)
+    texts = []
+    for prompt in fakes.prompts(3):
+        for row in fakes.draws(stream_key(3, 0, prompt.id), range(16), 12):
+            if fakes.STOP in row:
+                texts.append(sum(row[: row.index(fakes.STOP)]))
+    assert figures[0]["unscored_share"] == pytest.approx(sum(s % 3 == 0 for s in texts) / 48)
+    assert figures[0]["reward"] == pytest.approx(sum(s % 2 for s in texts if s % 3) / 48)
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+
+
+@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
+@pytest.mark.parametrize("critic", [False, True])
+def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel, critic):
+    """Five steps with the real engine: the weights keep their bits, ratios are 1, and the mismatch does not drift."""
+    algo = {"mini_batches": 2, "epochs": 2, "entropy_coef": 0.01, "kl_coef": 0.1, "dynamic_sampling": False}
+    changes = {
+        "rollout": {"prompts": 3, "n": 8, "timeout_s": 60.0, "most_lost": 1.0, "max_tokens": 12},
+        "algo": algo | ({"advantage": "gae"} if critic else {}),
+        "optim": {"lr": 0.0, "weight_decay": 0.1},
+        "critic": {"lr": 1e-3},
+    }
+    for figures, kept in worlds(size).run("recipe_jobs:unmoved", directory, parallel, changes, 5):
+        assert kept
+        assert len(figures) == 5
+        for found in figures:
+            assert (found["updates"], found["updates_skipped"]) == (4, 0)
+            assert found["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+            assert found["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+            assert found["approx_kl"] == pytest.approx(0.0, abs=1e-9)
+            assert found["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+            assert found["logprob_gap_max"] <= 1e-4
+            assert found["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
+def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, size, parallel):
+    changes = SMALL | {"algo": {"kl_coef": 0.1}, "reference": {"reset_every": 7, "reset_optimizer": True}}
+    for found in worlds(size).run("recipe_jobs:reference_follows", directory, parallel, changes, str(tmp_path)):
+
+        def flat(when, which, found=found):
+            return torch.cat(found[when][which])
+
+        for when in ("start", "moved", "restored", "reset"):  # the actor has its own bits after the reference was asked
+            assert torch.equal(flat(when, 0), flat(when, 2))
+        assert torch.equal(flat("start", 0), flat("start", 1))
+        assert torch.equal(flat("moved", 1), flat("start", 1))
+        assert (flat("moved", 0) - flat("start", 0)).abs().max() > 1e-3
+        assert torch.equal(flat("restored", 0), flat("moved", 0))
+        assert torch.equal(flat("restored", 1), flat("moved", 1))
+        assert torch.equal(flat("reset", 1), flat("moved", 0))
+        assert found["stepped"]
+        assert not found["stepped_after_reset"]
+        # One update per step: before the first nothing has moved, before the third the reference was reset.
+        assert [f["reference_kl"] for f in found["figures"]] == pytest.approx([0, found["figures"][1]["reference_kl"], 0])
+        assert found["figures"][1]["reference_kl"] > 1e-8
+
+
+def passes(prompt, taken, n=16):
+    """Rewards of a prompt's rollouts by fakes' engine and pool."""
+    rewards = []
+    for row in fakes.draws(stream_key(3, taken, prompt.id), range(n), 12):
+        end = row.index(fakes.STOP) if fakes.STOP in row else None
+        rewards.append(end is not None and sum(row[:end]) % 2 == 0)
+    return rewards
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (4, {"tensor": 2})])
+def test_refills_and_what_is_carried_over(worlds, directory, size, parallel):
+    """Three siblings of two prompts, so that many groups agree: sampled anew until two are kept, at most thrice."""
+    changes = {"rollout": {"prompts": 2, "n": 3, "refills": 2}}
+    results = worlds(size).run("steps:run_steps", directory, parallel, changes, 8, {})
+    taken, waiting, saw = 0, [], set()
+    for step in range(8):
+        pool, sampled = list(waiting), 0
+        for _ in range(3):
+            new = [(taken, p) for p in fakes.prompts(2, 2 * taken)]
+            pool += new
+            taken, sampled = taken + 1, sampled + 2
+            kept = [g for g in pool if 0 < sum(passes(g[1], g[0], 3)) < 3]
+            if len(kept) >= 2:
+                break
+        waiting = kept[2:]
+        closed = [g for g in pool if g not in waiting]
+        saw |= {("rounds", sampled // 2), ("waiting", len(waiting))}
+        for figures, _, _ in results:
+            f = figures[step]
+            assert f["prompts_sampled"] == sampled
+            assert f["carried_groups"] == len(waiting)
+            assert f["kept_share"] == pytest.approx(len(kept[:2]) / len(closed))
+            assert f["rollouts"] == 3 * len(closed)
+            assert f["updates"] == (1 if kept else 0)
+    assert len(saw) >= 4  # more than one round, and something that waited
+
+
+def test_refills_resume(worlds, directory, tmp_path):
+    changes = {"rollout": {"prompts": 2, "n": 3, "refills": 2}}
+    whole = worlds(2).run("steps:run_steps", directory, {}, changes, 6, {})
+    cut = worlds(2).run("steps:resumed", directory, {}, changes, 6, 3, str(tmp_path))
+    for (figures, weights, _), (got, got_weights) in zip(whole, cut, strict=True):
+        assert [repr(f) for f in got] == [repr(f) for f in figures]
+        assert same(weights, got_weights)
+
+
+def test_cut_off_responses_without_loss(worlds, directory):
+    """algo.overlong_filter: the tokens of responses that did not end are not trained on; figures still count them."""
+    for on in (False, True):
+        changes = {"rollout": {"prompts": 3, "n": 16}, "algo": {"overlong_filter": on}}
+        ((figures, _, _),) = worlds(1).run("steps:run_steps", directory, {}, changes, 1, {})
+        lengths = []
+        for prompt in fakes.prompts(3):
+            rewards = passes(prompt, 0)
+            if 0 < sum(rewards) < 16:
+                for row in fakes.draws(stream_key(3, 0, prompt.id), range(16), 12):
+                    if fakes.STOP in row or not on:
+                        lengths.append(row.index(fakes.STOP) + 1 if fakes.STOP in row else 12)
+        assert figures[0]["trained_tokens"] == sum(lengths)
+        assert figures[0]["rollouts"] == 48
+
+
+def test_shaping_reaches_the_advantages_and_not_the_selection(worlds, directory):
+    shaping = {"overlong_tokens": 6, "cosine_coef": 1.0, "repetition_ngram": 1, "repetition_penalty": 0.01}
+    ((plain, _, a),) = worlds(1).run("steps:run_steps", directory, {}, SMALL, 1, {})
+    ((shaped, _, b),) = worlds(1).run("steps:run_steps", directory, {}, SMALL | {"shaping": shaping}, 1, {})
+    assert [shaped[0][k] for k in ("reward", "kept_share", "rollouts")] == [
+        plain[0][k] for k in ("reward", "kept_share", "rollouts")
+    ]
+    total = 0.0
+    for prompt in fakes.prompts(3):
+        for row, right in zip(
+            fakes.draws(stream_key(3, 0, prompt.id), range(16), 12), passes(prompt, 0), strict=True
+        ):
+            t = row.index(fakes.STOP) + 1 if fakes.STOP in row else 12
+            ids = row[:t]
+            total += right * (1 - 0.5 + 0.25 * (1 + math.cos(math.pi * t / 12))) - max(0, t - 6) / 6
+            total -= 0.01 * (t - len(set(ids)))
+    assert shaped[0]["shaped_reward"] == pytest.approx(total / 48, rel=1e-5)
+    assert shaped[0]["grad_norm"] != plain[0]["grad_norm"]

@@ -1,0 +1,141 @@
+"""From rewards to the advantages of tokens, against the equations in Python's own floats."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from megatron_brorl.config import AlgoConfig, ParallelConfig
+from megatron_brorl.parallel import grid
+from megatron_brorl.train.advantages import of_rollouts, of_tokens
+from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes
+
+LENGTHS = [3, 1, 5, 2]
+EARNED = [0.75, -1.5, 0.25, 1.0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def replicas():
+    built = grid.build(ParallelConfig())
+    yield built.groups.dp
+    grid.leave()
+
+
+def values():
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(n, generator=g) for n in LENGTHS]
+
+
+def recursive(reward, v, gamma, lam):
+    """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1} (Schulman et al. 2016, eq. 11 to 16)."""
+    found, after, next_value = [], 0.0, 0.0
+    for t in reversed(range(len(v))):
+        after = (reward if t == len(v) - 1 else 0.0) + gamma * next_value - v[t] + gamma * lam * after
+        next_value = v[t]
+        found.append(after)
+    return found[::-1]
+
+
+@pytest.mark.parametrize("ops", ["fused", "reference"])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
+def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
+    v = values()
+    algo = AlgoConfig(advantage="gae", gamma=gamma, lam=lam)
+    credit = of_tokens(torch.tensor(EARNED), LENGTHS, v, None, algo, ops, replicas)
+    raw = [recursive(r, x.tolist(), gamma, lam) for r, x in zip(EARNED, v, strict=True)]
+    flat = [a for row in raw for a in row]
+    mean, std = statistics.fmean(flat), statistics.pstdev(flat)
+    returns = []
+    for mine, goals, row, x in zip(credit.advantages, credit.returns, raw, v, strict=True):
+        assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
+        assert goals.tolist() == pytest.approx([a + b for a, b in zip(row, x.tolist(), strict=True)], abs=1e-5)
+        returns += goals.tolist()
+    explained = 1 - statistics.pvariance(flat) / statistics.pvariance(returns) if lam else None
+    if explained is not None and gamma:
+        assert credit.figures["explained_variance"] == pytest.approx(explained, rel=1e-4)
+    assert credit.figures["return_mean"] == pytest.approx(statistics.fmean(returns), abs=1e-6)
+    assert credit.figures["value_mean"] == pytest.approx(statistics.fmean(torch.cat(v).tolist()), abs=1e-6)
+
+
+@pytest.mark.parametrize("ops", ["fused", "reference"])
+def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
+    """gamma = lambda = 1 and V = 0: every token's advantage is its response's (REINFORCE++, section 3.3)."""
+    algo = AlgoConfig(advantage="gae")
+    zeros = [torch.zeros(n) for n in LENGTHS]
+    credit = of_tokens(torch.tensor(EARNED), LENGTHS, zeros, None, algo, ops, replicas)
+    free = of_tokens(torch.tensor(EARNED), LENGTHS, None, None, AlgoConfig(), ops, replicas)
+    assert free.returns is None
+    assert [row.tolist() for row in free.advantages] == [[r] * n for r, n in zip(EARNED, LENGTHS, strict=True)]
+    # With values of zero the returns are the advantages before whitening.
+    assert all(torch.equal(a, b) for a, b in zip(credit.returns, free.advantages, strict=True))
+    flat = torch.cat(free.advantages).double()
+    whitened = (torch.cat(free.advantages).double() - flat.mean()) / flat.std(correction=0)
+    torch.testing.assert_close(torch.cat(credit.advantages).double(), whitened, atol=1e-6, rtol=1e-6)
+    assert credit.figures["explained_variance"] == 0.0
+
+
+@pytest.mark.parametrize("ops", ["fused", "reference"])
+@pytest.mark.parametrize("kind", ["gae", "grpo", "reinforce_pp_baseline"])
+def test_kl_in_the_reward(replicas, ops, kind):
+    """r_t = -beta KL_t, and what the response earned at its end; A_t = sum of what comes, from t on."""
+    g = torch.Generator().manual_seed(1)
+    kl = [torch.randn(n, generator=g) for n in LENGTHS]
+    algo = AlgoConfig(advantage=kind, kl_coef=0.3, kl_in="reward", kl_estimator="k1")
+    v = [torch.zeros(n) for n in LENGTHS] if kind == "gae" else None
+    credit = of_tokens(torch.tensor(EARNED), LENGTHS, v, kl, algo, ops, replicas)
+    raw = [[r - 0.3 * sum(x.tolist()[t:]) for t in range(len(x))] for r, x in zip(EARNED, kl, strict=True)]
+    flat = [a for row in raw for a in row]
+    mean, std = (0.0, 1.0) if kind == "grpo" else (statistics.fmean(flat), statistics.pstdev(flat))
+    for mine, row in zip(credit.advantages, raw, strict=True):
+        assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
+    assert (credit.returns is None) == (kind != "gae")
+
+
+@pytest.mark.parametrize("ops", ["fused", "reference"])
+def test_no_rows_and_equal_returns(replicas, ops):
+    """A replica without rows takes part; returns that do not vary leave no advantage and no variance to explain."""
+    algo = AlgoConfig(advantage="gae")
+    nothing = of_tokens(torch.zeros(0), [], [], None, algo, ops, replicas)
+    assert len(nothing.advantages) == len(nothing.returns) == 0
+    equal = of_tokens(torch.ones(2), [2, 3], [torch.zeros(2), torch.zeros(3)], None, algo, ops, replicas)
+    assert torch.count_nonzero(torch.cat(equal.advantages)) == 0
+    assert math.isnan(equal.figures["explained_variance"])
+
+
+REWARDS = [[0.0, 1.0, None, 0.0], [1.0] * 4, [0.25, 0.5, 0.25, None]]
+
+
+def outcomes():
+    table = [[math.nan if r is None else r for r in row] for row in REWARDS]
+    state = [[LOST if r is None else (STOP, LENGTH)[i % 2] for i, r in enumerate(row)] for row in REWARDS]
+    return Outcomes(
+        torch.tensor(state), torch.tensor(table).nan_to_num(0.0), torch.ones(3, 4).long(), torch.zeros(3, 4).long()
+    )
+
+
+@pytest.mark.parametrize("ops", ["fused", "reference"])
+@pytest.mark.parametrize("kind", ["gae", "grpo", "reinforce_pp_baseline"])
+def test_what_rollouts_earn(ops, kind):
+    """Of mixed, all-right and partly-right groups with lost siblings."""
+    got = of_rollouts(outcomes(), [0, 1, 2], AlgoConfig(advantage=kind), ops)
+    alive = [[r for r in row if r is not None] for row in REWARDS]
+    centred = [[r - statistics.fmean(row) for r in row] for row in alive]
+    if kind == "gae":
+        expected = alive
+    elif kind == "grpo":
+        expected = [
+            [x / (statistics.stdev(row) + 1e-6) for x in part] for part, row in zip(centred, alive, strict=True)
+        ]
+    else:
+        flat = [x for row in centred for x in row]
+        mean, std = statistics.fmean(flat), statistics.pstdev(flat)
+        kl = AlgoConfig(advantage=kind, kl_coef=0.1, kl_in="reward")  # of_tokens whitens then, not this
+        table = of_rollouts(outcomes(), [0, 1, 2], kl, ops)
+        assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
+        expected = [[(x - mean) / std for x in row] for row in centred]
+    for row, rewards, want in zip(got.tolist(), REWARDS, expected, strict=True):
+        found = iter(want)
+        assert row == pytest.approx([0.0 if r is None else next(found) for r in rewards], abs=1e-6)

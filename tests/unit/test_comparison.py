@@ -1,0 +1,108 @@
+"""Tables and figures of evaluations: what they show is what the answers say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.report import benchmarks, comparison
+from megatron_brorl.report.comparison import compare, read_answers
+
+
+def answers(shift):
+    """Three prompts of one benchmark, two of another; 4 samples each."""
+    rights = {("math", "a"): 1, ("math", "b"): 2, ("math", "c"): 0, ("code", "a"): 3, ("code", "b"): 1}
+    return {
+        key: {
+            "benchmark": key[0],
+            "id": key[1],
+            "samples": 4,
+            "right": min(4, right + shift),
+            "tokens": 10.0 + i - shift,
+        }
+        for i, (key, right) in enumerate(rights.items())
+    }
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows.values()), encoding="utf-8")
+    return path
+
+
+def test_comparison_by_hand(tmp_path):
+    before, after = answers(0), answers(1)
+    after["math", "b"]["right"] = 0
+    result = compare(
+        read_answers(write(tmp_path / "a", before)), read_answers(write(tmp_path / "b", after)), "A/", "B/", 200, 0
+    )
+    everything = result["all"]
+    assert everything["prompts"] == 5
+    assert everything["before"]["pass_at_1"]["mean"] == pytest.approx((1 + 2 + 0 + 3 + 1) / 20)
+    assert everything["after"]["pass_at_1"]["mean"] == pytest.approx((2 + 0 + 1 + 4 + 2) / 20)
+    assert everything["before"]["response_tokens"] == pytest.approx(12.0)
+    assert everything["after"]["response_tokens"] == pytest.approx(11.0)
+    assert everything["paired"]["difference"]["mean"] == pytest.approx((1 - 2 + 1 + 1 + 1) / 20)
+    assert result["benchmarks"]["math"]["after"]["pass_at_1"]["mean"] == pytest.approx(3 / 12)
+    assert result["benchmarks"]["code"]["prompts"] == 2
+    text = comparison.markdown(result)
+    assert "| math | 3 | 25.00% | 25.00% | +0.00%" in text
+    assert "| code | 2 | 50.00% | 75.00% | +25.00%" in text
+    assert "| all prompts | 5 | 35.00% | 45.00% | +10.00%" in text
+    assert "mean difference +0.1000" in text
+    figure = comparison.build_figure(result)
+    bars = [bar.get_height() for bar in figure.axes[0].patches]
+    assert bars == pytest.approx([0.5, 0.75, 0.25, 0.25, 0.35, 0.45])
+    assert [line.get_xdata()[0] for line in figure.axes[2].lines][-2:] == pytest.approx([12.0, 11.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no prompts"),
+        ("{}", ":1: not a line of `brorl evaluate`"),
+        ("[1]", ":1: not a line of `brorl evaluate`"),
+        ('{"benchmark": "m", "id": "a", "samples": "4", "right": 1, "tokens": 2.0}', ":1: samples is wrong"),
+        ('{"benchmark": "m", "id": "a", "samples": 0, "right": 0, "tokens": 2.0}', ":1: samples is wrong"),
+    ],
+)
+def test_files_that_are_not_answers(tmp_path, text, message):
+    (tmp_path / "x.jsonl").write_text(text + "\n" if text else "", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        read_answers(tmp_path / "x.jsonl")
+    assert message in str(caught.value)
+    assert "x.jsonl" in str(caught.value)
+
+
+def test_other_prompts_are_refused():
+    after = answers(0)
+    del after["code", "b"]
+    with pytest.raises(UserError, match="1 prompts are in one of them only, for example 'b' of code in one/"):
+        compare(answers(0), after, "one/", "two/", 10, 0)
+
+
+def part(mean, passes, tokens):
+    return {
+        "pass_at_1": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1},
+        "pass_at_k": passes,
+        "prompts": 7,
+        "samples": 8,
+        "response_tokens": tokens,
+    }
+
+
+def test_table_and_figure_of_benchmarks():
+    result = {
+        **part(0.4, {"1": 0.4, "8": 0.7}, 20.0),
+        "by_task": {"gcd": 0.25},
+        "benchmarks": {"aime": part(0.3, {"1": 0.3, "8": 0.6}, 30.0), "amc": part(0.6, {"1": 0.6, "8": 0.9}, 11.0)},
+    }
+    text = benchmarks.markdown(result)
+    assert "| aime | 7 | 8 | 30.00% (20.00% to 40.00%) | 60.00% | 30.0 |" in text
+    assert "| mean of benchmarks | 7 | 8 | 45.00% | 75.00% | 20.5 |" in text
+    assert "| gcd | 25.00% |" in text
+    figure = benchmarks.build_figure(result)
+    assert [bar.get_height() for bar in figure.axes[0].patches] == [0.3, 0.6]
+    assert [list(line.get_ydata()) for line in figure.axes[1].lines] == [[0.3, 0.6], [0.6, 0.9]]
+    assert [bar.get_height() for bar in figure.axes[2].patches] == [30.0, 11.0]

@@ -1,0 +1,58 @@
+"""The named recipes: each states every key of the method, says where the value is from, and loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_brorl.config import Config
+from megatron_brorl.config_file import load
+from megatron_brorl.train.policy import scaled
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+# What a machine or a run decides, and not the method.
+NOT_OF_THE_METHOD = {
+    "rollout": {"engine", "max_rows", "memory_mib", "timeout_s", "most_lost"},
+    "reward": {"workers", "timeout_s"},
+    "evaluate": {"bootstrap", "pass_at", "benchmarks"},
+}
+SECTIONS = ("rollout", "reward", "shaping", "algo", "critic", "reference", "optim", "evaluate")
+
+
+@pytest.mark.parametrize("name", ["prorlv2", "brorl", "dapo", "ppo"])
+def test_a_recipe_inherits_nothing_and_names_its_sources(name):
+    path = RECIPES / f"{name}.toml"
+    text = path.read_text(encoding="utf-8")
+    table, config = tomllib.loads(text), load(path)
+    assert tuple(table) == SECTIONS
+    for section in SECTIONS:
+        known = {f.name for f in dataclasses.fields(getattr(config, section))}
+        assert known - table[section].keys() == NOT_OF_THE_METHOD.get(section, set()), section
+    known = set(re.findall(r"\[[A-Za-z0-9+-]+\]", text.split("\n\n")[0]))
+    for line in text.split("\n\n", 1)[1].splitlines():
+        if " = " in line:
+            source = line.partition(" # ")[2]
+            cited = set(re.findall(r"\[[A-Z][A-Za-z0-9+-]*\]|\[(?:blog|script|ppo2)\]", source))
+            assert cited <= known, line
+            assert cited or re.search("choice|without effect|not in it|verl's default", source), line
+
+
+def test_the_recipes_differ_as_published():
+    prorl, brorl, dapo, ppo = (load(RECIPES / f"{name}.toml") for name in ("prorlv2", "brorl", "dapo", "ppo"))
+    assert (prorl.rollout.n * prorl.rollout.prompts, brorl.rollout.n * brorl.rollout.prompts) == (8192, 65536)
+    rates = [scaled(c.optim, c.rollout.n * c.rollout.prompts).lr for c in (prorl, brorl)]
+    assert rates == pytest.approx([1e-6, 1e-6 * math.sqrt(8)])
+    assert prorl.algo.mini_batches == brorl.algo.mini_batches  # as many, each of more rollouts
+    assert dapo.rollout.prompts * dapo.rollout.n / dapo.algo.mini_batches == 512
+    assert ppo.algo.advantage == "gae"
+    assert isinstance(ppo, Config)

@@ -1,0 +1,54 @@
+"""When the reference policy is reset, and what a reset does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_brorl.config import ReferenceConfig
+from megatron_brorl.train.reference import Reference
+
+
+def make(**settings: Any) -> tuple[Reference, torch.nn.Linear, list[str]]:
+    actor, calls = torch.nn.Linear(2, 1), []
+    worker: Any = SimpleNamespace(actor=actor, reset_optimizer=lambda: calls.append("optimizer"))
+    return Reference(worker, ReferenceConfig(**settings)), actor, calls
+
+
+def test_every_so_many_steps():
+    reference, _, _ = make(reset_every=3)
+    assert [step for step in range(1, 8) if reference.due(step, 0.0)] == [3, 6]
+
+
+def test_on_a_spike_of_the_kl():
+    reference, _, _ = make(reset_above_kl=0.5)
+    assert reference.due(1, 0.5) == ""
+    assert "KL 6.00e-01 above reference.reset_above_kl = 0.5" in reference.due(1, 0.6)
+    assert reference.due(1, float("nan")) == ""  # a step that trained on nothing
+
+
+def test_on_a_stall_of_the_evaluation():
+    reference, _, _ = make(reset_after_stalls=2)
+    found = []
+    for score in (0.3, 0.3, 0.4, 0.4, 0.35, 0.39, 0.41, 0.2, 0.41):
+        reference.stall.saw(score)
+        found.append(bool(reference.due(1, 9.9)))
+        if found[-1]:
+            reference.reset()
+    # 0.4 is the best until 0.41; the second evaluation in a row without a new best resets, and the count begins anew.
+    assert found == [False, False, False, False, True, False, False, False, True]
+
+
+def test_a_reset_copies_the_actor_and_starts_the_optimizer_anew_where_asked():
+    for asked in (False, True):
+        reference, actor, calls = make(reset_every=1, reset_optimizer=asked)
+        before = actor.weight.detach().clone()
+        with torch.no_grad():
+            actor.weight += 1.0
+        assert torch.equal(reference.weights["weight"], before)
+        reference.reset()
+        assert torch.equal(reference.weights["weight"], before + 1.0)
+        assert reference.weights["weight"].data_ptr() != actor.weight.data_ptr()
+        assert calls == (["optimizer"] if asked else [])
