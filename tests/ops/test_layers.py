@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.ops import fused_layers as ops
+from megatron_brorl.ops import native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}
@@ -78,6 +79,37 @@ def test_silu_mul(shape, dtype):
     g = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(*shape, generator=g) * torch.tensor([0.1, 10.0]).repeat(shape[-1] // 2)
     compare(ops.silu_mul, swiglu, [x], torch.randn(*shape[:-1], shape[-1] // 2, generator=g), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "width"), [((5, 3), 4), ((70, 1, 130), 65), ((2, 900), 33)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear(shape, width, with_bias, dtype):
+    g = torch.Generator().manual_seed(width)
+    x, weight, bias = (torch.randn(*s, generator=g) for s in (shape, (width, shape[-1]), (width,)))
+    up = torch.randn(*shape[:-1], width, generator=g)
+    if with_bias:
+        compare(ops.linear, lambda x, w, b: x @ w.t() + b, [x, weight, bias], up, dtype)
+    else:
+        compare(lambda x, w: ops.linear(x, w, None), lambda x, w: x @ w.t(), [x, weight], up, dtype)
+
+
+@pytest.mark.skipif(not native.BFLOAT16_KERNEL, reason="this processor has no bfloat16 kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_adds_to_the_main_gradient(dtype):
+    """Over two micro-batches, on top of what is there, in float32."""
+    g = torch.Generator().manual_seed(6)
+    weight: Any = torch.nn.Parameter(torch.randn(40, 24, generator=g).to(dtype))
+    weight.main_grad = start = torch.randn(40, 24, generator=g)
+    expected = start.double()
+    for _ in range(2):
+        x, up = (torch.randn(50, n, generator=g).to(dtype) for n in (24, 40))
+        weight.grad_added_to_main_grad = False
+        ops.linear(x.requires_grad_(), weight, None).backward(up)
+        assert weight.grad_added_to_main_grad
+        expected = expected + up.double().t() @ x.detach().double()
+    # Products of bfloat16 are exact in float32, so the sum is as good in both dtypes.
+    close(weight.main_grad, expected, torch.float32)
 
 
 def test_views_that_are_not_contiguous():

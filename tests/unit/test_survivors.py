@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from typing import Any
 
 import fakes
 import pytest
@@ -98,6 +99,24 @@ def test_one_of_512_killed_and_another_stalled(processes, model, deaf, capfd):
     # The engine's memory serves the training; one that hangs is not touched again.
     after = [] if deaf else ["sleep", "wake", "update_weights"]
     assert engine.verbs == ["wake", "update_weights", "generate", *after]
+
+
+def test_no_micro_batch_keeps_its_graph(processes, model, monkeypatch):
+    """What a step collects of its micro-batches would otherwise hold their memory until the last one."""
+    trainer = make_trainer(model[0], processes, configured({"train": {"tokens_per_micro_batch": 100}}), fakes.Engine())
+    kept: list[Any] = []
+    train = trainer.worker.train
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        update, values = train(*args, **kwargs)
+        kept.extend(values)
+        return update, values
+
+    monkeypatch.setattr(trainer.worker, "train", watched)
+    trainer.refit()
+    trainer.train_step()
+    assert len(kept) > 1
+    assert all(v.loss.grad_fn is None for v in kept)
 
 
 def test_too_many_lost_end_the_run_in_one_line(processes, model):
