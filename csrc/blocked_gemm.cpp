@@ -178,13 +178,16 @@ struct Operand {
   static constexpr int64_t kPer = Packing<T>::kPerWord, kWords = Packing<T>::kWords;
 
   Operand(Matrix<T> matrix, bool is_a, int64_t size, int64_t k)
-      : x(matrix), a(is_a), outer(is_a ? x.row : x.column), along_k(is_a ? x.column : x.row), size(size),
-        // What lies as the kernel wants it stays where it is: k contiguous in a, the columns of a float b.
-        direct(is_a ? along_k == 1 && k % kPer == 0 : outer == 1 && kPer == 1) {}
+      : x(matrix), a(is_a), outer(is_a ? x.row : x.column), along_k(is_a ? x.column : x.row), size(size) {
+    // What lies as the kernel wants it stays where it is: rows of a with k contiguous, rows of a float b. They must not
+    // overlap, and the only row of a matrix may have any stride.
+    const int64_t row = a ? k : size, rows = a ? size : k, stride = a ? outer : along_k;
+    direct = (a ? along_k == 1 && k % kPer == 0 : outer == 1 && kPer == 1) && (rows == 1 || stride >= row);
+    ld = direct ? std::max(stride, row) : a ? kPer * Packing<T>::kPitch : kTile;
+  }
 
   int64_t tiles() const { return (size + kTile - 1) / kTile; }
   int64_t width(int64_t tile) const { return std::min(kTile, size - tile * kTile); }
-  int64_t ld() const { return direct ? (a ? outer : along_k) : a ? kPer * Packing<T>::kPitch : kTile; }
 
   // The tile's block of `depth` elements of k from `first` on, packed to memory where that is needed.
   const T* block(int64_t tile, int64_t first, int64_t depth, Word* memory) const {
@@ -196,7 +199,7 @@ struct Operand {
 
   Matrix<T> x;
   bool a;
-  int64_t outer, along_k, size;
+  int64_t outer, along_k, size, ld;
   bool direct;
 };
 
@@ -228,7 +231,7 @@ void blocked_gemm(float* out, int64_t ld, Matrix<T> a, Matrix<T> b, int64_t m, i
         for (int64_t other = 0; other < shorter.tiles(); ++other) {
           const int64_t i = long_rows ? tile : other, j = long_rows ? other : tile;
           at::native::cpublas::brgemm(
-              rows.width(i), columns.width(j), (depth + per - 1) / per * per, rows.ld(), columns.ld(), ld,
+              rows.width(i), columns.width(j), (depth + per - 1) / per * per, rows.ld, columns.ld, ld,
               accumulate || first > 0, reinterpret_cast<const Element*>(long_rows ? mine : shared[other]),
               reinterpret_cast<const Element*>(long_rows ? shared[other] : mine), out + i * kTile * ld + j * kTile,
               per == 2);

@@ -29,7 +29,10 @@ def test_opcheck(dtype, entropy):
     torch.library.opcheck(OPS.gemm_.default, (torch.zeros(5, 4, dtype=dtype), a, b, entropy))
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(5, 7, 3), (1, 1, 1), (130, 70, 515), (64, 64, 512), (200, 33, 1025)])
+SIZES = [(5, 7, 3), (1, 1, 1), (1, 40, 30), (40, 1, 30), (40, 30, 1), (130, 70, 515), (64, 64, 512), (200, 33, 1025)]
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
 @pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_products_keep_at_least_float32(m, n, k, transposed, dtype):
@@ -41,6 +44,18 @@ def test_products_keep_at_least_float32(m, n, k, transposed, dtype):
         out = start.clone()
         softmax.gemm_(out, left, right, accumulate)
         assert close(out, a.double() @ b.double() + accumulate * start, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_products_of_rows_that_overlap(dtype):
+    """One row repeated (stride 0), and windows that slide over a vector."""
+    g = torch.Generator().manual_seed(7)
+    row, vector = torch.randn(1, 80, generator=g).to(dtype), torch.randn(200, generator=g).to(dtype)
+    windows = vector.as_strided((80, 90), (1, 1))
+    for a, b in ((row.expand(70, 80), windows), (windows[:70, :80], row.expand(80, 80).t())):
+        out = torch.zeros(len(a), b.shape[1], dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        softmax.gemm_(out, a, b, False)
+        assert close(out, a.double() @ b.double(), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
