@@ -62,7 +62,7 @@ class _Linear(torch.autograd.Function):
         elif x.dtype == torch.bfloat16:
             out = torch.addmm(bias, rows, weight.t())
         else:
-            out = bias.expand(len(rows), -1).contiguous()
+            out = bias.repeat(len(rows), 1)
             gemm_(out, rows, weight.t(), accumulate=True)
         ctx.save_for_backward(rows, weight)
         ctx.bias = bias

@@ -82,14 +82,17 @@ def test_silu_mul(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "width"), [((5, 3), 4), ((70, 1, 130), 65), ((2, 900), 33)])
+@pytest.mark.parametrize(("shape", "width"), [((5, 3), 4), ((1, 1, 6), 4), ((70, 1, 130), 65), ((2, 900), 33)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(shape, width, with_bias, dtype):
     g = torch.Generator().manual_seed(width)
     x, weight, bias = (torch.randn(*s, generator=g) for s in (shape, (width, shape[-1]), (width,)))
     up = torch.randn(*shape[:-1], width, generator=g)
     if with_bias:
+        before = bias.clone()
         compare(ops.linear, lambda x, w, b: x @ w.t() + b, [x, weight, bias], up, dtype)
+        ops.linear(x, weight, bias)
+        assert torch.equal(bias, before)
     else:
         compare(lambda x, w: ops.linear(x, w, None), lambda x, w: x @ w.t(), [x, weight], up, dtype)
 
