@@ -181,7 +181,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         rollouts = session.rollouts()
         refit(session.worker(None), rollouts.engine, 0)
         e, r = config.evaluate, config.rollout
-        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
+        stops = session.stop_ids, r.stop_strings
+        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, *stops, log_probs=False)
         evaluation = evaluate(rollouts, session.sources.held_out, e, sampling)
         result = evaluation.as_dict()
         if session.speaks:

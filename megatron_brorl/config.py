@@ -27,13 +27,13 @@ else:
 _AT_LEAST_ONE = (
     "rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches algo.epochs "
     "parallel.tensor parallel.pipeline train.keep_checkpoints evaluate.samples "
-    "evaluate.bootstrap sft.examples_per_step data.held_out_prompts"
+    "evaluate.bootstrap sft.examples_per_step data.held_out_prompts trtllm.tensor trtllm.max_num_tokens"
 )
 _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
     "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature algo.entropy_coef "
     "algo.aggregation_tokens rollout.memory_mib rollout.partial_tokens rollout.most_carried "
-    "train.tokens_per_micro_batch"
+    "train.tokens_per_micro_batch trtllm.restarts"
 )
 
 
@@ -88,7 +88,7 @@ class DataConfig:
 class RolloutConfig:
     n: int = 512  # rollouts per prompt
     prompts: int = 128  # prompts per step, over all ranks
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "trtllm"] = "torch"  # built in, or TensorRT-LLM (section trtllm)
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 = off
@@ -105,6 +105,26 @@ class RolloutConfig:
     # when its last sibling has ended. 0 = responses are sampled whole.
     partial_tokens: int = 0
     most_carried: int = 8  # steps that a group is carried over at most; what has not ended then is lost
+
+
+@dataclass(frozen=True)
+class TrtLlmConfig:
+    """TensorRT-LLM engines, each a process in an environment of its own; read where rollout.engine = "trtllm"."""
+
+    python: str = ""  # interpreter of the environment that has tensorrt_llm; "" = the one that runs the trainer
+    tensor: int = 1  # tensor-parallel size of an engine, which so many neighbouring ranks of a node share
+    sampler: Literal["auto", "TRTLLMSampler", "TorchSampler"] = "auto"  # auto: the one that takes a seed per request
+    memory_fraction: float = 0.5  # of the free GPU memory, for keys and values
+    kv_dtype: Literal["auto", "fp8"] = "auto"  # of keys and values; auto: that of the model
+    quantization: Literal["none", "fp8_block"] = "none"  # of weights: one scale per 128 x 128 block, or rollout.dtype
+    max_num_tokens: int = 8192  # that an engine computes at a time
+    cuda_graphs: bool = True
+    # How weights reach the engine. auto: CUDA IPC where both have one torch and share one GPU, host memory elsewhere.
+    transport: Literal["auto", "cuda_ipc", "host"] = "auto"
+    shared_memory: str = "/dev/shm"  # folder in memory; holds the weights once per engine, twice during an update
+    start_timeout_s: float = 1200.0  # until a process answers first
+    silent_s: float = 60.0  # a process that does not answer for so long is started again
+    restarts: int = 3  # without a call of generate in between; then the run ends
 
 
 @dataclass(frozen=True)
@@ -189,6 +209,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trtllm: TrtLlmConfig = field(default_factory=TrtLlmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
@@ -245,6 +266,7 @@ def validate(config: Config, where: str) -> None:
     )
     need(0 <= config.rollout.most_lost <= 1, "rollout.most_lost", "must be in [0, 1]")
     _validate_partial(config, need)
+    _validate_trtllm(config, need)
     need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
     need(config.train.verify_tolerance > 0, "train.verify_tolerance", "must be above 0")
     need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")
@@ -295,6 +317,23 @@ def _validate_partial(config: Config, need: Callable[[bool, str, str], None]) ->
         config.algo.old_log_probs == "actor",
         "algo.old_log_probs",
         "partial rollouts (rollout.partial_tokens) come from older weights than the actor's: must be 'actor'",
+    )
+
+
+def _validate_trtllm(config: Config, need: Callable[[bool, str, str], None]) -> None:
+    t = config.trtllm
+    need(0 < t.memory_fraction < 1, "trtllm.memory_fraction", "must be in (0, 1)")
+    need(t.start_timeout_s > 0, "trtllm.start_timeout_s", "must be above 0")
+    need(t.silent_s >= 5, "trtllm.silent_s", "must be at least 5: an engine process reports twice a second")
+    need(
+        t.tensor == 1 or t.transport != "cuda_ipc",
+        "trtllm.transport",
+        'with trtllm.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
+    )
+    need(
+        config.rollout.engine != "trtllm" or not config.rollout.stop_strings,
+        "rollout.stop_strings",
+        'rollout.engine = "trtllm" is given token ids and stops at tokens alone: must be empty',
     )
 
 

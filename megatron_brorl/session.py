@@ -28,7 +28,7 @@ from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.decode import DecodeOps, Reference
 from megatron_brorl.parallel import collect, device, grid
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rollout.engine import SampleTokens
+from megatron_brorl.rollout.engine import RolloutEngine, SampleTokens
 from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.rollouts import Rollouts
@@ -122,8 +122,14 @@ class Session:
         c = self.config
         pool = RewardPool(c.reward.workers, c.reward.timeout_s)
         self._closing.append(pool.close)
+        engine = self._trtllm() if c.rollout.engine == "trtllm" else self._torch_engine()
+        watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
+        return Rollouts(watchdog, pool, self.tokenizer, c.reward, c.run.seed, self.grid, c.rollout.most_lost)
+
+    def _torch_engine(self) -> RolloutEngine:
+        c = self.config
         sample, ops = _engine_ops(c.ops.implementation)
-        engine = TorchEngine(
+        return TorchEngine(
             self.shape,
             hf_shapes(self.shape),
             device.default_device(),
@@ -134,8 +140,14 @@ class Session:
             c.rollout.memory_mib * 2**20,
             self.tokenizer.decode,
         )
-        watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
-        return Rollouts(watchdog, pool, self.tokenizer, c.reward, c.run.seed, self.grid, c.rollout.most_lost)
+
+    def _trtllm(self) -> RolloutEngine:
+        from megatron_brorl.rollout import trtllm_group
+
+        c = self.config
+        engine = trtllm_group.join(c, hf_shapes(self.shape), context(c, self.shape), self.shape.vocab, self.stop_ids)
+        self._closing.append(engine.close)
+        return engine
 
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint to go on from; older ones are moved aside where train.resume = "never"."""

@@ -189,7 +189,8 @@ class Trainer:
     def evaluate(self, progress: Progress) -> Evaluation:
         e = self.config.evaluate
         r = self.config.rollout
-        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, self.stop_ids, r.stop_strings)
+        stops = self.stop_ids, r.stop_strings
+        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, *stops, log_probs=False)
         evaluation = evaluate(self.rollouts, self.held_out, e, sampling)
         if evaluation.lost:
             progress.note(evaluation.remark())
