@@ -7,16 +7,14 @@ are known (`parallel.grid`, `models.gpt`).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
-import types
-import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_brorl.config_toml import build, override
 from megatron_brorl.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -27,13 +25,14 @@ else:
 _AT_LEAST_ONE = (
     "rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches algo.epochs "
     "parallel.tensor parallel.pipeline train.keep_checkpoints evaluate.samples "
-    "evaluate.bootstrap sft.examples_per_step data.held_out_prompts trtllm.tensor trtllm.max_num_tokens"
+    "evaluate.bootstrap sft.examples_per_step data.held_out_prompts trtllm.tensor trtllm.max_num_tokens "
+    "fp8.amax_history"
 )
 _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
     "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature algo.entropy_coef "
     "algo.aggregation_tokens rollout.memory_mib rollout.partial_tokens rollout.most_carried "
-    "train.tokens_per_micro_batch trtllm.restarts"
+    "train.tokens_per_micro_batch trtllm.restarts fp8.bf16_layers"
 )
 
 
@@ -57,8 +56,21 @@ class ParallelConfig:
     pipeline: int = 1
     sequence: bool = False  # Megatron's sequence parallelism (needs tensor > 1)
     distributed_optimizer: bool = False  # ZeRO-1; its checkpoints need a GPU
+    overlap_grad_reduce: bool = False  # gradients are summed over data-parallel ranks while the backward pass goes on
     # A collective that waits longer ends the run; ranks that wait for another's rollouts wait rollout.timeout_s more.
     timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """Training in FP8 by Transformer Engine's layers, on GPUs that have it (models.fp8 checks)."""
+
+    # tensorwise scales by the current maximum, delayed by past ones, blockwise per 128 x 128; mxfp8 needs Blackwell
+    recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"
+    format: Literal["e4m3", "hybrid"] = "hybrid"  # hybrid: gradients in e5m2
+    parameters: bool = False  # the weights of linears are stored in FP8, beside the optimizer's fp32 masters
+    bf16_layers: int = 0  # at each end of the model that stay in bf16; not with recipe = "delayed"
+    amax_history: int = 1024  # steps that recipe = "delayed" looks back
 
 
 @dataclass(frozen=True)
@@ -174,6 +186,8 @@ class TrainConfig:
     # A micro-batch is filled up to this many tokens. 0 = 2,048 on a CPU, where more only take memory, 16,384 on a GPU.
     tokens_per_micro_batch: int = 0
     recompute: bool = False  # recompute activations in the backward pass
+    recompute_attention: bool = False  # recompute the core of attention alone
+    offload: bool = False  # weights and optimizer wait in host memory while the engine generates
     # Siblings share one copy of their prompt in a micro-batch, where that saves a tenth of the tokens; CPU only so far.
     share_prompt: bool = True
     checkpoint_every: int = 50  # steps; 0 = only at the end
@@ -207,6 +221,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trtllm: TrtLlmConfig = field(default_factory=TrtLlmConfig)
@@ -233,8 +248,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
     for item in overrides:
-        _override(table, item)
-    config = _build(Config, table, str(path), "")
+        override(table, item)
+    config = build(Config, table, str(path), "")
     validate(config, str(path))
     return config
 
@@ -267,6 +282,8 @@ def validate(config: Config, where: str) -> None:
     need(0 <= config.rollout.most_lost <= 1, "rollout.most_lost", "must be in [0, 1]")
     _validate_partial(config, need)
     _validate_trtllm(config, need)
+    _validate_fp8(config, need)
+    _validate_memory(config, need)
     need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
     need(config.train.verify_tolerance > 0, "train.verify_tolerance", "must be above 0")
     need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")
@@ -337,63 +354,24 @@ def _validate_trtllm(config: Config, need: Callable[[bool, str, str], None]) -> 
     )
 
 
-def _override(table: dict[str, Any], item: str) -> None:
-    """Apply one `a.b=c`; the value is TOML, or a plain string where it is not."""
-    key, eq, text = item.partition("=")
-    parts = key.strip().split(".")
-    if not eq or len(parts) != 2 or not all(parts):
-        raise UserError(f"override {item!r}: expected section.key=value, for example rollout.n=64")
-    try:
-        value: Any = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    section = table.setdefault(parts[0], {})
-    if not isinstance(section, dict):
-        raise UserError(f"override {item!r}: {parts[0]} is not a section")
-    section[parts[1]] = value
+def _validate_fp8(config: Config, need: Callable[[bool, str, str], None]) -> None:
+    f = config.fp8
+    on = f.recipe != "none"
+    need(not on or config.model.dtype == "bf16", "model.dtype", "fp8.recipe works beside bf16: must be 'bf16'")
+    need(on or not f.parameters, "fp8.parameters", "needs an fp8.recipe")
+    need(on or not f.bf16_layers, "fp8.bf16_layers", "needs an fp8.recipe")
+    need(f.recipe != "delayed" or not f.bf16_layers, "fp8.bf16_layers", 'must be 0 with fp8.recipe = "delayed"')
 
 
-def _build(cls: type, table: Any, where: str, prefix: str) -> Any:
-    if not isinstance(table, dict):
-        raise UserError(f"{where}: {prefix.rstrip('.')} must be a table, not {table!r}")
-    hints = typing.get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]
-    for key in table:
-        if key not in known:
-            raise UserError(f"{where}: unknown key {prefix}{key}; known here: {', '.join(known)}")
-    try:
-        return cls(**{k: _convert(hints[k], v, where, f"{prefix}{k}") for k, v in table.items()})
-    except TypeError:
-        missing = [f.name for f in dataclasses.fields(cls) if f.name not in table and _required(f)]
-        raise UserError(f"{where}: {prefix}{missing[0]} is missing") from None
-
-
-def _required(f: dataclasses.Field[Any]) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
-def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, where, f"{key}.")
-    if origin is Literal:
-        if value not in args:
-            raise UserError(f"{where}: {key} = {value!r}: must be one of {', '.join(map(repr, args))}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise UserError(f"{where}: {key} = {value!r}: must be a list")
-        if args[-1] is Ellipsis:
-            return tuple(_convert(args[0], v, where, f"{key}[{i}]") for i, v in enumerate(value))
-        if len(value) != len(args):
-            raise UserError(f"{where}: {key} = {value!r}: must have {len(args)} values")
-        return tuple(_convert(a, v, where, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
-    if origin is dict or isinstance(origin, types.GenericAlias):
-        if not isinstance(value, dict):
-            raise UserError(f"{where}: {key} = {value!r}: must be a table")
-        return value
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise UserError(f"{where}: {key} = {value!r}: must be of type {hint.__name__}")
-    return value
+def _validate_memory(config: Config, need: Callable[[bool, str, str], None]) -> None:
+    t = config.train
+    need(
+        not (t.recompute and t.recompute_attention),
+        "train.recompute_attention",
+        "train.recompute recomputes attention too: give one of them",
+    )
+    need(
+        not (t.offload and config.fp8.parameters),
+        "train.offload",
+        "FP8 parameters (fp8.parameters) cannot be moved: must be false",
+    )

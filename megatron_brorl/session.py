@@ -22,7 +22,7 @@ from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import read_shape
 from megatron_brorl.metrics import MetricsWriter
-from megatron_brorl.models import checkpoint, hf_io
+from megatron_brorl.models import checkpoint, fp8, hf_io
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.decode import DecodeOps, Reference
@@ -58,6 +58,7 @@ class Session:
             )
         if config.ops.implementation == "fused":
             _check_extension()
+        fp8.check(config.fp8, self.shape, config.parallel.tensor)
         limit = context(config, self.shape) - config.rollout.max_tokens
         self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
@@ -104,6 +105,7 @@ class Session:
     def worker(self, optim: OptimConfig | None) -> Any:
         """The model with the weights of model.path, trainable where an optimizer is configured."""
         c = self.config
+        attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
         worker = Worker(
             self.shape,
             self.grid,
@@ -114,6 +116,9 @@ class Session:
             c.parallel.distributed_optimizer,
             c.ops.implementation,
             c.train.share_prompt,
+            {**fp8.settings(c.fp8), **(attention if c.train.recompute_attention else {})},
+            c.parallel.overlap_grad_reduce,
+            c.train.offload,
         )
         worker.load_hf(c.model.path)
         return worker

@@ -242,12 +242,12 @@ class TrtLlmEngine:
             self.supervisor.restart(f"engine process {self.supervisor.pid} did not stop when told to")
 
     def sleep(self) -> None:
-        """Weights and caches leave the GPU; those in shared memory stay."""
+        """See RolloutEngine. No rank that shares the engine may be generating."""
+        self.version = -1
         if self.supervisor:
             self.supervisor.sleep()
 
     def wake(self) -> None:
-        """The weights from before the sleep are loaded again."""
         if self.supervisor:
             self.supervisor.wake()
 

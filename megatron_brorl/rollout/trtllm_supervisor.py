@@ -97,20 +97,24 @@ class Supervisor:
 
     def sleep(self) -> None:
         with self.lock:
-            if not self._asleep:
+            if self._asleep:
+                return
+            try:
                 self._ask(Message("sleep"))
-                self._asleep = True
+            except EngineError:
+                self._process.kill()  # which gives its memory back too
+            self._asleep = True
+            if self.kept:
+                self.kept.delete()
+                self.kept = None
 
     def wake(self) -> None:
-        """Take the memory again, and the weights in use. Raises EngineError where no engine comes up any more."""
+        """Take the memory again. Raises EngineError where no engine comes up any more."""
         with self.lock:
-            if self._asleep:
-                try:
-                    self._wake()
-                    if self.kept:
-                        self._push(self.kept)
-                except EngineError as e:
-                    self._restart(str(e), self.kept)
+            try:
+                self._wake()
+            except EngineError as e:
+                self._restart(str(e), None)
 
     def close(self) -> None:
         self._closing.set()

@@ -179,11 +179,13 @@ class Trainer:
 
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines, and check that they compute the same where that is asked for."""
+        self.worker.away(weights=False)
         self.rollouts.engine.wake()
         figures = {"refit_again": float(refit(self.worker, self.rollouts.engine, self.updates))}
         if self.config.train.verify_reshard:
             tolerance = self.config.train.verify_tolerance
             figures["reshard_gap_max"] = verify_reshard(self.worker, self.rollouts.engine, self.updates, tolerance)
+        self.worker.away()
         return figures
 
     def evaluate(self, progress: Progress) -> Evaluation:
@@ -211,6 +213,7 @@ class Trainer:
             "spent": self.seconds(),
         }
         root = Path(self.config.run.dir) / "checkpoints"
+        self.worker.back()
         checkpoint.save(
             root,
             self.step,
