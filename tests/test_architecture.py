@@ -17,7 +17,7 @@ FLOORS = [
     {"reshard", "rollout", "data"},
     {"models"},
     {"train", "report"},
-    {"cli", "theory_cli", "session", "launch", "__main__"},
+    {"cli", "theory_cli", "session", "launch", "doctor", "__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
