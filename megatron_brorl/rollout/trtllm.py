@@ -167,7 +167,7 @@ class TrtLlmEngine:
         self._link.greet()
         while rows and not (watch and watch.cancelled()):
             if self.supervisor and self.supervisor.failure:
-                raise RuntimeError(self.supervisor.failure)
+                raise UserError(f'rollout.engine = "trtllm": {self.supervisor.failure}')
             if self._link.boot != asked and self._link.version == self.version:
                 asked = self._ask(rows, sampling)
             for message in self._link.poll(_LOOK_S):
@@ -248,8 +248,12 @@ class TrtLlmEngine:
             self.supervisor.sleep()
 
     def wake(self) -> None:
-        if self.supervisor:
-            self.supervisor.wake()
+        """See RolloutEngine. Raises UserError where no engine comes up any more."""
+        try:
+            if self.supervisor:
+                self.supervisor.wake()
+        except EngineError as e:
+            raise UserError(f'rollout.engine = "trtllm": {e}') from None
 
     def close(self) -> None:
         """End the process."""

@@ -170,7 +170,7 @@ def test_a_process_that_keeps_dying_ends_the_run(model, start, tmp_path):
         pid = supervisor.pid
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda pid=pid: supervisor.pid != pid or supervisor.failure)
-    with pytest.raises(RuntimeError, match=r"given up after trtllm\.restarts = 2"):
+    with pytest.raises(UserError, match=r"given up after trtllm\.restarts = 2"):
         draw(engine)
 
 

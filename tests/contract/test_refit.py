@@ -54,7 +54,7 @@ def test_damage_in_shared_memory_is_seen_by_the_worker(model, start, capfd):
     engine._stage = spoiled
     with pytest.raises(UpdateRefused, match=r"is not what was sent \(checksum\)"):
         engine.update_weights(model.stream(0.5), 1)
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(UserError, match="given up"):
         draw(engine)
 
 
