@@ -92,6 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir")
     report.set_defaults(command=_report)
     evaluate_cli.add_compare(commands)
+    text = "what this machine has of what a run needs; exit code 1 where something is wrong"
+    commands.add_parser("doctor", help=text, description=text).set_defaults(command=_doctor)
     theory_cli.add_commands(commands)
     return parser
 
@@ -186,6 +188,14 @@ def _report(args: argparse.Namespace) -> int:
         raise UserError(f"{directory}: holds no metrics.jsonl; give the run.dir of a training run")
     _show(directory)
     return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from megatron_brorl.doctor import examine, report
+
+    lines, status = report(examine())
+    print("\n".join(lines))
+    return status
 
 
 def _show(directory: Path) -> None:

@@ -29,8 +29,21 @@ class ParallelConfig:
     pipeline: int = 1
     sequence: bool = False  # Megatron's sequence parallelism (needs tensor > 1)
     distributed_optimizer: bool = False  # ZeRO-1; its checkpoints need a GPU
+    overlap_grad_reduce: bool = False  # gradients are summed over data-parallel ranks while the backward pass goes on
     # A collective that waits longer ends the run; ranks that wait for another's rollouts wait rollout.timeout_s more.
     timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """Training in FP8 by Transformer Engine's layers, on GPUs that have it (models.fp8 checks)."""
+
+    # tensorwise scales by the current maximum, delayed by past ones, blockwise per 128 x 128; mxfp8 needs Blackwell
+    recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"
+    format: Literal["e4m3", "hybrid"] = "hybrid"  # hybrid: gradients in e5m2
+    parameters: bool = False  # the weights of linears are stored in FP8, beside the optimizer's fp32 masters
+    bf16_layers: int = 0  # at each end of the model that stay in bf16; not with recipe = "delayed"
+    amax_history: int = 1024  # steps that recipe = "delayed" looks back
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ class DataConfig:
 class RolloutConfig:
     n: int = 512  # rollouts per prompt
     prompts: int = 128  # prompts per step, over all ranks
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "trtllm"] = "torch"  # built in, or TensorRT-LLM (section trtllm)
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 = off
@@ -80,6 +93,26 @@ class RolloutConfig:
     # rollout.prompts groups. Kept groups beyond that are trained on in the next step.
     refills: int = 0
     most_carried: int = 8  # steps that a group is carried over at most; what has not ended then is lost
+
+
+@dataclass(frozen=True)
+class TrtLlmConfig:
+    """TensorRT-LLM engines, each a process in an environment of its own; read where rollout.engine = "trtllm"."""
+
+    python: str = ""  # interpreter of the environment that has tensorrt_llm; "" = the one that runs the trainer
+    tensor: int = 1  # tensor-parallel size of an engine, which so many neighbouring ranks of a node share
+    sampler: Literal["auto", "TRTLLMSampler", "TorchSampler"] = "auto"  # auto: the one that takes a seed per request
+    memory_fraction: float = 0.5  # of the free GPU memory, for keys and values
+    kv_dtype: Literal["auto", "fp8"] = "auto"  # of keys and values; auto: that of the model
+    quantization: Literal["none", "fp8_block"] = "none"  # of weights: one scale per 128 x 128 block, or rollout.dtype
+    max_num_tokens: int = 8192  # that an engine computes at a time
+    cuda_graphs: bool = True
+    # How weights reach the engine. auto: CUDA IPC where both have one torch and share one GPU, host memory elsewhere.
+    transport: Literal["auto", "cuda_ipc", "host"] = "auto"
+    shared_memory: str = "/dev/shm"  # folder in memory; holds the weights once per engine, twice during an update
+    start_timeout_s: float = 1200.0  # until a process answers first
+    silent_s: float = 60.0  # a process that does not answer for so long is started again
+    restarts: int = 3  # without a call of generate in between; then the run ends
 
 
 @dataclass(frozen=True)
@@ -191,6 +224,8 @@ class TrainConfig:
     # A micro-batch is filled up to this many tokens. 0 = 2,048 on a CPU, where more only take memory, 16,384 on a GPU.
     tokens_per_micro_batch: int = 0
     recompute: bool = False  # recompute activations in the backward pass
+    recompute_attention: bool = False  # recompute the core of attention alone
+    offload: bool = False  # weights and optimizer wait in host memory while the engine generates
     # Siblings share one copy of their prompt in a micro-batch, where that saves a tenth of the tokens; CPU only so far.
     share_prompt: bool = True
     checkpoint_every: int = 50  # steps; 0 = only at the end
@@ -226,8 +261,10 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trtllm: TrtLlmConfig = field(default_factory=TrtLlmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)

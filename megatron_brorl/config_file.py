@@ -10,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-import types
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 from megatron_brorl.config import Config
+from megatron_brorl.config_toml import build, override
 from megatron_brorl.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -27,7 +25,8 @@ else:
 _AT_LEAST_ONE = (
     "rollout.n rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches "
     "algo.epochs parallel.tensor parallel.pipeline train.keep_checkpoints "
-    "evaluate.samples evaluate.bootstrap sft.examples_per_step data.held_out_prompts"
+    "evaluate.samples evaluate.bootstrap sft.examples_per_step data.held_out_prompts "
+    "trtllm.tensor trtllm.max_num_tokens fp8.amax_history"
 )
 _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
@@ -37,7 +36,7 @@ _NOT_NEGATIVE = (
     "shaping.cosine_on shaping.cosine_off shaping.repetition_ngram shaping.repetition_penalty algo.kl_coef "
     "algo.mismatch_low optim.lr_for_rollouts reference.reset_every reference.reset_after_stalls "
     "reference.reset_above_kl train.seconds train.stalls train.stall_margin "
-    "train.tokens_per_micro_batch"
+    "train.tokens_per_micro_batch trtllm.restarts fp8.bf16_layers"
 )
 
 
@@ -55,8 +54,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
     for item in overrides:
-        _override(table, item)
-    config = _build(Config, table, str(path), "")
+        override(table, item)
+    config = build(Config, table, str(path), "")
     validate(config, str(path))
     return config
 
@@ -87,6 +86,9 @@ def validate(config: Config, where: str) -> None:
     )
     need(0 <= config.rollout.most_lost <= 1, "rollout.most_lost", "must be in [0, 1]")
     _validate_partial(config, need)
+    _validate_trtllm(config, need)
+    _validate_fp8(config, need)
+    _validate_memory(config, need)
     need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
     need(config.train.verify_tolerance > 0, "train.verify_tolerance", "must be above 0")
     need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")
@@ -187,63 +189,41 @@ def _validate_partial(config: Config, need: Callable[[bool, str, str], None]) ->
     )
 
 
-def _override(table: dict[str, Any], item: str) -> None:
-    """Apply one `a.b=c`; the value is TOML, or a plain string where it is not."""
-    key, eq, text = item.partition("=")
-    parts = key.strip().split(".")
-    if not eq or len(parts) != 2 or not all(parts):
-        raise UserError(f"override {item!r}: expected section.key=value, for example rollout.n=64")
-    try:
-        value: Any = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    section = table.setdefault(parts[0], {})
-    if not isinstance(section, dict):
-        raise UserError(f"override {item!r}: {parts[0]} is not a section")
-    section[parts[1]] = value
+def _validate_trtllm(config: Config, need: Callable[[bool, str, str], None]) -> None:
+    t = config.trtllm
+    need(0 < t.memory_fraction < 1, "trtllm.memory_fraction", "must be in (0, 1)")
+    need(t.start_timeout_s > 0, "trtllm.start_timeout_s", "must be above 0")
+    need(t.silent_s >= 5, "trtllm.silent_s", "must be at least 5: an engine process reports twice a second")
+    need(
+        t.tensor == 1 or t.transport != "cuda_ipc",
+        "trtllm.transport",
+        'with trtllm.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
+    )
+    need(
+        config.rollout.engine != "trtllm" or not config.rollout.stop_strings,
+        "rollout.stop_strings",
+        'rollout.engine = "trtllm" is given token ids and stops at tokens alone: must be empty',
+    )
 
 
-def _build(cls: type, table: Any, where: str, prefix: str) -> Any:
-    if not isinstance(table, dict):
-        raise UserError(f"{where}: {prefix.rstrip('.')} must be a table, not {table!r}")
-    hints = typing.get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]
-    for key in table:
-        if key not in known:
-            raise UserError(f"{where}: unknown key {prefix}{key}; known here: {', '.join(known)}")
-    try:
-        return cls(**{k: _convert(hints[k], v, where, f"{prefix}{k}") for k, v in table.items()})
-    except TypeError:
-        missing = [f.name for f in dataclasses.fields(cls) if f.name not in table and _required(f)]
-        raise UserError(f"{where}: {prefix}{missing[0]} is missing") from None
+def _validate_fp8(config: Config, need: Callable[[bool, str, str], None]) -> None:
+    f = config.fp8
+    on = f.recipe != "none"
+    need(not on or config.model.dtype == "bf16", "model.dtype", "fp8.recipe works beside bf16: must be 'bf16'")
+    need(on or not f.parameters, "fp8.parameters", "needs an fp8.recipe")
+    need(on or not f.bf16_layers, "fp8.bf16_layers", "needs an fp8.recipe")
+    need(f.recipe != "delayed" or not f.bf16_layers, "fp8.bf16_layers", 'must be 0 with fp8.recipe = "delayed"')
 
 
-def _required(f: dataclasses.Field[Any]) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
-def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, where, f"{key}.")
-    if origin is Literal:
-        if value not in args:
-            raise UserError(f"{where}: {key} = {value!r}: must be one of {', '.join(map(repr, args))}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise UserError(f"{where}: {key} = {value!r}: must be a list")
-        if args[-1] is Ellipsis:
-            return tuple(_convert(args[0], v, where, f"{key}[{i}]") for i, v in enumerate(value))
-        if len(value) != len(args):
-            raise UserError(f"{where}: {key} = {value!r}: must have {len(args)} values")
-        return tuple(_convert(a, v, where, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
-    if origin is dict or isinstance(origin, types.GenericAlias):
-        if not isinstance(value, dict):
-            raise UserError(f"{where}: {key} = {value!r}: must be a table")
-        return value
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise UserError(f"{where}: {key} = {value!r}: must be of type {hint.__name__}")
-    return value
+def _validate_memory(config: Config, need: Callable[[bool, str, str], None]) -> None:
+    t = config.train
+    need(
+        not (t.recompute and t.recompute_attention),
+        "train.recompute_attention",
+        "train.recompute recomputes attention too: give one of them",
+    )
+    need(
+        not (t.offload and config.fp8.parameters),
+        "train.offload",
+        "FP8 parameters (fp8.parameters) cannot be moved: must be false",
+    )

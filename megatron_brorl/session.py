@@ -22,13 +22,13 @@ from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import read_shape
 from megatron_brorl.metrics import MetricsWriter
-from megatron_brorl.models import checkpoint, hf_io
+from megatron_brorl.models import checkpoint, fp8, hf_io
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.decode import DecodeOps, Reference
 from megatron_brorl.parallel import collect, device, grid
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rollout.engine import SampleTokens
+from megatron_brorl.rollout.engine import RolloutEngine, SampleTokens
 from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.rollouts import Rollouts
@@ -64,6 +64,7 @@ class Session:
             )
         if config.ops.implementation == "fused":
             _check_extension()
+        fp8.check(config.fp8, self.shape, config.parallel.tensor)
         limit = context(config, self.shape) - config.rollout.max_tokens
         if benchmarks and config.evaluate.benchmarks:
             self.benchmarks = load_benchmarks(config.evaluate.benchmarks, config.data, self.tokenizer, limit)
@@ -113,8 +114,17 @@ class Session:
 
     def worker(self, optim: OptimConfig | None) -> Any:
         """The model with the weights of model.path, trainable where an optimizer is configured."""
+        return self._stage(Worker, optim)
+
+    def critic(self) -> Any:
+        """The critic, which begins as the model of model.path, where algo.advantage asks for one."""
         c = self.config
-        worker = Worker(
+        return self._stage(CriticWorker, critic_optim(c.critic, c.optim)) if c.algo.advantage == "gae" else None
+
+    def _stage(self, kind: Any, optim: OptimConfig | None) -> Any:
+        c = self.config
+        attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        stage = kind(
             self.shape,
             self.grid,
             DTYPES[c.model.dtype],
@@ -124,35 +134,25 @@ class Session:
             c.parallel.distributed_optimizer,
             c.ops.implementation,
             c.train.share_prompt,
+            {**fp8.settings(c.fp8), **(attention if c.train.recompute_attention else {})},
+            c.parallel.overlap_grad_reduce,
+            c.train.offload,
         )
-        worker.load_hf(c.model.path)
-        return worker
-
-    def critic(self) -> Any:
-        """The critic, which begins as the model of model.path, where algo.advantage asks for one."""
-        c = self.config
-        if c.algo.advantage != "gae":
-            return None
-        critic = CriticWorker(
-            self.shape,
-            self.grid,
-            DTYPES[c.model.dtype],
-            c.train.tokens_per_micro_batch,
-            c.train.recompute,
-            critic_optim(c.critic, c.optim),
-            c.parallel.distributed_optimizer,
-            c.ops.implementation,
-            c.train.share_prompt,
-        )
-        critic.load_hf(c.model.path)
-        return critic
+        stage.load_hf(c.model.path)
+        return stage
 
     def rollouts(self) -> Any:
         c = self.config
         pool = RewardPool(c.reward.workers, c.reward.timeout_s)
         self._closing.append(pool.close)
+        engine = self._trtllm() if c.rollout.engine == "trtllm" else self._torch_engine()
+        watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
+        return Rollouts(watchdog, pool, self.tokenizer, c.reward, c.run.seed, self.grid, c.rollout.most_lost)
+
+    def _torch_engine(self) -> RolloutEngine:
+        c = self.config
         sample, ops = _engine_ops(c.ops.implementation)
-        engine = TorchEngine(
+        return TorchEngine(
             self.shape,
             hf_shapes(self.shape),
             device.default_device(),
@@ -163,8 +163,14 @@ class Session:
             c.rollout.memory_mib * 2**20,
             self.tokenizer.decode,
         )
-        watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
-        return Rollouts(watchdog, pool, self.tokenizer, c.reward, c.run.seed, self.grid, c.rollout.most_lost)
+
+    def _trtllm(self) -> RolloutEngine:
+        from megatron_brorl.rollout import trtllm_group
+
+        c = self.config
+        engine = trtllm_group.join(c, hf_shapes(self.shape), context(c, self.shape), self.shape.vocab, self.stop_ids)
+        self._closing.append(engine.close)
+        return engine
 
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint to go on from; older ones are moved aside where train.resume = "never"."""

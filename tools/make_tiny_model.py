@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--ffn", type=int, default=384)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--untied", action="store_true", help="with an LM head of its own")
     parser.add_argument("--texts", type=int, default=2000, help="examples to train the tokenizer on (%(default)s)")
     args = parser.parse_args()
     config = load(args.config, args.overrides)
@@ -48,6 +49,7 @@ def main() -> None:
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,
     )
+    model["tie_word_embeddings"] = not args.untied
     parameters = write_random_model(model, args.directory, config.run.seed)
     print(f"{args.directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}")
 

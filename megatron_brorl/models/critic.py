@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -46,12 +48,18 @@ class Critic(Actor):
 
 
 def build_critic(
-    shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False, ops: str = "fused"
+    shape: ModelShape,
+    grid: Grid,
+    dtype: torch.dtype,
+    recompute: bool = False,
+    ops: str = "fused",
+    fields: Mapping[str, Any] | None = None,
 ) -> Critic:
-    """This rank's stage with an uninitialised body (load_body fills it) and a value head of zeros."""
+    """This rank's stage with an uninitialised body (load_body fills it) and a value head of zeros. fields: see
+    models.gpt.transformer_config."""
     check_layout(shape, grid.tensor, grid.pipeline)
     with device.bridge():
-        critic = Critic(shape, transformer_config(shape, grid, dtype, recompute, ops), grid, ops)
+        critic = Critic(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
     mark_sharded(critic, hf_names.entries(body(shape), grid.pipeline, critic.fused_norms))
     return critic.to(device=device.default_device(), dtype=dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,9 +173,16 @@ def fused_layers(ops: str) -> bool:
 
 
 def transformer_config(
-    shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool, ops: str
+    shape: ModelShape,
+    grid: Grid,
+    dtype: torch.dtype,
+    recompute: bool,
+    ops: str,
+    fields: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Megatron's description of the model. dtype is that of weights and activations, ops what build_actor gets."""
+    """Megatron's description of the model. dtype is that of weights and activations, ops what build_actor gets. fields:
+    more of its fields (models.fp8, selective recomputation)."""
+    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     _, rope_factor = rope.inverse_frequencies(shape)
     gpu = device.on_gpu()
     return TransformerConfig(
@@ -206,9 +213,6 @@ def transformer_config(
         variable_seq_lengths=True,  # packed streams differ in length
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts
         calculate_per_token_loss=True,  # losses arrive divided by the global count: gradients are summed, not averaged
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
         use_cpu_initialization=not gpu,
         perform_initialization=False,  # weights always come from a Hugging Face directory
         gradient_accumulation_fusion=False,
@@ -218,16 +222,24 @@ def transformer_config(
         bias_dropout_fusion=gpu,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **(whole if recompute else {}),
+        **(fields or {}),
     )
 
 
 def build_actor(
-    shape: ModelShape, grid: Grid, dtype: torch.dtype, recompute: bool = False, ops: str = "fused"
+    shape: ModelShape,
+    grid: Grid,
+    dtype: torch.dtype,
+    recompute: bool = False,
+    ops: str = "fused",
+    fields: Mapping[str, Any] | None = None,
 ) -> Actor:
-    """This rank's stage with uninitialised weights (models.hf_io fills them). ops: see Head."""
+    """This rank's stage with uninitialised weights (models.hf_io fills them). ops: see Head. fields: see
+    transformer_config."""
     check_layout(shape, grid.tensor, grid.pipeline)
     with device.bridge():
-        actor = Actor(shape, transformer_config(shape, grid, dtype, recompute, ops), grid, ops)
+        actor = Actor(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
     mark_sharded(actor, entries(shape, grid.pipeline, actor.fused_norms))
     if actor.post_process and not actor.pre_process and shape.tied:
         set_tensor_model_parallel_attributes(actor.output_layer.weight, True, 0, 1)

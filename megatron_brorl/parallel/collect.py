@@ -1,4 +1,4 @@
-"""Scalars over ranks: a few numbers by name, in one message."""
+"""Numbers over ranks: a few by name in one message, or a list."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_brorl.parallel import device
 
@@ -33,3 +34,17 @@ def total(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dic
 
 def greatest(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dict[str, float]:
     return combine(values, dist.ReduceOp.MAX, *(groups or (None,)))
+
+
+def everything(values: Tensor) -> Tensor:
+    """The values [K] int64 of all ranks, in rank order; K may differ."""
+    where = device.default_device()
+    lengths = [torch.zeros(1, dtype=torch.int64, device=where) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(values)], device=where))
+    most = int(torch.cat(lengths).max())
+    padded = torch.zeros(most, dtype=torch.int64, device=where)
+    padded[: len(values)] = values.to(where)
+    parts = [torch.empty_like(padded) for _ in lengths]
+    if most:
+        dist.all_gather(parts, padded)
+    return torch.cat([part[: int(n)] for part, n in zip(parts, lengths, strict=True)]).cpu()

@@ -26,6 +26,7 @@ class Sampling:
     stop_ids: tuple[int, ...]  # a response ends with the first of these, which is part of it
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these in its text
     budget: int = 0  # tokens that one call adds to a response at most; what needs more comes back "cut". 0 = no limit
+    log_probs: bool = True  # False: they are not needed, and may be nan
 
 
 @dataclass(frozen=True)

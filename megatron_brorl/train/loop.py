@@ -48,7 +48,7 @@ from megatron_brorl.train.rollouts import Rollouts, Sampled, check_lost
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.value import critic_optim, update_critic
 from megatron_brorl.train.verify import verify_reshard
-from megatron_brorl.train.worker import CriticWorker, Worker
+from megatron_brorl.train.worker import CriticWorker, Stage, Worker
 from megatron_brorl.types import OpenGroup, Prompt, Row
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts a run would train on noise
@@ -245,17 +245,24 @@ class Trainer:
 
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines, and check that they compute the same where that is asked for."""
+        for model in self._models():  # the actor's weights are streamed next
+            model.away(weights=model is not self.worker)
         self.rollouts.engine.wake()
         figures = {"refit_again": float(refit(self.worker, self.rollouts.engine, self.updates))}
         if self.config.train.verify_reshard:
             tolerance = self.config.train.verify_tolerance
             figures["reshard_gap_max"] = verify_reshard(self.worker, self.rollouts.engine, self.updates, tolerance)
+        self.worker.away()
         return figures
+
+    def _models(self) -> list[Stage]:
+        return [self.worker, *([self.critic] if self.critic else [])]
 
     def evaluate(self, progress: Progress) -> Evaluation:
         e = self.config.evaluate
         r = self.config.rollout
-        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, self.stop_ids, r.stop_strings)
+        stops = self.stop_ids, r.stop_strings
+        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, *stops, log_probs=False)
         evaluation = evaluate(self.rollouts, self.held_out, e, sampling)
         if evaluation.lost:
             progress.note(evaluation.remark())
@@ -280,6 +287,8 @@ class Trainer:
             "spent": self.seconds(),
         }
         root = Path(self.config.run.dir) / "checkpoints"
+        for model in self._models():
+            model.back()
         checkpoint.save(
             root,
             self.step,

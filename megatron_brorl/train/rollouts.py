@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from megatron_brorl.config import RewardConfig
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
+from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import score_groups
-from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.duplicates import improbable
+from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.types import OpenGroup, Rollout, RolloutGroup, Row
@@ -65,6 +67,7 @@ class Rollouts:
         start = time.monotonic()
         asked, numbers = requests(slots, groups, begun or {}, self.seed)
         harvest = self.engine.generate(asked, sampling)
+        _check_distinct(asked, harvest.rollouts)
         middle = time.monotonic()
         ended, texts, rows = [], [], []
         for number, request, rollouts in zip(numbers, asked, harvest.rollouts, strict=True):
@@ -100,6 +103,19 @@ class Rollouts:
                 cache[ids] = self.tokenizer.decode(list(ids))
             texts.append(cache[ids])
         return texts
+
+
+def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]]) -> None:
+    """Raise UserError, on every rank, where siblings of any ranks were drawn by the same random numbers."""
+    hashes, names = improbable(asked, rollouts)
+    found, counts = collect.everything(hashes).unique(return_counts=True)
+    again = set(found[counts > 1].tolist())
+    if again:
+        own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in again]
+        raise UserError(
+            f"{len(again)} responses came from several siblings, which chance forbids: engines draw the same random "
+            f"numbers; choose another trtllm.sampler{f' ({own[0]})' if own else ''}"
+        )
 
 
 def check_lost(what: str, lost: float, asked: float, most: float) -> None:

@@ -6,7 +6,7 @@ The only file that speaks to Megatron's schedule, DDP and optimizer, and the onl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from megatron_brorl.config import OptimConfig
 from megatron_brorl.hf_config import ModelShape
-from megatron_brorl.models import hf_io, hf_names
+from megatron_brorl.models import fp8, hf_io, hf_names
 from megatron_brorl.models.critic import build_critic, load_body
 from megatron_brorl.models.gpt import Actor, build_actor
 from megatron_brorl.ops.checksum import Sealed
@@ -31,6 +32,7 @@ from megatron_brorl.parallel.batch import LEAST_GAIN, Packed, pack, token_gain
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
+from megatron_brorl.train.offload import Offload
 
 # (batch, what the model's head gives at its predicting positions) -> (scalar loss, values that the caller gets back).
 # An actor's head is models.gpt.Head, a critic's the values [R].
@@ -57,21 +59,31 @@ class Stage:
         share_prompt: bool,
         optim: OptimConfig | None,
         distributed_optimizer: bool,
+        overlap_grad_reduce: bool,
+        offload: bool,
     ) -> None:
+        """offload: `away` has an effect (config key train.offload)."""
         self.module, self.grid, self.dtype = module, module.grid, module.config.params_dtype
         self.tokens_per_micro_batch, self.share_prompt = tokens_per_micro_batch, share_prompt
         self.optim = optim
         self.model: Any = module
+        self._multiple = (self.grid.tensor if self.grid.sequence_parallel else 1) * (
+            fp8.ALIGN if module.config.fp8 else 1
+        )
+        self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if offload else None
+        self._state = Offload(self._optimizer_tensors, self._gradients) if offload and optim is not None else None
         if optim is not None:
             with device.bridge():
-                self._make_trainable(optim, distributed_optimizer)
+                self._make_trainable(optim, distributed_optimizer, overlap_grad_reduce)
 
-    def _make_trainable(self, optim: OptimConfig, distributed_optimizer: bool) -> None:
+    def _make_trainable(self, optim: OptimConfig, distributed_optimizer: bool, overlap_grad_reduce: bool) -> None:
         config = self.module.config
         self.model = DistributedDataParallel(
             config=config,
             ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=distributed_optimizer,
+                overlap_grad_reduce=overlap_grad_reduce,
             ),
             module=self.module,
         )
@@ -94,6 +106,33 @@ class Stage:
         config.finalize_model_grads_func = lambda models, _tokens, **kwargs: finalize_model_grads(models, **kwargs)
         config.no_sync_func = self.model.no_sync
 
+    def away(self, weights: bool = True) -> None:
+        """Move the optimizer's state, and the weights, to host memory; gradients are dropped. Training, scoring and
+        streaming bring back what they need."""
+        for part in (self._state, self._weights if weights else None):
+            if part:
+                part.away()
+        if device.on_gpu() and self._weights:
+            torch.cuda.empty_cache()  # for the engine, which is another process
+
+    def back(self) -> None:
+        """Undo `away`, for whoever reads weights or optimizer directly."""
+        for part in (self._weights, self._state):
+            if part:
+                part.back()
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """Moments and fp32 masters; where the weights are their own masters, without those."""
+        own = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
+        for part in self.optimizer.chained_optimizers:
+            masters = (p for group in part.param_groups for p in group["params"])
+            for x in (*masters, *(x for state in part.optimizer.state.values() for x in state.values())):
+                if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in own:
+                    yield x
+
+    def _gradients(self) -> list[Tensor]:
+        return [buffer.grad_data for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers)]
+
     def _train(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, head: MakeHead, lr: float
     ) -> tuple[Update, list[Any]]:
@@ -101,6 +140,7 @@ class Stage:
 
         `loss` must divide by the size of the global batch. Values come back on the last pipeline stage alone.
         """
+        self.back()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         values = self._run(self._pack(prompts, responses), loss, head)
@@ -164,10 +204,11 @@ class Stage:
         return {"plain": plain, "computed": plain / gain if gain >= LEAST_GAIN else plain}
 
     def _pack(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
-        multiple = self.grid.tensor if self.grid.sequence_parallel else 1
-        return pack(prompts, responses, self.tokens_per_micro_batch, multiple, self.share_prompt)
+        return pack(prompts, responses, self.tokens_per_micro_batch, self._multiple, self.share_prompt)
 
     def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:
+        if self._weights:
+            self._weights.back()
         with device.bridge():
             values = get_forward_backward_func()(
                 forward_step_func=partial(_forward_step, loss=loss, head=head),
@@ -195,13 +236,19 @@ class Worker(Stage):
         distributed_optimizer: bool = False,
         ops: str = "fused",
         share_prompt: bool = True,
+        fields: Mapping[str, Any] | None = None,
+        overlap_grad_reduce: bool = False,
+        offload: bool = False,
     ) -> None:
-        """ops: config key ops.implementation. share_prompt: config key train.share_prompt."""
+        """ops: config key ops.implementation. share_prompt: config key train.share_prompt. fields: of Megatron's
+        TransformerConfig, beside what models.gpt chooses."""
         self.shape, self.ops = shape, ops
-        self.actor = build_actor(shape, grid, dtype, recompute, ops)
+        self.actor = build_actor(shape, grid, dtype, recompute, ops, fields)
         table = hf_names.entries(shape, grid.pipeline, self.actor.fused_norms)
         self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, dtype.itemsize)
-        super().__init__(self.actor, tokens_per_micro_batch, share_prompt, optim, distributed_optimizer)
+        super().__init__(
+            self.actor, tokens_per_micro_batch, share_prompt, optim, distributed_optimizer, overlap_grad_reduce, offload
+        )
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the weights from a Hugging Face directory (and the optimizer's fp32 masters from them)."""
@@ -211,7 +258,11 @@ class Worker(Stage):
 
     def hf_tensors(self) -> Iterator[Sealed]:
         """The full weights as (Hugging Face name, tensor), with checksums, the same on every rank; a collective."""
-        return stream(self.plan, hf_names.global_parameters(self.actor), self.grid, self.dtype)
+        if self._weights:
+            self._weights.back()
+        named = hf_names.global_parameters(self.actor)
+        plain = {n: dequantize_fp8_tensor(p) if is_float8tensor(p) else p for n, p in named.items()}
+        return stream(self.plan, plain, self.grid, self.dtype)
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """Log-probabilities [G] float32 of every response, in row order, on every rank of the model-parallel group."""
@@ -241,11 +292,22 @@ class CriticWorker(Stage):
         distributed_optimizer: bool = False,
         ops: str = "fused",
         share_prompt: bool = True,
+        fields: Mapping[str, Any] | None = None,
+        overlap_grad_reduce: bool = False,
+        offload: bool = False,
     ) -> None:
         """As of Worker; optim is the critic's own."""
         self.shape, self.ops = shape, ops
-        self.critic = build_critic(shape, grid, dtype, recompute, ops)
-        super().__init__(self.critic, tokens_per_micro_batch, share_prompt, optim, distributed_optimizer)
+        self.critic = build_critic(shape, grid, dtype, recompute, ops, fields)
+        super().__init__(
+            self.critic,
+            tokens_per_micro_batch,
+            share_prompt,
+            optim,
+            distributed_optimizer,
+            overlap_grad_reduce,
+            offload,
+        )
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the body from an actor's Hugging Face directory, and the value head with zeros."""

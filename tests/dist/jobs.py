@@ -105,6 +105,9 @@ def train_steps(
         recompute=options.get("recompute", False),
         ops=options.get("ops", "fused"),
         share_prompt=options.get("share_prompt", True),
+        fields=options.get("fields"),
+        overlap_grad_reduce=options.get("overlap_grad_reduce", False),
+        offload=options.get("offload", False),
     )
     prompts, responses = rows(2)
     g = torch.Generator().manual_seed(3)
@@ -123,6 +126,8 @@ def train_steps(
     algo = AlgoConfig(**({"eps_low": 0.9, "eps_high": 4.0} | options.get("algo", {})))
     figures = []
     for update in range(2):
+        worker.away()
+        assert any(p.untyped_storage().nbytes() for p in worker.actor.parameters()) != bool(options.get("offload"))
         figures.append(update_policy(worker, experience, [list(range(len(own)))], algo, optim, 0.9, update))
     return figures, {name: tensor.clone() for name, tensor in worker.hf_tensors()}
 

@@ -77,6 +77,7 @@ def test_round_trip_is_bit_exact(worlds, models, tmp_path, size, parallel, case)
 # Terms of the loss beside the default ones.
 FULL = {"dual_clip": 5.5, "entropy_coef": 0.1, "aggregation": "fixed", "aggregation_tokens": 20}
 SEQUENCE = {"ratio": "sequence", "aggregation": "sequence_mean"}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 TRAINING = [
     (2, {"tensor": 2}, {}),
     (2, {"tensor": 2, "sequence": True}, {}),
@@ -90,6 +91,9 @@ TRAINING = [
     (1, {}, {"share_prompt": False}),
     (4, {"tensor": 2, "pipeline": 2}, {"share_prompt": False}),
     (4, {"tensor": 2, "pipeline": 2, "sequence": True}, {"recompute": True, "tokens": 60}),
+    (2, {"pipeline": 2}, {"fields": SELECTIVE}),
+    (2, {}, {"overlap_grad_reduce": True, "tokens": 60}),
+    (4, {"tensor": 2}, {"offload": True, "overlap_grad_reduce": True, "fields": SELECTIVE}),
     (2, {"tensor": 2}, {"ops": "reference"}),
     (2, {"pipeline": 2}, {"ops": "reference"}),
     (4, {"tensor": 2, "pipeline": 2}, {"algo": FULL}),

@@ -13,7 +13,7 @@ from megatron_brorl.train.reference import Reference
 
 def make(**settings: Any) -> tuple[Reference, torch.nn.Linear, list[str]]:
     actor, calls = torch.nn.Linear(2, 1), []
-    worker: Any = SimpleNamespace(actor=actor, reset_optimizer=lambda: calls.append("optimizer"))
+    worker: Any = SimpleNamespace(actor=actor, back=lambda: None, reset_optimizer=lambda: calls.append("optimizer"))
     return Reference(worker, ReferenceConfig(**settings)), actor, calls
 
 

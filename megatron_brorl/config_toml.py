@@ -1,0 +1,79 @@
+"""From a TOML table to frozen dataclasses: strict, with messages that name the file and the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from typing import Any, Literal
+
+from megatron_brorl.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def override(table: dict[str, Any], item: str) -> None:
+    """Apply one `a.b=c`; the value is TOML, or a plain string where it is not."""
+    key, eq, text = item.partition("=")
+    parts = key.strip().split(".")
+    if not eq or len(parts) != 2 or not all(parts):
+        raise UserError(f"override {item!r}: expected section.key=value, for example rollout.n=64")
+    try:
+        value: Any = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    section = table.setdefault(parts[0], {})
+    if not isinstance(section, dict):
+        raise UserError(f"override {item!r}: {parts[0]} is not a section")
+    section[parts[1]] = value
+
+
+def build(cls: type, table: Any, where: str, prefix: str) -> Any:
+    """A cls from a table of its fields. Raises UserError naming a key of it that is unknown, mistyped or missing."""
+    if not isinstance(table, dict):
+        raise UserError(f"{where}: {prefix.rstrip('.')} must be a table, not {table!r}")
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in table:
+        if key not in known:
+            raise UserError(f"{where}: unknown key {prefix}{key}; known here: {', '.join(known)}")
+    try:
+        return cls(**{k: _convert(hints[k], v, where, f"{prefix}{k}") for k, v in table.items()})
+    except TypeError:
+        missing = [f.name for f in dataclasses.fields(cls) if f.name not in table and _required(f)]
+        raise UserError(f"{where}: {prefix}{missing[0]} is missing") from None
+
+
+def _required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), value, where, f"{key}.")
+    if origin is Literal:
+        if value not in args:
+            raise UserError(f"{where}: {key} = {value!r}: must be one of {', '.join(map(repr, args))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise UserError(f"{where}: {key} = {value!r}: must be a list")
+        if args[-1] is Ellipsis:
+            return tuple(_convert(args[0], v, where, f"{key}[{i}]") for i, v in enumerate(value))
+        if len(value) != len(args):
+            raise UserError(f"{where}: {key} = {value!r}: must have {len(args)} values")
+        return tuple(_convert(a, v, where, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
+    if origin is dict or isinstance(origin, types.GenericAlias):
+        if not isinstance(value, dict):
+            raise UserError(f"{where}: {key} = {value!r}: must be a table")
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise UserError(f"{where}: {key} = {value!r}: must be of type {hint.__name__}")
+    return value

@@ -1,0 +1,83 @@
+"""Whether this machine can train in FP8 as asked, and what Megatron-Core is told then."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from megatron_brorl.config import Fp8Config
+from megatron_brorl.errors import UserError
+from megatron_brorl.hf_config import ModelShape
+from megatron_brorl.parallel import device
+
+ALIGN = 16  # that every side of a matrix product in FP8 must be a multiple of
+_LEAST_ENGINE = (2, 9)  # that Megatron-Core 0.16 is made for
+
+
+def problem(
+    config: Fp8Config, shape: ModelShape, tensor: int, capability: tuple[int, int], cuda: str, engine: str
+) -> str:
+    """Why the recipe cannot be used, with the key to change, or "".
+
+    tensor: tensor-parallel size. capability: of the GPU. cuda, engine: versions of CUDA and Transformer Engine. The
+    requirements are those of transformer_engine.pytorch.quantization, 2.20.
+    """
+    gpu = "{}.{}".format(*capability)
+    if _version(engine) < _LEAST_ENGINE:
+        return f"Transformer Engine {engine} is too old for Megatron-Core 0.16: install 2.9 or newer"
+    if capability < (8, 9):
+        return f"FP8 needs compute capability 8.9 (this GPU: {gpu}): set it to 'none'"
+    if config.recipe == "blockwise" and (capability < (9, 0) or _version(cuda) < (12, 9)):
+        return f"block scaling needs compute capability 9.0 and CUDA 12.9 (here: {gpu} and {cuda}): use 'tensorwise'"
+    if config.recipe == "mxfp8" and capability < (10, 0):
+        return f"MXFP8 needs compute capability 10.0 (this GPU: {gpu}; H100 and H200 have 9.0): use 'blockwise'"
+    if 2 * config.bf16_layers >= shape.layers:
+        return f"fp8.bf16_layers = {config.bf16_layers} at each end leaves none of the {shape.layers} layers in FP8"
+    widths = {
+        "hidden_size": shape.hidden,
+        "the query, key and value heads": (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor,
+        "the attention heads": shape.heads * shape.head_dim // tensor,
+        "intermediate_size": shape.ffn // tensor,
+    }
+    for name, width in widths.items():
+        if width % ALIGN:
+            return f"a rank's part of {name} is {width}, not a multiple of {ALIGN}: choose another parallel.tensor"
+    return ""
+
+
+def check(config: Fp8Config, shape: ModelShape, tensor: int) -> None:
+    """Raise UserError where this process cannot train so."""
+    if config.recipe == "none":
+        return
+    where = f'fp8.recipe = "{config.recipe}"'
+    if not device.has_transformer_engine():
+        raise UserError(f"{where}: needs a GPU and Transformer Engine (the NGC container has it): set it to 'none'")
+    capability = torch.cuda.get_device_capability(device.default_device())
+    engine = metadata.version("transformer-engine")
+    why = problem(config, shape, tensor, capability, torch.version.cuda or "0", engine)
+    if why:
+        raise UserError(f"{where}: {why}")
+
+
+def settings(config: Fp8Config) -> dict[str, Any]:
+    """Fields of megatron.core's TransformerConfig."""
+    if config.recipe == "none":
+        return {}
+    return {
+        "fp8": config.format,
+        "fp8_recipe": config.recipe,
+        "fp8_param": config.parameters,
+        "fp8_amax_history_len": config.amax_history,
+        "fp8_amax_compute_algo": "max",
+        "first_last_layers_bf16": config.bf16_layers > 0,
+        "num_layers_at_start_in_bf16": config.bf16_layers,
+        "num_layers_at_end_in_bf16": config.bf16_layers,
+    }
+
+
+def _version(text: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

@@ -1,0 +1,37 @@
+"""Engines on the contract double."""
+
+from __future__ import annotations
+
+import pytest
+from contract.engines import DOUBLE, Model, make_engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return Model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def double(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(DOUBLE))
+
+
+@pytest.fixture(params=["1.2", "1.3"])
+def api(request, monkeypatch):
+    monkeypatch.setenv("BRORL_DOUBLE_API", request.param)
+    return request.param
+
+
+@pytest.fixture
+def start(model, tmp_path):
+    """Starts engines, and ends them after the test."""
+    started = []
+
+    def make(**kwargs):
+        engine = make_engine(model, tmp_path / f"log_{len(started)}", **kwargs)
+        started.append(engine)
+        return engine
+
+    yield make
+    for engine in reversed(started):
+        engine.close()

@@ -1,0 +1,17 @@
+"""A contract double of TensorRT-LLM: its signatures and strictness, with a CPU engine behind them. For tests alone.
+
+BRORL_DOUBLE_API chooses the generation: 1.2 or 1.3. BRORL_DOUBLE_SEEDS=0: TorchSampler of 1.3 ignores seeds, as its
+first builds did. BRORL_DOUBLE_DIE=POINT:NUMBER:FILE ends the process by SIGKILL the NUMBERth time that it comes to
+POINT (load, finish, row, sleep), once: FILE is made then.
+
+What is not modelled: speed, memory, CUDA graphs, real tensor parallelism (every worker has the whole model).
+"""
+
+from __future__ import annotations
+
+from tensorrt_llm._double import API
+from tensorrt_llm._torch.async_llm import AsyncLLM
+from tensorrt_llm.sampling_params import SamplingParams
+
+__version__ = {"1.2": "1.2.1", "1.3": "1.3.0rc21"}[API]
+__all__ = ["AsyncLLM", "SamplingParams"]

@@ -1,0 +1,195 @@
+"""AsyncLLM, with its workers in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_brorl.types import Rollout
+from tensorrt_llm._double import come_to
+from tensorrt_llm._ray_utils import control_action_decorator
+from tensorrt_llm._torch.pyexecutor import PyExecutor, Row
+from tensorrt_llm._torch.virtual_memory import verify_sleep_wakeup_tags
+from tensorrt_llm.llmapi.llm_args import RayPlacementConfig, TorchLlmArgs
+
+
+class RayGPUWorker:
+    """One GPU of the engine."""
+
+    def __init__(self, device_id: int, args: Any) -> None:
+        self.device_id, self.llm_args = device_id, args
+        self.engine = PyExecutor(args)
+
+    @control_action_decorator
+    def sleep(self, sleep_tags: list[str]) -> None:
+        come_to("sleep")
+        tags = self._verify(sleep_tags)
+        self.engine.release(tags)
+        if "model_weights" in tags and self.llm_args.sleep_config.restore_modes["model_weights"] == "NONE":
+            self.engine.model_engine.model.drop()
+
+    @control_action_decorator
+    def wakeup(self, wakeup_tags: list[str]) -> None:
+        self.engine.asleep -= self._verify(wakeup_tags)
+
+    def _verify(self, tags: list[str]) -> set[str]:
+        if not self.llm_args.can_sleep:
+            raise ValueError("sleep is not enabled")
+        return {str(tag.value) for tag in verify_sleep_wakeup_tags(tags)}
+
+
+def _inject(extension: str | None) -> Any:
+    """RayGPUWorker with the extension mixed in; a name that both have is refused."""
+    if not extension:
+        return RayGPUWorker
+    module, _, name = extension.rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    for attribute in dir(cls):
+        if not attribute.startswith("__") and hasattr(RayGPUWorker, attribute):
+            raise ValueError(f"Worker class already defines '{attribute}', which conflicts with extension {name}.")
+    return type(f"RayGPUWorkerWith{name}", (RayGPUWorker, cls), {})
+
+
+@dataclass
+class CompletionOutput:
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    generation_logits: Any = None
+
+
+class RequestOutput:
+    """Awaitable; outputs[0] is there when it is finished."""
+
+    def __init__(self, request_id: int, ids: list[int], params: Any) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids = request_id, None, ids
+        self.outputs = [CompletionOutput()]
+        self.finished = False
+        self._params = params
+        self._loop = asyncio.get_running_loop()
+        self._done = asyncio.Event()
+        self.row = Row(ids, params, self._take)
+
+    def _take(self, rollout: Rollout | None, reported: list[Any]) -> None:
+        self._loop.call_soon_threadsafe(self._finish, rollout, reported)
+
+    def _finish(self, rollout: Rollout | None, reported: list[Any]) -> None:
+        out, p = self.outputs[0], self._params
+        if rollout is None:
+            out.finish_reason = "cancelled"
+        else:
+            out.finish_reason = rollout.finish
+            out.token_ids = rollout.token_ids.tolist()
+            out.logprobs = reported if any(reported) else []
+            if rollout.finish == "stop" and out.token_ids[-1] != p.end_id and not p.include_stop_str_in_output:
+                out.token_ids = out.token_ids[:-1]
+        self.finished = True
+        self._done.set()
+
+    def abort(self) -> None:
+        self.row.aborted = True
+
+    async def aresult(self) -> RequestOutput:
+        await self._done.wait()
+        return self
+
+    def __await__(self) -> Generator[Any, Any, RequestOutput]:
+        return self.aresult().__await__()
+
+
+class AsyncLLM:
+    """Signatures of tensorrt_llm._torch.async_llm.AsyncLLM and of the LLM methods that it inherits."""
+
+    def __init__(
+        self,
+        placement_groups: Any = None,
+        placement_bundle_indices: Any = None,
+        per_worker_gpu_share: float | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        kwargs["orchestrator_type"] = "ray"
+        kwargs["allreduce_strategy"] = "NCCL"
+        kwargs["ray_placement_config"] = RayPlacementConfig(
+            defer_workers_init=True,
+            placement_groups=placement_groups,
+            placement_bundle_indices=placement_bundle_indices,
+            per_worker_gpu_share=per_worker_gpu_share,
+        )
+        kwargs.setdefault("ray_worker_extension_cls", "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension")
+        try:
+            self.args = TorchLlmArgs(*args, **kwargs)
+        except TypeError as e:
+            raise ValueError(f"Extra inputs are not permitted: {e}") from None
+        self._workers: list[Any] = []
+        self._requests = 0
+        self._compared = False  # whether all workers have the same weights
+
+    def __await__(self) -> Generator[Any, Any, AsyncLLM]:
+        return self.setup_async().__await__()
+
+    async def setup_async(self) -> AsyncLLM:
+        worker = _inject(self.args.ray_worker_extension_cls)
+        self._workers = [worker(i, self.args) for i in range(self.args.tensor_parallel_size)]
+        return self
+
+    def generate_async(
+        self,
+        inputs: Any,
+        sampling_params: Any = None,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        streaming: bool = False,
+        disaggregated_params: Any = None,
+        kv_cache_retention_config: Any = None,
+        scheduling_params: Any = None,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        p = sampling_params
+        longest = min(x for x in (self.args.max_input_len, self.args.max_seq_len) if x)
+        if not inputs or len(inputs) > longest or len(inputs) + p.max_tokens > self.args.max_seq_len:
+            raise ValueError(f"a prompt of {len(inputs)} tokens with max_tokens {p.max_tokens} does not fit")
+        output = RequestOutput(self._requests, list(inputs), p)
+        self._requests += 1
+        self._compare_workers()
+        self._workers[0].engine.submit(output.row)
+        return output
+
+    def _compare_workers(self) -> None:
+        if self._compared:
+            return
+        models = [worker.engine.model_engine.model.tensors for worker in self._workers]
+        for name, tensor in models[0].items():
+            if not all(torch.equal(tensor, other[name]) for other in models[1:]):
+                raise SystemError(f"{name} differs between workers")
+        self._compared = True
+
+    async def release(self, tags: list[str]) -> None:
+        await self.collective_rpc("sleep", args=(tags,))
+
+    async def resume(self, tags: list[str]) -> None:
+        await self.collective_rpc("wakeup", args=(tags,))
+
+    async def update_weights(self, weights: dict[str, str] | None) -> None:
+        await self.collective_rpc("update_weights", args=(weights,))
+
+    async def collective_rpc(
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> list[Any]:
+        self._compared = False
+        calls = [getattr(worker, method) for worker in self._workers]
+        return [await asyncio.to_thread(call, *args, **(kwargs or {})) for call in calls]

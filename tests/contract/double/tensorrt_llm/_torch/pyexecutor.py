@@ -1,0 +1,226 @@
+"""The engine inside a worker: a model, its loader, a sampler, and a thread that generates what is queued on a CPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.hf_config import read_shape
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops import philox
+from megatron_brorl.ops.sampling import sample, sampling_log_probs
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.fp8_blocks import dequantize
+from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.types import Prompt, Rollout
+from tensorrt_llm._double import API, SEEDS, come_to
+
+DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int | None = None
+
+
+@dataclass
+class Row:
+    """A request: its sampled tokens come to `done`, from the engine's thread."""
+
+    ids: list[int]
+    params: Any
+    done: Callable[[Rollout | None, list[dict[int, Logprob]]], None]
+    aborted: bool = False
+    reported: list[dict[int, Logprob]] = field(default_factory=list)
+
+
+class Model:
+    """Hugging Face tensors, random until they are loaded."""
+
+    def __init__(self, directory: str, quantized: bool) -> None:
+        self.shape = read_shape(directory)
+        self.quantized = quantized
+        generator = torch.Generator().manual_seed(7)
+        self.tensors = {n: 0.02 * torch.randn(s, generator=generator) for n, s in hf_shapes(self.shape).items()}
+        self.changed = True
+
+    def post_load_weights(self) -> None:
+        come_to("finish")
+        self.changed = True
+
+    def drop(self) -> None:
+        for x in self.tensors.values():
+            x.fill_(float("nan"))
+        self.changed = True
+
+
+class ModelLoader:
+    def reload(self, model: Model, weights: dict[str, Tensor], allow_partial_loading: bool = False) -> None:
+        come_to("load")
+        if not allow_partial_loading and weights.keys() != model.tensors.keys():
+            raise ValueError("missing weights")
+        for name, tensor in weights.items():
+            if name not in model.tensors:
+                continue
+            if tensor.dtype == torch.float8_e4m3fn:
+                if not model.quantized:
+                    raise ValueError(f"{name}: float8 for a model without quantization_config")
+                tensor = dequantize(tensor, weights[f"{name}_scale_inv"])
+            elif model.quantized and name.endswith("_proj.weight"):
+                raise ValueError(f"{name}: {tensor.dtype} for a model in float8")
+            if tensor.shape != model.tensors[name].shape:
+                raise ValueError(f"{name}: shape {tuple(tensor.shape)}")
+            model.tensors[name].copy_(tensor)
+        model.changed = True
+
+
+class ModelEngine:
+    def __init__(self, model: Model) -> None:
+        self.model, self.model_loader = model, ModelLoader()
+
+
+class Sampler:
+    """TRTLLMSampler: a seed per request. TorchSampler: one generator, seeded 42; late 1.3 heeds seeds beside it."""
+
+    def __init__(self, kind: str) -> None:
+        self.trtllm = kind == "TRTLLMSampler"
+        self._generator = torch.Generator().manual_seed(42)
+        self.rows: dict[int, Row] = {}  # by the key that the CPU engine knows them by
+
+    def __call__(
+        self,
+        logits: Tensor,
+        keys: Tensor,
+        index: Tensor,
+        position: Tensor,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+    ) -> tuple[Tensor, Tensor]:
+        rows = [self.rows[key] for key in keys.tolist()]
+        if self.trtllm or (API == "1.3" and SEEDS):
+            seeds = torch.tensor([row.params.seed or 0 for row in rows])
+            us = philox.uniforms(seeds, torch.zeros_like(position), position)
+        else:
+            us = torch.rand(len(rows), dtype=torch.float64, generator=self._generator)
+        ids, log_probs = sample(logits, us, temperature, top_p, top_k)
+        for i, row in enumerate(rows):
+            row.reported.append(self._report(logits[i], int(ids[i]), row.params, temperature))
+        return ids, log_probs
+
+    def _report(self, logits: Tensor, token: int, params: Any, temperature: float) -> dict[int, Logprob]:
+        if params.logprobs is None or (API == "1.2" and not params.logprobs):
+            return {}
+        values = (logits.float() / (temperature if self.trtllm and temperature else 1)).log_softmax(-1)
+        if getattr(params, "logprobs_mode", "raw") == "processed" and temperature:
+            values = sampling_log_probs(logits[None], temperature, params.top_p, params.top_k)[0]
+        tokens = {token, *(values.topk(params.logprobs).indices.tolist() if params.logprobs > 1 else [])}
+        return {t: Logprob(float(values[t])) for t in tokens}
+
+
+class PyExecutor:
+    """What a worker calls self.engine."""
+
+    def __init__(self, args: Any) -> None:
+        quantized = bool((args.model_kwargs or {}).get("quantization_config"))
+        if quantized and API == "1.2" and args.cuda_graph_config is not None:
+            raise RuntimeError("pre_reload_weights is incompatible with CUDA graphs")
+        model = Model(args.model, quantized)
+        self.model_engine = ModelEngine(model)
+        self.sampler = Sampler("TRTLLMSampler" if args.sampler_type == "TRTLLMSampler" else "TorchSampler")
+        self.asleep: set[str] = set()
+        self.prefixes = self.dangling = False  # blocks to be found by their prefix; blocks whose memory was released
+        self._busy = threading.Lock()
+        self._queue: SimpleQueue[Row] = SimpleQueue()
+        self._keys = 0
+        dtype = DTYPES[args.dtype]
+        self._torch = TorchEngine(
+            model.shape, hf_shapes(model.shape), torch.device("cpu"), dtype, args.max_batch_size, self.sampler
+        )
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @contextmanager
+    def control_action(self) -> Iterator[None]:
+        with self._busy:
+            yield
+
+    def reset_prefix_cache(self) -> None:
+        self.prefixes = self.dangling = False
+
+    def release(self, tags: set[str]) -> None:
+        self.asleep |= tags
+        self.dangling |= self.prefixes and "kv_cache" in tags
+
+    def submit(self, row: Row) -> None:
+        self._queue.put(row)
+
+    def _run(self) -> None:
+        while True:
+            rows = [self._queue.get()]
+            with self._busy:
+                try:
+                    while True:
+                        rows.append(self._queue.get_nowait())
+                except Empty:
+                    pass
+                kinds: dict[Any, list[Row]] = {}
+                for row in rows:
+                    p = row.params
+                    stops = tuple(sorted({p.end_id, *(p.stop_token_ids or [])} - {-1}))
+                    kinds.setdefault((p.temperature, p.top_p, p.top_k, p.max_tokens, stops, p.greedy), []).append(row)
+                try:
+                    for kind, same in kinds.items():
+                        self._generate(same, *kind)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+
+    def _generate(
+        self, rows: list[Row], temperature: Any, top_p: Any, top_k: Any, tokens: int, stops: Any, greedy: bool
+    ) -> None:
+        if self.asleep or self.dangling:
+            raise SystemError(f"generate with released memory ({self.asleep}) or prefixes that point to it")
+        self.prefixes = True
+        model = self.model_engine.model
+        if model.changed:
+            self._torch.update_weights(model.tensors.items(), 0)
+            model.changed = False
+        temperature = 0.0 if greedy else 1.0 if temperature is None else temperature
+        sampling = Sampling(temperature, 1.0 if top_p is None else top_p, top_k or 0, tokens, stops)
+        self._keys += len(rows)
+        keys = range(self._keys - len(rows), self._keys)
+        self.sampler.rows = dict(zip(keys, rows, strict=True))
+        requests = [
+            Request(Prompt(str(key), "", tuple(row.ids), None, ""), key, 1) for key, row in zip(keys, rows, strict=True)
+        ]
+        watch = _Watch(rows)
+        self._torch.generate(requests, sampling, watch)
+        for row in watch.left:
+            row.done(None, row.reported)
+
+
+class _Watch:
+    """Delivers rows as they end; the CPU engine stops when every row that is left was aborted."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+        self.left = list(rows)
+
+    def finished(self, request: int, rollout: Rollout) -> None:
+        row = self.rows[request]
+        self.left.remove(row)
+        come_to("row")
+        row.done(rollout, row.reported)
+
+    def cancelled(self) -> bool:
+        return all(row.aborted for row in self.left)

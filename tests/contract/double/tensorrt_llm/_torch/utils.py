@@ -1,0 +1,2 @@
+def get_device_uuid(device_idx: int) -> str:
+    return f"GPU-double-{device_idx}"

@@ -1,0 +1,36 @@
+"""The worker extension of an engine's workers; its steps are TensorRT-LLM's, and so is what it lets pass."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from typing import Any
+
+from tensorrt_llm._ray_utils import control_action_decorator
+from tensorrt_llm._torch.utils import get_device_uuid
+
+
+class WorkerExtension:
+    engine: Any
+    device_id: int
+
+    @control_action_decorator
+    def update_weights(self, ipc_handles: dict[str, Any] | None = None) -> None:
+        """Load a bucket, or finalise where there is none. Not atomic; what is missing or unknown passes in silence."""
+        if ipc_handles is None:
+            self.engine.model_engine.model.post_load_weights()
+            self.engine.reset_prefix_cache()
+            return
+        uuid = get_device_uuid(self.device_id)
+        if uuid not in ipc_handles:
+            raise ValueError(f"Device UUID {uuid} not found in ipc_handles")
+        handles = ipc_handles[uuid]
+        if isinstance(handles, str):
+            handles = pickle.loads(base64.b64decode(handles))
+        weights = {}
+        for name, (rebuild, args) in handles:
+            places = list(args)
+            places[6] = self.device_id
+            weights[name] = rebuild(*places)
+        loader = self.engine.model_engine.model_loader
+        loader.reload(self.engine.model_engine.model, weights, allow_partial_loading=True)

@@ -1,0 +1,90 @@
+"""Engine processes on the contract double, for one test process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+
+from megatron_brorl.config import TrtLlmConfig
+from megatron_brorl.hf_config import read_shape
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.checksum import seal
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.trtllm import TrtLlmEngine
+from megatron_brorl.rollout.trtllm_options import EngineOptions
+from megatron_brorl.rollout.trtllm_process import make_folder
+from megatron_brorl.types import Prompt, Rollout, RolloutGroup
+
+DOUBLE = Path(__file__).parent / "double"
+PROMPT = Prompt("a", "", (5, 6, 7), None, "exact")
+SAMPLING = Sampling(1.0, 1.0, 0, 12, (2,))
+
+
+class Model:
+    """A tiny model's directory, and its weights as the trainer streams them."""
+
+    def __init__(self, directory: Path, seed: int = 0) -> None:
+        self.directory = directory
+        self.module = tiny.make_model(directory, "qwen2", False, seed)
+        self.shape = read_shape(directory)
+
+    def stream(self, scale: float = 1.0) -> Any:
+        return seal([(n, p.detach() * scale) for n, p in self.module.named_parameters()])
+
+    def log_probs(self, rollout: Rollout, prompt: tuple[int, ...] = PROMPT.token_ids) -> torch.Tensor:
+        """Of the model itself, temperature 1, by transformers."""
+        ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
+        with torch.no_grad():
+            log_probs = self.module(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return log_probs.gather(-1, rollout.token_ids[:, None])[:, 0]
+
+
+def make_engine(
+    model: Model,
+    log: Path,
+    config: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    leader: TrtLlmEngine | None = None,
+) -> TrtLlmEngine:
+    """An engine of its own, or another rank's share of the leader's."""
+    c = TrtLlmConfig(**{"start_timeout_s": 120.0, "cuda_graphs": False, **(config or {})})
+    o = EngineOptions(
+        **{
+            "model": str(model.directory),
+            "vocab": model.shape.vocab,
+            "context": 200,
+            "dtype": "float32",
+            "max_rows": 600,
+            "stop_ids": (2,),
+            "tensor": c.tensor,
+            "sampler": c.sampler,
+            "quantization": c.quantization,
+            "kv_dtype": c.kv_dtype,
+            "memory_fraction": c.memory_fraction,
+            "max_num_tokens": c.max_num_tokens,
+            "cuda_graphs": c.cuda_graphs,
+            **(options or {}),
+        }
+    )
+    folder = leader.folder if leader else make_folder(c.shared_memory)
+    return TrtLlmEngine(c, o, hf_shapes(model.shape), torch.float32, folder, None if leader else [0], log)
+
+
+def draw(engine: TrtLlmEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> RolloutGroup:
+    """Siblings first .. first + n - 1 of PROMPT."""
+    sampling = kwargs.pop("sampling", SAMPLING)
+    return engine.generate([Request(PROMPT, key, n, first)], sampling, **kwargs)[0]
+
+
+def same(a: RolloutGroup, b: RolloutGroup) -> bool:
+    pairs = list(zip(a.rollouts, b.rollouts, strict=True))
+    return all(
+        x.index == y.index
+        and torch.equal(x.token_ids, y.token_ids)
+        and torch.equal(x.log_probs, y.log_probs)
+        and x.finish == y.finish
+        for x, y in pairs
+    )

@@ -1,0 +1,293 @@
+"""TrtLlmEngine on the contract double: client, process, messages, refit, sleep, seeds and failures, for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from contract.engines import PROMPT, SAMPLING, draw, same
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rollout.duplicates import improbable
+from megatron_brorl.rollout.engine import Request
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+CAPABILITIES = {
+    "1.2": ("1.2", "TRTLLMSampler", "request", "tempered", 1, "model"),
+    "1.3": ("1.3", "TorchSampler", "request", "processed", 0, "model_weights"),
+}
+
+
+def test_both_generations_generate_sleep_and_take_weights(api, model, start):
+    engine = start()
+    c = engine.capabilities
+    assert (c.api, c.sampler, c.seeds, c.log_probs, c.log_probs_value, c.weights_tag) == CAPABILITIES[api]
+    with pytest.raises(RuntimeError, match="no weights"):
+        draw(engine)
+    engine.update_weights(model.stream(), 3)
+    first = draw(engine)
+    assert [r.index for r in first.rollouts] == list(range(16))
+    for rollout in first.rollouts:
+        assert rollout.finish == ("stop" if rollout.token_ids[-1] == 2 else "length")
+        assert rollout.spans == ((3, len(rollout.token_ids)),)
+        torch.testing.assert_close(rollout.log_probs, model.log_probs(rollout), atol=2e-5, rtol=0)
+    assert {r.finish for r in draw(engine, 200).rollouts} == {"stop", "length"}
+    engine.sleep()
+    assert not list(engine.folder.glob("weights_*"))
+    engine.wake()
+    with pytest.raises(RuntimeError, match="no weights"):
+        draw(engine)
+    engine.update_weights(model.stream(), 3)
+    assert same(draw(engine), first)
+    engine.update_weights(model.stream(0.5), 4)
+    other = draw(engine)
+    assert other.version == 4
+    assert not same(other, first)
+    engine.sleep()
+    engine.update_weights(model.stream(), 5)  # an update wakes it
+    assert same(draw(engine), first)
+
+
+def test_what_is_drawn_depends_on_key_and_sibling_alone(model, start):
+    engine = start()
+    engine.update_weights(model.stream(), 0)
+    whole = draw(engine, 12)
+    parts = [*draw(engine, 5).rollouts, *draw(engine, 7, first=5).rollouts]
+    assert same(whole, replace(whole, rollouts=tuple(parts)))
+    assert not same(whole, draw(engine, 12, key=12))
+
+
+def test_budget_and_continuation(model, start):
+    """Four tokens at a time, under three versions of the weights: what there is stays, and every span is told."""
+    engine = start()
+    siblings = {}
+    for version in range(3):
+        engine.update_weights(model.stream(1 + version / 10), version)
+        begun = tuple(r for r in siblings.values() if r.finish == "cut")
+        if version and not begun:
+            break
+        request = Request(PROMPT, 11, 20, 0, begun) if not version else None
+        requests = [request] if request else [Request(PROMPT, 11, 1, r.index, (r,)) for r in begun]
+        for group in engine.generate(requests, replace(SAMPLING, budget=4)):
+            for rollout in group.rollouts:
+                before = siblings.get(rollout.index)
+                if before is not None:
+                    assert torch.equal(rollout.token_ids[: len(before.token_ids)], before.token_ids)
+                    assert torch.equal(rollout.log_probs[: len(before.log_probs)], before.log_probs)
+                siblings[rollout.index] = rollout
+    assert {r.finish for r in siblings.values()} == {"stop", "length"}
+    longest = max(siblings.values(), key=lambda r: len(r.token_ids))
+    assert longest.spans == ((0, 4), (1, 4), (2, 4))
+    assert len(longest.log_probs) == 12
+
+
+def test_log_probs_are_of_the_sampling_distribution(api, model, start):
+    """top-k: reported ones are renormalised on 1.2. top-p: 1.2 cannot say, which is refused, unless nobody asks."""
+    from megatron_brorl.ops.sampling import sampling_log_probs
+
+    engine = start()
+    engine.update_weights(model.stream(), 0)
+    for sampling in (replace(SAMPLING, temperature=0.7), replace(SAMPLING, temperature=0.7, top_k=5, top_p=0.8)):
+        for rollout in draw(engine, 8, sampling=sampling).rollouts:
+            ids = torch.tensor([[*PROMPT.token_ids, *rollout.token_ids.tolist()]])
+            with torch.no_grad():
+                logits = model.module(ids).logits[0, len(PROMPT.token_ids) - 1 : -1]
+            expected = sampling_log_probs(logits, sampling.temperature, sampling.top_p, sampling.top_k)
+            expected = expected.gather(-1, rollout.token_ids[:, None])[:, 0]
+            torch.testing.assert_close(rollout.log_probs, expected, atol=5e-5, rtol=0)
+    cut = replace(SAMPLING, temperature=0.6, top_p=0.95)
+    if api == "1.2":
+        with pytest.raises(UserError, match="reports log-probs before top-p: train at temperature 1"):
+            draw(engine, sampling=cut)
+    else:
+        assert bool(torch.isfinite(draw(engine, sampling=cut).rollouts[0].log_probs).all())
+    unasked = draw(engine, sampling=replace(cut, log_probs=False))
+    assert all(bool(r.log_probs.isnan().all()) for r in unasked.rollouts)
+    greedy = draw(engine, 3, sampling=replace(SAMPLING, temperature=0.0))
+    assert len({tuple(r.token_ids.tolist()) for r in greedy.rollouts}) == 1
+
+
+@pytest.mark.parametrize("when", ["asleep", "falling asleep"])
+def test_killed_in_its_sleep(when, model, start, monkeypatch, tmp_path, capfd):
+    """It comes back when it is waked, not before: its memory is in use."""
+    flag = tmp_path / "died"
+    if when == "falling asleep":
+        monkeypatch.setenv("BRORL_DOUBLE_DIE", f"sleep:1:{flag}")
+    engine = start()
+    engine.update_weights(model.stream(), 0)
+    expected = draw(engine)
+    pid = engine.supervisor.pid
+    engine.sleep()
+    if when == "asleep":
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(1)
+    assert engine.supervisor.pid == pid
+    engine.wake()
+    assert engine.supervisor.pid != pid
+    engine.update_weights(model.stream(), 1)
+    assert same(draw(engine), expected)
+    assert "starting it again without weights" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("point", ["row:9", "load:1", "finish:1"])
+def test_killed_in_generate_and_in_a_refit(point, model, start, monkeypatch, tmp_path, capfd):
+    """SIGKILL after nine rows, before loading weights, and between loading and finishing: the undisturbed results."""
+    undisturbed = start()
+    undisturbed.update_weights(model.stream(), 0)
+    undisturbed.update_weights(model.stream(0.9), 1)
+    expected = draw(undisturbed, 40)
+    flag = tmp_path / "died"
+    monkeypatch.setenv("BRORL_DOUBLE_DIE", f"{point}:{flag}")
+    flag.touch()  # not in the first update
+    engine = start()
+    engine.update_weights(model.stream(), 0)
+    flag.unlink()
+    engine.update_weights(model.stream(0.9), 1)
+    assert engine.version == 1
+    assert same(draw(engine, 40), expected)
+    assert flag.exists()
+    assert "ended (SIGKILL)" in capfd.readouterr().err
+    assert len(list(engine.folder.glob("weights_*"))) == 1
+
+
+def test_a_process_that_keeps_dying_ends_the_run(model, start, tmp_path):
+    engine = start(config={"restarts": 2})
+    engine.update_weights(model.stream(), 0)
+    supervisor = engine.supervisor
+    for _ in range(3):
+        pid = supervisor.pid
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda pid=pid: supervisor.pid != pid or supervisor.failure)
+    with pytest.raises(UserError, match=r"given up after trtllm\.restarts = 2"):
+        draw(engine)
+
+
+def test_a_hanging_process_is_started_again(model, start, capfd):
+    engine = start(config={"silent_s": 5.0})
+    engine.update_weights(model.stream(), 0)
+    expected = draw(engine)
+    os.kill(engine.supervisor.pid, signal.SIGSTOP)
+    assert same(draw(engine), expected)
+    assert "is silent for" in capfd.readouterr().err
+
+
+def test_cancelled(model, start):
+    """A call that is told to stop returns what has ended; the rest is cut, and the next call is none the worse."""
+
+    class Impatient:
+        def __init__(self):
+            self.seen = threading.Event()
+
+        def finished(self, request, rollout):
+            self.seen.set()
+
+        def cancelled(self):
+            return self.seen.is_set()
+
+    engine = start(options={"max_rows": 4})  # few at a time, so that most are unfinished
+    engine.update_weights(model.stream(), 0)
+    group = draw(engine, 400, watch=Impatient())
+    assert len(group.rollouts) == 400
+    ended = [r for r in group.rollouts if r.finish != "cut"]
+    assert 0 < len(ended) < 400
+    assert all(len(r.token_ids) == 0 for r in group.rollouts if r.finish == "cut")
+    assert draw(engine).rollouts[0].finish != "cut"
+
+
+def test_two_ranks_share_an_engine(model, start):
+    leader = start(config={"tensor": 2})
+    other = start(config={"tensor": 2}, leader=leader)
+    for version in range(2):
+        leader.update_weights(model.stream(1 + version), version)
+        other.update_weights(model.stream(1 + version), version)
+        results = {}
+        threads = [
+            threading.Thread(target=lambda e=e, f=f, into=results: into.update({f: draw(e, 10, f)}))
+            for e, f in ((leader, 0), (other, 10))
+        ]
+        for t in threads:
+            t.start()
+        if version:
+            os.kill(leader.supervisor.pid, signal.SIGKILL)
+        for t in threads:
+            t.join(120)
+        both = (*results[0].rollouts, *results[10].rollouts)
+        assert same(draw(leader, 20), replace(results[0], rollouts=both))
+
+
+@pytest.mark.parametrize("seeds", ["1", "0"])
+def test_512_siblings_over_two_replicas_never_agree_by_seed(seeds, api, model, start, monkeypatch):
+    """Where the sampler takes no seed per request, its generator is seeded for every call."""
+    monkeypatch.setenv("BRORL_DOUBLE_SEEDS", seeds)
+    sampler = {} if api == "1.2" and seeds == "1" else {"sampler": "TorchSampler"}
+    engines = [start(config=sampler) for _ in range(2)]
+    kind = "request" if (seeds == "1" and (api == "1.3" or not sampler)) else "generator"
+    assert {e.capabilities.seeds for e in engines} == {kind}
+    requests, rollouts = [], []
+    for i, engine in enumerate(engines):
+        engine.update_weights(model.stream(), 0)
+        requests.append(Request(PROMPT, 11, 256, 256 * i))
+        rollouts.append(list(draw(engine, 256, 256 * i, sampling=replace(SAMPLING, stop_ids=(2,))).rollouts))
+    hashes, _ = improbable(requests, rollouts)
+    assert len(hashes) > 100
+    assert len(set(hashes.tolist())) == len(hashes)
+    assert len({tuple(r.token_ids.tolist()) for part in rollouts for r in part if len(r.token_ids) == 12}) > 300
+
+
+def test_replicas_that_repeat_one_another_are_seen(model, start, monkeypatch):
+    monkeypatch.setenv("BRORL_DOUBLE_API", "1.3")
+    monkeypatch.setenv("BRORL_DOUBLE_SEEDS", "0")
+    monkeypatch.setattr("megatron_brorl.rollout.trtllm.stream_key", lambda *parts: 7)  # the same on both
+    requests, rollouts = [], []
+    for i in range(2):
+        engine = start()
+        engine.update_weights(model.stream(), 0)
+        requests.append(Request(PROMPT, 11, 64, 64 * i))
+        rollouts.append(list(draw(engine, 64, 64 * i).rollouts))
+    hashes, names = improbable(requests, rollouts)
+    assert len(set(hashes.tolist())) <= len(hashes) // 2
+    assert any(name == "prompt a: sibling 64" for name in names) or len(names) > 20
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"python": "/nowhere/python"}, r"trtllm\.python = /nowhere/python: No such file or directory"),
+        ({"shared_memory": "/nowhere"}, r"trtllm\.shared_memory = /nowhere: cannot be written"),
+        ({"transport": "cuda_ipc"}, r'trtllm\.transport = "cuda_ipc": there is no GPU: use "host"'),
+        ({"sampler": "TRTLLMSampler"}, "sampler_type TRTLLMSampler: one of"),
+        ({"start_timeout_s": 0.3}, r"did not answer within trtllm\.start_timeout_s = 0\.3 s; see"),
+    ],
+)
+def test_what_cannot_start_says_why(config, message, start, monkeypatch):
+    monkeypatch.setenv("BRORL_DOUBLE_API", "1.3")
+    with pytest.raises(UserError, match=message) as caught:
+        start(config=config)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_tensorrt_llm(start, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
+    with pytest.raises(UserError, match="No module named 'tensorrt_llm'"):
+        start()
+
+
+def test_nothing_is_left_behind(model, start):
+    engine = start()
+    engine.update_weights(model.stream(), 0)
+    pid = engine.supervisor.pid
+    engine.close()
+    assert not engine.folder.exists()
+    assert not os.path.exists(f"/proc/{pid}")

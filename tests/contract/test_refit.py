@@ -1,0 +1,113 @@
+"""Weights to an engine on the contract double: complete and right, or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+from contract.engines import draw, same
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.rollout.fp8_blocks import dequantize, quantize
+from megatron_brorl.rollout.receive import UpdateRefused
+from megatron_brorl.rollout.trtllm_ipc import IpcSender
+
+
+def broken(model, what):
+    pairs = list(model.stream())
+    if what == "missing":
+        return pairs[:-1]
+    name, tensor = pairs[3]
+    pairs[3] = Sealed(name, tensor.clone().fill_(1.0), pairs[3].checksum)
+    return pairs
+
+
+@pytest.mark.parametrize("what", ["missing", "damaged"])
+def test_a_faulty_update_costs_the_engine_nothing(what, model, start):
+    engine = start()
+    engine.update_weights(model.stream(), 0)
+    before, pid = draw(engine), engine.supervisor.pid
+    with pytest.raises(UpdateRefused):
+        engine.update_weights(broken(model, what), 1)
+    assert engine.version == 0
+    assert same(draw(engine), before)
+    assert engine.supervisor.pid == pid
+
+
+def test_damage_in_shared_memory_is_seen_by_the_worker(model, start, capfd):
+    """What lies in the file is changed before the engine reads it: it is refused there, and never generated with."""
+    engine = start(config={"restarts": 1})
+    engine.update_weights(model.stream(), 0)
+    stage = engine._stage
+
+    def spoiled(tensors, version):
+        weights = stage(tensors, version)
+        with open(weights.path, "r+b") as file:
+            file.seek(weights.rows[7][3] + 5)
+            file.write(b"\x55")
+        return weights
+
+    engine._stage = spoiled
+    with pytest.raises(UpdateRefused, match=r"is not what was sent \(checksum\)"):
+        engine.update_weights(model.stream(0.5), 1)
+    with pytest.raises(UserError, match="given up"):
+        draw(engine)
+
+
+@pytest.mark.parametrize("fault", ["", "missing", "dead"])
+def test_cuda_ipc_path_with_a_stand_in_for_the_handles(fault, model, start, monkeypatch):
+    """Tensors are pickled whole where CUDA would pickle handles; everything else is the path of a GPU."""
+    engine = start()
+    engine.update_weights(model.stream(), 0)
+    old = draw(engine)
+    sender = partial(IpcSender, limit=30_000, reduce=handles)
+    monkeypatch.setattr("megatron_brorl.rollout.trtllm.IpcSender", sender)
+    engine.ipc = True
+    if fault == "dead":
+        os.kill(engine.supervisor.pid, signal.SIGKILL)
+    if fault == "missing":
+        with pytest.raises(UpdateRefused, match="1 tensors missing"):
+            engine.update_weights(broken(model, "missing"), 1)
+        assert same(draw(engine), old)
+    else:
+        engine.update_weights(model.stream(0.5), 1)
+        new = draw(engine)
+        assert new.version == 1
+        for rollout in new.rollouts:
+            assert not torch.allclose(rollout.log_probs, model.log_probs(rollout), atol=1e-3)
+        engine.update_weights(model.stream(), 2)
+        assert same(draw(engine), old)
+
+
+def handles(tensor):
+    """(function, seven arguments), of which the worker replaces the last: the form of torch's CUDA handles."""
+    function, arguments = tensor.__reduce_ex__(2)
+    return function, (*arguments, None)
+
+
+def test_fp8_refit_gives_the_quantised_model(api, model, start):
+    engine = start(config={"quantization": "fp8_block"})
+    assert engine.capabilities.fp8_refit
+    engine.update_weights(model.stream(), 0)
+    rollouts = draw(engine).rollouts
+    exact = {n: p.detach().clone() for n, p in model.module.named_parameters()}
+    try:
+        for name, p in model.module.named_parameters():
+            if name.endswith("_proj.weight"):
+                p.data = dequantize(*quantize(p.data))
+        for rollout in rollouts:
+            torch.testing.assert_close(rollout.log_probs, model.log_probs(rollout), atol=2e-5, rtol=0)
+    finally:
+        for name, p in model.module.named_parameters():
+            p.data = exact[name]
+    assert any(not torch.allclose(r.log_probs, model.log_probs(r), atol=1e-3) for r in rollouts)
+
+
+def test_fp8_under_cuda_graphs_is_refused_on_1_2(model, start, monkeypatch):
+    monkeypatch.setenv("BRORL_DOUBLE_API", "1.2")
+    with pytest.raises(UserError, match=r"cannot take FP8 weights under CUDA graphs: set trtllm\.cuda_graphs = false"):
+        start(config={"quantization": "fp8_block", "cuda_graphs": True})

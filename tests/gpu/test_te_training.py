@@ -1,0 +1,68 @@
+"""Training steps on Transformer Engine's layers: bf16, every FP8 recipe, offload. Not yet run on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from dist.jobs import rows
+
+from megatron_brorl.config import AlgoConfig, Fp8Config, OptimConfig, ParallelConfig
+from megatron_brorl.hf_config import read_shape
+from megatron_brorl.models import fp8
+from megatron_brorl.parallel import device, grid
+from megatron_brorl.train.policy import update_policy
+from megatron_brorl.train.worker import Worker
+from megatron_brorl.types import Experience
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not device.on_gpu(), reason="no CUDA device"),
+    pytest.mark.skipif(not device.has_transformer_engine(), reason="no Transformer Engine"),
+]
+CASES = [Fp8Config()] + [
+    Fp8Config(recipe=recipe, parameters=parameters)  # type: ignore[arg-type]
+    for recipe in ("delayed", "tensorwise", "blockwise")
+    for parameters in (False, True)
+]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("config", CASES, ids=lambda c: f"{c.recipe}{' parameters' * c.parameters}")
+def test_a_step_is_near_the_one_in_fp32(config, offload, tmp_path):
+    """Log-probs against transformers in fp32; then updates that are finite and move the weights."""
+    if config.parameters and offload:
+        pytest.skip("refused by the configuration")
+    model = tiny.make_model(
+        tmp_path, "qwen2", True, hidden_size=256, intermediate_size=512, num_attention_heads=4, vocab_size=512
+    )
+    shape = read_shape(tmp_path)
+    fp8.check(config, shape, 1)
+    worker = Worker(
+        shape,
+        grid.build(ParallelConfig()),
+        torch.bfloat16,
+        2048,
+        optim=OptimConfig(lr=1e-4),
+        share_prompt=False,
+        fields=fp8.settings(config),
+        offload=offload,
+    )
+    worker.load_hf(tmp_path)
+    prompts, responses = rows(2)
+    worker.away()
+    found = worker.log_probs(prompts, responses, 1.0)
+    for p, r, lp in zip(prompts, responses, found, strict=True):
+        logits = model(torch.cat((p, r))[None]).logits[0, len(p) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, r[:, None])[:, 0]
+        assert float((lp - expected).abs().mean()) < (0.05 if config.recipe == "none" else 0.3)
+    experience = Experience(tuple(prompts), tuple(responses), tuple(found), None, torch.linspace(-1, 1, len(prompts)))
+    before = {n: x.clone() for n, x in worker.hf_tensors()}
+    for update in range(3):
+        worker.away()
+        figures = update_policy(worker, experience, [list(range(24))], AlgoConfig(), OptimConfig(lr=1e-4), 1.0, update)
+        assert figures["updates_skipped"] == 0
+        assert 0 < figures["grad_norm"] < 1e4
+    after = dict(worker.hf_tensors())
+    assert any(not torch.equal(before[n], x) for n, x in after.items())
+    assert all(bool(torch.isfinite(x.float()).all()) for x in after.values())

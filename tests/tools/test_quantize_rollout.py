@@ -1,0 +1,89 @@
+"""tools/quantize_rollout.py on a tiny model: figures against plain formulas, and files against what they came from."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip(
+    "modelopt", reason="nvidia-modelopt is not installed (pip install nvidia-modelopt==0.47.0 requests)"
+)
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import quantize_rollout  # noqa: E402
+
+CONFIG = '[[data.tasks]]\nname = "spell_backward"\nconfig = { min_word_len = 3, max_word_len = 6 }\n'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    root = tmp_path_factory.mktemp("quantize")
+    (root / "run.toml").write_text(CONFIG)
+    tool = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), str(root / "run.toml"), str(root / "model")]
+    subprocess.run([*tool, "--untied", "--texts", "200"], check=True, capture_output=True, timeout=900)
+    words = ["alpha", "bridge", "cinnamon", "delta", "emerald", "forest", "granite", "harbour"]
+    rows = [
+        {"prompt": f"Spell {w} backward, then {v}", "answer": "x", "verifier": "exact"} for w in words for v in words
+    ]
+    (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return root / "model", root / "prompts.jsonl"
+
+
+def test_shift_against_loops():
+    g = torch.Generator().manual_seed(0)
+    logits = [[torch.randn(n, 7, generator=g) for n in (3, 5)] for _ in range(2)]
+    targets = [torch.randint(0, 7, (n,), generator=g) for n in (3, 5)]
+    kl, gap, same = [], [], []
+    for a, b, ids in zip(*logits, targets, strict=True):
+        for x, y, t in zip(a.tolist(), b.tolist(), ids.tolist(), strict=True):
+            p = [math.exp(v) / sum(map(math.exp, x)) for v in x]
+            q = [math.exp(v) / sum(map(math.exp, y)) for v in y]
+            kl.append(sum(i * math.log(i / j) for i, j in zip(p, q, strict=True)))
+            gap.append(abs(math.log(p[t] / q[t])))
+            same.append(p.index(max(p)) == q.index(max(q)))
+    found = quantize_rollout.shift(*logits, targets)
+    assert found.tokens == 8
+    assert found.kl_mean == pytest.approx(sum(kl) / 8)
+    assert found.kl_max == pytest.approx(max(kl))
+    assert found.gap_mean == pytest.approx(sum(gap) / 8)
+    assert found.top_agrees == sum(same) / 8
+
+
+def test_formats_move_the_distribution_as_their_precision_says(model, capsys):
+    found = {}
+    for form in ("fp8", "int4"):
+        quantize_rollout.main(["evaluate", *map(str, model), "--format", form, "--calibrate", "16"])
+        found[form] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert found["fp8"]["tokens"] == found["int4"]["tokens"] > 500
+    assert 0 < found["fp8"]["kl_mean"] < found["int4"]["kl_mean"] < 0.1
+    assert found["fp8"]["top_agrees"] > 0.8
+
+
+def test_export_holds_the_weights(model, tmp_path):
+    """float8 weights times their scale are the weights, to half a step of three fraction bits; the rest is bf16."""
+    out = tmp_path / "out"
+    quantize_rollout.main(["export", *map(str, model), str(out)])
+    original, found = load_file(model[0] / "model.safetensors"), load_file(out / "model.safetensors")
+    assert found.keys() >= original.keys()
+    linears = [n for n in original if n.endswith("_proj.weight")]
+    assert linears
+    for name in original:
+        if name not in linears:
+            assert torch.allclose(found[name].float(), original[name], rtol=2**-8, atol=0)
+            continue
+        weight, scale = found[name], found[name.replace("weight", "weight_scale")]
+        assert weight.dtype == torch.float8_e4m3fn
+        assert float(scale) == pytest.approx(float(original[name].abs().max()) / 448, rel=1e-2)
+        error = (weight.float() * scale - original[name]).abs()
+        assert bool((error <= original[name].abs() / 15 + scale * 2**-9).all())
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "modelopt"
+    assert (out / "tokenizer.model").read_bytes() == (model[0] / "tokenizer.model").read_bytes()
+    with pytest.raises(quantize_rollout.UserError, match="exists; name a folder"):
+        quantize_rollout.main(["export", *map(str, model), str(out)])

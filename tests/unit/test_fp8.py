@@ -1,0 +1,93 @@
+"""What is asked of FP8 training is held against the device before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from megatron.core.transformer import TransformerConfig
+
+from megatron_brorl.config import Fp8Config
+from megatron_brorl.config_file import load
+from megatron_brorl.errors import UserError
+from megatron_brorl.hf_config import ModelShape, parse_shape
+from megatron_brorl.models import fp8
+from megatron_brorl.models.random_init import qwen2_config
+
+H100, B200, L40, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
+
+
+def shape(**changes: int) -> ModelShape:
+    """DeepSeek-R1-Distill-Qwen-1.5B's."""
+    sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 131072}
+    return parse_shape(qwen2_config(**{**sizes, **changes}), "test")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cuda", "engine", "message"),
+    [
+        ("delayed", H100, "12.4", "2.9.0", ""),
+        ("tensorwise", L40, "12.4", "2.11", ""),
+        ("blockwise", H100, "12.9", "2.9.0+abc", ""),
+        ("mxfp8", B200, "13.0", "2.9", ""),
+        ("delayed", A100, "12.9", "2.9", "compute capability 8.9 (this GPU: 8.0)"),
+        ("blockwise", H100, "12.8", "2.9", "CUDA 12.9 (here: 9.0 and 12.8): use 'tensorwise'"),
+        ("blockwise", L40, "12.9", "2.9", "compute capability 9.0"),
+        ("mxfp8", H100, "13.0", "2.9", "H100 and H200 have 9.0): use 'blockwise'"),
+        ("tensorwise", H100, "12.9", "2.8.1", "Transformer Engine 2.8.1 is too old"),
+    ],
+)
+def test_devices_and_versions(recipe, capability, cuda, engine, message):
+    found = fp8.problem(Fp8Config(recipe=recipe), shape(), 1, capability, cuda, engine)
+    assert message in found
+    assert bool(message) == bool(found)
+
+
+def test_every_rank_s_part_must_be_aligned():
+    config = Fp8Config(recipe="tensorwise", bf16_layers=2)
+    assert fp8.problem(config, shape(), 2, H100, "12.9", "2.9") == ""
+    assert "intermediate_size is 4484" in fp8.problem(config, shape(ffn=8968), 2, H100, "12.9", "2.9")
+    assert "hidden_size is 1540" in fp8.problem(
+        config, shape(hidden=1540, heads=11, kv_heads=1), 1, H100, "13.0", "2.9"
+    )
+    assert "leaves none of the 4 layers" in fp8.problem(config, shape(layers=4), 1, H100, "12.9", "2.9")
+
+
+def test_megatron_knows_every_field():
+    known = {f.name: f for f in dataclasses.fields(TransformerConfig)}
+    for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+        given = fp8.settings(Fp8Config(recipe=recipe, bf16_layers=0 if recipe == "delayed" else 1))
+        assert given.keys() <= known.keys()
+        TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, **given)
+    assert fp8.settings(Fp8Config()) == {}
+
+
+def test_not_on_this_machine():
+    if fp8.device.has_transformer_engine():
+        pytest.skip("Transformer Engine is here")
+    with pytest.raises(UserError, match=r'fp8\.recipe = "delayed": needs a GPU and Transformer Engine'):
+        fp8.check(Fp8Config(recipe="delayed"), shape(), 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["fp8.recipe=delayed"], "model.dtype = 'fp32': fp8.recipe works beside bf16"),
+        (["fp8.recipe=nvfp4"], "must be one of 'none', 'delayed', 'tensorwise', 'blockwise', 'mxfp8'"),
+        (["fp8.parameters=true"], "fp8.parameters = True: needs an fp8.recipe"),
+        (["fp8.bf16_layers=1"], "fp8.bf16_layers = 1: needs an fp8.recipe"),
+        (["model.dtype=bf16", "fp8.recipe=delayed", "fp8.bf16_layers=1"], 'must be 0 with fp8.recipe = "delayed"'),
+        (["train.recompute=true", "train.recompute_attention=true"], "recomputes attention too"),
+        (
+            ["model.dtype=bf16", "fp8.recipe=tensorwise", "fp8.parameters=true", "train.offload=true"],
+            "FP8 parameters (fp8.parameters) cannot be moved",
+        ),
+    ],
+)
+def test_mistakes_name_the_key(tmp_path: Path, overrides, message):
+    path = tmp_path / "run.toml"
+    path.write_text("")
+    with pytest.raises(UserError) as caught:
+        load(path, overrides)
+    assert message in str(caught.value)
