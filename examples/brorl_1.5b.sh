@@ -43,9 +43,10 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "brorl_1.5b.toml"
 SMOKE = """
 run.dir=runs/brorl_1.5b_smoke model.dtype=fp32 model.context=0 parallel.distributed_optimizer=false data.chat=false
-data.held_out_prompts=16 rollout.engine=torch rollout.n=64 rollout.prompts=12 rollout.max_tokens=8 rollout.dtype=fp32
-reward.extract=full reward.strict=false algo.mini_batches=2 optim.lr=1e-3 train.steps=1 train.share_prompt=true
-train.tokens_per_micro_batch=2048 train.checkpoint_every=0 evaluate.samples=2
+data.held_out_prompts=16 rollout.engine=torch rollout.refills=0 rollout.n=64 rollout.prompts=12 rollout.max_tokens=8
+rollout.dtype=fp32 reward.extract=full reward.strict=false reward.cut_off_factor=1.0 algo.mini_batches=2
+optim.lr=1e-3 train.steps=1 train.share_prompt=true train.tokens_per_micro_batch=2048 train.checkpoint_every=0
+evaluate.samples=2
 """.split()
 SHAPE = "--untied --hidden 96 --layers 4 --heads 12 --kv-heads 2 --ffn 560 --context 4096 --vocab 256 --texts 300".split()
 
