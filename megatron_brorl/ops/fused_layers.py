@@ -48,7 +48,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def merge_attention(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """As models.attention.merged; without gradients."""
+    """Attention over two sets of keys, from that over each, a and b [T, heads, d], and the log-sums of their softmax,
+    a_sum and b_sum [T, heads]: the result and its log-sum. Without gradients.
+
+    The sums are float32, for float64 float64.
+    """
     out, total = torch.ops.brorl.merge_attention(a.contiguous(), a_sum, b.contiguous(), b_sum)
     return out, total
 
