@@ -6,7 +6,7 @@
 #include <torch/library.h>
 
 #include "advantages.h"
-#include "blocked_gemm.h"
+#include "bfloat16_gemm.h"
 #include "decode_attention.h"
 #include "gemm.h"
 #include "layer_ops.h"
@@ -14,6 +14,7 @@
 #include "philox.h"
 #include "ppo_tokens.h"
 #include "sample_tokens.h"
+#include "segment_attention.h"
 #include "softmax.h"
 #include "value_loss.h"
 
@@ -49,7 +50,12 @@ TORCH_LIBRARY(brorl, library) {
   library.def("silu_mul(Tensor gate_up) -> Tensor");
   library.def("silu_mul_gradient(Tensor gradient, Tensor gate_up) -> Tensor");
   library.def("rotate(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor");
-  library.def("merge_attention(Tensor a, Tensor a_sum, Tensor b, Tensor b_sum) -> (Tensor out, Tensor sum)");
+  library.def(
+      "segment_attention(Tensor query, Tensor key, Tensor value, Tensor segments, float scale) -> "
+      "(Tensor out, Tensor log_sums)");
+  library.def(
+      "segment_attention_gradient(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor log_sums, Tensor segments, float scale) -> (Tensor of_query, Tensor of_key, Tensor of_value)");
   library.def("moments(Tensor values, Tensor? weights) -> Tensor");
   library.def("whiten_(Tensor(a!) values, float mean, float std, Tensor? mask) -> ()");
 }
@@ -76,7 +82,8 @@ TORCH_LIBRARY_IMPL(brorl, CPU, library) {
   library.impl("silu_mul", &brorl::silu_mul);
   library.impl("silu_mul_gradient", &brorl::silu_mul_gradient);
   library.impl("rotate", &brorl::rotate);
-  library.impl("merge_attention", &brorl::merge_attention);
+  library.impl("segment_attention", &brorl::segment_attention);
+  library.impl("segment_attention_gradient", &brorl::segment_attention_gradient);
 }
 #ifdef BRORL_CUDA
 TORCH_LIBRARY_IMPL(brorl, CUDA, library) {

@@ -4,7 +4,8 @@
 #include <ATen/ops/mm.h>
 #include <c10/util/Exception.h>
 
-#include "blocked_gemm.h"
+#include "bfloat16_gemm.h"
+#include "float_gemm.h"
 
 namespace brorl {
 namespace {
@@ -17,13 +18,6 @@ bool strided_by_one(const at::Tensor& x) { return stride(x, 0) == 1 || stride(x,
 template <typename T>
 Matrix<T> operand(const at::Tensor& x) {
   return {static_cast<const T*>(x.const_data_ptr()), stride(x, 0), stride(x, 1)};
-}
-
-template <typename T>
-void blocked(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
-  blocked_gemm(
-      out.mutable_data_ptr<float>(), out.stride(0), operand<T>(a), operand<T>(b), out.size(0), out.size(1), a.size(1),
-      accumulate);
 }
 
 }  // namespace
@@ -54,9 +48,13 @@ void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accum
 #endif
   if (narrow) {
     TORCH_CHECK(has_bfloat16_kernel(), "gemm_: neither this processor nor this torch multiplies bfloat16 to float32");
-    blocked<uint16_t>(out, a, b, accumulate);
-  } else if (out.is_cpu() && a.scalar_type() == at::kFloat && prefers_float_kernel()) {
-    blocked<float>(out, a, b, accumulate);
+    bfloat16_gemm(
+        out.mutable_data_ptr<float>(), out.stride(0), operand<uint16_t>(a), operand<uint16_t>(b), out.size(0),
+        out.size(1), a.size(1), accumulate);
+  } else if (out.is_cpu() && a.scalar_type() == at::kFloat && prefers_float_gemm()) {
+    float_gemm(
+        out.mutable_data_ptr<float>(), out.stride(0), operand<float>(a), operand<float>(b), out.size(0), out.size(1),
+        a.size(1), accumulate);
   } else {
     accumulate ? at::addmm_out(out, out, a, b) : at::mm_out(out, a, b);
   }

@@ -196,29 +196,6 @@ void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, bool inv
   });
 }
 
-template <typename T>
-void merge_rows(
-    const Tensor& a, const Tensor& a_sum, const Tensor& b, const Tensor& b_sum, Tensor& out, Tensor& total) {
-  using S = Sum<T>;
-  const int64_t heads = a.size(1), d = a.size(2);
-  const T *const left = a.const_data_ptr<T>(), *const right = b.const_data_ptr<T>();
-  const S *const left_sums = a_sum.const_data_ptr<S>(), *const right_sums = b_sum.const_data_ptr<S>();
-  T* const to = out.mutable_data_ptr<T>();
-  S* const sums = total.mutable_data_ptr<S>();
-  for_rows(a.size(0), [&](int64_t t) {
-    for (int64_t h = 0; h < heads; ++h) {
-      const S x = left_sums[t * a_sum.stride(0) + h * a_sum.stride(1)];
-      const S y = right_sums[t * b_sum.stride(0) + h * b_sum.stride(1)];
-      const int64_t place = t * heads + h;
-      const S of_left = sigmoid(x - y), of_right = sigmoid(y - x);
-      sums[place] = std::max(x, y) + std::log1p(std::exp(-std::fabs(x - y)));
-      const T *const p = left + place * d, *const q = right + place * d;
-#pragma omp simd
-      for (int64_t i = 0; i < d; ++i) to[place * d + i] = narrow<T>(of_left * S(p[i]) + of_right * S(q[i]));
-    }
-  });
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps) {
@@ -268,21 +245,6 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool invers
   Tensor out = at::empty(x.sizes(), x.options());
   for_dtype(x, "x", [&](auto zero) { rotate_rows<decltype(zero)>(x, cos, sin, inverse, out); });
   return out;
-}
-
-std::tuple<Tensor, Tensor> merge_attention(
-    const Tensor& a, const Tensor& a_sum, const Tensor& b, const Tensor& b_sum) {
-  TORCH_CHECK_VALUE(a.dim() == 3, "a must be [T, heads, d], got ", a.sizes());
-  check(a, "a", a.sizes(), a.scalar_type());
-  check(b, "b", a.sizes(), a.scalar_type());
-  const auto sums = a.sizes().slice(0, 2);
-  for (const Tensor* s : {&a_sum, &b_sum}) {
-    TORCH_CHECK_VALUE(s->sizes() == sums, "the sums must be ", sums, ", got ", s->sizes());
-    TORCH_CHECK_TYPE(s->scalar_type() == sum_dtype(a), "the sums must be ", sum_dtype(a), ", got ", s->scalar_type());
-  }
-  Tensor out = at::empty(a.sizes(), a.options()), total = at::empty(sums, a_sum.options());
-  for_dtype(a, "a", [&](auto zero) { merge_rows<decltype(zero)>(a, a_sum, b, b_sum, out, total); });
-  return {out, total};
 }
 
 }  // namespace brorl

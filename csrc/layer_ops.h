@@ -26,9 +26,4 @@ at::Tensor silu_mul_gradient(const at::Tensor& gradient, const at::Tensor& gate_
 // are given in the dtype of sums (Su et al. 2021, eq. 34); backwards by the same angles if inverse.
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, bool inverse);
 
-// Attention over the keys of both of two sets, from that over each (a, b [T, heads, d]) and the logarithms of their
-// softmax sums [T, heads]: the result and its logarithm.
-std::tuple<at::Tensor, at::Tensor> merge_attention(
-    const at::Tensor& a, const at::Tensor& a_sum, const at::Tensor& b, const at::Tensor& b_sum);
-
 }  // namespace brorl

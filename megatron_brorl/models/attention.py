@@ -25,8 +25,9 @@ class Segments(PackedSeqParams):
     groups: tuple[Group, ...] = ()
     cos: Tensor | None = None  # [T, d / 2], float32 or float64: one table for all layers, queries and keys
     sin: Tensor | None = None
-    fused: bool = False  # whether rotation and merging go through ops.fused_layers
+    fused: bool = False  # whether rotation and, on CPUs in float32, attention go through ops.fused_layers
     mask: BlockMask | None = None  # of groups, made where it is first needed
+    table: Tensor | None = None  # of groups, [segments, 4], likewise
 
     @property
     def shared(self) -> bool:
@@ -44,6 +45,14 @@ class Segments(PackedSeqParams):
         cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(1).to(x.dtype) for half in (self.cos, self.sin))
         return rope.rotate(x, cos, sin)
 
+    def attend_fused(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """query [T, heads, d], key and value [T, kv_heads, d] -> [T, heads, d], in float32 on a CPU."""
+        from megatron_brorl.ops import fused_layers
+
+        if self.table is None:
+            self.table = segment_table(self.groups)
+        return fused_layers.attend(query, key, value, self.table, scale or query.shape[-1] ** -0.5)
+
     def attend_on_gpu(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """query [T, heads, d], key and value [T, kv_heads, d] -> [T, 1, heads * d]."""
         if self.mask is None:
@@ -51,8 +60,25 @@ class Segments(PackedSeqParams):
         return flex_attention.attend(query, key, value, self.mask, scale).flatten(1).unsqueeze(1)
 
 
+def segment_table(groups: tuple[Group, ...]) -> Tensor:
+    """[segments, 4] int64: first token, tokens, first token and tokens of the prompt it attends to (0: none)."""
+    rows, begin = [], 0
+    for group in groups:
+        front = begin
+        if group.prefix:
+            rows.append((front, group.prefix, 0, 0))
+            begin += group.prefix
+        for count, length in group.segments:
+            rows += [(begin + i * length, length, front, group.prefix) for i in range(count)]
+            begin += count * length
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+
+
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each segment and to its group's prompt; runs of equal length are one batched call."""
+    """Causal attention within each segment and to its group's prompt.
+
+    Where no fused op serves, runs of segments of equal length are one batched call.
+    """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -75,6 +101,9 @@ class PackedAttention(torch.nn.Module):
             return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
         if not query.is_cuda:  # in bfloat16 the backward pass of the CPU's attention takes twice as long
             query, key, value = (x.to(compute_dtype(dtype)) for x in (query, key, value))
+            if packed_seq_params.fused and query.dtype == torch.float32:
+                out = packed_seq_params.attend_fused(query, key, value, self.scale)
+                return out.flatten(1).unsqueeze(1).to(dtype)
         outputs, begin = [], 0
         for group in packed_seq_params.groups:
             front = slice(begin, begin + group.prefix)
@@ -88,9 +117,7 @@ class PackedAttention(torch.nn.Module):
             outputs.append(self._causal(front_q, front_k, front_v, ((1, group.prefix),)))
             if group.segments:
                 scale = self.scale if self.scale is not None else q.shape[-1] ** -0.5
-                outputs.append(
-                    _SharedPrompt.apply(q, k, v, front_k, front_v, group.segments, scale, packed_seq_params.fused)
-                )
+                outputs.append(_SharedPrompt.apply(q, k, v, front_k, front_v, group.segments, scale))
         return _joined(outputs).flatten(1).unsqueeze(1).to(dtype)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, segments: tuple[tuple[int, int], ...]) -> Tensor:
@@ -121,7 +148,6 @@ class _SharedPrompt(torch.autograd.Function):
         prompt_value: Tensor,
         segments: tuple[tuple[int, int], ...],
         scale: float,
-        fused: bool,
     ) -> Tensor:
         """query [t, heads, d], key and value [t, kv_heads, d], prompt_* [P, kv_heads, d] -> [t, heads, d]."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -133,7 +159,7 @@ class _SharedPrompt(torch.autograd.Function):
             for (count, length), qkv in zip(segments, _cut(segments, query, key, value), strict=True)
         ]
         on_own, own_sum = (_joined([_flat(p[i]) for p in parts]) for i in range(2))
-        out, total = _merged(_flat(on_prompt), _flat(prompt_sum), on_own, own_sum, fused)
+        out, total = _merged(_flat(on_prompt), _flat(prompt_sum), on_own, own_sum)
         ctx.save_for_backward(query, key, value, prompt_key, prompt_value, out, total)
         ctx.segments, ctx.scale = segments, scale
         return out
@@ -156,16 +182,12 @@ class _SharedPrompt(torch.autograd.Function):
             for (count, length), part in zip(ctx.segments, _cut(ctx.segments, *rows, key, value), strict=True)
         ]
         own_query, grad_key, grad_value = (_joined([p[i] for p in own]) for i in range(3))
-        return grad_query + own_query, grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None, None
+        return grad_query + own_query, grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None
 
 
-def _merged(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+def _merged(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys, from that over each (a, b [t, heads, d]) and the log-sums of their softmax
     [t, heads]; returns it with its log-sum."""
-    if fused:
-        from megatron_brorl.ops import fused_layers
-
-        return fused_layers.merge_attention(a, a_sum, b, b_sum)
     total = torch.logaddexp(a_sum, b_sum)
     of_a, of_b = ((s - total).exp().unsqueeze(-1) for s in (a_sum, b_sum))
     return (of_a * a + of_b * b).to(a.dtype), total

@@ -15,6 +15,8 @@ from megatron_brorl.ops import native  # noqa: F401  loads the ops
 from megatron_brorl.ops.reference import compute_dtype
 from megatron_brorl.ops.softmax import gemm_
 
+WIDE = 16  # heads of a multiple of it are what attention takes; others are filled up with zeros
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] weight [N, K]^T + bias [N]. Products that end in bfloat16 are torch's own.
@@ -47,14 +49,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def merge_attention(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys, from that over each, a and b [T, heads, d], and the log-sums of their softmax,
-    a_sum and b_sum [T, heads]: the result and its log-sum. Without gradients.
+def attend(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float) -> Tensor:
+    """Attention over a packed stream in float32: query [T, heads, d], key and value [T, kv_heads, d] -> [T, heads, d].
 
-    The sums are float32, for float64 float64.
+    segments [S, 4] int64 cover the stream in order: first token, tokens, the same of the prefix (no tokens: none).
+    A token attends to its segment up to itself and to all of the prefix, an earlier segment without a prefix.
     """
-    out, total = torch.ops.brorl.merge_attention(a.contiguous(), a_sum, b.contiguous(), b_sum)
-    return out, total
+    width = query.shape[-1]
+    if missing := -width % WIDE:
+        query, key, value = (torch.nn.functional.pad(x, (0, missing)) for x in (query, key, value))
+    out: Tensor = _SegmentAttention.apply(
+        *(x.contiguous() if x.stride(-1) != 1 else x for x in (query, key, value)), segments, scale
+    )
+    return out[..., :width]
 
 
 class _Linear(torch.autograd.Function):
@@ -129,6 +136,20 @@ class _Rotate(torch.autograd.Function):
         return torch.ops.brorl.rotate(upstream[0], *ctx.saved_tensors, True), None, None
 
 
+class _SegmentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float) -> Tensor:
+        out, log_sums = torch.ops.brorl.segment_attention(query, key, value, segments, scale)
+        ctx.save_for_backward(query, key, value, out, log_sums, segments)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = torch.ops.brorl.segment_attention_gradient(upstream[0].contiguous(), *ctx.saved_tensors, ctx.scale)
+        return (*gradients, None, None)
+
+
 @torch.library.register_fake("brorl::rms_norm")
 def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(len(x), dtype=compute_dtype(x.dtype))
@@ -154,6 +175,22 @@ def _rotate_fake(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("brorl::merge_attention")
-def _merge_attention_fake(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape), a_sum.new_empty(a_sum.shape)
+@torch.library.register_fake("brorl::segment_attention")
+def _segment_attention_fake(
+    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2])
+
+
+@torch.library.register_fake("brorl::segment_attention_gradient")
+def _segment_attention_gradient_fake(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    segments: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), key.new_empty(key.shape)

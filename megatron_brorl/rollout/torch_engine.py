@@ -18,6 +18,8 @@ from megatron_brorl.rollout.receive import receive
 from megatron_brorl.rollout.stopping import Stops
 from megatron_brorl.types import FinishReason, Rollout, RolloutGroup
 
+ROWS_DRAWN = 128  # at a time, on a CPU
+
 
 class TorchEngine:
     """A full copy of the model on one device; see rollout.engine for the verbs."""
@@ -102,13 +104,8 @@ class TorchEngine:
 
     def _advance(self, flight: Flight, hidden: Tensor, stops: Stops, sampling: Sampling) -> list[tuple[int, Rollout]]:
         """Draw the next token of every row; returns what ended."""
-        assert self._decoder is not None
         active = flight.active
-        places = (flight.key[active], flight.sibling[active], flight.produced[active])
-        settings = (sampling.temperature, sampling.top_p, sampling.top_k)
-        key, sibling, place = (x.to(self.device) for x in places)
-        drawn = self.sample(self._decoder.logits(hidden), key, sibling, place, *settings)
-        new, log_probs = (x.cpu() for x in drawn)
+        new, log_probs = self._draw(flight, hidden, sampling)
         if len(new) and int(new.min()) < 0:  # how the sampler on CUDA says that a row has no distribution
             raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
         flight.write(new, log_probs)
@@ -124,6 +121,19 @@ class TorchEngine:
             return "length" if flight.produced[active[i]] == sampling.max_tokens else "cut"
 
         return flight.leave(gone, [reason(i) for i in gone.tolist()])
+
+    def _draw(self, flight: Flight, hidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Token ids and log-probs [rows], on the CPU, for the hidden states [rows, H] of the active rows."""
+        assert self._decoder is not None
+        active = flight.active
+        places = (flight.key[active], flight.sibling[active], flight.produced[active])
+        settings = (sampling.temperature, sampling.top_p, sampling.top_k)
+        # On a CPU a few rows at a time: the sampler finds their logits in cache, and their memory serves again.
+        size = ROWS_DRAWN if self.device.type == "cpu" else max(len(hidden), 1)
+        parts = zip(*(x.to(self.device).split(size) for x in (hidden, *places)), strict=True)
+        drawn = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]
+        ids, log_probs = (torch.cat(x).cpu() for x in zip(*drawn, strict=True))
+        return ids, log_probs
 
     def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)

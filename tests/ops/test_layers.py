@@ -1,4 +1,4 @@
-"""Norm, activation, rotation and merged attention of a layer that is trained, against float64 from their formulas."""
+"""Norm, activation and rotation of a layer that is trained, against float64 from their formulas."""
 
 from __future__ import annotations
 
@@ -148,27 +148,6 @@ def test_rotate(tokens, heads, dim, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_merge_attention(dtype):
-    """Attention over two sets of keys, from that over each: equals attention over their union."""
-    g = torch.Generator().manual_seed(1)
-    tokens, heads, dim = 17, 3, 8
-    scores = torch.randn(heads, tokens, 9, generator=g).double() * 4
-    scores[0, 0, :4], scores[1, 1, 4:] = -300, -300  # all the weight on one side
-    values = torch.randn(heads, 9, dim, generator=g).double()
-
-    def attend(part: slice) -> tuple[Tensor, Tensor]:
-        s = scores[..., part]
-        return (s.softmax(-1) @ values[:, part]).transpose(0, 1), s.logsumexp(-1).transpose(0, 1)
-
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    a, a_sum, b, b_sum = (t for part in (slice(4), slice(4, 9)) for t in attend(part))
-    out, total = ops.merge_attention(a.to(dtype), a_sum.to(wide), b.to(dtype), b_sum.to(wide))
-    expected, whole = attend(slice(9))
-    close(out, expected, dtype)
-    close(total, whole, wide)
-
-
 def test_gradients_by_finite_differences():
     g = torch.Generator().manual_seed(2)
     x, w = (torch.randn(*s, generator=g).double().requires_grad_() for s in ((4, 6), (6,)))
@@ -194,15 +173,13 @@ def test_results_do_not_depend_on_threads():
 def test_opcheck(dtype):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x, weight, c = torch.randn(3, 20).to(dtype), torch.randn(20).to(dtype), torch.randn(3, 2, dtype=wide)
-    heads, sums = x.view(3, 5, 4), torch.randn(3, 5, dtype=wide)
     b = torch.ops.brorl
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (b.rms_norm, (x, weight, EPS)),
         (b.rms_norm_gradient, (x, x.clone(), weight, torch.rand(3, dtype=wide))),
         (b.silu_mul, (x,)),
         (b.silu_mul_gradient, (x[:, :10].contiguous(), x)),
-        (b.rotate, (heads, c, c.clone(), True)),
-        (b.merge_attention, (heads, sums, heads.clone(), sums.clone())),
+        (b.rotate, (x.view(3, 5, 4), c, c.clone(), True)),
     ]
     for op, arguments in calls:
         torch.library.opcheck(op.default, arguments)
@@ -230,7 +207,6 @@ X = torch.ones(3, 4)
             ValueError,
             r"cos must be \[3, 4\], got \[2, 4\]",
         ),
-        (lambda b: b.merge_attention(X, X, X, X), ValueError, r"a must be \[T, heads, d\], got \[3, 4\]"),
     ],
 )
 def test_mistakes(call, error, message):

@@ -29,7 +29,17 @@ def test_opcheck(dtype, entropy):
     torch.library.opcheck(OPS.gemm_.default, (torch.zeros(5, 4, dtype=dtype), a, b, entropy))
 
 
-SIZES = [(5, 7, 3), (1, 1, 1), (1, 40, 30), (40, 1, 30), (40, 30, 1), (130, 70, 515), (64, 64, 512), (200, 33, 1025)]
+SIZES = [
+    (5, 7, 3),
+    (1, 1, 1),
+    (1, 40, 30),
+    (40, 1, 30),
+    (40, 30, 1),
+    (130, 70, 515),
+    (64, 64, 512),
+    (200, 33, 1025),
+    (97, 150, 1600),
+]
 
 
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
