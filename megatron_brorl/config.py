@@ -236,6 +236,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class TheoryConfig:
+    """Figures theory_* of what the siblings left unsampled (docs/theory.md). None of them has a part in training."""
+
+    every: int = 1  # steps; 0 = never
+    prompts: int = 8  # of those a step trains on, that are looked at token by token and measured
+    positions: int = 8  # per such prompt at which the policy's whole softmax is computed; 0 = none
+    depth: int = 32  # tokens of a response in which positions are looked for: siblings soon part
+    # Steps, a multiple of `every`; 0 = never. pass@1 of these prompts before and after the update.
+    measure_every: int = 0
+    measure_samples: int = 64  # per prompt, before and again after
+    log_rollouts: bool = False  # rewards, answers (as codes) and lengths to run.dir/rollouts.jsonl, for `brorl advise`
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     every: int = 0  # steps; 0 = only before and after
     samples: int = 8  # per prompt
@@ -273,5 +287,6 @@ class Config:
     ops: OpsConfig = field(default_factory=OpsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    theory: TheoryConfig = field(default_factory=TheoryConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     sft: SftConfig = field(default_factory=SftConfig)

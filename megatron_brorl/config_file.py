@@ -26,7 +26,7 @@ _AT_LEAST_ONE = (
     "rollout.n rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches "
     "algo.epochs parallel.tensor parallel.pipeline train.keep_checkpoints "
     "evaluate.samples evaluate.bootstrap sft.examples_per_step data.held_out_prompts "
-    "trtllm.tensor trtllm.max_num_tokens fp8.amax_history"
+    "trtllm.tensor trtllm.max_num_tokens fp8.amax_history theory.prompts theory.depth theory.measure_samples"
 )
 _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
@@ -36,7 +36,7 @@ _NOT_NEGATIVE = (
     "shaping.cosine_on shaping.cosine_off shaping.repetition_ngram shaping.repetition_penalty algo.kl_coef "
     "algo.mismatch_low optim.lr_for_rollouts reference.reset_every reference.reset_after_stalls "
     "reference.reset_above_kl train.seconds train.stalls train.stall_margin "
-    "train.tokens_per_micro_batch trtllm.restarts fp8.bf16_layers"
+    "train.tokens_per_micro_batch trtllm.restarts fp8.bf16_layers theory.every theory.positions theory.measure_every"
 )
 
 
@@ -89,6 +89,12 @@ def validate(config: Config, where: str) -> None:
     _validate_trtllm(config, need)
     _validate_fp8(config, need)
     _validate_memory(config, need)
+    need(
+        not config.theory.measure_every
+        or (config.theory.every > 0 and config.theory.measure_every % config.theory.every == 0),
+        "theory.measure_every",
+        f"a measurement is compared with a prediction: must be a multiple of theory.every = {config.theory.every}",
+    )
     need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
     need(config.train.verify_tolerance > 0, "train.verify_tolerance", "must be above 0")
     need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")

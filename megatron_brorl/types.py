@@ -61,6 +61,7 @@ class ScoredGroup:
 
     group: RolloutGroup
     rewards: Tensor  # [rollouts] float32
+    answers: tuple[str | None, ...]  # what of each response was judged; None: it has no answer, or was not looked at
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Row:
     group: int  # index among the step's open groups
     rollout: Rollout
     reward: float  # nan while the rollout is "cut"
+    answer: int = 0  # rewards.extract.code of the final answer: equal answers have equal codes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megatron_brorl.algo.shaping import is_on, shaped
 from megatron_brorl.config import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
-from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.metrics import Lines, MetricsWriter
 from megatron_brorl.models import checkpoint
 from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.grid import Grid
@@ -29,6 +29,7 @@ from megatron_brorl.rollout.rows import in_order
 from megatron_brorl.rollout.sampler import own_slots, share_with_model_group
 from megatron_brorl.train.advantages import of_rollouts
 from megatron_brorl.train.carried import Carried, carry, read, staleness, write
+from megatron_brorl.train.diagnose import Look
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import Models, make_experience
 from megatron_brorl.train.groups import (
@@ -38,6 +39,7 @@ from megatron_brorl.train.groups import (
     figures,
     gather,
     give_up,
+    log_rows,
     mini_batches,
     select,
 )
@@ -90,6 +92,7 @@ class Trainer:
     critic: CriticWorker | None = None  # of algo.advantage = "gae"
     critic_updates: int = 0  # its optimizer steps done
     reference: Reference | None = None  # of algo.kl_coef
+    rollout_log: Lines | None = None  # of theory.log_rollouts, on one rank
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
         """Train to train.steps, with checkpoints, or until train.seconds or train.stalls end it.
@@ -133,7 +136,13 @@ class Trainer:
         """One step; returns its figures (the same on every rank) and the seconds of each phase on this one."""
         c, begun = self.config, time.monotonic()
         got = self._collect()
+        if self.rollout_log:
+            self.rollout_log.append(log_rows(got.groups, got.outcomes, got.selection.closed, self.step))
+        look = self._look(got)
+        if look:
+            look.before()
         self.rollouts.engine.sleep()  # its memory serves the training; the weights come anew afterwards
+        watched = look.diagnose() if look else {}
         training = time.monotonic()
         outcomes = self._shaped(got.outcomes)
         earned = of_rollouts(outcomes, got.selection.kept, c.algo, c.ops.implementation)
@@ -148,20 +157,24 @@ class Trainer:
                 batches = []
         optim = scaled(c.optim, c.rollout.prompts * c.rollout.n)
         values |= update_policy(self.worker, experience, batches, c.algo, optim, c.rollout.temperature, self.updates)
-        values |= got.values
+        values |= got.values | watched
         if is_on(c.shaping):
             values["shaped_reward"] = figures(outcomes, got.selection)["reward"]
         trained_at = time.monotonic()
         self.step += 1
         self.updates += len(batches)
         values |= self.refit()
+        refitted = time.monotonic()
+        if look:
+            values |= look.after(values["lr"] * values["updates"])
         done = time.monotonic()
         tokens = collect.total(self.worker.tokens(experience.prompts, experience.responses), self.grid.groups.dp)
         values["token_gain"] = tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
         seconds = {
             **got.seconds,
             "train": trained_at - training,
-            "refit": done - trained_at,
+            "refit": refitted - trained_at,
+            **(look.seconds if look else {}),
             "step": done - begun,
         }
         return values, seconds
@@ -210,6 +223,14 @@ class Trainer:
         if c.rollout.partial_tokens or c.rollout.refills:
             values |= staleness(trained, self.updates, grid)
         return Collected(groups, trained, outcomes, selection, values, dict(seconds))
+
+    def _look(self, got: Collected) -> Look | None:
+        """The diagnostics of this step, where theory.every has it."""
+        t = self.config.theory
+        if not t.every or self.step % t.every:
+            return None
+        parts = got.groups, got.rows, got.outcomes, got.selection, self.worker, self.rollouts
+        return Look(t, self.step, *parts, self.sampling())
 
     def _shaped(self, outcomes: Outcomes) -> Outcomes:
         c, o = self.config, outcomes

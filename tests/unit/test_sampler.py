@@ -74,7 +74,7 @@ def test_rows_travel_bit_for_bit():
     ):
         ids = torch.randint(0, 2**40, (length,), generator=g)
         reward = float("nan") if finish == "cut" else 1 / 3
-        rows.append(Row(i % 2, Rollout(i, ids, torch.randn(length, generator=g), finish, spans), reward))
+        rows.append(Row(i % 2, Rollout(i, ids, torch.randn(length, generator=g), finish, spans), reward, 2**52 - i))
     for sent in (rows, []):
         back = from_tensors(to_tensors(sent))
         for a, b in zip(sent, back, strict=True):
@@ -84,6 +84,7 @@ def test_rows_travel_bit_for_bit():
                 b.rollout.finish,
                 b.rollout.spans,
             )
+            assert a.answer == b.answer
             assert torch.equal(a.rollout.token_ids, b.rollout.token_ids)
             assert torch.equal(a.rollout.log_probs, b.rollout.log_probs)
             assert b.reward == pytest.approx(a.reward, abs=1e-7, nan_ok=True)  # a float32
