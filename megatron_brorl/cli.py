@@ -205,9 +205,11 @@ def _doctor(_: argparse.Namespace) -> int:
 def _show(directory: Path) -> None:
     """Draw the plot and print the summary of a finished run."""
     from megatron_brorl.report.plot import plot_run
+    from megatron_brorl.report.theory import plot_theory
     from megatron_brorl.theory.agreement import agreement_lines
 
     figure = plot_run(directory)
+    theory = plot_theory(directory)
     summary = directory / "summary.json"
     if summary.is_file():
         s = json.loads(summary.read_text(encoding="utf-8"))
@@ -219,6 +221,8 @@ def _show(directory: Path) -> None:
             print("\n".join(agreement_lines(s["theory"])))
         print(f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes")
     print(f"curves   {figure}")
+    if theory:
+        print(f"theory   {theory}")
     print(f"model    {directory / 'model'}")
 
 

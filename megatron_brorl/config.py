@@ -92,6 +92,11 @@ class RolloutConfig:
     # Rounds of rollout.prompts more prompts that a step samples at most while dynamic sampling keeps fewer than
     # rollout.prompts groups. Kept groups beyond that are trained on in the next step.
     refills: int = 0
+    # Spend prompts x n rollouts unevenly: the first adaptive_first of every prompt decide who gets the rest. "kept":
+    # where they are most likely to bring right and wrong ones; "variance": where success is most uncertain. Weights
+    # keep the expected gradient that of n rollouts for every prompt.
+    adaptive: Literal["off", "kept", "variance"] = "off"
+    adaptive_first: int = 0  # 0 = a quarter of n
     most_carried: int = 8  # steps that a group is carried over at most; what has not ended then is lost
 
 

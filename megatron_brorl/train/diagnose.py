@@ -50,6 +50,7 @@ class Look:
     rows: Sequence[Row]  # this replica's that are trained on
     outcomes: Outcomes
     selection: Selection
+    n: int  # rollouts that every prompt has at least, but for lost ones
     worker: Worker
     rollouts: Rollouts
     sampling: Sampling
@@ -72,7 +73,7 @@ class Look:
     def diagnose(self) -> dict[str, float]:
         """Figures of the rollouts, before the update."""
         begun = time.monotonic()
-        figures = answer_figures(self.outcomes, self.selection.closed)
+        figures = answer_figures(self.outcomes, self.selection.closed, self.n)
         if self.chosen:
             levels = [answer_level(*_answers(self.outcomes, g)) for g in self.chosen]
             self._predicted = {"answers": [level.change for level in levels]}
@@ -187,12 +188,11 @@ class Look:
         return uniforms(torch.full((count,), key), torch.arange(count), torch.full((count,), purpose))
 
 
-def answer_figures(outcomes: Outcomes, closed: Sequence[int]) -> dict[str, float]:
+def answer_figures(outcomes: Outcomes, closed: Sequence[int], n: int) -> dict[str, float]:
     """Good-Turing, hold-out and the theorem's terms on final answers, as means over closed groups.
 
-    Groups with at most half of their siblings left are not counted: they cannot hold out as many as the others.
+    Groups with at most half of n siblings left are not counted: they cannot hold out as many as the others.
     """
-    n = outcomes.state.shape[1]
     groups = [pair for g in closed if len((pair := _answers(outcomes, g))[0]) > max(n // 2, 2)]
     if not groups:
         return {}

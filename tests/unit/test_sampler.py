@@ -45,7 +45,10 @@ def grids(data: int, model: int):
 @pytest.mark.parametrize("loads", [0, 3])
 def test_every_rollout_is_sampled_once(data, model, loads):
     begun = [[(0, 7 * dp + i) for i in range(loads * dp)] for dp in range(data)]
-    shares = [own_slots(begun[g.dp_rank], 1, 3, 10, [len(b) for b in begun], g) for g in grids(data, model)]
+    shares = [
+        own_slots(begun[g.dp_rank], list(product((1, 2, 3), range(10))), [len(b) for b in begun], g)
+        for g in grids(data, model)
+    ]
     asked = [slot for share in shares for slot in share]
     assert sorted(asked) == sorted([*(s for b in begun for s in b), *product((1, 2, 3), range(10))])
     sizes = [len(s) for s in shares]
