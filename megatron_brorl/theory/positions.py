@@ -39,13 +39,14 @@ def _prefixes(tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Number of the prefix before each token, equal for equal prefixes of one depth, and where it is shared [N, D]."""
     node = torch.zeros(len(tokens), dtype=torch.int64)
     nodes, shared = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
+    kinds = int(tokens.max()) + 2  # tokens, and -1
     for t in range(tokens.shape[1]):
         alive = tokens[:, t] >= 0
         nodes[:, t] = node
         shared[:, t] = alive & (torch.bincount(node[alive], minlength=len(tokens)) >= 2)[node]
         if not shared[:, t].any():
             break  # no prefix is shared again
-        _, node = torch.unique(torch.stack((node, tokens[:, t])), dim=1, return_inverse=True)
+        _, node = torch.unique(node * kinds + tokens[:, t], return_inverse=True)
     return nodes, shared
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_brorl.config import TheoryConfig
 from megatron_brorl.ops.philox import stream_key, uniforms
@@ -151,10 +152,11 @@ class Look:
         place = {g: i for i, g in enumerate(self.chosen)}
         depth = self.config.depth
         table = torch.zeros(len(self.chosen), self.outcomes.state.shape[1], depth, dtype=torch.int64)
-        for row in self.rows:
-            if row.group in place:
-                ids = row.rollout.token_ids[:depth]
-                table[place[row.group], row.rollout.index, : len(ids)] = ids + 1
+        mine = [row for row in self.rows if row.group in place]
+        if mine:
+            ids = pad_sequence([row.rollout.token_ids[:depth] for row in mine], batch_first=True, padding_value=-1)
+            at = [place[row.group] for row in mine], [row.rollout.index for row in mine]
+            table[at[0], at[1], : ids.shape[1]] = ids + 1
         table = table.to(device.default_device())
         # A rollout is on one replica, so that its tokens are only added to zeros.
         dist.all_reduce(table, group=self.worker.grid.groups.dp)

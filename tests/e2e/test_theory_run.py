@@ -26,16 +26,19 @@ def watched(config, warm, tmp_path_factory):
 def test_figures_summary_and_log(watched):
     directory, done = watched
     lines = rows(directory)
-    assert all(0 <= line["theory_exact/unsampled_mass"] <= 1 for line in lines)
+    trained = [line for line in lines if line["updates"]]
+    assert len(trained) >= 4
+    assert all(0 <= line["theory_exact/unsampled_mass"] <= 1 for line in trained)
+    due = [line for line in trained if line["step"] % 2 == 0]
     for line in lines:
         measured = [key for key in line if key.startswith("theory_measured/")]
-        assert bool(measured) == (line["step"] % 2 == 0)
+        assert bool(measured) == (line in due)
         if measured:
             change = line["theory_measured/after"] - line["theory_measured/before"]
             assert line["theory_measured/change"] == pytest.approx(change, abs=1e-12)
     assert any(line.get("theory_measured/change") for line in lines)
     theory = json.loads((directory / "summary.json").read_text())["theory"]
-    assert theory["steps"] == 3
+    assert theory["steps"] == len(due) > 0
     assert set(theory["predictions"]) == {"theorem", "policy_gradient", "answers"}
     assert "predicted by theorem: correlation over steps" in done.stdout
     assert (directory / "theory.png").stat().st_size > 10_000
