@@ -61,8 +61,8 @@ def second_round(right: Ints, n: Ints, more: int, objective: Objective) -> Ints:
     """Rollouts [P] of a second round, `more` for each prompt on average, from what a first round brought.
 
     right, n [P]: right ones among the first rollouts. Every prompt gets an eighth of `more` at least, and two, so that
-    the second round alone estimates every prompt's gradient, with no rollout weighing more than eight (or more / 2)
-    times that of an equal share; and at most four times `more`.
+    the second round alone estimates every prompt's gradient and no rollout weighs more than eight times that of an
+    equal share; and at most four times `more`.
     """
     least = least_of(more)
     levels = np.arange(least, max(4 * more, least) + 1, least)
@@ -72,7 +72,7 @@ def second_round(right: Ints, n: Ints, more: int, objective: Objective) -> Ints:
 
 def least_of(more: int) -> int:
     """The fewest rollouts of second_round."""
-    return max(2, more // 8)
+    return max(2, -(-more // 8))
 
 
 def _values(posterior: Floats, levels: Ints, objective: Objective) -> Floats:

@@ -89,9 +89,9 @@ class Look:
         lr: the learning rates of the step's updates, added up; predicted is a plain gradient step of this size.
         """
         figures = {f"theory_predicted/{k}": lr * float(np.mean(v)) for k, v in self._predicted.items()}
-        if self._rates is None:
+        rates = None if self._rates is None else self._measure()
+        if rates is None or self._rates is None:
             return figures
-        rates = self._measure()
         known = np.isfinite(rates - self._rates)  # a prompt whose samples were all lost counts for neither
         change = (rates - self._rates)[known]
         if not len(change):
@@ -110,12 +110,14 @@ class Look:
                 figures[f"theory_measured/over_prompts_{name}"] = r
         return figures
 
-    def _measure(self) -> npt.NDArray[np.float64]:
-        """pass@1 of the chosen prompts [C]; nan where all samples were lost.
+    def _measure(self) -> npt.NDArray[np.float64] | None:
+        """pass@1 of the chosen prompts [C]; nan where all samples were lost, None where an engine no longer answers.
 
         By random numbers of their own, and the same before and after the update: fresh ones, because a policy is
         trained on what it has sampled; the same, because that takes most of the noise out of the difference.
         """
+        if self.rollouts.stuck():
+            return None
         begun = time.monotonic()
         prompts = [self.groups[g].prompt for g in self.chosen]
         sampling = replace(self.sampling, budget=0, log_probs=False)

@@ -266,7 +266,7 @@ class Trainer:
 
         n = rounds.first if rounds else c.n
         sample(list(product(range(len(groups) - new, len(groups)), range(n))), begun, loads)
-        if rounds:
+        if rounds and not self.stuck():
             sample(adaptive.allocate_rest(self._gather(rows, groups), rounds, c), {}, [0] * grid.data)
         return in_order(rows)
 
@@ -288,7 +288,7 @@ class Trainer:
 
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
-        return bool(collect.greatest({"stuck": float(self.rollouts.engine.stuck)})["stuck"])
+        return self.rollouts.stuck()
 
     def check_engines(self, state: str) -> None:
         if self.stuck():

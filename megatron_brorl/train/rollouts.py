@@ -92,6 +92,10 @@ class Rollouts:
             seconds={"generate": middle - start, "score": score},
         )
 
+    def stuck(self) -> bool:
+        """Whether the engine of any rank was given up; all ranks get the same answer."""
+        return bool(collect.greatest({"stuck": float(self.engine.stuck)})["stuck"])
+
     def _texts(self, rollouts: Sequence[Rollout], stop_ids: tuple[int, ...]) -> list[str]:
         """Responses as text without their stop token. Siblings repeat one another, so each text is decoded once."""
         cache: dict[tuple[int, ...], str] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import threading
 
 import fakes
 import numpy as np
@@ -180,8 +182,6 @@ def test_a_policy_that_draws_the_same_has_not_changed(step):
 def test_the_rollout_log(step, tmp_path):
     rows = step[2]
     path = tmp_path / "rollouts.jsonl"
-    import json
-
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     groups = read_log(path)
     assert [g.prompt_id for g in groups] == ["p/0", "p/1", "p/2"]
@@ -198,3 +198,19 @@ def test_every_second_step(processes, model):
     trainer.refit()
     told = [any(k.startswith("theory_") for k in trainer.train_step()[0]) for _ in range(3)]
     assert told == [True, False, True]
+
+
+def test_an_engine_that_hangs_is_not_measured(processes, model):
+    """It is given up while it samples; the step is trained on, and nothing asks it for more in this step."""
+    release = threading.Event()
+    changes = {"rollout": CHANGES["rollout"] | {"timeout_s": 0.5, "adaptive": "kept"}, "theory": CHANGES["theory"]}
+    engine = fakes.Engine(stall={("p/1", 3)}, deaf=release)
+    trainer = make_trainer(model[0], processes, configured(changes), engine, grace_s=0.2)
+    trainer.refit()
+    values, _ = trainer.train_step()
+    release.set()
+    assert values["updates"] == 1
+    assert trainer.stuck()
+    assert engine.verbs.count("generate") == 1
+    assert values["theory_exact/unsampled_mass"] > 0
+    assert not any(key.startswith("theory_measured/") for key in values)
