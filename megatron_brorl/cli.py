@@ -99,9 +99,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from megatron_brorl.metrics import METRICS_FILE, read_metrics
     from megatron_brorl.models import checkpoint
     from megatron_brorl.progress import progress
     from megatron_brorl.session import Session
+    from megatron_brorl.theory.agreement import agreement
     from megatron_brorl.train.loop import Trainer
     from megatron_brorl.train.reference import Reference
     from megatron_brorl.train.stall import Stall
@@ -129,6 +131,7 @@ def _train(args: argparse.Namespace) -> int:
             _check_fingerprint(checkpoint.read_run(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
         writer = session.writer(trainer.step if found else None)
+        trainer.rollout_log = session.rollout_log(trainer.step if found else None)
         with progress(config.train.steps, "train", session.speaks, start=trainer.step) as p:
             p.note(session.sources.report)
             if found:
@@ -152,6 +155,7 @@ def _train(args: argparse.Namespace) -> int:
                     "peak_rss_mib": peak,
                     "before": trainer.before,
                     "after": after,
+                    "theory": agreement(read_metrics(session.dir / METRICS_FILE)),
                 },
             )
             _show(session.dir)
@@ -201,8 +205,11 @@ def _doctor(_: argparse.Namespace) -> int:
 def _show(directory: Path) -> None:
     """Draw the plot and print the summary of a finished run."""
     from megatron_brorl.report.plot import plot_run
+    from megatron_brorl.report.theory import plot_theory
+    from megatron_brorl.theory.agreement import agreement_lines
 
     figure = plot_run(directory)
+    theory = plot_theory(directory)
     summary = directory / "summary.json"
     if summary.is_file():
         s = json.loads(summary.read_text(encoding="utf-8"))
@@ -210,8 +217,12 @@ def _show(directory: Path) -> None:
         for name in ("before", "after"):
             p = s[f"pass_at_1_{name}"] or {"mean": math.nan, "low": math.nan, "high": math.nan}
             print(f"pass@1 {name:6}  {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}")
+        if s.get("theory"):
+            print("\n".join(agreement_lines(s["theory"])))
         print(f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes")
     print(f"curves   {figure}")
+    if theory:
+        print(f"theory   {theory}")
     print(f"model    {directory / 'model'}")
 
 

@@ -92,6 +92,11 @@ class RolloutConfig:
     # Rounds of rollout.prompts more prompts that a step samples at most while dynamic sampling keeps fewer than
     # rollout.prompts groups. Kept groups beyond that are trained on in the next step.
     refills: int = 0
+    # Spend prompts x n rollouts unevenly: the first adaptive_first of every prompt decide who gets the rest. "kept":
+    # where they are most likely to bring right and wrong ones; "variance": where success is most uncertain. Weights
+    # keep the expected gradient that of n rollouts for every prompt.
+    adaptive: Literal["off", "kept", "variance"] = "off"
+    adaptive_first: int = 0  # 0 = a quarter of n
     most_carried: int = 8  # steps that a group is carried over at most; what has not ended then is lost
 
 
@@ -236,6 +241,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class TheoryConfig:
+    """Figures theory_* of what the siblings left unsampled (docs/theory.md). None of them has a part in training."""
+
+    every: int = 1  # steps; 0 = never
+    prompts: int = 8  # of those a step trains on, that are looked at token by token and measured
+    positions: int = 8  # per such prompt at which the policy's whole softmax is computed; 0 = none
+    depth: int = 32  # tokens of a response in which positions are looked for: siblings soon part
+    # Steps, a multiple of `every`; 0 = never. pass@1 of these prompts before and after the update.
+    measure_every: int = 0
+    measure_samples: int = 64  # per prompt, before and again after
+    log_rollouts: bool = False  # rewards, answers (as codes) and lengths to run.dir/rollouts.jsonl, for `brorl advise`
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     every: int = 0  # steps; 0 = only before and after
     samples: int = 8  # per prompt
@@ -273,5 +292,6 @@ class Config:
     ops: OpsConfig = field(default_factory=OpsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    theory: TheoryConfig = field(default_factory=TheoryConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     sft: SftConfig = field(default_factory=SftConfig)

@@ -26,17 +26,18 @@ _AT_LEAST_ONE = (
     "rollout.n rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches "
     "algo.epochs parallel.tensor parallel.pipeline train.keep_checkpoints "
     "evaluate.samples evaluate.bootstrap sft.examples_per_step data.held_out_prompts "
-    "trtllm.tensor trtllm.max_num_tokens fp8.amax_history"
+    "trtllm.tensor trtllm.max_num_tokens fp8.amax_history theory.prompts theory.depth theory.measure_samples"
 )
 _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
     "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature algo.entropy_coef "
     "critic.lr critic.lr_warmup_steps critic.steps_alone critic.clip algo.aggregation_tokens rollout.memory_mib "
-    "rollout.partial_tokens rollout.most_carried rollout.refills reward.cut_off_factor shaping.overlong_tokens "
-    "shaping.cosine_on shaping.cosine_off shaping.repetition_ngram shaping.repetition_penalty algo.kl_coef "
-    "algo.mismatch_low optim.lr_for_rollouts reference.reset_every reference.reset_after_stalls "
+    "rollout.partial_tokens rollout.most_carried rollout.refills rollout.adaptive_first reward.cut_off_factor "
+    "shaping.overlong_tokens shaping.cosine_on shaping.cosine_off shaping.repetition_ngram "
+    "shaping.repetition_penalty algo.kl_coef algo.mismatch_low optim.lr_for_rollouts "
+    "reference.reset_every reference.reset_after_stalls "
     "reference.reset_above_kl train.seconds train.stalls train.stall_margin "
-    "train.tokens_per_micro_batch trtllm.restarts fp8.bf16_layers"
+    "train.tokens_per_micro_batch trtllm.restarts fp8.bf16_layers theory.every theory.positions theory.measure_every"
 )
 
 
@@ -86,9 +87,16 @@ def validate(config: Config, where: str) -> None:
     )
     need(0 <= config.rollout.most_lost <= 1, "rollout.most_lost", "must be in [0, 1]")
     _validate_partial(config, need)
+    _validate_adaptive(config, need)
     _validate_trtllm(config, need)
     _validate_fp8(config, need)
     _validate_memory(config, need)
+    need(
+        not config.theory.measure_every
+        or (config.theory.every > 0 and config.theory.measure_every % config.theory.every == 0),
+        "theory.measure_every",
+        f"a measurement is compared with a prediction: must be a multiple of theory.every = {config.theory.every}",
+    )
     need(config.reward.timeout_s > 0, "reward.timeout_s", "must be above 0")
     need(config.train.verify_tolerance > 0, "train.verify_tolerance", "must be above 0")
     need(config.parallel.timeout_s > 0, "parallel.timeout_s", "must be above 0")
@@ -186,6 +194,28 @@ def _validate_partial(config: Config, need: Callable[[bool, str, str], None]) ->
         config.algo.old_log_probs == "actor",
         "algo.old_log_probs",
         "partial rollouts (rollout.partial_tokens) come from older weights than the actor's: must be 'actor'",
+    )
+
+
+def _validate_adaptive(config: Config, need: Callable[[bool, str, str], None]) -> None:
+    rollout, algo = config.rollout, config.algo
+    if rollout.adaptive == "off":
+        return
+    need(rollout.n >= 8, "rollout.n", "rollout.adaptive cuts a prompt's rollouts in two rounds: must be at least 8")
+    need(
+        rollout.adaptive_first == 0 or 2 <= rollout.adaptive_first <= rollout.n - 2,
+        "rollout.adaptive_first",
+        f"each of two rounds needs 2 rollouts per prompt: must be in [2, rollout.n - 2 = {rollout.n - 2}], or 0",
+    )
+    need(
+        algo.advantage == "reinforce_pp_baseline" and not (algo.kl_coef and algo.kl_in == "reward"),
+        "rollout.adaptive",
+        'its weights are for algo.advantage = "reinforce_pp_baseline" without a KL in the reward: must be "off"',
+    )
+    need(
+        not rollout.partial_tokens and not rollout.refills,
+        "rollout.adaptive",
+        'a step\'s rollouts are allocated within the step (rollout.partial_tokens, rollout.refills): must be "off"',
     )
 
 

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,37 +24,71 @@ METRICS_FILE = "metrics.jsonl"
 _RESERVED = {"step", "nonfinite", "time"}
 
 
-class MetricsWriter:
-    """Appends one line per step and makes it durable before it returns. Exactly one rank may hold one.
+class Lines:
+    """A file of JSON lines, each with a "step", that is made durable with every call. Exactly one rank may hold one.
 
     `resume_step` is the first step that this process will write: lines of that step and later ones are dropped, so a
-    replayed step never appears twice. None starts a new record: an older one is moved aside (metrics.1.jsonl, ...),
-    and TensorBoard no longer shows the older scalars.
+    replayed step never appears twice. None starts a new file: an older one is moved aside (metrics.1.jsonl, ...).
 
     A write that fails, for example on a full disk, never ends the run: it warns once, and every line that did not make
-    it is kept and tried again with the next step.
+    it is kept and tried again with the next call.
     """
 
-    def __init__(self, run_dir: Path, tensorboard: bool = True, resume_step: int | None = None) -> None:
-        self._path = Path(run_dir) / METRICS_FILE
+    def __init__(self, path: Path, resume_step: int | None) -> None:
+        self._path = path
         self._pending = b""  # lines that are not yet safely in the file
-        self._warned: set[str] = set()
-        self._board: Any = None
+        self._warned = False
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
-                _move_aside(self._path)
+                _move_aside(path)
             else:
-                _drop_from(self._path, resume_step)
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  held until close()
+                _drop_from(path, resume_step)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  held until close()
             self._size = os.fstat(self._file.fileno()).st_size  # up to here the file holds whole lines
-            if tensorboard:
-                from torch.utils.tensorboard import SummaryWriter  # here because it takes a second to import
-
-                self._board = SummaryWriter(str(self._path.parent / "tensorboard"), purge_step=resume_step or 0)
         except OSError as e:
-            where = e.filename or self._path
-            raise UserError(f"{where}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
+            raise UserError(f"{path}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._pending += b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
+        self._flush()
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        if not self._file.closed:
+            self._flush()
+            self._file.close()
+
+    def _flush(self) -> None:
+        try:
+            os.ftruncate(self._file.fileno(), self._size)  # take back what a failed attempt left
+            rest = memoryview(self._pending)
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+            os.fsync(self._file.fileno())
+        except OSError as e:
+            if not self._warned:
+                self._warned = True
+                _warn(str(self._path), e, "training goes on; missing lines are written when the disk allows it")
+        else:
+            self._size += len(self._pending)
+            self._pending = b""
+
+
+class MetricsWriter:
+    """One line per step, as of Lines, and the same for TensorBoard, which no longer shows what a new file replaces."""
+
+    def __init__(self, run_dir: Path, tensorboard: bool = True, resume_step: int | None = None) -> None:
+        self._lines = Lines(Path(run_dir) / METRICS_FILE, resume_step)
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # here because it takes a second to import
+
+            folder = Path(run_dir) / "tensorboard"
+            try:
+                self._board = SummaryWriter(str(folder), purge_step=resume_step or 0)
+            except OSError as e:
+                raise UserError(f"{folder}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
 
     def write(self, step: int, values: dict[str, float | int], seconds: dict[str, float]) -> None:
         """Record one step: `values` are deterministic given the seed, `seconds` are wall-clock times by phase."""
@@ -65,8 +100,7 @@ class MetricsWriter:
         if nonfinite:
             row["nonfinite"] = nonfinite
         row["time"] = _finite(seconds)
-        self._pending += json.dumps(row, allow_nan=False).encode() + b"\n"
-        self._flush()
+        self._lines.append([row])
         if self._board is not None:
             scalars = {**values, **{f"time/{key}": value for key, value in seconds.items()}}
             try:
@@ -75,19 +109,17 @@ class MetricsWriter:
                 self._board.flush()
             except OSError as e:
                 self._board = None  # its file may end in half a record now
-                self._warn("TensorBoard's event file", e, "no more scalars go there in this run")
+                _warn("TensorBoard's event file", e, "no more scalars go there in this run")
 
     def close(self) -> None:
         """Write what is left and close the files."""
-        if self._file.closed:
-            return
-        self._flush()
-        self._file.close()
+        self._lines.close()
         if self._board is not None:
             try:
                 self._board.close()
             except OSError as e:
-                self._warn("TensorBoard's event file", e, "its last scalars may be missing")
+                _warn("TensorBoard's event file", e, "its last scalars may be missing")
+            self._board = None
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -97,24 +129,10 @@ class MetricsWriter:
     ) -> None:
         self.close()
 
-    def _flush(self) -> None:
-        try:
-            os.ftruncate(self._file.fileno(), self._size)  # take back what a failed attempt left
-            rest = memoryview(self._pending)
-            while rest:
-                rest = rest[self._file.write(rest) or 0 :]
-            os.fsync(self._file.fileno())
-        except OSError as e:
-            self._warn(str(self._path), e, "training goes on; missing lines are written when the disk allows it")
-        else:
-            self._size += len(self._pending)
-            self._pending = b""
 
-    def _warn(self, what: str, error: OSError, consequence: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
-                print(f"warning: {what}: {error.strerror or error}; {consequence}", file=sys.stderr, flush=True)
+def _warn(what: str, error: OSError, consequence: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
+        print(f"warning: {what}: {error.strerror or error}; {consequence}", file=sys.stderr, flush=True)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import read_shape
-from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.metrics import Lines, MetricsWriter
 from megatron_brorl.models import checkpoint, fp8, hf_io
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
@@ -37,6 +37,7 @@ from megatron_brorl.train.value import critic_optim
 from megatron_brorl.train.worker import CriticWorker, Worker
 from megatron_brorl.types import Prompt
 
+ROLLOUTS_FILE = "rollouts.jsonl"
 SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
 
 
@@ -191,6 +192,14 @@ class Session:
         writer = MetricsWriter(self.dir, resume_step=resume_step)
         self._closing.append(writer.close)
         return writer
+
+    def rollout_log(self, resume_step: int | None) -> Lines | None:
+        """Where theory.log_rollouts sends the rollouts, on the rank that speaks."""
+        if not (self.config.theory.log_rollouts and self.speaks):
+            return None
+        lines = Lines(self.dir / ROLLOUTS_FILE, resume_step)
+        self._closing.append(lines.close)
+        return lines
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""

@@ -61,6 +61,7 @@ class ScoredGroup:
 
     group: RolloutGroup
     rewards: Tensor  # [rollouts] float32
+    answers: tuple[str | None, ...]  # what of each response was judged; None: it has no answer, or was not looked at
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Row:
     group: int  # index among the step's open groups
     rollout: Rollout
     reward: float  # nan while the rollout is "cut"
+    answer: int = 0  # rewards.extract.code of the final answer: equal answers have equal codes
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Experience:
     values: tuple[Tensor, ...] | None = None  # [G] float32 each, of the critic before its update
     returns: tuple[Tensor, ...] | None = None  # [G] float32 each, which it learns to predict
     reference_log_probs: tuple[Tensor, ...] | None = None  # [G] float32 each, of the reference policy
+    weights: tuple[float, ...] | None = None  # of each rollout in losses and their divisors; None: all 1
     mask: tuple[Tensor, ...] | None = None  # [G] bool each; false: no policy loss on the token. None: all true
 
     def __len__(self) -> int:

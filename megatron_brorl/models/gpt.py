@@ -136,6 +136,20 @@ class Head:
             )
         return linear_log_probs(self.rows, self.weight, self.targets, self.vocab, self.temperature, self.group)
 
+    def logits(self, at: Tensor) -> Tensor:
+        """Logits [K, V] of the rows `at` [K] at temperature 1, in at least float32; a collective of the group."""
+        rows = self.rows.index_select(0, at.to(self.rows.device))
+        if self.ops == "fused":
+            from megatron_brorl.ops.softmax import gemm_
+
+            part = rows.new_empty(len(rows), len(self.weight), dtype=compute_dtype(rows.dtype))
+            gemm_(part, rows, self.weight.t(), accumulate=False)
+        else:
+            part = rows.to(compute_dtype(rows.dtype)) @ self.weight.to(compute_dtype(rows.dtype)).t()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, part, group=self.group)
+        return torch.cat(parts, dim=-1)[:, : self.vocab]
+
     def policy_loss(self, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss | LinearPpoLoss:
         """algo.loss.policy_loss of the targets; one backward pass."""
         if self.ops == "fused":

@@ -7,6 +7,7 @@ boxed       what stands inside the only \boxed{...}; several are no answer, or a
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
@@ -25,6 +26,16 @@ def extract(text: str, how: Literal["full", "answer_tag", "boxed"], max_chars: i
         return None
     answer = answer.strip()
     return answer if len(answer) <= max_chars else None
+
+
+def code(answer: str | None) -> int:
+    """A number for an answer, below 2**52 so that float64 tables hold it; 0: no answer. Equal answers, equal codes."""
+    if answer is None:
+        return 0
+    return (
+        int.from_bytes(hashlib.blake2b(answer.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 12
+        or 1
+    )
 
 
 def _last_tag(text: str) -> str | None:

@@ -37,5 +37,10 @@ def score_groups(
     counts.update("length" if u else v.status for u, v in zip(unseen, verdicts, strict=True))
     credit = [float(v.reward >= CORRECT) if config.strict else v.reward for v in verdicts]
     rewards = torch.tensor([f * c for f, c in zip(factors, credit, strict=True)], dtype=torch.float32)
+    answers = iter([r.answer for r in requests])
     parts = rewards.split([len(group.rollouts) for group in groups])
-    return [ScoredGroup(group, part.clone()) for group, part in zip(groups, parts, strict=True)], dict(counts)
+    scored = [
+        ScoredGroup(group, part.clone(), tuple(next(answers) for _ in group.rollouts))
+        for group, part in zip(groups, parts, strict=True)
+    ]
+    return scored, dict(counts)

@@ -16,17 +16,17 @@ _FINISH: tuple[FinishReason, ...] = get_args(FinishReason)
 def to_tensors(rows: Sequence[Row]) -> dict[str, Tensor]:
     """Any number of rows in five tensors; pickling and files cost per object.
 
-    heads [B, 5] int64: group, sibling, tokens, finish, spans. token_ids [sum of tokens] int64, log_probs likewise
-    float32, spans [sum of spans, 2] int64, rewards [B] float32.
+    heads [B, 6] int64: group, sibling, tokens, finish, spans, answer. token_ids [sum of tokens] int64, log_probs
+    likewise float32, spans [sum of spans, 2] int64, rewards [B] float32.
     """
     rollouts = [row.rollout for row in rows]
     heads = [
-        (row.group, r.index, len(r.token_ids), _FINISH.index(r.finish), len(r.spans))
+        (row.group, r.index, len(r.token_ids), _FINISH.index(r.finish), len(r.spans), row.answer)
         for row, r in zip(rows, rollouts, strict=True)
     ]
     spans = [span for r in rollouts for span in r.spans]
     return {
-        "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 5),
+        "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 6),
         "token_ids": torch.cat([torch.zeros(0, dtype=torch.int64), *(r.token_ids for r in rollouts)]),
         "log_probs": torch.cat([torch.zeros(0), *(r.log_probs for r in rollouts)]),
         "spans": torch.tensor(spans, dtype=torch.int64).view(-1, 2),
@@ -41,11 +41,11 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Row]:
     ids, log_probs = tensors["token_ids"].split(lengths), tensors["log_probs"].split(lengths)
     spans = tensors["spans"].tolist()
     rows, at = [], 0
-    for (group, sibling, _, finish, count), i, lp, reward in zip(
+    for (group, sibling, _, finish, count, answer), i, lp, reward in zip(
         heads, ids, log_probs, tensors["rewards"].tolist(), strict=True
     ):
         own = tuple((version, tokens) for version, tokens in spans[at : at + count])
-        rows.append(Row(group, Rollout(sibling, i, lp, _FINISH[finish], own), reward))
+        rows.append(Row(group, Rollout(sibling, i, lp, _FINISH[finish], own), reward, answer))
         at += count
     return rows
 

@@ -42,14 +42,13 @@ def even_cuts(total: int, loads: Sequence[int]) -> list[int]:
     return [0, *accumulate(shares)]
 
 
-def own_slots(begun: Sequence[Slot], first: int, groups: int, n: int, loads: Sequence[int], grid: Grid) -> list[Slot]:
+def own_slots(begun: Sequence[Slot], new: Sequence[Slot], loads: Sequence[int], grid: Grid) -> list[Slot]:
     """What this rank samples: its share of its replica's work.
 
-    begun: the replica's "cut" rollouts, which go on here. New are n siblings of each of `groups` groups, numbered from
-    `first`. loads: the number of `begun` on every replica.
+    begun: the replica's "cut" rollouts, which go on here; loads: how many there are on every replica. new: those that
+    begin, of all replicas, in (group, sibling) order.
     """
-    new = even_cuts(groups * n, loads)[grid.dp_rank : grid.dp_rank + 2]
-    slots = [*begun, *((first + i // n, i % n) for i in range(*new))]
+    slots = [*begun, *new[slice(*even_cuts(len(new), loads)[grid.dp_rank : grid.dp_rank + 2])]]
     return slots[slice(*even_cuts(len(slots), [0] * grid.mp_size)[grid.mp_rank : grid.mp_rank + 2])]
 
 

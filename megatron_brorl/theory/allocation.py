@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.theory import mixture
+from megatron_brorl.theory.advisor import success_rates
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -54,6 +55,24 @@ def allocate(posterior: Floats, tokens: Floats, budget: float, levels: Ints, obj
         uniform=int(levels[fits]),
         uniform_value=float(values[:, fits].sum()),
     )
+
+
+def second_round(right: Ints, n: Ints, more: int, objective: Objective) -> Ints:
+    """Rollouts [P] of a second round, `more` for each prompt on average, from what a first round brought.
+
+    right, n [P]: right ones among the first rollouts. Every prompt gets an eighth of `more` at least, and two, so that
+    the second round alone estimates every prompt's gradient and no rollout weighs more than eight times that of an
+    equal share; and at most four times `more`.
+    """
+    least = least_of(more)
+    levels = np.arange(least, max(4 * more, least) + 1, least)
+    posterior = success_rates(right, n)[1]
+    return allocate(posterior, np.ones(len(n)), more * len(n), levels, objective).rollouts
+
+
+def least_of(more: int) -> int:
+    """The fewest rollouts of second_round."""
+    return max(2, -(-more // 8))
 
 
 def _values(posterior: Floats, levels: Ints, objective: Objective) -> Floats:

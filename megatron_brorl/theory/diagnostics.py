@@ -203,6 +203,45 @@ def hold_out(groups: Sequence[tuple[Ints, npt.NDArray[np.bool_]]], held_out: Seq
     )
 
 
+@dataclass(frozen=True)
+class AnswerLevel:
+    """Theorem 1 for one group whose tokens are its final answers, with the group mean as baseline. Estimates.
+
+    A prompt's success rate is Q_pos of this softmax. Changes are per unit of the step size.
+    """
+
+    s_r: float
+    a2: float  # sum of p^2 over right answers that were seen
+    b2: float  # over wrong ones
+    u_pos2: float  # over right answers that were not seen
+    u_neg2: float
+    sampled: float  # first and second term
+    unsampled: float  # third term
+
+    @property
+    def change(self) -> float:
+        return self.sampled + self.unsampled
+
+
+def answer_level(outcomes: Ints, right: npt.NDArray[np.bool_]) -> AnswerLevel:
+    """From outcomes [N] and verdicts [N] of N >= 2 siblings; the formula is mass_balance.theorem_1.
+
+    Rewards are 1 - s and -s for the success rate s. Masses not seen are Good-Turing's, their second moments those of
+    two held-out siblings; both are unbiased, their products in the theorem's terms are plugged in.
+    """
+    counts, share = _counts(outcomes, right)
+    n = len(outcomes)
+    s = float(right.mean())
+    unseen = good_turing(outcomes, right)
+    pairs = counts * (counts - 1.0) / (n * (n - 1.0))
+    left = unseen_weights(counts, n, np.array([n - 2]), 2)[0]
+    u_pos2, u_neg2 = float(left @ share), float(left @ (1 - share))
+    a2, b2 = float(pairs @ share) - u_pos2, float(pairs @ (1 - share)) - u_neg2
+    s_r = (1 - s) * (s - unseen.unseen_right) - s * (1 - s - unseen.unseen_wrong)
+    sampled = ((1 - s - s_r) * (1 - s) * a2 + (s_r + s) * s * b2) / n
+    return AnswerLevel(s_r, a2, b2, u_pos2, u_neg2, sampled, s_r * (s * u_neg2 - (1 - s) * u_pos2) / n)
+
+
 def coupling(outcomes: Ints, right: npt.NDArray[np.bool_], sampled: Ints, order: int = 2) -> Floats:
     """Unbiased estimates of Q_pos E[U_neg,2] + Q_neg E[U_pos,2] at m = sampled [H] draws, m <= N - 1 - order.
 
@@ -242,7 +281,7 @@ def _absent(n: int, counts: Ints, sampled: Ints) -> Floats:
     possible = (counts >= 0) & (n - counts - m >= 0)
     c = np.where(possible, counts, 0)
     rest = np.where(possible, n - c - m, 0)
-    result: Floats = np.where(possible, np.exp(logs[n - c] - logs[rest] - logs[n] + logs[n - m]), 0.0)
+    result: Floats = np.exp(np.where(possible, logs[n - c] - logs[rest] - logs[n] + logs[n - m], -np.inf))
     return result
 
 

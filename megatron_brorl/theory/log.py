@@ -24,7 +24,7 @@ what depends on rewards only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.types import ScoredGroup
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 _GROUP_KEYS = {"rewards": "reward", "answers": "answer", "responses": "token_ids", "lengths": "tokens"}
 
@@ -44,11 +46,11 @@ class LoggedGroup:
 
     prompt_id: str
     step: int | None
-    rewards: npt.NDArray[np.float64]  # [N]
-    outcomes: npt.NDArray[np.int64] | None  # [N]; equal numbers are equal answers (or responses); None: not logged
-    tokens: npt.NDArray[np.float64] | None  # [N] response lengths; None: not logged
-    responses: npt.NDArray[np.int64] | None  # [N] the same of whole responses; None: token_ids not logged
-    log_probs: npt.NDArray[np.float64] | None  # [N] of whole responses, in nats; None: not logged
+    rewards: Floats  # [N]
+    outcomes: Ints | None  # [N]; equal numbers are equal answers (or responses); None: not logged
+    tokens: Floats | None  # [N] response lengths; None: not logged
+    responses: Ints | None  # [N] the same of whole responses; None: token_ids not logged
+    log_probs: Floats | None  # [N] of whole responses, in nats; None: not logged
 
     @property
     def n(self) -> int:
@@ -73,26 +75,18 @@ def read_log(path: Path) -> list[LoggedGroup]:
     return [_group(key, members, path) for key, members in rows.items()]
 
 
-def log_rows(groups: Sequence[ScoredGroup], step: int, answers: Sequence[Sequence[str]] | None = None) -> list[str]:
-    """Lines for a log, one per group of this trainer; answers[i][j] is the final answer of rollout j of group i.
+def log_row(prompt_id: str, step: int, rewards: Ints | Floats, answers: Ints, lengths: Ints) -> dict[str, Any]:
+    """The line of a group of this trainer: rewards, codes of the final answers and response lengths, all [N].
 
-    Without answers the whole response counts as the outcome.
+    A code stands for an answer: what advice depends on is which answers are equal.
     """
-    lines = []
-    for i, scored in enumerate(groups):
-        rollouts = scored.group.rollouts
-        row: dict[str, Any] = {
-            "prompt_id": scored.group.prompt.id,
-            "step": step,
-            "rewards": scored.rewards.tolist(),
-            "lengths": [len(r.token_ids) for r in rollouts],
-        }
-        if answers is None:
-            row["responses"] = [r.token_ids.tolist() for r in rollouts]
-        else:
-            row["answers"] = list(answers[i])
-        lines.append(json.dumps(row))
-    return lines
+    return {
+        "prompt_id": prompt_id,
+        "step": step,
+        "rewards": rewards.tolist(),
+        "answers": [f"{code:x}" for code in answers.tolist()],
+        "lengths": lengths.tolist(),
+    }
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
@@ -177,12 +171,12 @@ def _group(key: tuple[str, int | None], rows: list[dict[str, Any]], path: Path) 
     if len(kinds) > 1:
         raise UserError(f"{path}: {name}: some of its rollouts have an answer and some have token_ids only")
 
-    def codes(field: str) -> npt.NDArray[np.int64] | None:
+    def codes(field: str) -> Ints | None:
         seen: dict[Any, int] = {}
         values = [seen.setdefault(v, len(seen)) for v in columns[field]]
         return None if columns[field][0] is None else np.array(values, dtype=np.int64)
 
-    def numbers(field: str) -> npt.NDArray[np.float64] | None:
+    def numbers(field: str) -> Floats | None:
         return None if columns[field][0] is None else np.array(columns[field], dtype=np.float64)
 
     return LoggedGroup(

@@ -69,14 +69,16 @@ def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], config: EvaluateConf
     return sum_up(sample_answers(rollouts, prompts, config.samples, sampling), len(prompts), config, rollouts.seed)
 
 
-def sample_answers(rollouts: Rollouts, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Answers]:
+def sample_answers(
+    rollouts: Rollouts, prompts: Sequence[Prompt], n: int, sampling: Sampling, stream: str = "evaluate"
+) -> list[Answers]:
     """n samples of every prompt, shared over all ranks; the same result on every rank.
 
-    The random streams do not depend on the training step, so that evaluations of two policies are paired. Lost samples
-    are left out, and so is a prompt that lost all of its. Raises UserError where too many were lost, or all.
+    The random streams are named by `stream` and not by the step, so that evaluations of two policies are paired. Lost
+    samples are left out, and so is a prompt that lost all of its. Raises UserError where too many were lost, or all.
     """
     grid = rollouts.grid
-    groups = [OpenGroup(prompt, "evaluate", place) for place, prompt in enumerate(prompts)]
+    groups = [OpenGroup(prompt, stream, place) for place, prompt in enumerate(prompts)]
     own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
     sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
     outcomes = gather(sampled.rows, len(groups), n, None)

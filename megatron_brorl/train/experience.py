@@ -36,10 +36,11 @@ def make_experience(
     models: Models,
     algo: AlgoConfig,
     temperature: float,
+    weights: Tensor | None = None,
 ) -> tuple[Experience, dict[str, float]]:
     """Experience of this replica's rows, in their order, and figures that are the same on every rank; a collective.
 
-    earned: [groups, N] of the whole step (advantages.of_rollouts).
+    earned: [groups, N] of the whole step (advantages.of_rollouts). weights: [groups, N] likewise (adaptive.of_rounds).
     """
     actor = models.actor
     ids = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {row.group for row in rows}}
@@ -76,6 +77,7 @@ def make_experience(
         values=values,
         returns=credit.returns,
         reference_log_probs=reference,
+        weights=None if weights is None else tuple(float(weights[row.group, row.rollout.index]) for row in rows),
         mask=mask,
     )
     return experience, figures | credit.figures

@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron_brorl.algo.selection import has_signal
 from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.parallel import device
-from megatron_brorl.types import Row
+from megatron_brorl.theory.log import log_row
+from megatron_brorl.types import OpenGroup, Row
 
 LOST, STOP, LENGTH, CUT = range(4)  # states; nobody has a lost rollout
 _STATE = {"stop": STOP, "length": LENGTH, "cut": CUT}
@@ -32,6 +33,7 @@ class Outcomes:
     rewards: Tensor  # float32
     tokens: Tensor  # int64
     repeats: Tensor  # int64, n-grams that had occurred before
+    answers: Tensor  # int64, codes of the final answers (rewards.extract.code)
 
     @property
     def ended(self) -> Tensor:
@@ -48,7 +50,7 @@ def gather(rows: Sequence[Row], groups: int, n: int, ranks: dist.ProcessGroup | 
 
     ngram: config key shaping.repetition_ngram; 0 counts no repetitions.
     """
-    table = torch.zeros(4, groups, n, dtype=torch.float64)
+    table = torch.zeros(5, groups, n, dtype=torch.float64)
     if rows:
         at = torch.tensor([(row.group, row.rollout.index) for row in rows]).T
         values = [
@@ -57,14 +59,15 @@ def gather(rows: Sequence[Row], groups: int, n: int, ranks: dist.ProcessGroup | 
                 0.0 if r.rollout.finish == "cut" else r.reward,
                 len(r.rollout.token_ids),
                 repeated_ngrams(r.rollout.token_ids, ngram) if ngram else 0,
+                r.answer,
             )
             for r in rows
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
     table = table.to(device.default_device())
     dist.all_reduce(table, group=ranks)  # a rollout is on one rank, so that its values are only added to zeros
-    state, rewards, tokens, repeats = table.cpu()
-    return Outcomes(state.long(), rewards.float(), tokens.long(), repeats.long())
+    state, rewards, tokens, repeats, answers = table.cpu()
+    return Outcomes(state.long(), rewards.float(), tokens.long(), repeats.long(), answers.long())
 
 
 def give_up(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
@@ -112,6 +115,18 @@ def mini_batches(
     for i, row in enumerate(rows):
         batches[(place[row.group] if of == "prompts" else row.rollout.index) % count].append(i)
     return batches
+
+
+def log_rows(
+    groups: Sequence[OpenGroup], outcomes: Outcomes, closed: Sequence[int], step: int
+) -> list[dict[str, object]]:
+    """The closed groups as rows of a rollout log (theory.log); those with fewer than two survivors say nothing."""
+    found = []
+    for g in closed:
+        columns = [x[g][outcomes.ended[g]].numpy() for x in (outcomes.rewards, outcomes.answers, outcomes.tokens)]
+        if len(columns[0]) >= 2:
+            found.append(log_row(groups[g].prompt.id, step, *columns))
+    return found
 
 
 def figures(outcomes: Outcomes, selection: Selection) -> dict[str, float]:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,18 @@ from megatron_brorl.algo.shaping import is_on, shaped
 from megatron_brorl.config import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
-from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.metrics import Lines, MetricsWriter
 from megatron_brorl.models import checkpoint
 from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.rows import in_order
-from megatron_brorl.rollout.sampler import own_slots, share_with_model_group
+from megatron_brorl.rollout.sampler import Slot, own_slots, share_with_model_group
+from megatron_brorl.train import adaptive
 from megatron_brorl.train.advantages import of_rollouts
 from megatron_brorl.train.carried import Carried, carry, read, staleness, write
+from megatron_brorl.train.diagnose import Look
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import Models, make_experience
 from megatron_brorl.train.groups import (
@@ -38,18 +41,20 @@ from megatron_brorl.train.groups import (
     figures,
     gather,
     give_up,
+    log_rows,
     mini_batches,
     select,
 )
 from megatron_brorl.train.policy import scaled, update_policy
 from megatron_brorl.train.reference import Reference
 from megatron_brorl.train.refit import refit
-from megatron_brorl.train.rollouts import Rollouts, Sampled, check_lost
+from megatron_brorl.train.rollouts import Rollouts, check_lost
+from megatron_brorl.train.shown import flat, percent, watched
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.value import critic_optim, update_critic
 from megatron_brorl.train.verify import verify_reshard
 from megatron_brorl.train.worker import CriticWorker, Stage, Worker
-from megatron_brorl.types import OpenGroup, Prompt, Row
+from megatron_brorl.types import OpenGroup, Prompt, Rollout, Row
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts a run would train on noise
 
@@ -90,6 +95,7 @@ class Trainer:
     critic: CriticWorker | None = None  # of algo.advantage = "gae"
     critic_updates: int = 0  # its optimizer steps done
     reference: Reference | None = None  # of algo.kl_coef
+    rollout_log: Lines | None = None  # of theory.log_rollouts, on one rank
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
         """Train to train.steps, with checkpoints, or until train.seconds or train.stalls end it.
@@ -101,7 +107,7 @@ class Trainer:
         self.refit()
         if self.before is None and self.held_out:
             self.before = self.evaluate(progress).as_dict()
-            progress.note(f"held-out pass@1 before: {_percent(self.before)}")
+            progress.note(f"held-out pass@1 before: {percent(self.before)}")
             self.check_engines("nothing is lost: no step was done")
         while self.step < steps and not self.over():
             values, seconds = self.train_step()
@@ -109,13 +115,13 @@ class Trainer:
             due = self.config.evaluate.every and self.step % self.config.evaluate.every == 0
             if due and self.held_out and self.step < steps and not self.over() and not self.stuck():
                 begun = time.monotonic()
-                values |= _flat(self.evaluate(progress))
+                values |= flat(self.evaluate(progress))
                 seconds["evaluate"] = time.monotonic() - begun
                 self.stall.saw(values["pass_at_1"])
             self._reset_reference(values, progress)
             if writer:
                 writer.write(self.step - 1, values, seconds)
-            progress.update(self.step, _watched(values, seconds))
+            progress.update(self.step, watched(values, seconds))
             stopping, stuck, ending = stop(), self.stuck(), self.step == steps or self.over()
             if stopping or stuck or ending or (every and self.step % every == 0):
                 self.save()
@@ -133,12 +139,24 @@ class Trainer:
         """One step; returns its figures (the same on every rank) and the seconds of each phase on this one."""
         c, begun = self.config, time.monotonic()
         got = self._collect()
+        if self.rollout_log:
+            self.rollout_log.append(log_rows(got.groups, got.outcomes, got.selection.closed, self.step))
+        look = self._look(got)
+        if look:
+            look.before()
         self.rollouts.engine.sleep()  # its memory serves the training; the weights come anew afterwards
+        diagnosed = look.diagnose() if look else {}
         training = time.monotonic()
         outcomes = self._shaped(got.outcomes)
-        earned = of_rollouts(outcomes, got.selection.kept, c.algo, c.ops.implementation)
+        weights, rounds = None, adaptive.rounds_of(c.rollout)
+        if rounds:
+            earned, weights = adaptive.of_rounds(outcomes, got.selection.kept, rounds)
+        else:
+            earned = of_rollouts(outcomes, got.selection.kept, c.algo, c.ops.implementation)
         models = Models(self.worker, self.critic, self.reference)
-        experience, values = make_experience(got.rows, got.groups, earned, models, c.algo, c.rollout.temperature)
+        experience, values = make_experience(
+            got.rows, got.groups, earned, models, c.algo, c.rollout.temperature, weights
+        )
         batches = mini_batches(got.rows, got.selection.kept, c.algo.mini_batches, c.algo.mini_batch_of) * c.algo.epochs
         if self.critic:
             rates = critic_optim(c.critic, c.optim)
@@ -148,27 +166,31 @@ class Trainer:
                 batches = []
         optim = scaled(c.optim, c.rollout.prompts * c.rollout.n)
         values |= update_policy(self.worker, experience, batches, c.algo, optim, c.rollout.temperature, self.updates)
-        values |= got.values
+        values |= got.values | diagnosed
         if is_on(c.shaping):
             values["shaped_reward"] = figures(outcomes, got.selection)["reward"]
         trained_at = time.monotonic()
         self.step += 1
         self.updates += len(batches)
         values |= self.refit()
+        refitted = time.monotonic()
+        if look:
+            values |= look.after(values["lr"] * values["updates"])
         done = time.monotonic()
         tokens = collect.total(self.worker.tokens(experience.prompts, experience.responses), self.grid.groups.dp)
         values["token_gain"] = tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
         seconds = {
             **got.seconds,
             "train": trained_at - training,
-            "refit": done - trained_at,
+            "refit": refitted - trained_at,
+            **(look.seconds if look else {}),
             "step": done - begun,
         }
         return values, seconds
 
     def _collect(self) -> Collected:
         """Sample, score and select; again while too few groups are kept and rollout.refills allows it."""
-        c, grid, target = self.config, self.grid, self.config.rollout.prompts
+        c, target = self.config, self.config.rollout.prompts
         groups, rows = list(self.carried.groups), self.carried.finished()
         sums: Counter[str] = Counter()
         seconds: Counter[str] = Counter()
@@ -177,14 +199,11 @@ class Trainer:
             prompts = self.train_source.take(self.taken, target)
             groups += [OpenGroup(p, self.taken, place) for place, p in enumerate(prompts)]
             self.taken += 1
-            sampled = self._sample(groups, len(prompts))
-            rows = in_order([*rows, *share_with_model_group(sampled.rows, grid)])
+            rows = self._sample(rows, groups, len(prompts), sums, seconds)
             outcomes, too_old = give_up(
-                gather(rows, len(groups), c.rollout.n, grid.groups.dp, c.shaping.repetition_ngram),
+                self._gather(rows, groups),
                 [i for i, g in enumerate(groups) if self.step - int(g.step) >= c.rollout.most_carried],
             )
-            sums.update(collect.total(sampled.counts()))
-            seconds.update(sampled.seconds)
             self._check(sums, too_old)
             selection = select(outcomes, c.algo.dynamic_sampling)
             kept = selection.kept
@@ -199,6 +218,7 @@ class Trainer:
             trained = [row for row in trained if row.rollout.finish != "length"]
         values = {
             **figures(outcomes, selection),
+            **adaptive.even_figures(outcomes, selection, adaptive.rounds_of(c.rollout)),
             "unscored_share": sums["unscored"] / (sums["scored"] or 1.0),
             "lost_share": (sums["lost"] + too_old) / sums["asked"],
             "late": sums["late"],
@@ -208,20 +228,54 @@ class Trainer:
         if c.rollout.refills:
             values |= {"prompts_sampled": sums["asked"] / c.rollout.n, "carried_groups": float(len(kept[target:]))}
         if c.rollout.partial_tokens or c.rollout.refills:
-            values |= staleness(trained, self.updates, grid)
+            values |= staleness(trained, self.updates, self.grid)
         return Collected(groups, trained, outcomes, selection, values, dict(seconds))
+
+    def _look(self, got: Collected) -> Look | None:
+        """The diagnostics of this step, where theory.every has it."""
+        t = self.config.theory
+        if not t.every or self.step % t.every:
+            return None
+        rounds = adaptive.rounds_of(self.config.rollout)
+        n = rounds.least if rounds else self.config.rollout.n
+        parts = got.groups, got.rows, got.outcomes, got.selection, n, self.worker, self.rollouts
+        return Look(t, self.step, *parts, self.sampling())
 
     def _shaped(self, outcomes: Outcomes) -> Outcomes:
         c, o = self.config, outcomes
         rewards = shaped(o.rewards, o.tokens, o.repeats, c.shaping, c.rollout.max_tokens, self.step)
         return replace(o, rewards=rewards)
 
-    def _sample(self, groups: list[OpenGroup], new: int) -> Sampled:
-        """This rank's share of the step's rollouts: those that go on, and n of each of the `new` last groups."""
-        n, begun = self.config.rollout.n, self.carried.begun()
-        loads = self.carried.loads(self.grid) if self.config.rollout.partial_tokens else [0] * self.grid.data
-        slots = own_slots(list(begun), len(groups) - new, new, n, loads, self.grid)
-        return self.rollouts.sample(slots, groups, self.sampling(), begun)
+    def _sample(
+        self, rows: list[Row], groups: list[OpenGroup], new: int, sums: Counter[str], seconds: Counter[str]
+    ) -> list[Row]:
+        """`rows` and what this replica samples: rollouts that go on, and those of the `new` last groups.
+
+        Adds what they came to, on all ranks, to sums, and this rank's seconds to seconds.
+        """
+        c, grid, begun = self.config.rollout, self.grid, self.carried.begun()
+        loads = self.carried.loads(grid) if c.partial_tokens else [0] * grid.data
+        rounds = adaptive.rounds_of(c)
+
+        def sample(slots: list[Slot], begun: Mapping[Slot, Rollout], loads: list[int]) -> None:
+            mine = own_slots(list(begun), slots, loads, grid)
+            sampled = self.rollouts.sample(mine, groups, self.sampling(), begun)
+            rows.extend(share_with_model_group(sampled.rows, grid))
+            sums.update(collect.total(sampled.counts()))
+            seconds.update(sampled.seconds)
+
+        n = rounds.first if rounds else c.n
+        sample(list(product(range(len(groups) - new, len(groups)), range(n))), begun, loads)
+        if rounds and not self.stuck():
+            sample(adaptive.allocate_rest(self._gather(rows, groups), rounds, c), {}, [0] * grid.data)
+        return in_order(rows)
+
+    def _gather(self, rows: list[Row], groups: list[OpenGroup]) -> Outcomes:
+        """What became of the rollouts so far; a collective."""
+        c, n = self.config, self.config.rollout.n
+        if c.rollout.adaptive != "off":  # as many columns as the largest group has siblings
+            n = int(collect.greatest({"n": max((row.rollout.index + 1.0 for row in rows), default=1.0)})["n"])
+        return gather(rows, len(groups), n, self.grid.groups.dp, c.shaping.repetition_ngram)
 
     def _check(self, sums: Mapping[str, float], too_old: int) -> None:
         """Raise UserError where what is left of the step's rollouts would teach nothing; sums of all ranks."""
@@ -234,7 +288,7 @@ class Trainer:
 
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
-        return bool(collect.greatest({"stuck": float(self.rollouts.engine.stuck)})["stuck"])
+        return self.rollouts.stuck()
 
     def check_engines(self, state: str) -> None:
         if self.stuck():
@@ -334,35 +388,3 @@ class Trainer:
     def seconds(self) -> float:
         """Wall-clock seconds of the job so far, up to the checkpoint for processes that were killed."""
         return self.spent + time.time() - self.started
-
-
-def _percent(evaluation: dict[str, Any]) -> str:
-    p = evaluation["pass_at_1"]
-    return f"{100 * p['mean']:.1f}% (95% interval {100 * p['low']:.1f} to {100 * p['high']:.1f})"
-
-
-def _flat(evaluation: Evaluation) -> dict[str, float]:
-    p = evaluation.pass_at_1
-    passes = {f"pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
-    return passes | {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high}
-
-
-def _watched(values: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
-    shown = {
-        "reward": f"{values['reward']:.3f}",
-        "kept": f"{100 * values['kept_share']:.0f}%",
-        "tokens": f"{values['response_tokens']:.1f}",
-        "gap": f"{values['logprob_gap_max']:.1e}",
-        "step": f"{seconds['step']:.1f}s",
-    }
-    if values["updates_skipped"]:
-        shown["updates skipped (gradient not finite)"] = f"{values['updates_skipped']:.0f}"
-    if values["lost_share"]:
-        shown["lost"] = f"{100 * values['lost_share']:.2g}%"
-    if "explained_variance" in values:
-        shown["explained"] = f"{100 * values['explained_variance']:.0f}%"
-    if "carried" in values:
-        shown["carried"] = f"{values['carried']:.0f}"
-    if "pass_at_1" in values:
-        shown["pass@1"] = f"{100 * values['pass_at_1']:.1f}%"
-    return shown

@@ -51,11 +51,16 @@ def update_policy(
     for i, rows in enumerate(mini_batches):
         part = experience.take(rows)
         lengths = [len(r) for r in part.responses]
-        own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
+        shares = part.weights or (1.0,) * len(lengths)
+        own = {
+            "tokens": sum(w * n for w, n in zip(shares, lengths, strict=True)),
+            "sequences": sum(w for w, n in zip(shares, lengths, strict=True) if n),
+        }
         size = collect.total(own, worker.grid.groups.dp)
         if not size["tokens"]:
             continue  # every rank's share of this mini-batch was dropped
         weights = losses.token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
+        weights = [w * share for w, share in zip(weights, shares, strict=True)]
         lr = learning_rate(optim, first_update + i)
         update, values = worker.train(
             part.prompts, part.responses, _loss_function(part, algo, weights), temperature, lr

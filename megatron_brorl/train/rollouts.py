@@ -11,6 +11,7 @@ from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import score_groups
 from megatron_brorl.rollout.duplicates import improbable
@@ -78,8 +79,8 @@ class Rollouts:
                 rows += [Row(number, r, float("nan")) for r in rollouts if r.finish == "cut"]
         scored, verdicts = score_groups(ended, texts, self.pool, self.reward)
         for number, group in zip(numbers, scored, strict=True):
-            pairs = zip(group.group.rollouts, group.rewards.tolist(), strict=True)
-            rows += [Row(number, rollout, reward) for rollout, reward in pairs]
+            found = zip(group.group.rollouts, group.rewards.tolist(), group.answers, strict=True)
+            rows += [Row(number, rollout, reward, code(answer)) for rollout, reward, answer in found]
         score = time.monotonic() - middle
         self.grid.meet()
         return Sampled(
@@ -90,6 +91,10 @@ class Rollouts:
             unscored=sum(verdicts[s] for s in _FAILED),
             seconds={"generate": middle - start, "score": score},
         )
+
+    def stuck(self) -> bool:
+        """Whether the engine of any rank was given up; all ranks get the same answer."""
+        return bool(collect.greatest({"stuck": float(self.engine.stuck)})["stuck"])
 
     def _texts(self, rollouts: Sequence[Rollout], stop_ids: tuple[int, ...]) -> list[str]:
         """Responses as text without their stop token. Siblings repeat one another, so each text is decoded once."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
 from megatron_brorl.errors import UserError
@@ -34,7 +36,7 @@ def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: fl
         ids = (uniforms(keys, places, torch.zeros_like(places)) * shape.vocab).long()
         prompts.append(Prompt(name, "", tuple(ids.tolist()), None, "exact"))
     groups = [OpenGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
-    slots = own_slots([], 0, len(groups), SIBLINGS, [0] * grid.data, grid)
+    slots = own_slots([], list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.data, grid)
     asked, group_of = requests(slots, groups, {}, 0)
     sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())
     harvest = engine.generate(asked, sampling)

@@ -25,7 +25,7 @@ from megatron_brorl.config import OptimConfig
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.models import fp8, hf_io, hf_names
 from megatron_brorl.models.critic import build_critic, load_body
-from megatron_brorl.models.gpt import Actor, build_actor
+from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import LEAST_GAIN, Packed, pack, token_gain
@@ -267,6 +267,21 @@ class Worker(Stage):
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """Log-probabilities [G] float32 of every response, in row order, on every rank of the model-parallel group."""
         return self._per_token(prompts, responses, self._head(temperature), lambda head: head.log_probs()[0])
+
+    def last_logits(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor | None:
+        """Logits [B, V] at temperature 1 that the last token of each response is drawn from, on the CPU; B is not 0.
+
+        A collective of one copy of the model; None but on its last pipeline stage.
+        """
+        found: dict[int, Tensor] = {}
+
+        def collect(batch: Packed, head: Head) -> tuple[Tensor, Any]:
+            found.update(zip(batch.rows, head.logits(batch.counts.cumsum(0) - 1).cpu(), strict=True))
+            return head.rows.sum(), None
+
+        with torch.no_grad():
+            self._run(self._pack(prompts, responses), collect, self._head(1.0), forward_only=True)
+        return torch.stack([found[i] for i in range(len(prompts))]) if found else None
 
     def train(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, temperature: float, lr: float

@@ -24,7 +24,8 @@ LAYOUTS = [
 # 3 prompts x 32 over 2 or 4 replicas: the middle prompt spans replicas.
 UNEVEN = {"rollout": {"prompts": 3}}
 VARIANTS = {
-    "whole": UNEVEN | {"algo": {"mini_batches": 2}},
+    "whole": UNEVEN
+    | {"algo": {"mini_batches": 2}, "theory": {"prompts": 2, "positions": 20, "measure_every": 1, "measure_samples": 5}},
     "siblings": UNEVEN | {"algo": {"mini_batches": 3, "mini_batch_of": "siblings", "epochs": 2}},
     "one": UNEVEN,
     "critic": UNEVEN
@@ -80,7 +81,7 @@ def assert_same(results, expected):
         for step, (a, b) in enumerate(zip(figures, wanted, strict=True)):
             assert a.keys() == b.keys()
             for key in a.keys() - {"token_gain"}:  # a prompt that spans replicas is computed on both
-                tolerance = 1e-4 if key in ROUNDED else 0
+                tolerance = 1e-4 if key in ROUNDED or key.startswith("theory_") else 0
                 assert a[key] == pytest.approx(b[key], rel=tolerance, abs=tolerance, nan_ok=True), (step, key)
         for name, value in weights.items():
             assert (got[name] - value).norm() <= 1e-5 * value.norm(), name
@@ -94,6 +95,7 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     expected = single(variant, LOST)
     assert_same(results, expected)
     assert expected[0][0]["lost_share"] == 4 / 96
+    assert 0 < expected[0][0]["theory_exact/unsampled_mass"] < 1
     assert sum(f["updates"] for f in expected[0]) >= steps - 1
     asked = [(step, prompt, sibling) for _, _, calls in results for step, prompt, part in calls for sibling in part]
     assert len(asked) == len(set(asked))
@@ -103,6 +105,21 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     assert sizes == [96 // size] * size
     holders = {prompt: {r for r, (_, _, calls) in enumerate(results) for _, p, _ in calls if p == prompt} for prompt, _ in first}
     assert max(map(len, holders.values())) > 1
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"tensor": 2}), (4, {"pipeline": 2})])
+def test_adaptive_groups_equal_those_of_one_process(worlds, directory, size, parallel):
+    """Second rounds are allocated alike, sampled once and evenly, and trained on with the same weights."""
+    changes = {"rollout": {"prompts": 3, "adaptive": "variance"}, "algo": {"mini_batches": 2}}
+    results = worlds(size).run("steps:run_steps", directory, parallel, changes, 2, {"lose": LOST})
+    (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, 2, {"lose": LOST})
+    assert_same(results, expected)
+    every = [[(call, prompt, i) for call, prompt, part in calls for i in part] for _, _, calls in results]
+    assert sorted(slot for part in every for slot in part) == sorted((c, p, i) for c, p, part in expected[2] for i in part)
+    for call in range(4):
+        sizes = [sum(c == call for c, _, _ in part) for part in every]
+        assert max(sizes) - min(sizes) <= 2
+    assert expected[0][0]["group_size_most"] > expected[0][0]["group_size_least"] >= 8
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"pipeline": 2}), (4, {"tensor": 2})])

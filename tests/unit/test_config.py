@@ -51,6 +51,28 @@ def test_file_then_overrides(tmp_path):
         ("[rollout]\ntimeout_s = 0", [], "rollout.timeout_s = 0.0: must be above 0 and finite"),
         ("[rollout]\ntimeout_s = inf", [], "rollout.timeout_s = inf: must be above 0 and finite"),
         ("[rollout]\nmost_lost = 1.5", [], "rollout.most_lost = 1.5: must be in [0, 1]"),
+        ("[theory]\nprompts = 0", [], "theory.prompts = 0: must be at least 1"),
+        (
+            "[theory]\nevery = 2\nmeasure_every = 3",
+            [],
+            "theory.measure_every = 3: a measurement is compared with a prediction: must be a multiple of theory.every",
+        ),
+        ("[rollout]\nn = 4\nadaptive = 'kept'", [], "rollout.n = 4: rollout.adaptive cuts a prompt's rollouts in two"),
+        (
+            "[rollout]\nn = 16\nadaptive = 'kept'\nadaptive_first = 15",
+            [],
+            "rollout.adaptive_first = 15: each of two rounds needs 2 rollouts per prompt: must be in [2, rollout.n - 2",
+        ),
+        (
+            "[rollout]\nadaptive = 'kept'\n[algo]\nadvantage = 'grpo'",
+            [],
+            "rollout.adaptive = 'kept': its weights are for algo.advantage",
+        ),
+        (
+            "[rollout]\nadaptive = 'kept'\nrefills = 1",
+            [],
+            "rollout.adaptive = 'kept': a step's rollouts are allocated within the step",
+        ),
         ("[rollout]\npartial_tokens = -1", [], "rollout.partial_tokens = -1: must not be negative"),
         (
             "[rollout]\npartial_tokens = 100\nmax_tokens = 1001\nmost_carried = 9",

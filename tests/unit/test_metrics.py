@@ -150,7 +150,7 @@ def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path, capsys: pytest
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsWriter(tmp_path, tensorboard=False)
     metrics.write(0, {"reward": 0.0}, {})
-    metrics._file = disk = _FullDisk(metrics._file)  # type: ignore[assignment]
+    metrics._lines._file = disk = _FullDisk(metrics._lines._file)  # type: ignore[assignment]
     metrics.write(1, {"reward": 0.1}, {})
     assert [row["step"] for row in read_metrics(path)] == [0]  # half a line is a torn line
     metrics.write(2, {"reward": 0.2}, {})

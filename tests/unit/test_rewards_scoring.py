@@ -38,6 +38,7 @@ def test_strict_rewards(pool: RewardPool) -> None:
     assert [s.rewards.tolist() for s in scored] == [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
     assert all(s.rewards.dtype == torch.float32 for s in scored)
     assert scored[0].rewards.untyped_storage().nbytes() == 12  # its own storage, so saving one saves no other
+    assert [s.answers for s in scored] == [("yes", None, "no"), ("3", "13", None, None)]
     assert counts == {
         "ok": 4,
         "no_answer": 1,

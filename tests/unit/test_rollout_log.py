@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_brorl import cli
 from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.extract import code
 from megatron_brorl.theory.diagnostics import known_mass
-from megatron_brorl.theory.log import log_rows, read_log
-from megatron_brorl.types import Prompt, Rollout, RolloutGroup, ScoredGroup
+from megatron_brorl.theory.log import log_row, read_log
 
 
 def _write(path: Path, *rows: object) -> Path:
@@ -55,15 +54,12 @@ def test_token_ids_and_log_probs(tmp_path):
 
 
 def test_rows_of_this_trainer_come_back(tmp_path):
-    rollouts = tuple(Rollout(i, torch.tensor([4, i % 2]), torch.zeros(2), "stop") for i in range(4))
-    prompt = Prompt("gcd/3", "text", (1, 2), "5", "exact")
-    scored = ScoredGroup(RolloutGroup(prompt, rollouts, 0), torch.tensor([1.0, 0, 1, 0]))
-    (g,) = read_log(_write(tmp_path / "a", *log_rows([scored], 9)))
-    assert (g.prompt_id, g.step, g.rewards.tolist()) == ("gcd/3", 9, [1, 0, 1, 0])
-    assert g.outcomes.tolist() == [0, 1, 0, 1]
-    assert g.tokens.tolist() == [2, 2, 2, 2]
-    (g,) = read_log(_write(tmp_path / "b", *log_rows([scored], 9, [["a", "b", "c", "a"]])))
+    codes = np.array([code(a) for a in ("6", "5", None, "6")])
+    row = log_row("gcd/3", 9, np.array([1.0, 0, 0, 1]), codes, np.array([2, 3, 8, 2]))
+    (g,) = read_log(_write(tmp_path / "a", row))
+    assert (g.prompt_id, g.step, g.rewards.tolist()) == ("gcd/3", 9, [1, 0, 0, 1])
     assert g.outcomes.tolist() == [0, 1, 2, 0]
+    assert g.tokens.tolist() == [2, 3, 8, 2]
 
 
 GOOD = [{"prompt_id": p, "reward": r, "answer": str(r)} for p in "ab" for r in (0, 1, 1, 0, 1, 1)]

@@ -45,7 +45,10 @@ def grids(data: int, model: int):
 @pytest.mark.parametrize("loads", [0, 3])
 def test_every_rollout_is_sampled_once(data, model, loads):
     begun = [[(0, 7 * dp + i) for i in range(loads * dp)] for dp in range(data)]
-    shares = [own_slots(begun[g.dp_rank], 1, 3, 10, [len(b) for b in begun], g) for g in grids(data, model)]
+    shares = [
+        own_slots(begun[g.dp_rank], list(product((1, 2, 3), range(10))), [len(b) for b in begun], g)
+        for g in grids(data, model)
+    ]
     asked = [slot for share in shares for slot in share]
     assert sorted(asked) == sorted([*(s for b in begun for s in b), *product((1, 2, 3), range(10))])
     sizes = [len(s) for s in shares]
@@ -74,7 +77,7 @@ def test_rows_travel_bit_for_bit():
     ):
         ids = torch.randint(0, 2**40, (length,), generator=g)
         reward = float("nan") if finish == "cut" else 1 / 3
-        rows.append(Row(i % 2, Rollout(i, ids, torch.randn(length, generator=g), finish, spans), reward))
+        rows.append(Row(i % 2, Rollout(i, ids, torch.randn(length, generator=g), finish, spans), reward, 2**52 - i))
     for sent in (rows, []):
         back = from_tensors(to_tensors(sent))
         for a, b in zip(sent, back, strict=True):
@@ -84,6 +87,7 @@ def test_rows_travel_bit_for_bit():
                 b.rollout.finish,
                 b.rollout.spans,
             )
+            assert a.answer == b.answer
             assert torch.equal(a.rollout.token_ids, b.rollout.token_ids)
             assert torch.equal(a.rollout.log_probs, b.rollout.log_probs)
             assert b.reward == pytest.approx(a.reward, abs=1e-7, nan_ok=True)  # a float32

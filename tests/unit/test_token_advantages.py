@@ -111,9 +111,8 @@ REWARDS = [[0.0, 1.0, None, 0.0], [1.0] * 4, [0.25, 0.5, 0.25, None]]
 def outcomes():
     table = [[math.nan if r is None else r for r in row] for row in REWARDS]
     state = [[LOST if r is None else (STOP, LENGTH)[i % 2] for i, r in enumerate(row)] for row in REWARDS]
-    return Outcomes(
-        torch.tensor(state), torch.tensor(table).nan_to_num(0.0), torch.ones(3, 4).long(), torch.zeros(3, 4).long()
-    )
+    none = torch.zeros(3, 4).long()
+    return Outcomes(torch.tensor(state), torch.tensor(table).nan_to_num(0.0), torch.ones(3, 4).long(), none, none)
 
 
 @pytest.mark.parametrize("ops", ["fused", "reference"])

@@ -1,0 +1,98 @@
+"""Unequal groups: a first round of every prompt's rollouts decides how many it gets in a second one.
+
+How many there are depends on what the first round brought, so that averages over both rounds would be biased: a prompt
+stops early where its first rollouts were of one kind. Each round is therefore its own estimate of the prompt's
+gradient, with its own baseline; given the first round the second is unbiased, whatever was allocated. Fixed parts of
+the two, as large as with n rollouts for every prompt, add up to the same expectation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_brorl.algo.advantage import Moments, group_baseline, whiten
+from megatron_brorl.config import RolloutConfig
+from megatron_brorl.parallel import device
+from megatron_brorl.theory.allocation import least_of, second_round
+from megatron_brorl.train.groups import Outcomes, Selection, figures
+from megatron_brorl.types import CORRECT
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A prompt's n rollouts, on average, in two rounds."""
+
+    n: int
+    first: int
+
+    @property
+    def least(self) -> int:
+        """The fewest rollouts of a prompt in both rounds."""
+        return self.first + least_of(self.n - self.first)
+
+
+def rounds_of(config: RolloutConfig) -> Rounds | None:
+    """None where every prompt gets n rollouts."""
+    return None if config.adaptive == "off" else Rounds(config.n, config.adaptive_first or config.n // 4)
+
+
+def allocate_rest(outcomes: Outcomes, rounds: Rounds, config: RolloutConfig) -> list[tuple[int, int]]:
+    """(group, sibling) of the second round, in order, after a first round came to `outcomes`; a collective."""
+    if config.adaptive == "off":
+        return []
+    right = ((outcomes.rewards >= CORRECT) & outcomes.ended).sum(1).numpy()
+    counts = second_round(right, outcomes.ended.sum(1).numpy(), rounds.n - rounds.first, config.adaptive)
+    # Ranks on unlike processors may round a tie in two ways: the first one decides.
+    shared = torch.from_numpy(counts).to(device.default_device())
+    dist.broadcast(shared, 0)
+    return [(g, rounds.first + i) for g, count in enumerate(shared.tolist()) for i in range(count)]
+
+
+def raw_advantages(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds) -> tuple[Tensor, Tensor]:
+    """What every survivor of the kept groups earns over its round's mean, and its weight; float32 [groups, siblings].
+
+    A round of k survivors that stands for w of the n rollouts: advantages (R - mean) k / (k - 1) (n - 1) / n, which is
+    unbiased but for the factor that the mean of n rollouts has, and weights w / k. Summed over rollouts, the expected
+    gradient is that of n rollouts with their mean as baseline. A round of one survivor earns nothing.
+    """
+    earned, weights = torch.zeros_like(outcomes.rewards), torch.zeros_like(outcomes.rewards)
+    n, first = rounds.n, rounds.first
+    for g in kept:
+        for part, stands_for in ((slice(0, first), first), (slice(first, None), n - first)):
+            alive = outcomes.ended[g, part]
+            k = int(alive.sum())
+            if k:
+                weights[g, part][alive] = stands_for / k
+            if k > 1:
+                factor = k / (k - 1) * (n - 1) / n
+                earned[g, part][alive] = factor * group_baseline(outcomes.rewards[g, part][alive])
+    return earned, weights
+
+
+def of_rounds(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds) -> tuple[Tensor, Tensor]:
+    """raw_advantages whitened over the step's rollouts by their weights, and these weights."""
+    earned, weights = raw_advantages(outcomes, kept, rounds)
+    x, w = earned.double(), weights.double()
+    count = float(w.sum())
+    mean = float((w * x).sum()) / (count or 1.0)
+    batch = Moments(count, mean, float((w * (x - mean).square()).sum()))
+    return torch.where(weights > 0, whiten(earned, batch), 0.0), weights
+
+
+def even_figures(outcomes: Outcomes, selection: Selection, rounds: Rounds | None) -> dict[str, float]:
+    """Those of groups.figures that an uneven allocation would move, over the first round alone; and its extent."""
+    if rounds is None:
+        return {}
+    first = Outcomes(**{k: v[:, : rounds.first] for k, v in vars(outcomes).items()})
+    found = figures(first, selection)
+    sizes = outcomes.ended.sum(1).double()
+    return {
+        **{k: found[k] for k in ("reward", "response_tokens", "cut_off_share")},
+        "group_size_least": float(sizes.min()),
+        "group_size_most": float(sizes.max()),
+    }

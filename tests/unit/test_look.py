@@ -1,0 +1,216 @@
+"""The diagnostics of a whole step against transformers' softmax and the streams that the engine drew from."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+
+import fakes
+import numpy as np
+import pytest
+import tiny
+import torch
+from dist.steps import configured, make_trainer
+
+from megatron_brorl.config import ParallelConfig
+from megatron_brorl.ops.philox import stream_key, uniforms
+from megatron_brorl.parallel import grid
+from megatron_brorl.rewards.extract import code
+from megatron_brorl.theory.log import read_log
+
+N, TOKENS, POSITIONS, DEPTH, TEMPERATURE = 200, 12, 40, 3, 0.8
+CHANGES = {
+    "rollout": {"n": N, "prompts": 3, "temperature": TEMPERATURE},
+    "theory": {"prompts": 2, "positions": POSITIONS, "depth": DEPTH, "measure_every": 1, "measure_samples": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    yield grid.build(ParallelConfig())
+    grid.leave()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    return directory, tiny.make_model(directory, "qwen2", True)
+
+
+class Lines:
+    def __init__(self):
+        self.rows = []
+
+    def append(self, rows):
+        self.rows += rows
+
+
+@pytest.fixture(scope="module")
+def step(processes, model):
+    """Figures, seconds, and the rows of the rollout log of one step."""
+    trainer = make_trainer(model[0], processes, configured(CHANGES), fakes.Engine())
+    trainer.rollout_log = Lines()
+    trainer.refit()
+    return *trainer.train_step(), trainer.rollout_log.rows
+
+
+def drawn(prompt):
+    """Responses with their stop token, and verdicts."""
+    rows, right = [], []
+    for row in fakes.draws(stream_key(3, 0, prompt.id), range(N), TOKENS):
+        stopped = fakes.STOP in row
+        rows.append(row[: row.index(fakes.STOP) + 1] if stopped else row)
+        right.append(stopped and sum(rows[-1][:-1]) % 2 == 0)
+    return rows, np.array(right)
+
+
+def chosen():
+    """Two of the three prompts, by the keyed numbers of the step."""
+    key = torch.full((3,), stream_key(3, "theory", 0))
+    order = uniforms(key, torch.arange(3), torch.zeros(3, dtype=torch.int64)).argsort()
+    return [fakes.prompts(3)[i] for i in sorted(order[:2].tolist())]
+
+
+def by_hand(model):
+    """Sums over positions of two prompts, weighted by how many shared tokens each prompt has; predictions."""
+    count = 2 * POSITIONS
+    key = torch.full((count,), stream_key(3, "theory", 0))
+    us = uniforms(key, torch.arange(count), torch.ones(count, dtype=torch.int64)).view(2, -1).tolist()
+    figures, predicted, weights, tokens = [], [], [], 0
+    for prompt, numbers in zip(chosen(), us, strict=True):
+        rows, right = drawn(prompt)
+        tokens += sum(map(len, rows))
+        holders = {}
+        for i, row in enumerate(rows):
+            for t in range(min(len(row), DEPTH)):
+                holders.setdefault(tuple(row[:t]), []).append(i)
+        shared = [
+            (i, t)
+            for i, row in enumerate(rows)
+            for t in range(min(len(row), DEPTH))
+            if len(holders[tuple(row[:t])]) >= 2
+        ]
+        found = []
+        for u in numbers:
+            i, t = shared[int(u * len(shared))]
+            prefix = rows[i][:t]
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt.token_ids, *prefix]])).logits[0, -1]
+            p = (logits.double() / TEMPERATURE).softmax(-1).numpy()
+            there = holders[tuple(prefix)]
+            next_token, worth = np.array([rows[j][t] for j in there]), right[there].astype(float)
+            q, n = worth.mean(), len(there)
+            seen = np.isin(np.arange(tiny.VOCAB), next_token)
+            better = np.array([worth[next_token == v].mean() - q if seen[v] else 0.0 for v in range(tiny.VOCAB)])
+            s_r = better @ p
+            times = np.array([(next_token == v).sum() for v in range(tiny.VOCAB)])
+            ends = np.array([-s_r * (1 - q), s_r * q]) * (p[~seen] ** 2).sum() / n
+            found.append(
+                {
+                    "exact/unsampled_mass": p[~seen].sum(),
+                    "exact/unsampled_2": (p[~seen] ** 2).sum(),
+                    "exact/s_r": s_r,
+                    "exact/a2": (p[better > 0] ** 2).sum(),
+                    "exact/b2": (p[better < 0] ** 2).sum(),
+                    "exact/siblings": n,
+                    "estimate/success": q,
+                    "estimate/sampled": (better * (better - s_r) * p**2)[seen].sum() / n,
+                    "estimate/policy_gradient": (p * better**2 * times).sum() / n,
+                    "bound/unsampled_low": ends.min(),
+                    "bound/unsampled_high": ends.max(),
+                }
+            )
+        means = {k: np.mean([f[k] for f in found]) for k in found[0]}
+        scale = len(shared) / N / N
+        lows = [f["exact/siblings"] * (f["estimate/sampled"] + f["bound/unsampled_low"]) for f in found]
+        gradient = [f["exact/siblings"] * f["estimate/policy_gradient"] for f in found]
+        predicted.append((scale * np.mean(lows), scale * np.mean(gradient)))
+        figures.append(means)
+        weights.append(len(shared))
+    whole = {k: np.average([f[k] for f in figures], weights=weights) for k in figures[0]}
+    return whole | {"exact/shared_tokens": sum(weights) / tokens}, np.mean(predicted, axis=0)
+
+
+def test_token_level_figures(step, model):
+    values = step[0]
+    figures, (low, gradient) = by_hand(model[1])
+    for name, expected in figures.items():
+        assert values[f"theory_{name}"] == pytest.approx(expected, rel=2e-4, abs=1e-9), name
+    assert 0 < figures["exact/unsampled_mass"] < 1
+    lr = values["lr"] * values["updates"]
+    assert lr > 0
+    assert values["theory_predicted/theorem_low"] == pytest.approx(lr * low, rel=2e-4)
+    assert values["theory_predicted/policy_gradient"] == pytest.approx(lr * gradient, rel=2e-4)
+
+
+def test_answers(step):
+    """The fake tokenizer prints tokens, so an answer is the response without its stop token; cut ones have none."""
+    distinct, singles, pairs = [], [], []
+    for prompt in fakes.prompts(3):
+        rows, _ = drawn(prompt)
+        answers = [tuple(row[:-1]) if row[-1] == fakes.STOP else None for row in rows]
+        times = np.array([answers.count(a) for a in set(answers)])
+        distinct.append(len(times))
+        singles.append((times == 1).sum())
+        # Of two held-out siblings each is new where its answer came once, or where the other one has it too.
+        pairs.append(((times == 1).sum() + 2 * (times == 2).sum() / (N - 1)) / N)
+    values = step[0]
+    assert values["theory_good_turing/distinct"] == pytest.approx(np.mean(distinct))
+    assert values["theory_good_turing/singletons"] == pytest.approx(np.mean(singles))
+    assert values["theory_good_turing/unseen_mass"] == pytest.approx(np.mean(singles) / N)
+    assert values["theory_hold_out/unsampled_mass_2"] == pytest.approx(np.mean(pairs))
+    held = [
+        int(k.rsplit("_", 1)[1]) for k in values if k.startswith("theory_hold_out/u_pos2_") and not k.endswith("_se")
+    ]
+    assert held == [2, 4, 8, 16, 32, 64]
+
+
+def test_a_policy_that_draws_the_same_has_not_changed(step):
+    """The fake engine's draws do not depend on the weights: before and after by the same numbers, nothing between."""
+    values, seconds, _ = step
+    rates = []
+    for prompt in chosen():
+        rows = fakes.draws(stream_key(3, "theory 0", prompt.id), range(16), TOKENS)
+        rates.append(np.mean([fakes.STOP in r and sum(r[: r.index(fakes.STOP)]) % 2 == 0 for r in rows]))
+    assert values["theory_measured/before"] == values["theory_measured/after"] == pytest.approx(np.mean(rates))
+    assert (values["theory_measured/change"], values["theory_measured/samples"]) == (0, 64)
+    assert math.isnan(values["theory_measured/over_prompts_theorem"])
+    assert seconds["measure"] > 0
+
+
+def test_the_rollout_log(step, tmp_path):
+    rows = step[2]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    groups = read_log(path)
+    assert [g.prompt_id for g in groups] == ["p/0", "p/1", "p/2"]
+    for g, row, prompt in zip(groups, rows, fakes.prompts(3), strict=True):
+        responses, right = drawn(prompt)
+        assert g.rewards.tolist() == right.tolist()
+        assert g.tokens.tolist() == list(map(len, responses))
+        texts = [" ".join(map(str, r[:-1])) if r[-1] == fakes.STOP else None for r in responses]
+        assert row["answers"] == [f"{code(t):x}" for t in texts]
+
+
+def test_every_second_step(processes, model):
+    trainer = make_trainer(model[0], processes, configured(CHANGES | {"theory": {"every": 2}}), fakes.Engine())
+    trainer.refit()
+    told = [any(k.startswith("theory_") for k in trainer.train_step()[0]) for _ in range(3)]
+    assert told == [True, False, True]
+
+
+def test_an_engine_that_hangs_is_not_measured(processes, model):
+    """It is given up while it samples; the step is trained on, and nothing asks it for more in this step."""
+    release = threading.Event()
+    changes = {"rollout": CHANGES["rollout"] | {"timeout_s": 0.5, "adaptive": "kept"}, "theory": CHANGES["theory"]}
+    engine = fakes.Engine(stall={("p/1", 3)}, deaf=release)
+    trainer = make_trainer(model[0], processes, configured(changes), engine, grace_s=0.2)
+    trainer.refit()
+    values, _ = trainer.train_step()
+    release.set()
+    assert values["updates"] == 1
+    assert trainer.stuck()
+    assert engine.verbs.count("generate") == 1
+    assert values["theory_exact/unsampled_mass"] > 0
+    assert not any(key.startswith("theory_measured/") for key in values)
