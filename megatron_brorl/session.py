@@ -137,6 +137,7 @@ class Session:
             {**fp8.settings(c.fp8), **(attention if c.train.recompute_attention else {})},
             c.parallel.overlap_grad_reduce,
             c.train.offload,
+            c.parallel.overlap_param_gather,
         )
         stage.load_hf(c.model.path)
         return stage

@@ -57,6 +57,7 @@ def make_worker(
     directory: str, parallel: dict[str, Any], optim: OptimConfig | None = None, tokens: int = 120, **kwargs: Any
 ) -> Worker:
     grid = grid_of(**parallel)
+    kwargs = {"share_prompt": grid.context == 1, **kwargs}
     worker = Worker(read_shape(directory), grid, torch.float32, tokens, optim=optim, **kwargs)
     worker.load_hf(directory)
     return worker
@@ -78,7 +79,10 @@ def log_probs(
         return type(actor).head(actor, hidden, batch, temperature)
 
     actor.head = head
-    return worker.log_probs(prompts, responses, temperature), logits
+    found = worker.log_probs(prompts, responses, temperature)
+    for own in logits.values():
+        dist.all_reduce(own, group=worker.grid.groups.cp)  # zeros but for this rank's tokens
+    return found, logits
 
 
 def export(rank: int, directory: str, parallel: dict[str, Any], target: str) -> dict[str, torch.Tensor]:
@@ -108,6 +112,8 @@ def train_steps(
         fields=options.get("fields"),
         overlap_grad_reduce=options.get("overlap_grad_reduce", False),
         offload=options.get("offload", False),
+        distributed_optimizer=options.get("distributed_optimizer", False),
+        overlap_param_gather=options.get("overlap_param_gather", False),
     )
     prompts, responses = rows(2)
     g = torch.Generator().manual_seed(3)

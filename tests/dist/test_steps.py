@@ -20,6 +20,7 @@ LAYOUTS = [
     (4, {}),
     (4, {"tensor": 2}),
     (4, {"pipeline": 2}),
+    (4, {"context": 2}),
 ]
 # 3 prompts x 32 over 2 or 4 replicas: the middle prompt spans replicas.
 UNEVEN = {"rollout": {"prompts": 3}}
