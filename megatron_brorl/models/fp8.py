@@ -14,7 +14,8 @@ from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.parallel import device
 
 ALIGN = 16  # that every side of a matrix product in FP8 must be a multiple of
-_LEAST_ENGINE = (2, 9)  # that Megatron-Core 0.16 is made for
+_LEAST_ENGINE = (2, 9)  # that Megatron-Core 0.16 is made for ...
+_BEYOND_ENGINE = (2, 12)  # ... and the first that it is not
 
 
 def problem(
@@ -28,6 +29,9 @@ def problem(
     gpu = "{}.{}".format(*capability)
     if _version(engine) < _LEAST_ENGINE:
         return f"Transformer Engine {engine} is too old for Megatron-Core 0.16: install 2.9 or newer"
+    if config.recipe == "delayed" and _version(engine) >= _BEYOND_ENGINE:
+        # Megatron-Core gives DelayedScaling an override_linear_precision, which 2.20 no longer takes.
+        return f"Megatron-Core 0.16 is made for Transformer Engine below 2.12 (here: {engine}): use 'tensorwise'"
     if capability < (8, 9):
         return f"FP8 needs compute capability 8.9 (this GPU: {gpu}): set it to 'none'"
     if config.recipe == "blockwise" and (capability < (9, 0) or _version(cuda) < (12, 9)):
