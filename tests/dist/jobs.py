@@ -54,11 +54,16 @@ def grid_of(**parallel: Any) -> grids.Grid:
 
 
 def make_worker(
-    directory: str, parallel: dict[str, Any], optim: OptimConfig | None = None, tokens: int = 120, **kwargs: Any
+    directory: str,
+    parallel: dict[str, Any],
+    optim: OptimConfig | None = None,
+    tokens: int = 120,
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
 ) -> Worker:
     grid = grid_of(**parallel)
     kwargs = {"share_prompt": grid.context == 1, **kwargs}
-    worker = Worker(read_shape(directory), grid, torch.float32, tokens, optim=optim, **kwargs)
+    worker = Worker(read_shape(directory), grid, dtype, tokens, optim=optim, **kwargs)
     worker.load_hf(directory)
     return worker
 
@@ -106,6 +111,7 @@ def train_steps(
         parallel,
         optim,
         options.get("tokens", 120),
+        options.get("dtype", torch.float32),
         recompute=options.get("recompute", False),
         ops=options.get("ops", "fused"),
         share_prompt=options.get("share_prompt", True),
@@ -135,7 +141,7 @@ def train_steps(
         worker.away()
         assert any(p.untyped_storage().nbytes() for p in worker.actor.parameters()) != bool(options.get("offload"))
         figures.append(update_policy(worker, experience, [list(range(len(own)))], algo, optim, 0.9, update))
-    return figures, {name: tensor.clone() for name, tensor in worker.hf_tensors()}
+    return figures, {name: tensor.cpu().clone() for name, tensor in worker.hf_tensors()}
 
 
 def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:
