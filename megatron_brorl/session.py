@@ -22,7 +22,7 @@ from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import read_shape
 from megatron_brorl.metrics import MetricsWriter
-from megatron_brorl.models import checkpoint, fp8, hf_io
+from megatron_brorl.models import checkpoint, fp8, hf_io, memory
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.decode import DecodeOps, Reference
@@ -124,6 +124,9 @@ class Session:
     def _stage(self, kind: Any, optim: OptimConfig | None) -> Any:
         c = self.config
         attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        if optim is not None and not c.fp8.parameters:
+            models = 1 + (c.algo.advantage == "gae")
+            memory.check(self.shape, self.grid, DTYPES[c.model.dtype], c.parallel.distributed_optimizer, models)
         stage = kind(
             self.shape,
             self.grid,

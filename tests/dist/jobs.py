@@ -144,6 +144,18 @@ def train_steps(
     return figures, {name: tensor.cpu().clone() for name, tensor in worker.hf_tensors()}
 
 
+def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], dtype: torch.dtype) -> tuple[int, int]:
+    """Pipeline stage, and bytes of weights, gradients and optimizer once it has stepped."""
+    worker = make_worker(directory, parallel, OptimConfig(), dtype=dtype, distributed_optimizer=False)
+    prompts, responses = rows(2)
+    zeros, ones = (tuple(torch.full((len(r),), x) for r in responses) for x in (0.0, 1.0))
+    experience = Experience(tuple(prompts), tuple(responses), zeros, None, ones)
+    update_policy(worker, experience, [list(range(len(prompts)))], AlgoConfig(), OptimConfig(), 1.0, 0)
+    tensors = [*worker.actor.parameters(), *worker._gradients(), *worker._optimizer_tensors()]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel() > 1}
+    return worker.grid.pp_rank, sum(s.nbytes() for s in storages.values())
+
+
 def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:
     """Largest |log-prob of the engine - log-prob of the actor| over sampled tokens, weights taken from the stream."""
     worker = make_worker(directory, parallel)

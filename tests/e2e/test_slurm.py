@@ -109,7 +109,7 @@ def test_a_preempted_job_saves_waits_and_goes_on(slurm, sbatch, repository):
     assert "Restarts=1" in state
     assert "the state is saved; job" in output(repository)
     saved = len(rows(run))
-    assert (run / "checkpoints" / "latest").read_text() == f"step_{saved:08d}"
+    assert (run / "checkpoints" / "latest").read_text().strip() == f"step_{saved:08d}"
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait two minutes
     until(lambda: len(rows(run)) > saved, repository)
     assert "resumed from" in output(repository)
