@@ -125,8 +125,7 @@ class Session:
         c = self.config
         attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
         if optim is not None and not c.fp8.parameters:
-            models = 1 + (c.algo.advantage == "gae")
-            memory.check(self.shape, self.grid, DTYPES[c.model.dtype], c.parallel.distributed_optimizer, models)
+            memory.check(self.shape, self.grid, DTYPES[c.model.dtype], c.parallel.distributed_optimizer)
         stage = kind(
             self.shape,
             self.grid,

@@ -30,12 +30,12 @@ def training_bytes(
     return count * (dtype.itemsize + 4) + count * (8 + masters) // shards
 
 
-def check(shape: ModelShape, grid: Grid, dtype: torch.dtype, distributed_optimizer: bool, models: int = 1) -> None:
-    """Raise UserError where `models` models of this shape cannot be trained on this rank's GPU together."""
+def check(shape: ModelShape, grid: Grid, dtype: torch.dtype, distributed_optimizer: bool) -> None:
+    """Raise UserError where a model of this shape cannot be trained on this rank's GPU."""
     if not device.on_gpu():
         return
     shards = grid.data * grid.context if distributed_optimizer else 1
-    need = models * training_bytes(shape, grid.pp_rank, grid.tensor, grid.pipeline, dtype, shards)
+    need = training_bytes(shape, grid.pp_rank, grid.tensor, grid.pipeline, dtype, shards)
     have = torch.cuda.get_device_properties(device.default_device()).total_memory
     if need > have:
         raise UserError(

@@ -78,10 +78,11 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     model = config.tensor * config.context * config.pipeline
     if world % model:
-        context = f" x parallel.context = {config.context}" if config.context > 1 else ""
+        axes = ["tensor", "pipeline", *(["context"] if config.context > 1 else [])]
+        names, sizes = " x ".join(f"parallel.{a}" for a in axes), " x ".join(str(getattr(config, a)) for a in axes)
         raise UserError(
-            f"world size {world} is not a multiple of parallel.tensor x parallel.pipeline = {config.tensor} x "
-            f"{config.pipeline}{context}: start {model} processes, or a multiple (torchrun --nproc-per-node)"
+            f"world size {world} is not a multiple of {names} = {sizes}: start {model} processes, or a multiple "
+            "(torchrun --nproc-per-node)"
         )
     if not dist.is_initialized():
         _join(world, config.timeout_s)

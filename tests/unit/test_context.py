@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_brorl.config import ParallelConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.parallel import grid
 from megatron_brorl.parallel.batch import Packed, pack
 from megatron_brorl.parallel.context import own_tokens, segment_lengths, share
 
@@ -74,3 +77,12 @@ def test_rows_without_a_prediction_keep_their_rank_busy():
 def test_shared_prompts_are_refused():
     with pytest.raises(ValueError, match="cannot be padded"):
         pack([torch.tensor([1])] * 2, [torch.tensor([2])] * 2, 100, 4, share=True, segments_of=4)
+
+
+def test_a_world_that_cannot_be_cut_so_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    message = (
+        r"world size 6 is not a multiple of parallel\.tensor x parallel\.pipeline x parallel\.context = 2 x 1 x 2:"
+    )
+    with pytest.raises(UserError, match=message):
+        grid.build(ParallelConfig(tensor=2, context=2))
