@@ -101,7 +101,7 @@ class RolloutConfig:
 class TrtLlmConfig:
     """TensorRT-LLM engines, each a process in an environment of its own; read where rollout.engine = "trtllm"."""
 
-    python: str = ""  # interpreter of the environment that has tensorrt_llm; "" = the one that runs the trainer
+    python: str = ""  # interpreter of the environment that has tensorrt_llm and ray; "" = the one that runs the trainer
     tensor: int = 1  # tensor-parallel size of an engine, which so many neighbouring ranks of a node share
     sampler: Literal["auto", "TRTLLMSampler", "TorchSampler"] = "auto"  # auto: the one that takes a seed per request
     memory_fraction: float = 0.5  # of the free GPU memory, for keys and values
