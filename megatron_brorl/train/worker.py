@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+from megatron.core.fp8_utils import dequantize_fp8_tensor, get_fp8_align_size, is_float8tensor
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_brorl.config import OptimConfig
 from megatron_brorl.hf_config import ModelShape
-from megatron_brorl.models import fp8, hf_io, hf_names
+from megatron_brorl.models import hf_io, hf_names
 from megatron_brorl.models.critic import build_critic, load_body
 from megatron_brorl.models.gpt import Actor, build_actor
 from megatron_brorl.ops.checksum import Sealed
@@ -73,7 +73,7 @@ class Stage:
         self._multiple = (
             self._segments_of
             * (self.grid.tensor if self.grid.sequence_parallel else 1)
-            * (fp8.ALIGN if module.config.fp8 else 1)
+            * (get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1)
         )
         self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if offload else None
         self._state = Offload(self._optimizer_tensors, self._gradients) if offload and optim is not None else None

@@ -53,6 +53,9 @@ def test_every_rank_s_part_must_be_aligned():
     assert "hidden_size is 1540" in fp8.problem(
         config, shape(hidden=1540, heads=11, kv_heads=1), 1, H100, "13.0", "2.9"
     )
+    narrow = shape(ffn=8976)  # 16 x 561
+    assert fp8.problem(Fp8Config(recipe="tensorwise"), narrow, 1, B200, "13.0", "2.9") == ""
+    assert "8976, not a multiple of 32" in fp8.problem(Fp8Config(recipe="mxfp8"), narrow, 1, B200, "13.0", "2.9")
     assert "leaves none of the 4 layers" in fp8.problem(config, shape(layers=4), 1, H100, "12.9", "2.9")
 
 
