@@ -38,6 +38,7 @@ SelectTypeParameters=CR_CPU
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=5
+SlurmdParameters=config_overrides
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=1000
 PartitionName=low Nodes={host} Default=YES PriorityTier=1 GraceTime=120
 PartitionName=high Nodes={host} PriorityTier=10 PreemptMode=OFF
