@@ -25,7 +25,6 @@ LAYOUTS = [
 ]
 CONTEXTS = [
     (2, {"context": 2}),
-    (4, {"context": 4}),
     (4, {"context": 2, "pipeline": 2}),
     (4, {"context": 2, "tensor": 2, "sequence": True}),
 ]
