@@ -27,9 +27,11 @@ class ModelConfig:
 class ParallelConfig:
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1  # ranks that the tokens of every sequence are cut over (context parallelism)
     sequence: bool = False  # Megatron's sequence parallelism (needs tensor > 1)
     distributed_optimizer: bool = False  # ZeRO-1; its checkpoints need a GPU
     overlap_grad_reduce: bool = False  # gradients are summed over data-parallel ranks while the backward pass goes on
+    overlap_param_gather: bool = False  # ZeRO-1's weights are gathered while the next forward pass goes on
     # A collective that waits longer ends the run; ranks that wait for another's rollouts wait rollout.timeout_s more.
     timeout_s: float = 600.0
 
@@ -104,7 +106,7 @@ class RolloutConfig:
 class TrtLlmConfig:
     """TensorRT-LLM engines, each a process in an environment of its own; read where rollout.engine = "trtllm"."""
 
-    python: str = ""  # interpreter of the environment that has tensorrt_llm; "" = the one that runs the trainer
+    python: str = ""  # interpreter of the environment that has tensorrt_llm and ray; "" = the one that runs the trainer
     tensor: int = 1  # tensor-parallel size of an engine, which so many neighbouring ranks of a node share
     sampler: Literal["auto", "TRTLLMSampler", "TorchSampler"] = "auto"  # auto: the one that takes a seed per request
     memory_fraction: float = 0.5  # of the free GPU memory, for keys and values
@@ -226,7 +228,7 @@ class TrainConfig:
     # Evaluations in a row whose held-out pass@1 is not above the best one by more than stall_margin; the run ends then.
     stalls: int = 0  # 0 = never
     stall_margin: float = 0.0
-    # A micro-batch is filled up to this many tokens. 0 = 2,048 on a CPU, where more only take memory, 16,384 on a GPU.
+    # Of a micro-batch on one rank, at most. 0 = 2,048 on a CPU, where more only take memory, 16,384 on a GPU.
     tokens_per_micro_batch: int = 0
     recompute: bool = False  # recompute activations in the backward pass
     recompute_attention: bool = False  # recompute the core of attention alone

@@ -24,7 +24,7 @@ else:
 
 _AT_LEAST_ONE = (
     "rollout.n rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches "
-    "algo.epochs parallel.tensor parallel.pipeline train.keep_checkpoints "
+    "algo.epochs parallel.tensor parallel.pipeline parallel.context train.keep_checkpoints "
     "evaluate.samples evaluate.bootstrap sft.examples_per_step data.held_out_prompts "
     "trtllm.tensor trtllm.max_num_tokens fp8.amax_history theory.prompts theory.depth theory.measure_samples"
 )
@@ -89,6 +89,7 @@ def validate(config: Config, where: str) -> None:
     _validate_partial(config, need)
     _validate_adaptive(config, need)
     _validate_trtllm(config, need)
+    _validate_parallel(config, need)
     _validate_fp8(config, need)
     _validate_memory(config, need)
     need(
@@ -128,14 +129,33 @@ def validate(config: Config, where: str) -> None:
     )
     need(config.data.train_seed != config.data.held_out_seed, "data.held_out_seed", "must differ from data.train_seed")
     need(
-        not config.parallel.sequence or config.parallel.tensor > 1,
+        config.rollout.prompts >= config.algo.mini_batches,
+        "algo.mini_batches",
+        f"cannot cut {config.rollout.prompts} prompts (rollout.prompts) into that many mini-batches",
+    )
+
+
+def _validate_parallel(config: Config, need: Callable[[bool, str, str], None]) -> None:
+    p = config.parallel
+    need(
+        not p.sequence or p.tensor > 1,
         "parallel.sequence",
         "sequence parallelism needs parallel.tensor > 1",
     )
     need(
-        config.rollout.prompts >= config.algo.mini_batches,
-        "algo.mini_batches",
-        f"cannot cut {config.rollout.prompts} prompts (rollout.prompts) into that many mini-batches",
+        p.context == 1 or not config.train.share_prompt,
+        "train.share_prompt",
+        "parallel.context > 1 cuts sequences that hold their own prompt: must be false",
+    )
+    need(
+        p.context == 1 or config.algo.ratio == "token",
+        "algo.ratio",
+        "parallel.context > 1 puts the tokens of a sequence on several ranks: must be 'token'",
+    )
+    need(
+        not p.overlap_param_gather or p.distributed_optimizer,
+        "parallel.overlap_param_gather",
+        "weights are gathered with parallel.distributed_optimizer = true alone",
     )
 
 

@@ -83,7 +83,8 @@ def _engine() -> Finding:
 def _trtllm() -> Finding:
     here = importlib.util.find_spec("tensorrt_llm") is not None
     value = metadata.version("tensorrt_llm") if here else "not in this environment: name another by trtllm.python"
-    return Finding("TensorRT-LLM", value)
+    alone = here and importlib.util.find_spec("ray") is None
+    return Finding("TensorRT-LLM", value, "Ray starts its workers and is not here: pip install ray" if alone else "")
 
 
 def _shared_memory() -> Finding:

@@ -22,7 +22,7 @@ from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import read_shape
 from megatron_brorl.metrics import Lines, MetricsWriter
-from megatron_brorl.models import checkpoint, fp8, hf_io
+from megatron_brorl.models import checkpoint, fp8, hf_io, memory
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.decode import DecodeOps, Reference
@@ -125,6 +125,8 @@ class Session:
     def _stage(self, kind: Any, optim: OptimConfig | None) -> Any:
         c = self.config
         attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        if optim is not None and not c.fp8.parameters:
+            memory.check(self.shape, self.grid, DTYPES[c.model.dtype], c.parallel.distributed_optimizer)
         stage = kind(
             self.shape,
             self.grid,
@@ -138,6 +140,7 @@ class Session:
             {**fp8.settings(c.fp8), **(attention if c.train.recompute_attention else {})},
             c.parallel.overlap_grad_reduce,
             c.train.offload,
+            c.parallel.overlap_param_gather,
         )
         stage.load_hf(c.model.path)
         return stage

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 FAMILIES = {
@@ -17,7 +18,7 @@ CASES = [(family, tied) for family in FAMILIES for tied in (False, True)]
 VOCAB = 103  # not a multiple of any tensor-parallel size
 
 
-def make_model(directory: Path, family: str, tied: bool, seed: int = 0, **overrides: Any) -> Any:
+def make_model(directory: Path, family: str, tied: bool, seed: int = 0, std: float = 0.2, **overrides: Any) -> Any:
     """Write a random model whose every parameter (norms and biases too) is away from its default; return it."""
     config_class, model_class = FAMILIES[family]
     config = config_class(
@@ -43,6 +44,11 @@ def make_model(directory: Path, family: str, tied: bool, seed: int = 0, **overri
     model = model_class(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.normal_(1.0 if "norm" in name else 0.0, 0.2)
+            p.normal_(1.0 if "norm" in name else 0.0, std)
     model.save_pretrained(directory)
     return model
+
+
+def weights(directory: str | Path) -> dict[str, torch.Tensor]:
+    """What make_model wrote, by name."""
+    return load_file(Path(directory) / "model.safetensors")

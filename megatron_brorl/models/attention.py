@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -16,6 +18,7 @@ from megatron_brorl.models import flex_attention
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.reference import compute_dtype
 from megatron_brorl.parallel.batch import Group
+from megatron_brorl.parallel.context import own_tokens
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Segments(PackedSeqParams):
     fused: bool = False  # whether rotation and, on CPUs in float32, attention go through ops.fused_layers
     mask: BlockMask | None = None  # of groups, made where it is first needed
     table: Tensor | None = None  # of groups, [segments, 4], likewise
+    context: dist.ProcessGroup | None = None  # over which every segment is cut (parallel.context); T is this rank's
 
     @property
     def shared(self) -> bool:
@@ -101,9 +105,11 @@ class PackedAttention(torch.nn.Module):
             return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
         if not query.is_cuda:  # in bfloat16 the backward pass of the CPU's attention takes twice as long
             query, key, value = (x.to(compute_dtype(dtype)) for x in (query, key, value))
-            if packed_seq_params.fused and query.dtype == torch.float32:
-                out = packed_seq_params.attend_fused(query, key, value, self.scale)
-                return out.flatten(1).unsqueeze(1).to(dtype)
+        if packed_seq_params.context is not None:
+            out = self._over_ranks(query, key, value, packed_seq_params.groups, packed_seq_params.context)
+            return out.flatten(1).unsqueeze(1).to(dtype)
+        if packed_seq_params.fused and not query.is_cuda and query.dtype == torch.float32:
+            return packed_seq_params.attend_fused(query, key, value, self.scale).flatten(1).unsqueeze(1).to(dtype)
         outputs, begin = [], 0
         for group in packed_seq_params.groups:
             front = slice(begin, begin + group.prefix)
@@ -127,6 +133,33 @@ class PackedAttention(torch.nn.Module):
             q, k, v = (_batched(x, count, length) for x in qkv)
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return _joined(outputs)
+
+    def _over_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, groups: tuple[Group, ...], ranks: dist.ProcessGroup
+    ) -> Tensor:
+        """This rank's queries [t, heads, d] over the keys and values of all ranks, of which this one has
+        [t, kv_heads, d]; each segment by itself."""
+        size, rank = ranks.size(), ranks.rank()
+        order = torch.cat([own_tokens(groups, r, size) for r in range(size)]).argsort().to(query.device)
+        key, value = (gather_from_sequence_parallel_region(x, group=ranks)[order] for x in (key, value))
+        segments = tuple(run for group in groups for run in group.segments)
+        queries = _cut(tuple((count, length // size) for count, length in segments), query)
+        outputs = []
+        for (count, length), (q,), kv in zip(segments, queries, _cut(segments, key, value), strict=True):
+            k, v = (_batched(x, count, length) for x in kv)
+            chunk = length // (2 * size)
+            halves = q.unflatten(0, (count, 2, chunk)).transpose(2, 3)  # [count, 2, heads, chunk, d]
+            found = []
+            for half, place in ((0, rank), (1, 2 * size - 1 - rank)):
+                seen = (place + 1) * chunk
+                mask = torch.ones(chunk, seen, dtype=torch.bool, device=q.device).tril(seen - chunk)
+                found.append(
+                    scaled_dot_product_attention(
+                        halves[:, half], k[:, :, :seen], v[:, :, :seen], mask, scale=self.scale, enable_gqa=True
+                    )
+                )
+            outputs.append(torch.stack(found, dim=1).transpose(2, 3).flatten(0, 2))
         return _joined(outputs)
 
 

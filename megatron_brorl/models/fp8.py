@@ -7,14 +7,15 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import get_fp8_align_size
 
 from megatron_brorl.config import Fp8Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.parallel import device
 
-ALIGN = 16  # that every side of a matrix product in FP8 must be a multiple of
-_LEAST_ENGINE = (2, 9)  # that Megatron-Core 0.16 is made for
+_LEAST_ENGINE = (2, 9)  # that Megatron-Core 0.16 is made for ...
+_BEYOND_ENGINE = (2, 12)  # ... and the first that it is not
 
 
 def problem(
@@ -28,6 +29,9 @@ def problem(
     gpu = "{}.{}".format(*capability)
     if _version(engine) < _LEAST_ENGINE:
         return f"Transformer Engine {engine} is too old for Megatron-Core 0.16: install 2.9 or newer"
+    if config.recipe == "delayed" and _version(engine) >= _BEYOND_ENGINE:
+        # Megatron-Core gives DelayedScaling an override_linear_precision, which 2.20 no longer takes.
+        return f"Megatron-Core 0.16 is made for Transformer Engine below 2.12 (here: {engine}): use 'tensorwise'"
     if capability < (8, 9):
         return f"FP8 needs compute capability 8.9 (this GPU: {gpu}): set it to 'none'"
     if config.recipe == "blockwise" and (capability < (9, 0) or _version(cuda) < (12, 9)):
@@ -36,6 +40,7 @@ def problem(
         return f"MXFP8 needs compute capability 10.0 (this GPU: {gpu}; H100 and H200 have 9.0): use 'blockwise'"
     if 2 * config.bf16_layers >= shape.layers:
         return f"fp8.bf16_layers = {config.bf16_layers} at each end leaves none of the {shape.layers} layers in FP8"
+    align = get_fp8_align_size(config.recipe)
     widths = {
         "hidden_size": shape.hidden,
         "the query, key and value heads": (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor,
@@ -43,8 +48,8 @@ def problem(
         "intermediate_size": shape.ffn // tensor,
     }
     for name, width in widths.items():
-        if width % ALIGN:
-            return f"a rank's part of {name} is {width}, not a multiple of {ALIGN}: choose another parallel.tensor"
+        if width % align:
+            return f"a rank's part of {name} is {width}, not a multiple of {align}: choose another parallel.tensor"
     return ""
 
 

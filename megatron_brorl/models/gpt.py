@@ -91,7 +91,11 @@ class Actor(GPTModel):
             position_ids=positions.unsqueeze(0),
             attention_mask=None,
             packed_seq_params=Segments(
-                groups=batch.groups, cos=angles.cos(), sin=angles.sin(), fused=self.fused_layers
+                groups=batch.groups,
+                cos=angles.cos(),
+                sin=angles.sin(),
+                fused=self.fused_layers,
+                context=self.pg_collection.cp if self.grid.context > 1 else None,
             ),
         )
 
@@ -223,6 +227,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=grid.tensor,
         pipeline_model_parallel_size=grid.pipeline,
+        context_parallel_size=grid.context,
         sequence_parallel=grid.sequence_parallel,
         variable_seq_lengths=True,  # packed streams differ in length
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts

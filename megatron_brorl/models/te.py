@@ -14,6 +14,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from megatron_brorl.parallel.context import segment_lengths
+
 
 class PackedTeAttention(TEDotProductAttention):
     """Transformer Engine's variable-length attention over the groups of models.attention.Segments; FlexAttention where
@@ -32,13 +34,14 @@ class PackedTeAttention(TEDotProductAttention):
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
         if packed_seq_params.shared:
             return packed_seq_params.attend_on_gpu(query.squeeze(1), key.squeeze(1), value.squeeze(1), None)
-        groups = packed_seq_params.groups
-        lengths = [n for g in groups for count, n in g.segments for _ in range(count)]
+        lengths = segment_lengths(packed_seq_params.groups)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
         packing = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=ends,
             cu_seqlens_kv=ends,
+            cu_seqlens_q_padded=ends,  # of the whole stream, which context parallelism divides; padding is a token too
+            cu_seqlens_kv_padded=ends,
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         )

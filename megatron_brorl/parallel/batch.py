@@ -37,17 +37,25 @@ class Packed:
     targets: Tensor  # [R] int64: that token
     rows: tuple[int, ...]  # the rows packed, in stream order
     counts: Tensor  # [rows] int64: response tokens of each; sums to R
+    kept: Tensor | None = None  # [R] int64: which of the rows' response tokens these are; None: all (parallel.context)
 
     def gather(self, per_row: Sequence[Tensor]) -> Tensor:
         """Concatenate ragged per-token values of all rows ([G] each) into [R] in this batch's order."""
-        return torch.cat([per_row[i] for i in self.rows]) if self.rows else self.targets.new_zeros(0).float()
+        if not self.rows:
+            return self.targets.new_zeros(0).float()
+        return self._keep(torch.cat([per_row[i] for i in self.rows]))
 
     def repeat(self, per_row: Tensor) -> Tensor:
         """Spread one value per row over that row's response tokens: [B] -> [R]."""
-        return per_row[list(self.rows)].repeat_interleave(self.counts)
+        return self._keep(per_row[list(self.rows)].repeat_interleave(self.counts))
+
+    def _keep(self, values: Tensor) -> Tensor:
+        return values if self.kept is None else values[self.kept]
 
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """Cut per-token values [R] into (row, [G]) pairs."""
+        """Cut per-token values [R] into (row, [G]) pairs; 0 stands for tokens of other ranks."""
+        if self.kept is not None:
+            values = values.new_zeros(int(self.counts.sum()), *values.shape[1:]).index_copy(0, self.kept, values)
         return list(zip(self.rows, values.split(self.counts.tolist()), strict=True))
 
 
@@ -57,14 +65,18 @@ def pack(
     max_tokens: int,
     multiple_of: int = 1,
     share: bool = False,
+    segments_of: int = 1,
 ) -> list[Packed]:
     """Pack rows into micro-batches of at most max_tokens stream tokens (a longer row gets one of its own).
 
     prompts and responses are [tokens] int64 each, none empty. share: store a prompt once per micro-batch, where that
     saves at least LEAST_GAIN. multiple_of pads every stream with one dummy segment, as sequence parallelism asks.
+    segments_of, a divisor of multiple_of, pads every segment of plain streams at its end, as context parallelism asks.
     Without rows the result is one dummy micro-batch that predicts nothing, so that a rank that has nothing to train
     still takes part in the collectives.
     """
+    if share and segments_of > 1:
+        raise ValueError("pack: a prompt that segments share cannot be padded with each of them")
     if share and token_gain(prompts, responses) >= LEAST_GAIN:
         batches_of_families = _fill_shared(_families(prompts, responses), max_tokens)
         return [_pack_shared(b, multiple_of) for b in batches_of_families]
@@ -73,12 +85,13 @@ def pack(
     used = 0
     for i in order:
         length = len(prompts[i]) + len(responses[i]) - 1
+        length += -length % segments_of
         if batches[-1] and used + length > max_tokens:
             batches.append([])
             used = 0
         batches[-1].append(i)
         used += length
-    return [_pack_plain(rows, prompts, responses, multiple_of) for rows in batches]
+    return [_pack_plain(rows, prompts, responses, multiple_of, segments_of) for rows in batches]
 
 
 def token_gain(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
@@ -126,11 +139,14 @@ def _fill_shared(families: list[_Family], max_tokens: int) -> list[list[_Family]
     return batches
 
 
-def _pack_plain(rows: list[int], prompts: Sequence[Tensor], responses: Sequence[Tensor], multiple_of: int) -> Packed:
-    pieces = [torch.cat((prompts[i], responses[i][:-1])) for i in rows]
+def _pack_plain(
+    rows: list[int], prompts: Sequence[Tensor], responses: Sequence[Tensor], multiple_of: int, segments_of: int
+) -> Packed:
+    pieces = [_padded(torch.cat((prompts[i], responses[i][:-1])), segments_of) for i in rows]
     lengths = torch.tensor([len(p) for p in pieces], dtype=torch.int64)
     counts = torch.tensor([len(responses[i]) for i in rows], dtype=torch.int64)
-    first = lengths.cumsum(0) - counts
+    # A prompt's last token predicts the first of its response.
+    first = lengths.cumsum(0) - lengths + torch.tensor([len(prompts[i]) - 1 for i in rows], dtype=torch.int64)
     return _finish(
         pieces=pieces,
         offsets=[0] * len(rows),
@@ -192,6 +208,10 @@ def _finish(
         rows=tuple(i for i, _ in rows),
         counts=torch.tensor([len(r) for _, r in rows], dtype=torch.int64),
     )
+
+
+def _padded(piece: Tensor, multiple_of: int) -> Tensor:
+    return torch.nn.functional.pad(piece, (0, -len(piece) % multiple_of))
 
 
 def _runs(lengths: list[int]) -> tuple[tuple[int, int], ...]:

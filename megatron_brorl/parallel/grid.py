@@ -1,4 +1,4 @@
-"""The process grid: data x pipeline x tensor, and its groups, handed to whoever needs them."""
+"""The process grid: data x pipeline x context x tensor, and its groups, handed to whoever needs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_brorl.parallel import device
 
 @dataclass(frozen=True)
 class Grid:
-    """Where this process stands. Ranks vary fastest over tensor, then data, then pipeline (Megatron's order)."""
+    """Where this process stands. Ranks vary fastest over tensor, then context, data, pipeline (Megatron's order)."""
 
     tensor: int
     pipeline: int
@@ -27,7 +27,9 @@ class Grid:
     tp_rank: int
     pp_rank: int
     dp_rank: int
-    groups: ProcessGroupCollection  # .tp .pp .dp .mp (tensor x pipeline) ...
+    groups: ProcessGroupCollection  # .tp .pp .cp .dp .dp_cp (data x context) ...
+    replica: dist.ProcessGroup  # the tensor x context x pipeline ranks that train on the same rows
+    context: int = 1
     sequence_parallel: bool = False
     meeting: dist.ProcessGroup | None = None  # all ranks, over gloo
     patience: timedelta = timedelta()
@@ -38,7 +40,7 @@ class Grid:
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.mp_size * self.data
 
     @property
     def first_stage(self) -> bool:
@@ -50,12 +52,12 @@ class Grid:
 
     @property
     def mp_rank(self) -> int:
-        """Rank among the tensor x pipeline processes that together hold one copy of the model."""
-        return dist.get_rank(self.groups.mp)
+        """Rank in `replica`."""
+        return dist.get_rank(self.replica)
 
     @property
     def mp_size(self) -> int:
-        return self.tensor * self.pipeline
+        return self.tensor * self.context * self.pipeline
 
     def meet(self) -> None:
         """Wait for all ranks after a phase in which they may be further apart than parallel.timeout_s allows.
@@ -70,23 +72,28 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     """Join the processes of the launcher (torchrun, Slurm; alone without one) into a grid.
 
     phase_s: seconds that ranks may be apart where they `meet`, beside parallel.timeout_s; 0 = they never do.
-    Raises UserError when the world size is not a multiple of tensor x pipeline.
+    Raises UserError when the world size is not a multiple of tensor x context x pipeline.
     """
     device.prepare()
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    model = config.tensor * config.pipeline
+    model = config.tensor * config.context * config.pipeline
     if world % model:
+        axes = ["tensor", "pipeline", *(["context"] if config.context > 1 else [])]
+        names, sizes = " x ".join(f"parallel.{a}" for a in axes), " x ".join(str(getattr(config, a)) for a in axes)
         raise UserError(
-            f"world size {world} is not a multiple of parallel.tensor x parallel.pipeline = {config.tensor} x "
-            f"{config.pipeline}: start {model} processes, or a multiple (torchrun --nproc-per-node)"
+            f"world size {world} is not a multiple of {names} = {sizes}: start {model} processes, or a multiple "
+            "(torchrun --nproc-per-node)"
         )
     if not dist.is_initialized():
         _join(world, config.timeout_s)
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor, pipeline_model_parallel_size=config.pipeline
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        context_parallel_size=config.context,
     )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
     # Dropout is off everywhere; Megatron still insists on seeded generators for its forks.
     model_parallel_cuda_manual_seed(seed)
     patience = timedelta(seconds=phase_s + config.timeout_s)
@@ -97,11 +104,21 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
-        groups=ProcessGroupCollection.use_mpu_process_groups(),
+        groups=groups,
+        replica=groups.mp if config.context == 1 else _replica(config, world // model),
+        context=config.context,
         sequence_parallel=config.sequence,
         meeting=dist.new_group(timeout=patience, backend="gloo") if phase_s and world > 1 else None,
         patience=patience,
     )
+
+
+def _replica(config: ParallelConfig, data: int) -> dist.ProcessGroup:
+    """Megatron has no group of tensor x context x pipeline ranks."""
+    near = config.tensor * config.context
+    ranks = [[p * data * near + d * near + i for p in range(config.pipeline) for i in range(near)] for d in range(data)]
+    own, _ = dist.new_subgroups_by_enumeration(ranks)
+    return own
 
 
 def _join(world: int, timeout_s: float) -> None:

@@ -1,10 +1,10 @@
 """Who samples what: the rollouts of a step over the ranks, and back to the ranks that train on them.
 
 A step's new rollouts, in (prompt, sibling) order, are cut into one run per data-parallel replica, and the work of a
-replica into one run per rank of the tensor x pipeline group that holds its copy of the model. So the siblings of a
-prompt may span ranks and replicas, and ranks differ by one rollout at most. What is drawn does not depend on the cuts:
-random numbers are keyed by (seed, step, prompt, sibling, position). A replica trains on what it sampled: its ranks
-share their rows, and between replicas no rollout ever travels.
+replica into one run per rank of the tensor x context x pipeline group that holds its copy of the model. So the siblings
+of a prompt may span ranks and replicas, and ranks differ by one rollout at most. What is drawn does not depend on the
+cuts: random numbers are keyed by (seed, step, prompt, sibling, position). A replica trains on what it sampled: its
+ranks share their rows, and between replicas no rollout ever travels.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def requests(
 
 
 def share_with_model_group(rows: list[Row], grid: Grid) -> list[Row]:
-    """All rows of this replica, on every rank of its tensor x pipeline group; a collective."""
+    """All rows of this replica, on every rank of it; a collective."""
     if grid.mp_size == 1:
         return rows
     shares: list[dict[str, Tensor]] = [{} for _ in range(grid.mp_size)]
-    dist.all_gather_object(shares, to_tensors(rows), group=grid.groups.mp)
+    dist.all_gather_object(shares, to_tensors(rows), group=grid.replica)
     return [row for share in shares for row in from_tensors(share)]

@@ -10,7 +10,7 @@ WorkerBucket = dict[str, object]  # {"path", "rows"} in host memory, or {"handle
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Arguments of the engine process; see config.TrtllmConfig and config.RolloutConfig for those with a key there."""
+    """Arguments of the engine process; see config.TrtLlmConfig and config.RolloutConfig for those with a key there."""
 
     model: str  # Hugging Face directory; its config.json alone is read
     vocab: int

@@ -134,5 +134,5 @@ def _over_ranks(worker: Worker, values: list[losses.PolicyLoss]) -> dict[str, fl
     grid = worker.grid
     sums = {k: sum((v.sums[k] for v in values), 0.0) for k in losses.SUMS}
     maxima = {k: max((v.maxima[k] for v in values), default=0.0) for k in losses.MAXIMA}
-    groups = (grid.groups.pp, grid.groups.dp)
+    groups = (grid.groups.pp, grid.groups.dp_cp)
     return collect.total(sums, *groups) | collect.greatest(maxima, *groups)

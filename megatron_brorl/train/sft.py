@@ -47,7 +47,7 @@ def sft(
         tokens = collect.total({"tokens": own}, grid.groups.dp)["tokens"]
         lr = learning_rate(optim, step)
         update, losses = worker.train(prompts, responses, _loss(tokens), 1.0, lr)
-        loss = collect.total({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp)["loss"]
+        loss = collect.total({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
         seconds = {"step": time.monotonic() - start}
         if writer:
             writer.write(step, {"loss": loss, "grad_norm": update.grad_norm, "lr": lr, "tokens": tokens}, seconds)

@@ -49,7 +49,7 @@ def update_critic(
         loss = _loss_function(part, clip or math.inf, 1 / tokens, critic.ops)
         update, values = critic.train(part.prompts, part.responses, loss, lr)
         own = {key: sum((v.sums[key] for v in values), 0.0) for key in totals}
-        found = collect.total(own, critic.grid.groups.pp, critic.grid.groups.dp)
+        found = collect.total(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
         totals = {key: totals[key] + found[key] for key in totals}
         norms.append(update.grad_norm)
         skipped += not update.applied

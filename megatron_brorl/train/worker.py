@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+from megatron.core.fp8_utils import dequantize_fp8_tensor, get_fp8_align_size, is_float8tensor
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,12 +23,13 @@ from torch import Tensor
 
 from megatron_brorl.config import OptimConfig
 from megatron_brorl.hf_config import ModelShape
-from megatron_brorl.models import fp8, hf_io, hf_names
+from megatron_brorl.models import hf_io, hf_names
 from megatron_brorl.models.critic import build_critic, load_body
 from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import LEAST_GAIN, Packed, pack, token_gain
+from megatron_brorl.parallel.context import share
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
@@ -61,22 +62,28 @@ class Stage:
         distributed_optimizer: bool,
         overlap_grad_reduce: bool,
         offload: bool,
+        overlap_param_gather: bool,
     ) -> None:
         """offload: `away` has an effect (config key train.offload)."""
         self.module, self.grid, self.dtype = module, module.grid, module.config.params_dtype
         self.tokens_per_micro_batch, self.share_prompt = tokens_per_micro_batch, share_prompt
         self.optim = optim
         self.model: Any = module
-        self._multiple = (self.grid.tensor if self.grid.sequence_parallel else 1) * (
-            fp8.ALIGN if module.config.fp8 else 1
+        self._segments_of = 2 * self.grid.context if self.grid.context > 1 else 1
+        self._multiple = (
+            self._segments_of
+            * (self.grid.tensor if self.grid.sequence_parallel else 1)
+            * (get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1)
         )
         self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if offload else None
         self._state = Offload(self._optimizer_tensors, self._gradients) if offload and optim is not None else None
         if optim is not None:
             with device.bridge():
-                self._make_trainable(optim, distributed_optimizer, overlap_grad_reduce)
+                self._make_trainable(optim, distributed_optimizer, overlap_grad_reduce, overlap_param_gather)
 
-    def _make_trainable(self, optim: OptimConfig, distributed_optimizer: bool, overlap_grad_reduce: bool) -> None:
+    def _make_trainable(
+        self, optim: OptimConfig, distributed_optimizer: bool, overlap_grad_reduce: bool, overlap_param_gather: bool
+    ) -> None:
         config = self.module.config
         self.model = DistributedDataParallel(
             config=config,
@@ -84,6 +91,7 @@ class Stage:
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=distributed_optimizer,
                 overlap_grad_reduce=overlap_grad_reduce,
+                overlap_param_gather=overlap_param_gather,
             ),
             module=self.module,
         )
@@ -99,6 +107,7 @@ class Stage:
                 bf16=self.dtype == torch.bfloat16,
                 params_dtype=self.dtype,
                 use_distributed_optimizer=distributed_optimizer,
+                overlap_param_gather=overlap_param_gather,
             ),
             [self.model],
         )
@@ -109,6 +118,7 @@ class Stage:
     def away(self, weights: bool = True) -> None:
         """Move the optimizer's state, and the weights, to host memory; gradients are dropped. Training, scoring and
         streaming bring back what they need."""
+        self._finish_gather()
         for part in (self._state, self._weights if weights else None):
             if part:
                 part.away()
@@ -117,9 +127,19 @@ class Stage:
 
     def back(self) -> None:
         """Undo `away`, for whoever reads weights or optimizer directly."""
+        self._finish_gather()
+        self._take_back()
+
+    def _take_back(self) -> None:
         for part in (self._weights, self._state):
             if part:
                 part.back()
+
+    def _finish_gather(self) -> None:
+        """Weights that the last optimizer step left to be gathered as layers ask for them (overlap_param_gather)."""
+        if isinstance(self.model, DistributedDataParallel) and self.model.ddp_config.overlap_param_gather:
+            for bucket in self.model.bucket_groups:
+                bucket.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         """Moments and fp32 masters; where the weights are their own masters, without those."""
@@ -140,7 +160,7 @@ class Stage:
 
         `loss` must divide by the size of the global batch. Values come back on the last pipeline stage alone.
         """
-        self.back()
+        self._take_back()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         values = self._run(self._pack(prompts, responses), loss, head)
@@ -154,7 +174,7 @@ class Stage:
         of_head: Callable[[Any], Tensor],
     ) -> list[Tensor]:
         """of_head's [R] without gradient as [G] float32 per response, in row order, on every rank of the model's."""
-        result = [torch.empty(len(r)) for r in responses]
+        result = [torch.zeros(len(r)) for r in responses]
         if not result:
             return result
 
@@ -166,8 +186,9 @@ class Stage:
 
         with torch.no_grad():
             self._run(self._pack(prompts, responses), collect, head, forward_only=True)
-        if self.grid.pipeline > 1:
+        if self.grid.pipeline > 1 or self.grid.context > 1:
             flat = torch.cat(result).to(device.default_device())
+            dist.all_reduce(flat, group=self.grid.groups.cp)  # each rank has its part, and zeros
             source = dist.get_global_rank(self.grid.groups.pp, self.grid.pipeline - 1)
             dist.broadcast(flat, source, group=self.grid.groups.pp)
             result = list(flat.cpu().split([len(r) for r in responses]))
@@ -204,14 +225,22 @@ class Stage:
         return {"plain": plain, "computed": plain / gain if gain >= LEAST_GAIN else plain}
 
     def _pack(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
-        return pack(prompts, responses, self.tokens_per_micro_batch, self._multiple, self.share_prompt)
+        grid = self.grid
+        limit = self.tokens_per_micro_batch * grid.context
+        batches = pack(prompts, responses, limit, self._multiple, self.share_prompt, self._segments_of)
+        return [share(b, grid.groups.cp.rank(), grid.context) for b in batches] if grid.context > 1 else batches
 
     def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:
         if self._weights:
             self._weights.back()
+
+        def gathered(hidden: Tensor, batch: Packed) -> Any:
+            self._finish_gather()  # of the head, whose module is not called
+            return head(hidden, batch)
+
         with device.bridge():
             values = get_forward_backward_func()(
-                forward_step_func=partial(_forward_step, loss=loss, head=head),
+                forward_step_func=partial(_forward_step, loss=loss, head=gathered),
                 data_iterator=iter(batches),
                 model=[self.model],
                 num_microbatches=len(batches),
@@ -239,6 +268,7 @@ class Worker(Stage):
         fields: Mapping[str, Any] | None = None,
         overlap_grad_reduce: bool = False,
         offload: bool = False,
+        overlap_param_gather: bool = False,
     ) -> None:
         """ops: config key ops.implementation. share_prompt: config key train.share_prompt. fields: of Megatron's
         TransformerConfig, beside what models.gpt chooses."""
@@ -247,7 +277,14 @@ class Worker(Stage):
         table = hf_names.entries(shape, grid.pipeline, self.actor.fused_norms)
         self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, dtype.itemsize)
         super().__init__(
-            self.actor, tokens_per_micro_batch, share_prompt, optim, distributed_optimizer, overlap_grad_reduce, offload
+            self.actor,
+            tokens_per_micro_batch,
+            share_prompt,
+            optim,
+            distributed_optimizer,
+            overlap_grad_reduce,
+            offload,
+            overlap_param_gather,
         )
 
     def load_hf(self, directory: str | Path) -> None:
@@ -258,6 +295,7 @@ class Worker(Stage):
 
     def hf_tensors(self) -> Iterator[Sealed]:
         """The full weights as (Hugging Face name, tensor), with checksums, the same on every rank; a collective."""
+        self._finish_gather()
         if self._weights:
             self._weights.back()
         named = hf_names.global_parameters(self.actor)
@@ -310,6 +348,7 @@ class CriticWorker(Stage):
         fields: Mapping[str, Any] | None = None,
         overlap_grad_reduce: bool = False,
         offload: bool = False,
+        overlap_param_gather: bool = False,
     ) -> None:
         """As of Worker; optim is the critic's own."""
         self.shape, self.ops = shape, ops
@@ -322,6 +361,7 @@ class CriticWorker(Stage):
             distributed_optimizer,
             overlap_grad_reduce,
             offload,
+            overlap_param_gather,
         )
 
     def load_hf(self, directory: str | Path) -> None:

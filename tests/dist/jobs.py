@@ -54,10 +54,16 @@ def grid_of(**parallel: Any) -> grids.Grid:
 
 
 def make_worker(
-    directory: str, parallel: dict[str, Any], optim: OptimConfig | None = None, tokens: int = 120, **kwargs: Any
+    directory: str,
+    parallel: dict[str, Any],
+    optim: OptimConfig | None = None,
+    tokens: int = 120,
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
 ) -> Worker:
     grid = grid_of(**parallel)
-    worker = Worker(read_shape(directory), grid, torch.float32, tokens, optim=optim, **kwargs)
+    kwargs = {"share_prompt": grid.context == 1, **kwargs}
+    worker = Worker(read_shape(directory), grid, dtype, tokens, optim=optim, **kwargs)
     worker.load_hf(directory)
     return worker
 
@@ -78,7 +84,10 @@ def log_probs(
         return type(actor).head(actor, hidden, batch, temperature)
 
     actor.head = head
-    return worker.log_probs(prompts, responses, temperature), logits
+    found = worker.log_probs(prompts, responses, temperature)
+    for own in logits.values():
+        dist.all_reduce(own, group=worker.grid.groups.cp)  # zeros but for this rank's tokens
+    return found, logits
 
 
 def export(rank: int, directory: str, parallel: dict[str, Any], target: str) -> dict[str, torch.Tensor]:
@@ -102,12 +111,15 @@ def train_steps(
         parallel,
         optim,
         options.get("tokens", 120),
+        options.get("dtype", torch.float32),
         recompute=options.get("recompute", False),
         ops=options.get("ops", "fused"),
         share_prompt=options.get("share_prompt", True),
         fields=options.get("fields"),
         overlap_grad_reduce=options.get("overlap_grad_reduce", False),
         offload=options.get("offload", False),
+        distributed_optimizer=options.get("distributed_optimizer", False),
+        overlap_param_gather=options.get("overlap_param_gather", False),
     )
     prompts, responses = rows(2)
     g = torch.Generator().manual_seed(3)
@@ -129,7 +141,19 @@ def train_steps(
         worker.away()
         assert any(p.untyped_storage().nbytes() for p in worker.actor.parameters()) != bool(options.get("offload"))
         figures.append(update_policy(worker, experience, [list(range(len(own)))], algo, optim, 0.9, update))
-    return figures, {name: tensor.clone() for name, tensor in worker.hf_tensors()}
+    return figures, {name: tensor.cpu().clone() for name, tensor in worker.hf_tensors()}
+
+
+def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], dtype: torch.dtype) -> tuple[int, int]:
+    """Pipeline stage, and bytes of weights, gradients and optimizer once it has stepped."""
+    worker = make_worker(directory, parallel, OptimConfig(), dtype=dtype, distributed_optimizer=False)
+    prompts, responses = rows(2)
+    zeros, ones = (tuple(torch.full((len(r),), x) for r in responses) for x in (0.0, 1.0))
+    experience = Experience(tuple(prompts), tuple(responses), zeros, None, ones)
+    update_policy(worker, experience, [list(range(len(prompts)))], AlgoConfig(), OptimConfig(), 1.0, 0)
+    tensors = [*worker.actor.parameters(), *worker._gradients(), *worker._optimizer_tensors()]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel() > 1}
+    return worker.grid.pp_rank, sum(s.nbytes() for s in storages.values())
 
 
 def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:

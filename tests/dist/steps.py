@@ -54,9 +54,8 @@ def configured(changes: dict[str, dict[str, Any]]) -> Config:
 
 
 def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any, grace_s: float = 30.0) -> Trainer:
-    worker = Worker(
-        read_shape(directory), grid, torch.float32, config.train.tokens_per_micro_batch, optim=config.optim
-    )
+    tokens, shares = config.train.tokens_per_micro_batch, grid.context == 1
+    worker = Worker(read_shape(directory), grid, torch.float32, tokens, optim=config.optim, share_prompt=shares)
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
     tokenizer, most_lost = fakes.Tokenizer(), config.rollout.most_lost
@@ -82,7 +81,8 @@ def _critic(directory: str | Path, grid: Grid, config: Config) -> CriticWorker |
         return None
     optim = critic_optim(config.critic, config.optim)
     tokens = config.train.tokens_per_micro_batch
-    critic = CriticWorker(read_shape(directory), grid, torch.float32, tokens, False, optim)
+    shares = grid.context == 1
+    critic = CriticWorker(read_shape(directory), grid, torch.float32, tokens, False, optim, share_prompt=shares)
     critic.load_hf(directory)
     return critic
 

@@ -23,6 +23,11 @@ LAYOUTS = [
     (2, {"pipeline": 2}),
     (4, {"tensor": 2, "pipeline": 2}),
 ]
+CONTEXTS = [
+    (2, {"context": 2}),
+    (4, {"context": 2, "pipeline": 2}),
+    (4, {"context": 2, "tensor": 2, "sequence": True}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +40,7 @@ def models(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
+@pytest.mark.parametrize(("size", "parallel"), [*LAYOUTS, *CONTEXTS])
 @pytest.mark.parametrize("case", tiny.CASES)
 def test_logits_and_log_probs_equal_transformers(worlds, models, size, parallel, case):
     directory, model = models[case]
@@ -78,6 +83,7 @@ def test_round_trip_is_bit_exact(worlds, models, tmp_path, size, parallel, case)
 FULL = {"dual_clip": 5.5, "entropy_coef": 0.1, "aggregation": "fixed", "aggregation_tokens": 20}
 SEQUENCE = {"ratio": "sequence", "aggregation": "sequence_mean"}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 TRAINING = [
     (2, {"tensor": 2}, {}),
     (2, {"tensor": 2, "sequence": True}, {}),
@@ -94,12 +100,19 @@ TRAINING = [
     (2, {"pipeline": 2}, {"fields": SELECTIVE}),
     (2, {}, {"overlap_grad_reduce": True, "tokens": 60}),
     (4, {"tensor": 2}, {"offload": True, "overlap_grad_reduce": True, "fields": SELECTIVE}),
+    (2, {}, {"distributed_optimizer": True}),
+    (4, {"pipeline": 2}, {"distributed_optimizer": True, "overlap_grad_reduce": True, "tokens": 60}),
+    (2, {}, OVERLAPPED),
+    (4, {"tensor": 2}, {**OVERLAPPED, "ops": "reference", "offload": True}),
     (2, {"tensor": 2}, {"ops": "reference"}),
     (2, {"pipeline": 2}, {"ops": "reference"}),
     (4, {"tensor": 2, "pipeline": 2}, {"algo": FULL}),
     (2, {}, {"algo": FULL, "ops": "reference"}),
     (2, {"tensor": 2}, {"algo": SEQUENCE}),
     (2, {"pipeline": 2}, {"algo": SEQUENCE, "ops": "reference"}),
+    *((size, parallel, {"share_prompt": False}) for size, parallel in CONTEXTS),
+    (4, {"context": 2}, {"share_prompt": False, "algo": FULL, "tokens": 30}),  # two replicas of two ranks
+    (2, {"context": 2}, {"share_prompt": False, "recompute": True, "ops": "reference", "overlap_grad_reduce": True}),
 ]
 
 

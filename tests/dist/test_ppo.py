@@ -21,6 +21,7 @@ LAYOUTS = [
     (4, {"tensor": 2, "pipeline": 2}, {"ops": "reference", "share_prompt": False}),
     (4, {"tensor": 2}, {}),
     (4, {"pipeline": 2}, {}),
+    (4, {"context": 2}, {"share_prompt": False}),
 ]
 
 

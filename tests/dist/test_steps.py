@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 import fakes
 import pytest
@@ -20,6 +21,7 @@ LAYOUTS = [
     (4, {}),
     (4, {"tensor": 2}),
     (4, {"pipeline": 2}),
+    (4, {"context": 2}),
 ]
 # 3 prompts x 32 over 2 or 4 replicas: the middle prompt spans replicas.
 UNEVEN = {"rollout": {"prompts": 3}}
@@ -169,13 +171,13 @@ def test_partial_rollouts_are_carried(single):
     assert figures[2]["staleness_max"] == 4
 
 
-@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"pipeline": 2})])
+@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"context": 2}), (4, {"pipeline": 2})])
 def test_resume_is_bit_exact_with_carried_rollouts(worlds, directory, tmp_path, size, parallel):
     variant = VARIANTS["partial"]
     whole = worlds(size).run("steps:run_steps", directory, parallel, variant, 5, {})
     cut = worlds(size).run("steps:resumed", directory, parallel, variant, 5, 3, str(tmp_path))
     files = list((tmp_path / "checkpoints" / "step_00000003").glob("carried_*"))
-    assert len(files) == size // (parallel.get("tensor", 1) * parallel.get("pipeline", 1))
+    assert len(files) == size // prod(parallel.values())
     for (figures, weights, _), (got, got_weights) in zip(whole, cut, strict=True):
         assert [repr(f) for f in got] == [repr(f) for f in figures]
         assert all(torch.equal(weights[name], got_weights[name]) for name in weights)

@@ -33,9 +33,8 @@ def test_a_step_is_near_the_one_in_fp32(config, offload, tmp_path):
     """Log-probs against transformers in fp32; then updates that are finite and move the weights."""
     if config.parameters and offload:
         pytest.skip("refused by the configuration")
-    model = tiny.make_model(
-        tmp_path, "qwen2", True, hidden_size=256, intermediate_size=512, num_attention_heads=4, vocab_size=512
-    )
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
+    model = tiny.make_model(tmp_path, "qwen2", True, std=0.05, **sizes)
     shape = read_shape(tmp_path)
     fp8.check(config, shape, 1)
     worker = Worker(
@@ -56,7 +55,8 @@ def test_a_step_is_near_the_one_in_fp32(config, offload, tmp_path):
         logits = model(torch.cat((p, r))[None]).logits[0, len(p) - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, r[:, None])[:, 0]
         assert float((lp - expected).abs().mean()) < (0.05 if config.recipe == "none" else 0.3)
-    experience = Experience(tuple(prompts), tuple(responses), tuple(found), None, torch.linspace(-1, 1, len(prompts)))
+    advantages = tuple(a.expand(len(r)) for a, r in zip(torch.linspace(-1, 1, len(prompts)), responses, strict=True))
+    experience = Experience(tuple(prompts), tuple(responses), tuple(found), None, advantages)
     before = {n: x.clone() for n, x in worker.hf_tensors()}
     for update in range(3):
         worker.away()

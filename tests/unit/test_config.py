@@ -47,6 +47,18 @@ def test_file_then_overrides(tmp_path):
         ("[[data.tasks]]\nname = 'gcd'\nwheight = 2", [], "unknown key data.tasks[0].wheight"),
         ("[data]\ntrain_seed = 2", [], "data.held_out_seed = 2: must differ from data.train_seed"),
         ("[parallel]\nsequence = true", [], "parallel.sequence = True: sequence parallelism needs parallel.tensor > 1"),
+        ("[parallel]\ncontext = 0", [], "parallel.context = 0: must be at least 1"),
+        ("[parallel]\ncontext = 2", [], "train.share_prompt = True: parallel.context > 1 cuts sequences"),
+        (
+            "[parallel]\ncontext = 2\n[train]\nshare_prompt = false\n[algo]\nratio = 'sequence'",
+            [],
+            "algo.ratio = 'sequence': parallel.context > 1 puts the tokens of a sequence on several ranks",
+        ),
+        (
+            "[parallel]\noverlap_param_gather = true",
+            [],
+            "parallel.overlap_param_gather = True: weights are gathered with parallel.distributed_optimizer = true",
+        ),
         ("[algo]\nmini_batches = 9\n[rollout]\nprompts = 8", [], "algo.mini_batches = 9: cannot cut 8 prompts"),
         ("[rollout]\ntimeout_s = 0", [], "rollout.timeout_s = 0.0: must be above 0 and finite"),
         ("[rollout]\ntimeout_s = inf", [], "rollout.timeout_s = inf: must be above 0 and finite"),

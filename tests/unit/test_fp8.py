@@ -30,6 +30,8 @@ def shape(**changes: int) -> ModelShape:
         ("delayed", H100, "12.4", "2.9.0", ""),
         ("tensorwise", L40, "12.4", "2.11", ""),
         ("blockwise", H100, "12.9", "2.9.0+abc", ""),
+        ("blockwise", H100, "13.0", "2.20.2", ""),
+        ("delayed", H100, "13.0", "2.20.2", "Transformer Engine below 2.12 (here: 2.20.2): use 'tensorwise'"),
         ("mxfp8", B200, "13.0", "2.9", ""),
         ("delayed", A100, "12.9", "2.9", "compute capability 8.9 (this GPU: 8.0)"),
         ("blockwise", H100, "12.8", "2.9", "CUDA 12.9 (here: 9.0 and 12.8): use 'tensorwise'"),
@@ -51,6 +53,9 @@ def test_every_rank_s_part_must_be_aligned():
     assert "hidden_size is 1540" in fp8.problem(
         config, shape(hidden=1540, heads=11, kv_heads=1), 1, H100, "13.0", "2.9"
     )
+    narrow = shape(ffn=8976)  # 16 x 561
+    assert fp8.problem(Fp8Config(recipe="tensorwise"), narrow, 1, B200, "13.0", "2.9") == ""
+    assert "8976, not a multiple of 32" in fp8.problem(Fp8Config(recipe="mxfp8"), narrow, 1, B200, "13.0", "2.9")
     assert "leaves none of the 4 layers" in fp8.problem(config, shape(layers=4), 1, H100, "12.9", "2.9")
 
 

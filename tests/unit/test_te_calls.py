@@ -1,4 +1,5 @@
-"""models/te.py cannot be imported without a GPU: its calls are read from the source and held against Megatron-Core."""
+"""Transformer Engine cannot be imported without a GPU: the calls of models/te.py are read from the source and held
+against Megatron-Core, and those that Megatron-Core makes for our settings against Transformer Engine's signatures."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import importlib
 import importlib.util
 import inspect
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import megatron_brorl
 
@@ -16,11 +20,7 @@ EXTENSION = "megatron.core.extensions.transformer_engine"
 
 def _wrappers() -> dict[str, ast.ClassDef]:
     """Classes of Megatron's file about Transformer Engine, which itself needs it to be imported."""
-    spec = importlib.util.find_spec(EXTENSION)
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return {node.name: node for node in ast.walk(_source_of(EXTENSION)) if isinstance(node, ast.ClassDef)}
 
 
 def _imports() -> dict[str, tuple[str, str]]:
@@ -71,3 +71,62 @@ def test_attention_is_called_as_megatron_s_wrapper_takes_it():
     given = {k.arg for k in calls[0].keywords if k.arg}
     assert given == {"packed_seq_params"}
     assert given <= set(names)
+
+
+# Transformer Engine 2.20.2: of transformer_engine.common.recipe by inspect.signature, of FusedAdam from its source.
+SIGNATURES = {
+    "DelayedScaling": "margin fp8_format amax_history_len amax_compute_algo scaling_factor_compute_algo reduce_amax "
+    "fp8_dpa fp8_mha backward_override",
+    "Float8CurrentScaling": "use_power_2_scales fp8_format fp8_gemm_fprop fp8_gemm_dgrad fp8_gemm_wgrad fp8_dpa "
+    "fp8_mha backward_override",
+    "Float8BlockScaling": "use_f32_scales fp8_format x_block_scaling_dim w_block_scaling_dim grad_block_scaling_dim",
+    "MXFP8BlockScaling": "margin fp8_format",
+    "FusedAdam": "params lr betas eps weight_decay amsgrad bias_correction adam_w_mode capturable master_weights "
+    "master_weight_dtype exp_avg_dtype exp_avg_sq_dtype use_decoupled_grad store_param_remainders set_grad_none",
+}
+
+
+def _source_of(module: str) -> ast.Module:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def _keywords(tree: ast.AST, called: str) -> list[set[str]]:
+    """Of every call whose function's last name it is."""
+    return [
+        {k.arg for k in node.keywords if k.arg}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == called
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"])
+def test_recipes_take_what_megatron_gives_them(recipe):
+    found = _keywords(_source_of("megatron.core.fp8_utils"), recipe)
+    assert len(found) == 1
+    assert {"fp8_format"} <= found[0] <= set(SIGNATURES[recipe].split())
+
+
+def test_delayed_scaling_of_newer_engines_is_refused_for_a_reason():
+    """models.fp8.problem refuses it: this argument would end the run with a TypeError."""
+    (given,) = _keywords(_wrappers()["TEDelayedScaling"], "__init__")
+    assert given - set(SIGNATURES["DelayedScaling"].split()) == {"override_linear_precision"}
+
+
+def test_fused_adam_takes_what_megatron_gives_it():
+    """Without the precision-aware optimizer, which we do not use."""
+    found: set[Any] = set()
+    for node in ast.walk(_source_of("megatron.core.optimizer")):
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "kwargs"
+            and isinstance(node.value, ast.Dict)
+        ):
+            names = {k.value for k in node.value.keys if isinstance(k, ast.Constant)}
+            found |= names if "betas" in ast.unparse(node.value) else set()
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("kwargs['adam"):
+            found.add("adam_w_mode")
+    assert {"params", "lr", "weight_decay", "betas", "eps", "adam_w_mode"} == found
+    assert found <= set(SIGNATURES["FusedAdam"].split())

@@ -1,0 +1,116 @@
+"""The jobs of examples/slurm under a real Slurm of one node, where Debian's packages are installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.runs import rows
+from slurm.one_node import OneNode, missing
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "examples/brorl_1.5b.sh"
+TWO_RANKS = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=f"no Slurm here ({missing()} missing)"),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[OneNode]:
+    node = OneNode()
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    """What a user submits from: runs go to its runs/."""
+    for name in ("examples", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def sbatch(slurm, repository) -> Callable[..., str]:
+    """Submits a job of two ranks; returns its number. The first arguments may be options of sbatch."""
+    paths = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def submit(*arguments: str) -> str:
+        slurm.environment.update(paths)
+        done = slurm.command(
+            "sbatch", "--parsable", *TWO_RANKS, f"--output={repository}/output_%j", *arguments, cwd=repository
+        )
+        assert done.returncode == 0, f"{done.stderr}\n{output(repository)}"
+        return done.stdout.strip()
+
+    return submit
+
+
+def output(repository: Path) -> str:
+    return "\n".join(p.read_text() for p in repository.glob("output_*"))
+
+
+def until(happened: Callable[[], Any], repository: Path, seconds: float = 600) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, output(repository)
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("job", [SCRIPT, "examples/slurm/single_node.sbatch", "examples/slurm/multi_node.sbatch"])
+def test_a_job_completes_a_step(job, sbatch, repository):
+    sbatch("--wait", job, "--smoke", "run.dir=runs/smoke", "rollout.prompts=12")
+    (line,) = rows(repository / "runs" / "smoke")
+    assert line["rollouts"] == 12 * 64
+    assert line["updates"] >= 1
+
+
+def test_an_array_runs_every_seed_and_a_model_is_evaluated(sbatch, repository):
+    sbatch("--wait", "--array=0-1", "examples/slurm/seeds.sbatch", "--smoke")
+    runs = [repository / "runs" / f"brorl_1.5b_seed_{seed}" for seed in range(2)]
+    assert [len(rows(run)) for run in runs] == [1, 1]
+    assert rows(runs[0])[0]["reward"] != rows(runs[1])[0]["reward"]
+    spec = spec_from_loader("script", SourceFileLoader("script", str(ROOT / SCRIPT)))
+    assert spec is not None
+    script = module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(script)
+    model = f"model.path={runs[0] / 'model'}"
+    sbatch("--wait", "examples/slurm/evaluate.sbatch", *script.SMOKE, model, "run.dir=runs/evaluation")
+    found = json.loads((repository / "runs" / "evaluation" / "evaluation.json").read_text())
+    assert found["prompts"] == 16
+
+
+def test_a_preempted_job_saves_waits_and_goes_on(slurm, sbatch, repository):
+    """Preempted by a job of a higher partition; the ranks save in the time that Slurm gives them."""
+    run = repository / "runs" / "preempted"
+    job = sbatch("examples/slurm/preemptible.sbatch", "--smoke", "run.dir=runs/preempted", "train.steps=5000")
+    until(lambda: (run / "metrics.jsonl").exists() and rows(run), repository)
+    sbatch("--wait", "--partition=high", "--wrap=true")
+    state = slurm.command("scontrol", "show", "job", job).stdout
+    assert "JobState=PENDING" in state
+    assert "Restarts=1" in state
+    assert "the state is saved; job" in output(repository)
+    saved = len(rows(run))
+    assert (run / "checkpoints" / "latest").read_text().strip() == f"step_{saved:08d}"
+    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait two minutes
+    until(lambda: len(rows(run)) > saved, repository)
+    assert "resumed from" in output(repository)
+    slurm.command("scancel", job)

@@ -1,0 +1,87 @@
+"""Two bf16 steps on Transformer Engine's layers over GPUs, against the same two steps on one. Not yet run on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from dist.world import World
+
+from megatron_brorl.parallel import device
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not device.on_gpu(), reason="no CUDA device"),
+    pytest.mark.skipif(not device.has_transformer_engine(), reason="no Transformer Engine"),
+]
+ZERO = {"distributed_optimizer": True}
+OVERLAP = {**ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True}
+SELECTIVE = {"fields": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "recompute": (1, {}, {"recompute": True}),
+    "recompute attention": (1, {}, SELECTIVE),
+    "offload": (1, {}, {"offload": True, **ZERO}),
+    "distributed optimizer": (2, {}, ZERO),
+    "overlap": (2, {}, {**OVERLAP, "tokens": 60}),
+    "tensor": (2, {"tensor": 2}, {}),
+    "sequence": (2, {"tensor": 2, "sequence": True}, {}),
+    "pipeline": (2, {"pipeline": 2}, {"tokens": 60}),
+    "context": (2, {"context": 2}, {}),
+    "context of four": (4, {"context": 4}, {}),
+    "all": (8, {"tensor": 2, "pipeline": 2, "context": 2, "sequence": True}, {**ZERO, "recompute": True}),
+}
+OPTIONS = {"dtype": torch.bfloat16, "share_prompt": False}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> str:
+    made = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
+    tiny.make_model(made, "qwen2", True, std=0.05, **sizes)  # larger, rounding to bf16 would grow from layer to layer
+    return str(made)
+
+
+def steps(size: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]) -> Any:
+    world = World(size)
+    try:
+        return world.run("jobs:train_steps", directory, parallel, {**OPTIONS, **options})
+    finally:
+        world.close()
+
+
+@pytest.fixture(scope="module")
+def single(directory) -> Any:
+    return steps(1, directory, {}, {"tokens": 100_000})[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_near_those_of_one_gpu(case, directory, single):
+    """Figures within 3%, and weights that are apart by less than a quarter of what the steps moved them."""
+    size, parallel, options = CASES[case]
+    if size > GPUS:
+        pytest.skip(f"needs {size} GPUs")
+    before = tiny.weights(directory)
+    for figures, weights in steps(size, directory, parallel, options):
+        for got, want in zip(figures, single[0], strict=True):
+            assert got["trained_tokens"] == want["trained_tokens"]
+            for key in ("loss", "grad_norm", "entropy"):
+                assert got[key] == pytest.approx(want[key], rel=0.03, abs=0.003)
+        moved = sum(float((w.float() - before[n]).square().sum()) for n, w in single[1].items()) ** 0.5
+        apart = sum(float((w.float() - single[1][n].float()).square().sum()) for n, w in weights.items()) ** 0.5
+        assert moved > 0
+        assert apart < moved / 4
+
+
+def test_context_parallel_streams_are_cut_as_transformer_engine_cuts_them():
+    tex = pytest.importorskip("transformer_engine_torch")
+    from megatron_brorl.parallel.batch import Group
+    from megatron_brorl.parallel.context import own_tokens, segment_lengths
+
+    groups = (Group(0, ((3, 8), (2, 24))), Group(0, ((1, 16),)))
+    ends = torch.tensor([0, *segment_lengths(groups)]).cumsum(0).int().cuda()
+    for rank in range(4):
+        expected = tex.thd_get_partitioned_indices(ends, int(ends[-1]), 4, rank)
+        assert own_tokens(groups, rank, 4).tolist() == expected.tolist()

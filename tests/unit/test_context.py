@@ -1,0 +1,88 @@
+"""The cut of a stream over context-parallel ranks: every token once, every prediction where its hidden state is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_brorl.config import ParallelConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.parallel import grid
+from megatron_brorl.parallel.batch import Packed, pack
+from megatron_brorl.parallel.context import own_tokens, segment_lengths, share
+
+
+def batch(size: int, count: int = 20) -> tuple[list[torch.Tensor], list[torch.Tensor], Packed]:
+    g = torch.Generator().manual_seed(size)
+    prompts, responses = (
+        [torch.randint(1, 50, (n,), generator=g) for n in torch.randint(1, 12, (count,), generator=g).tolist()]
+        for _ in range(2)
+    )
+    (packed,) = pack(prompts, responses, 10_000, 4 * size, segments_of=2 * size)
+    return prompts, responses, packed
+
+
+def expected_owner(position: int, length: int, size: int) -> int:
+    """Ranks 0, 1, ..., C-1, C-1, ..., 1, 0 have the chunks of a segment in turn."""
+    order = [*range(size), *reversed(range(size))]
+    return order[position * 2 * size // length]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_chunks_go_there_and_back_over_the_ranks(size):
+    _, _, packed = batch(size)
+    places = [(p, n) for n in segment_lengths(packed.groups) for p in range(n)]
+    assert len(places) == len(packed.input_ids)
+    for rank in range(size):
+        found = own_tokens(packed.groups, rank, size).tolist()
+        assert found == [i for i, (p, n) in enumerate(places) if expected_owner(p, n, size) == rank]
+        assert len(found) == len(packed.input_ids) // size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_prediction_has_one_rank(size):
+    prompts, responses, packed = batch(size)
+    parts = [share(packed, rank, size) for rank in range(size)]
+    values = [torch.rand(len(r)) for r in responses]
+    advantages = torch.arange(len(responses)) * 1.0
+    whole = dict.fromkeys(range(len(responses)), 0.0)
+    for rank, part in enumerate(parts):
+        own = own_tokens(packed.groups, rank, size)
+        assert torch.equal(part.input_ids, packed.input_ids[own])
+        assert torch.equal(part.position_ids, packed.position_ids[own])
+        for row, mine in part.split(part.gather(values)):
+            whole[row] = whole[row] + mine
+        for index, target, advantage in zip(part.predict, part.targets, part.repeat(advantages), strict=True):
+            # The token that predicts stands right before its target in the row.
+            row = int(advantage)
+            text = torch.cat((prompts[row], responses[row]))
+            position = int(part.position_ids[index])
+            assert part.input_ids[index] == text[position]
+            assert target == text[position + 1]
+    for row, value in enumerate(values):
+        assert torch.equal(whole[row], value)
+    assert sum(len(part.predict) for part in parts) == sum(map(len, responses))
+
+
+def test_rows_without_a_prediction_keep_their_rank_busy():
+    """A rank takes part in the collectives of a stream that it predicts nothing of, or that predicts nothing."""
+    (short,) = pack([torch.tensor([1])], [torch.tensor([2])], 100, 8, segments_of=8)
+    (nothing,) = pack([], [], 100, 8, segments_of=8)
+    assert [len(share(short, rank, 4).predict) for rank in range(4)] == [1, 0, 0, 0]
+    for packed in (short, nothing):
+        assert [len(share(packed, rank, 4).input_ids) for rank in range(4)] == [2, 2, 2, 2]
+    assert [share(nothing, rank, 4).gather([]).tolist() for rank in range(4)] == [[]] * 4
+
+
+def test_shared_prompts_are_refused():
+    with pytest.raises(ValueError, match="cannot be padded"):
+        pack([torch.tensor([1])] * 2, [torch.tensor([2])] * 2, 100, 4, share=True, segments_of=4)
+
+
+def test_a_world_that_cannot_be_cut_so_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    message = (
+        r"world size 6 is not a multiple of parallel\.tensor x parallel\.pipeline x parallel\.context = 2 x 1 x 2:"
+    )
+    with pytest.raises(UserError, match=message):
+        grid.build(ParallelConfig(tensor=2, context=2))
