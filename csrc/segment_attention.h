@@ -1,6 +1,6 @@
 // Attention over a packed stream while it is trained, on CPUs in float32, without the matrix of all scores (Dao et al.
-// 2022). The stream holds segments; a token attends to its segment up to itself, and to all of the segment's prefix, another
-// segment that stands once in the stream for all that share it. megatron_brorl/ops/fused_layers.py defines the ops.
+// 2022). The stream holds segments; a token attends to its segment up to itself, and to all of the segment's prefix,
+// another segment that stands once in the stream for all that share it. megatron_brorl/ops/fused_layers.py calls it.
 // Results do not depend on the number of threads.
 #pragma once
 
@@ -10,14 +10,14 @@
 
 namespace brorl {
 
-// query [T, heads, d], key and value [T, kv_heads, d], d contiguous; heads / kv_heads queries share a key (Ainslie et al.
-// 2023). segments [S, 4] int64: first token, tokens, first token of the prefix, tokens of the prefix (0: none). Segments
-// may not overlap; prefixes are whole segments without a prefix. Returns the result [T, heads, d], 0 where no segment is, and the
-// logarithms of the softmax sums [T, heads].
+// query [T, heads, d], key and value [T, kv_heads, d], d contiguous; heads / kv_heads queries share a key (Ainslie et
+// al. 2023). segments [S, 4] int64 cover the stream in order: first token, tokens, first token of the prefix, tokens of
+// the prefix (0: none), an earlier segment without one. Returns the result [T, heads, d] and the logarithms of the
+// softmax sums [T, heads].
 std::tuple<at::Tensor, at::Tensor> segment_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& segments, double scale);
 
-// From the gradient [T, heads, d] of that result, its operands and what it returned: the gradients of query, key and value.
+// From the gradient [T, heads, d] of that result, its operands and what it returned: the gradients of query, key, value.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> segment_attention_gradient(
     const at::Tensor& gradient, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& out, const at::Tensor& log_sums, const at::Tensor& segments, double scale);

@@ -52,6 +52,15 @@ class Packed:
     def _keep(self, values: Tensor) -> Tensor:
         return values if self.kept is None else values[self.kept]
 
+    def last(self) -> tuple[list[int], Tensor]:
+        """The rows whose last response token is among the R, and the place [K] of each one's."""
+        ends = self.counts.cumsum(0) - 1
+        if self.kept is None:
+            return list(self.rows), ends
+        here = torch.isin(ends, self.kept)
+        rows = [row for row, own in zip(self.rows, here.tolist(), strict=True) if own]
+        return rows, torch.searchsorted(self.kept, ends[here])
+
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """Cut per-token values [R] into (row, [G]) pairs; 0 stands for tokens of other ranks."""
         if self.kept is not None:

@@ -27,6 +27,7 @@ from megatron_brorl.models import hf_io, hf_names
 from megatron_brorl.models.critic import build_critic, load_body
 from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.ops.reference import compute_dtype
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import LEAST_GAIN, Packed, pack, token_gain
 from megatron_brorl.parallel.context import share
@@ -70,11 +71,8 @@ class Stage:
         self.optim = optim
         self.model: Any = module
         self._segments_of = 2 * self.grid.context if self.grid.context > 1 else 1
-        self._multiple = (
-            self._segments_of
-            * (self.grid.tensor if self.grid.sequence_parallel else 1)
-            * (get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1)
-        )
+        align = get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1
+        self._multiple = self._segments_of * (self.grid.tensor if self.grid.sequence_parallel else 1) * align
         self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if offload else None
         self._state = Offload(self._optimizer_tensors, self._gradients) if offload and optim is not None else None
         if optim is not None:
@@ -314,12 +312,20 @@ class Worker(Stage):
         found: dict[int, Tensor] = {}
 
         def collect(batch: Packed, head: Head) -> tuple[Tensor, Any]:
-            found.update(zip(batch.rows, head.logits(batch.counts.cumsum(0) - 1).cpu(), strict=True))
+            rows, at = batch.last()
+            found.update(zip(rows, head.logits(at).cpu(), strict=True))
             return head.rows.sum(), None
 
         with torch.no_grad():
             self._run(self._pack(prompts, responses), collect, self._head(1.0), forward_only=True)
-        return torch.stack([found[i] for i in range(len(prompts))]) if found else None
+        if not self.grid.last_stage:
+            return None
+        table = torch.zeros(len(prompts), self.shape.vocab, dtype=compute_dtype(self.dtype))
+        for row, logits in found.items():
+            table[row] = logits
+        table = table.to(device.default_device())
+        dist.all_reduce(table, group=self.grid.groups.cp)  # each rank has some rows, and zeros
+        return table.cpu()
 
     def train(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, temperature: float, lr: float
