@@ -34,7 +34,7 @@ from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context, stop_ids
 from megatron_brorl.train.value import critic_optim
-from megatron_brorl.train.worker import CriticWorker, Worker
+from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import Prompt
 
 SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
@@ -124,20 +124,18 @@ class Session:
     def _stage(self, kind: Any, optim: OptimConfig | None) -> Any:
         c = self.config
         attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-        stage = kind(
-            self.shape,
-            self.grid,
-            DTYPES[c.model.dtype],
-            c.train.tokens_per_micro_batch or (16384 if device.on_gpu() else 2048),
-            c.train.recompute,
-            optim,
-            c.parallel.distributed_optimizer,
-            c.ops.implementation,
-            c.train.share_prompt,
-            {**fp8.settings(c.fp8), **(attention if c.train.recompute_attention else {})},
-            c.parallel.overlap_grad_reduce,
-            c.train.offload,
+        options = StageOptions(
+            tokens_per_micro_batch=c.train.tokens_per_micro_batch or (16384 if device.on_gpu() else 2048),
+            dtype=DTYPES[c.model.dtype],
+            ops=c.ops.implementation,
+            share_prompt=c.train.share_prompt,
+            recompute=c.train.recompute,
+            offload=c.train.offload,
+            distributed_optimizer=c.parallel.distributed_optimizer,
+            overlap_grad_reduce=c.parallel.overlap_grad_reduce,
+            fields={**fp8.settings(c.fp8), **(attention if c.train.recompute_attention else {})},
         )
+        stage = kind(self.shape, self.grid, options, optim)
         stage.load_hf(c.model.path)
         return stage
 
@@ -200,7 +198,8 @@ class Session:
         """Write the weights as run.dir/model, a Hugging Face directory."""
         tensors = worker.hf_tensors()
         if self.speaks:
-            hf_io.save(tensors, self.config.model.path, self.dir / "model", str(worker.dtype).removeprefix("torch."))
+            dtype = str(worker.options.dtype).removeprefix("torch.")
+            hf_io.save(tensors, self.config.model.path, self.dir / "model", dtype)
         else:
             for _ in tensors:
                 pass

@@ -24,7 +24,7 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.ops.fused_decode import Fused
 from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.train.policy import update_policy
-from megatron_brorl.train.worker import Worker
+from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience, Prompt
 
 
@@ -57,7 +57,7 @@ def make_worker(
     directory: str, parallel: dict[str, Any], optim: OptimConfig | None = None, tokens: int = 120, **kwargs: Any
 ) -> Worker:
     grid = grid_of(**parallel)
-    worker = Worker(read_shape(directory), grid, torch.float32, tokens, optim=optim, **kwargs)
+    worker = Worker(read_shape(directory), grid, StageOptions(tokens, **kwargs), optim)
     worker.load_hf(directory)
     return worker
 
@@ -97,18 +97,7 @@ def train_steps(
     # Adam's eps well above float32 noise: at 1e-8 the first step is the sign of each gradient, also of those (key
     # biases) that are zero but for rounding, and the comparison would be one of rounding errors.
     optim = OptimConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
-    worker = make_worker(
-        directory,
-        parallel,
-        optim,
-        options.get("tokens", 120),
-        recompute=options.get("recompute", False),
-        ops=options.get("ops", "fused"),
-        share_prompt=options.get("share_prompt", True),
-        fields=options.get("fields"),
-        overlap_grad_reduce=options.get("overlap_grad_reduce", False),
-        offload=options.get("offload", False),
-    )
+    worker = make_worker(directory, parallel, optim, **{k: v for k, v in options.items() if k != "algo"})
     prompts, responses = rows(2)
     g = torch.Generator().manual_seed(3)
     noise = [0.3 * torch.randn(len(r), generator=g) for r in responses]
@@ -150,7 +139,7 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
     """Two updates in bfloat16 with fp32 masters; figures, and the types of the weights."""
     grid = grid_of()
     optim = OptimConfig(lr=1e-3)
-    worker = Worker(read_shape(directory), grid, torch.bfloat16, 200, optim=optim)
+    worker = Worker(read_shape(directory), grid, StageOptions(200, torch.bfloat16), optim)
     worker.load_hf(directory)
     prompts, responses = rows(2)
     lp = worker.log_probs(prompts, responses, 1.0)
