@@ -74,19 +74,19 @@ def build_figure(results: dict[str, Any]) -> Figure:
     k = results["base"]["curve"]["columns"][3].replace("pass_at_", "pass@")
     clock = "training seconds after the stall"
     panel(first, "Held-out accuracy over time", "pass@1", clock)
-    panel(samples, "Held-out accuracy over samples", "pass@1", "rollouts after the stall")
+    panel(samples, "Held-out accuracy over samples", "pass@1", "rollouts after the stall (thousands)")
     panel(kth, f"Held-out {k} over time", k, clock)
     panel(kept, "Dynamic sampling", "share of prompts kept", clock)
-    panel(tasks, "Final accuracy by task (bars: mean, lines: range of seeds)", "pass@1", "")
-    panel(gaps, "Final accuracy, BroRL - ProRL", "difference of pass@1, 95% interval", "")
+    panel(tasks, "Final accuracy by task", "pass@1, mean and range of seeds", "task")
+    panel(gaps, "Final accuracy, brorl - prorl", "difference of pass@1, 95% interval", "paired over")
     for arm, seeds in results["arms"].items():
         n = results["settings"][arm]["rollout.n"]
         for i, part in enumerate(seeds.values()):
             rows, label = part["curve"]["rows"], f"{arm}, N = {n} (one line per seed)" if i == 0 else None
-            for axes, x, y in ((first, 0, 2), (samples, 1, 2), (kth, 0, 3), (kept, 0, 6)):
+            for axes, x, y, unit in ((first, 0, 2, 1), (samples, 1, 2, 1e3), (kth, 0, 3, 1), (kept, 0, 6, 1)):
                 shown = [r for r in rows if r[y] is not None]
                 axes.plot(
-                    [r[x] for r in shown],
+                    [r[x] / unit for r in shown],
                     [r[y] for r in shown],
                     color=COLORS[arm],
                     marker="o",
@@ -123,6 +123,4 @@ def _draw_gaps(axes: Axes, tests: dict[str, Any]) -> None:
         error = [[max(d["mean"] - d["low"], 0.0)], [max(d["high"] - d["mean"], 0.0)]]
         axes.errorbar(i, d["mean"], yerr=error, color=BLUE, marker="o", capsize=4)
     axes.axhline(0, color=GREY, linestyle="--", linewidth=1)
-    axes.set_xticks(
-        range(len(tests)), [name.replace(", over prompts", "").replace("over prompts", "all seeds") for name in tests]
-    )
+    axes.set_xticks(range(len(tests)), [name.removeprefix("over ").replace(", over", ",\n") for name in tests])

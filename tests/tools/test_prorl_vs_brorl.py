@@ -115,7 +115,7 @@ def test_results_hold_what_the_runs_hold(directory):
         4,
     ]  # two of them with the base's level
     assert list(first.lines[0].get_xdata()) == [0, 3, 7]
-    assert list(samples.lines[3].get_xdata()) == [0, 160, 240]
+    assert list(samples.lines[3].get_xdata()) == pytest.approx([0, 0.16, 0.24])
     assert list(kth.lines[3].get_ydata()) == [0.5, 0.75, 0.875]
     assert list(kept.lines[3].get_ydata()) == [(0.5 + 0.625) / 2, 0.75]
     assert [bar.get_height() for bar in tasks.patches] == pytest.approx([0.125, 0.25, 0.125, 1 / 3, 0.125, 13 / 24])
