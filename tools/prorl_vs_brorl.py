@@ -1,10 +1,12 @@
 """Train with N = 16 until held-out pass@1 stalls; then go on for the same training seconds with N = 16 or N = 512.
 
-python tools/prorl_vs_brorl.py examples/prorl_vs_brorl_tiny.toml runs/prorl_vs_brorl_tiny --seconds 420 --seeds 0 1 2
+python tools/prorl_vs_brorl.py examples/prorl_vs_brorl_tiny.toml runs/prorl_vs_brorl_tiny --seconds 600 --seeds 0 1 2
 
-Both arms begin with the weights of the stalled run and a new optimizer; rollouts and prompts per step differ. The
-learning rate follows optim.lr_for_rollouts. Seconds are of training steps; evaluations are not counted. Runs that are
-complete are not repeated, so the same command goes on. Writes results.json, .md and .png into the directory.
+Both arms begin with the weights of the stalled run and a new optimizer, which is warmed up; rollouts and prompts per
+step differ. The learning rate follows optim.lr_for_rollouts. Both arms of a seed run side by side, each on half of the
+processes, so that whatever else the machine does befalls both. Seconds are of training steps; evaluations are not
+counted. Runs that are complete are not repeated, so the same command goes on. Writes results.json, .md and .png into
+the directory.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ ARMS = {
     "prorl": {"rollout.n": 16, "rollout.prompts": 96, "evaluate.every": 40},
     "brorl": {"rollout.n": 512, "rollout.prompts": 24, "evaluate.every": 8},
 }
+WARMUP = 16  # optimizer steps of an arm
 RESAMPLES = 10_000
 
 
@@ -42,9 +45,10 @@ def main() -> None:
     parser.add_argument("config", help="TOML file of the runs")
     parser.add_argument("directory", type=Path, help="where all runs and the results go")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=420.0, help="of training per arm and seed (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of training per arm and seed (%(default)s)")
     parser.add_argument("--base-seconds", type=float, default=1800.0, help="of the run before, at most (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--lr", type=float, default=5e-5, help="optim.lr of both arms (%(default)s)")
     parser.add_argument("--samples", type=int, default=16, help="per prompt in the final evaluation (%(default)s)")
     args, overrides = parser.parse_known_args()
     wrong = [x for x in overrides if x.startswith("-") or "=" not in x]
@@ -52,11 +56,9 @@ def main() -> None:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     base = prepare(args, overrides)
     for seed in args.seeds:
-        for arm, settings in ARMS.items():
-            run = args.directory / f"{arm}_{seed}"
-            changes = {**settings, "model.path": base / "model", "run.seed": seed + 1, "train.seconds": args.seconds}
-            train(args, run, [*overrides, *assignments(changes), "train.stalls=0"])
-            evaluate(args, run, overrides)
+        train_arms(args, seed, base, overrides)
+        for arm in ARMS:
+            evaluate(args, args.directory / f"{arm}_{seed}", overrides)
     results = collect(args)
     (args.directory / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     text = markdown(results)
@@ -82,6 +84,28 @@ def prepare(args: argparse.Namespace, overrides: list[str]) -> Path:
 def train(args: argparse.Namespace, directory: Path, overrides: list[str]) -> None:
     if not (directory / "summary.json").exists():
         brorl(args, "train", [*overrides, f"run.dir={directory}"])
+
+
+def train_arms(args: argparse.Namespace, seed: int, base: Path, overrides: list[str]) -> None:
+    """Both arms of a seed at once; what they print goes into DIRECTORY/ARM_SEED.log."""
+    processes = max(1, args.processes // len(ARMS))
+    threads = max(1, (os.cpu_count() or 1) // (processes * len(ARMS)))
+    started = []
+    for arm, settings in ARMS.items():
+        directory = args.directory / f"{arm}_{seed}"
+        if (directory / "summary.json").exists():
+            continue
+        changes = {**settings, "optim.lr": args.lr, "optim.warmup_steps": WARMUP, "train.seconds": args.seconds}
+        begin = {"model.path": base / "model", "run.seed": seed + 1, "train.stalls": 0, "run.dir": directory}
+        command = brorl_command(args.config, "train", processes, [*overrides, *assignments(changes | begin)])
+        log = directory.with_suffix(".log")
+        print("==", " ".join(command), ">", log, flush=True)
+        with open(log, "wb") as out:
+            env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            started.append((subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env), log))
+    for process, log in started:
+        if process.wait():
+            raise UserError(f"{log}: a run ended with {process.returncode}; mend it and start the same command again")
 
 
 def evaluate(args: argparse.Namespace, run: Path, overrides: list[str]) -> None:
@@ -120,8 +144,11 @@ def assignments(changes: dict[str, Any]) -> list[str]:
 
 
 def brorl(args: argparse.Namespace, command: str, rest: list[str]) -> None:
-    head = [sys.executable, "-m", "megatron_brorl", command, "--processes", str(args.processes), args.config]
-    run([*head, *rest])
+    run(brorl_command(args.config, command, args.processes, rest))
+
+
+def brorl_command(config: str, command: str, processes: int, rest: list[str]) -> list[str]:
+    return [sys.executable, "-m", "megatron_brorl", command, "--processes", str(processes), config, *rest]
 
 
 def run(command: list[str]) -> None:
