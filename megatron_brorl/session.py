@@ -34,7 +34,7 @@ from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context, stop_ids
 from megatron_brorl.train.value import critic_optim
-from megatron_brorl.train.worker import CriticWorker, Worker
+from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import Prompt
 
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -127,21 +127,19 @@ class Session:
         attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
         if optim is not None and not c.fp8.parameters:
             memory.check(self.shape, self.grid, DTYPES[c.model.dtype], c.parallel.distributed_optimizer)
-        stage = kind(
-            self.shape,
-            self.grid,
-            DTYPES[c.model.dtype],
-            c.train.tokens_per_micro_batch or (16384 if device.on_gpu() else 2048),
-            c.train.recompute,
-            optim,
-            c.parallel.distributed_optimizer,
-            c.ops.implementation,
-            c.train.share_prompt,
-            {**fp8.settings(c.fp8), **(attention if c.train.recompute_attention else {})},
-            c.parallel.overlap_grad_reduce,
-            c.train.offload,
-            c.parallel.overlap_param_gather,
+        options = StageOptions(
+            tokens_per_micro_batch=c.train.tokens_per_micro_batch or (16384 if device.on_gpu() else 2048),
+            dtype=DTYPES[c.model.dtype],
+            ops=c.ops.implementation,
+            share_prompt=c.train.share_prompt,
+            recompute=c.train.recompute,
+            offload=c.train.offload,
+            distributed_optimizer=c.parallel.distributed_optimizer,
+            overlap_grad_reduce=c.parallel.overlap_grad_reduce,
+            overlap_param_gather=c.parallel.overlap_param_gather,
+            fields={**fp8.settings(c.fp8), **(attention if c.train.recompute_attention else {})},
         )
+        stage = kind(self.shape, self.grid, options, optim)
         stage.load_hf(c.model.path)
         return stage
 
@@ -212,7 +210,8 @@ class Session:
         """Write the weights as run.dir/model, a Hugging Face directory."""
         tensors = worker.hf_tensors()
         if self.speaks:
-            hf_io.save(tensors, self.config.model.path, self.dir / "model", str(worker.dtype).removeprefix("torch."))
+            dtype = str(worker.options.dtype).removeprefix("torch.")
+            hf_io.save(tensors, self.config.model.path, self.dir / "model", dtype)
         else:
             for _ in tensors:
                 pass

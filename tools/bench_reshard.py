@@ -93,11 +93,11 @@ def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pi
     from megatron_brorl.parallel import device, grid
     from megatron_brorl.rollout.torch_engine import TorchEngine
     from megatron_brorl.train.refit import refit
-    from megatron_brorl.train.worker import Worker
+    from megatron_brorl.train.worker import StageOptions, Worker
 
     shape = read_shape(directory)
     processes = grid.build(ParallelConfig(tensor=tensor, pipeline=pipeline))
-    worker = Worker(shape, processes, torch.float32, 1024)
+    worker = Worker(shape, processes, StageOptions(1024))
     worker.load_hf(directory)
     engine = TorchEngine(shape, hf_shapes(shape), device.default_device(), torch.float32, 64, sample_tokens)
     rows = []

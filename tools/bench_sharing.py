@@ -24,7 +24,7 @@ from megatron_brorl.hf_config import read_shape
 from megatron_brorl.parallel import grid
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.policy import update_policy
-from megatron_brorl.train.worker import Worker
+from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience
 
 RESPONSE = 64
@@ -32,7 +32,7 @@ RESPONSE = 64
 
 def measure(directory: str, processes: Grid, prompt: int, n: int, share: bool, repeat: int) -> dict[str, Any]:
     optim = OptimConfig()
-    worker = Worker(read_shape(directory), processes, torch.float32, 16384, optim=optim, share_prompt=share)
+    worker = Worker(read_shape(directory), processes, StageOptions(16384, share_prompt=share), optim)
     worker.load_hf(directory)
     vocab = worker.shape.vocab
     g = torch.Generator().manual_seed(0)

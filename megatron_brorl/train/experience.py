@@ -63,7 +63,7 @@ def make_experience(
         figures["masked_share"] = 1 - _token_mean(mask, actor)
     own = earned[[row.group for row in rows], [row.rollout.index for row in rows]]
     lengths = [len(r) for r in responses]
-    credit = of_tokens(own, lengths, values, kl, algo, actor.ops, actor.grid.groups.dp)
+    credit = of_tokens(own, lengths, values, kl, algo, actor.options.ops, actor.grid.groups.dp)
     advantages = credit.advantages
     if algo.correct_boost:
         boosts = (algo.correct_boost if row.reward >= CORRECT else 0.0 for row in rows)

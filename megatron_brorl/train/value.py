@@ -46,7 +46,7 @@ def update_critic(
         if not tokens:
             continue  # every rank's share of this mini-batch was dropped
         lr = learning_rate(optim, first_update + i)
-        loss = _loss_function(part, clip or math.inf, 1 / tokens, critic.ops)
+        loss = _loss_function(part, clip or math.inf, 1 / tokens, critic.options.ops)
         update, values = critic.train(part.prompts, part.responses, loss, lr)
         own = {key: sum((v.sums[key] for v in values), 0.0) for key in totals}
         found = collect.total(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)

@@ -51,45 +51,48 @@ class Update:
     applied: bool  # False where the gradient was not finite: weights and optimizer state are then untouched
 
 
+@dataclass(frozen=True)
+class StageOptions:
+    """What a stage is built and run with, the actor's and the critic's alike."""
+
+    tokens_per_micro_batch: int
+    dtype: torch.dtype = torch.float32
+    ops: str = "fused"  # config key ops.implementation
+    share_prompt: bool = True  # config key train.share_prompt
+    recompute: bool = False  # config key train.recompute
+    offload: bool = False  # config key train.offload: `away` has an effect
+    distributed_optimizer: bool = False  # config key parallel.distributed_optimizer
+    overlap_grad_reduce: bool = False  # config key parallel.overlap_grad_reduce
+    overlap_param_gather: bool = False  # config key parallel.overlap_param_gather
+    fields: Mapping[str, Any] | None = None  # of Megatron's TransformerConfig, beside what models.gpt chooses
+
+
 class Stage:
     """This rank's stage of a model. Actor and critic differ in their heads alone."""
 
-    def __init__(
-        self,
-        module: Actor,
-        tokens_per_micro_batch: int,
-        share_prompt: bool,
-        optim: OptimConfig | None,
-        distributed_optimizer: bool,
-        overlap_grad_reduce: bool,
-        offload: bool,
-        overlap_param_gather: bool,
-    ) -> None:
-        """offload: `away` has an effect (config key train.offload)."""
-        self.module, self.grid, self.dtype = module, module.grid, module.config.params_dtype
-        self.tokens_per_micro_batch, self.share_prompt = tokens_per_micro_batch, share_prompt
-        self.optim = optim
+    def __init__(self, module: Actor, options: StageOptions, optim: OptimConfig | None) -> None:
+        """optim: None of a stage that only scores."""
+        self.module, self.grid, self.options, self.optim = module, module.grid, options, optim
         self.model: Any = module
         self._segments_of = 2 * self.grid.context if self.grid.context > 1 else 1
         align = get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1
         self._multiple = self._segments_of * (self.grid.tensor if self.grid.sequence_parallel else 1) * align
+        offload = options.offload
         self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if offload else None
         self._state = Offload(self._optimizer_tensors, self._gradients) if offload and optim is not None else None
         if optim is not None:
             with device.bridge():
-                self._make_trainable(optim, distributed_optimizer, overlap_grad_reduce, overlap_param_gather)
+                self._make_trainable(optim)
 
-    def _make_trainable(
-        self, optim: OptimConfig, distributed_optimizer: bool, overlap_grad_reduce: bool, overlap_param_gather: bool
-    ) -> None:
-        config = self.module.config
+    def _make_trainable(self, optim: OptimConfig) -> None:
+        config, o = self.module.config, self.options
         self.model = DistributedDataParallel(
             config=config,
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                use_distributed_optimizer=distributed_optimizer,
-                overlap_grad_reduce=overlap_grad_reduce,
-                overlap_param_gather=overlap_param_gather,
+                use_distributed_optimizer=o.distributed_optimizer,
+                overlap_grad_reduce=o.overlap_grad_reduce,
+                overlap_param_gather=o.overlap_param_gather,
             ),
             module=self.module,
         )
@@ -102,10 +105,10 @@ class Stage:
                 adam_beta2=optim.betas[1],
                 adam_eps=optim.eps,
                 clip_grad=optim.clip_grad,
-                bf16=self.dtype == torch.bfloat16,
-                params_dtype=self.dtype,
-                use_distributed_optimizer=distributed_optimizer,
-                overlap_param_gather=overlap_param_gather,
+                bf16=o.dtype == torch.bfloat16,
+                params_dtype=o.dtype,
+                use_distributed_optimizer=o.distributed_optimizer,
+                overlap_param_gather=o.overlap_param_gather,
             ),
             [self.model],
         )
@@ -219,13 +222,13 @@ class Stage:
         The latter count a prompt once; one that spans micro-batches passes the model once in each.
         """
         plain = float(sum(map(len, prompts)) + sum(len(r) - 1 for r in responses))
-        gain = token_gain(prompts, responses) if self.share_prompt else 1.0
+        gain = token_gain(prompts, responses) if self.options.share_prompt else 1.0
         return {"plain": plain, "computed": plain / gain if gain >= LEAST_GAIN else plain}
 
     def _pack(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
-        grid = self.grid
-        limit = self.tokens_per_micro_batch * grid.context
-        batches = pack(prompts, responses, limit, self._multiple, self.share_prompt, self._segments_of)
+        grid, o = self.grid, self.options
+        limit = o.tokens_per_micro_batch * grid.context
+        batches = pack(prompts, responses, limit, self._multiple, o.share_prompt, self._segments_of)
         return [share(b, grid.groups.cp.rank(), grid.context) for b in batches] if grid.context > 1 else batches
 
     def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:
@@ -252,38 +255,12 @@ class Stage:
 class Worker(Stage):
     """The actor's stage on this rank."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        grid: Grid,
-        dtype: torch.dtype,
-        tokens_per_micro_batch: int,
-        recompute: bool = False,
-        optim: OptimConfig | None = None,
-        distributed_optimizer: bool = False,
-        ops: str = "fused",
-        share_prompt: bool = True,
-        fields: Mapping[str, Any] | None = None,
-        overlap_grad_reduce: bool = False,
-        offload: bool = False,
-        overlap_param_gather: bool = False,
-    ) -> None:
-        """ops: config key ops.implementation. share_prompt: config key train.share_prompt. fields: of Megatron's
-        TransformerConfig, beside what models.gpt chooses."""
-        self.shape, self.ops = shape, ops
-        self.actor = build_actor(shape, grid, dtype, recompute, ops, fields)
+    def __init__(self, shape: ModelShape, grid: Grid, options: StageOptions, optim: OptimConfig | None = None) -> None:
+        self.shape = shape
+        self.actor = build_actor(shape, grid, options.dtype, options.recompute, options.ops, options.fields)
         table = hf_names.entries(shape, grid.pipeline, self.actor.fused_norms)
-        self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, dtype.itemsize)
-        super().__init__(
-            self.actor,
-            tokens_per_micro_batch,
-            share_prompt,
-            optim,
-            distributed_optimizer,
-            overlap_grad_reduce,
-            offload,
-            overlap_param_gather,
-        )
+        self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, options.dtype.itemsize)
+        super().__init__(self.actor, options, optim)
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the weights from a Hugging Face directory (and the optimizer's fp32 masters from them)."""
@@ -298,7 +275,7 @@ class Worker(Stage):
             self._weights.back()
         named = hf_names.global_parameters(self.actor)
         plain = {n: dequantize_fp8_tensor(p) if is_float8tensor(p) else p for n, p in named.items()}
-        return stream(self.plan, plain, self.grid, self.dtype)
+        return stream(self.plan, plain, self.grid, self.options.dtype)
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """Log-probabilities [G] float32 of every response, in row order, on every rank of the model-parallel group."""
@@ -320,7 +297,7 @@ class Worker(Stage):
             self._run(self._pack(prompts, responses), collect, self._head(1.0), forward_only=True)
         if not self.grid.last_stage:
             return None
-        table = torch.zeros(len(prompts), self.shape.vocab, dtype=compute_dtype(self.dtype))
+        table = torch.zeros(len(prompts), self.shape.vocab, dtype=compute_dtype(self.options.dtype))
         for row, logits in found.items():
             table[row] = logits
         table = table.to(device.default_device())
@@ -340,35 +317,11 @@ class Worker(Stage):
 class CriticWorker(Stage):
     """The critic's stage on this rank; it begins as the actor's model with a value head of zeros."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        grid: Grid,
-        dtype: torch.dtype,
-        tokens_per_micro_batch: int,
-        recompute: bool,
-        optim: OptimConfig,
-        distributed_optimizer: bool = False,
-        ops: str = "fused",
-        share_prompt: bool = True,
-        fields: Mapping[str, Any] | None = None,
-        overlap_grad_reduce: bool = False,
-        offload: bool = False,
-        overlap_param_gather: bool = False,
-    ) -> None:
-        """As of Worker; optim is the critic's own."""
-        self.shape, self.ops = shape, ops
-        self.critic = build_critic(shape, grid, dtype, recompute, ops, fields)
-        super().__init__(
-            self.critic,
-            tokens_per_micro_batch,
-            share_prompt,
-            optim,
-            distributed_optimizer,
-            overlap_grad_reduce,
-            offload,
-            overlap_param_gather,
-        )
+    def __init__(self, shape: ModelShape, grid: Grid, options: StageOptions, optim: OptimConfig) -> None:
+        """optim is the critic's own."""
+        self.shape = shape
+        self.critic = build_critic(shape, grid, options.dtype, options.recompute, options.ops, options.fields)
+        super().__init__(self.critic, options, optim)
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the body from an actor's Hugging Face directory, and the value head with zeros."""

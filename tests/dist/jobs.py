@@ -24,7 +24,7 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.ops.fused_decode import Fused
 from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.train.policy import update_policy
-from megatron_brorl.train.worker import Worker
+from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience, Prompt
 
 
@@ -58,12 +58,11 @@ def make_worker(
     parallel: dict[str, Any],
     optim: OptimConfig | None = None,
     tokens: int = 120,
-    dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> Worker:
     grid = grid_of(**parallel)
-    kwargs = {"share_prompt": grid.context == 1, **kwargs}
-    worker = Worker(read_shape(directory), grid, dtype, tokens, optim=optim, **kwargs)
+    options = StageOptions(tokens, **{"share_prompt": grid.context == 1, **kwargs})
+    worker = Worker(read_shape(directory), grid, options, optim)
     worker.load_hf(directory)
     return worker
 
@@ -106,21 +105,7 @@ def train_steps(
     # Adam's eps well above float32 noise: at 1e-8 the first step is the sign of each gradient, also of those (key
     # biases) that are zero but for rounding, and the comparison would be one of rounding errors.
     optim = OptimConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
-    worker = make_worker(
-        directory,
-        parallel,
-        optim,
-        options.get("tokens", 120),
-        options.get("dtype", torch.float32),
-        recompute=options.get("recompute", False),
-        ops=options.get("ops", "fused"),
-        share_prompt=options.get("share_prompt", True),
-        fields=options.get("fields"),
-        overlap_grad_reduce=options.get("overlap_grad_reduce", False),
-        offload=options.get("offload", False),
-        distributed_optimizer=options.get("distributed_optimizer", False),
-        overlap_param_gather=options.get("overlap_param_gather", False),
-    )
+    worker = make_worker(directory, parallel, optim, **{k: v for k, v in options.items() if k != "algo"})
     prompts, responses = rows(2)
     g = torch.Generator().manual_seed(3)
     noise = [0.3 * torch.randn(len(r), generator=g) for r in responses]
@@ -174,7 +159,7 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
     """Two updates in bfloat16 with fp32 masters; figures, and the types of the weights."""
     grid = grid_of()
     optim = OptimConfig(lr=1e-3)
-    worker = Worker(read_shape(directory), grid, torch.bfloat16, 200, optim=optim)
+    worker = Worker(read_shape(directory), grid, StageOptions(200, torch.bfloat16), optim)
     worker.load_hf(directory)
     prompts, responses = rows(2)
     lp = worker.log_probs(prompts, responses, 1.0)

@@ -18,7 +18,7 @@ from megatron_brorl.train.groups import mini_batches
 from megatron_brorl.train.policy import update_policy
 from megatron_brorl.train.reference import Reference
 from megatron_brorl.train.value import update_critic
-from megatron_brorl.train.worker import CriticWorker, Worker
+from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import OpenGroup, Prompt, Rollout, Row
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
@@ -59,11 +59,9 @@ def ppo(
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Figures of each step, and the weights of actor and critic at the end, the same on every rank."""
     grid, shape = grid_of(**parallel), read_shape(directory)
-    ops = options.get("ops", "fused")
-    kwargs = {"ops": ops, "share_prompt": options.get("share_prompt", True)}
-    tokens, recompute = options.get("tokens", 120), options.get("recompute", False)
-    worker = Worker(shape, grid, torch.float32, tokens, recompute, OPTIM, **kwargs)
-    critic = CriticWorker(shape, grid, torch.float32, tokens, recompute, CRITIC_OPTIM, **kwargs)
+    stage = StageOptions(**{"tokens_per_micro_batch": 120, **options})
+    worker = Worker(shape, grid, stage, OPTIM)
+    critic = CriticWorker(shape, grid, stage, CRITIC_OPTIM)
     worker.load_hf(directory)
     critic.load_hf(directory)
     models = Models(worker, critic, Reference(worker, ReferenceConfig()))

@@ -24,29 +24,20 @@ from megatron_brorl.train.loop import Trainer
 
 
 class Judge:
-    """Rewards by the name of a rule."""
+    """The same reward for every answer."""
 
-    def __init__(self, rule: str) -> None:
-        self.rule = rule
+    def __init__(self, reward: float) -> None:
+        self.reward = reward
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
-        return [self._verdict(r) for r in requests]
-
-    def _verdict(self, request: ScoreRequest) -> Verdict:
-        if request.answer is None:
-            return Verdict(0.0, "no_answer")
-        words = [int(word) for word in request.answer.split()]
-        if self.rule == "partial":  # share of even tokens
-            return Verdict(sum(w % 2 == 0 for w in words) / max(len(words), 1), "ok")
-        if self.rule == "nan":  # what the pool makes of a verifier that returns one
-            return Verdict(0.0, "invalid") if sum(words) % 3 == 0 else Verdict(float(sum(words) % 2), "ok")
-        return Verdict({"right": 1.0, "wrong": 0.0}[self.rule], "ok")
+        return [Verdict(0.0, "no_answer") if r.answer is None else Verdict(self.reward, "ok") for r in requests]
 
 
-def _trainer(directory: str, parallel: dict[str, Any], changes: dict[str, Any], rule: str, engine: Any = None) -> Trainer:
+def _trainer(directory: str, parallel: dict[str, Any], changes: dict[str, Any], reward: float | None, engine: Any = None
+) -> Trainer:
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), engine or fakes.Engine())
-    if rule:
-        trainer.rollouts = replace(trainer.rollouts, pool=Judge(rule))
+    if reward is not None:
+        trainer.rollouts = replace(trainer.rollouts, pool=Judge(reward))
     return trainer
 
 
@@ -55,10 +46,10 @@ def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def judged(
-    _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], rule: str, steps: int
+    _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], reward: float, steps: int
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Figures of each step, and the weights before and after."""
-    trainer = _trainer(directory, parallel, changes, rule)
+    trainer = _trainer(directory, parallel, changes, reward)
     before = _weights(trainer)
     trainer.refit()
     figures = [trainer.train_step()[0] for _ in range(steps)]
@@ -71,7 +62,7 @@ def unmoved(
     """Steps with the real engine; figures, and whether every weight and master has its bits still."""
     shape = read_shape(directory)
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 200, sample_tokens, Fused())
-    trainer = _trainer(directory, parallel, changes, "", engine)
+    trainer = _trainer(directory, parallel, changes, None, engine)
     before = _weights(trainer)
     trainer.refit()
     figures = [trainer.train_step()[0] for _ in range(steps)]
@@ -83,7 +74,7 @@ def reference_follows(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], root: str
 ) -> dict[str, Any]:
     """Two steps, then what actor and reference say of some tokens; a reset; and both after a checkpoint."""
-    trainer = _trainer(directory, parallel, changes | {"run": {"seed": 3, "dir": root}}, "")
+    trainer = _trainer(directory, parallel, changes | {"run": {"seed": 3, "dir": root}}, None)
     rows = ([torch.tensor([5, 6, 7]), torch.tensor([9, 4])], [torch.tensor([8, 9, 2]), torch.tensor([3])])
     assert trainer.reference is not None
 
@@ -97,7 +88,7 @@ def reference_follows(
     found["moved"] = say(trainer)
     found["stepped"] = bool(trainer.worker.optimizer.optimizer.state)
     trainer.save()
-    again = _trainer(directory, parallel, changes | {"run": {"seed": 3, "dir": root}}, "")
+    again = _trainer(directory, parallel, changes | {"run": {"seed": 3, "dir": root}}, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
         again.restore(Path(root) / "checkpoints" / "step_00000002")

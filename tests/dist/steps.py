@@ -36,7 +36,7 @@ from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.reference import Reference
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.value import critic_optim
-from megatron_brorl.train.worker import CriticWorker, Worker
+from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import OpenGroup
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
@@ -53,9 +53,12 @@ def configured(changes: dict[str, dict[str, Any]]) -> Config:
     return replace(BASE, **{name: replace(getattr(BASE, name), **values) for name, values in changes.items()})
 
 
+def _options(config: Config, grid: Grid) -> StageOptions:
+    return StageOptions(config.train.tokens_per_micro_batch, share_prompt=grid.context == 1)
+
+
 def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any, grace_s: float = 30.0) -> Trainer:
-    tokens, shares = config.train.tokens_per_micro_batch, grid.context == 1
-    worker = Worker(read_shape(directory), grid, torch.float32, tokens, optim=config.optim, share_prompt=shares)
+    worker = Worker(read_shape(directory), grid, _options(config, grid), config.optim)
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
     tokenizer, most_lost = fakes.Tokenizer(), config.rollout.most_lost
@@ -80,9 +83,7 @@ def _critic(directory: str | Path, grid: Grid, config: Config) -> CriticWorker |
     if config.algo.advantage != "gae":
         return None
     optim = critic_optim(config.critic, config.optim)
-    tokens = config.train.tokens_per_micro_batch
-    shares = grid.context == 1
-    critic = CriticWorker(read_shape(directory), grid, torch.float32, tokens, False, optim, share_prompt=shares)
+    critic = CriticWorker(read_shape(directory), grid, _options(config, grid), optim)
     critic.load_hf(directory)
     return critic
 

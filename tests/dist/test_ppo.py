@@ -12,7 +12,7 @@ from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, TEMPERATUR
 STEPS = 3
 LAYOUTS = [
     (1, {}, {}),
-    (1, {}, {"ops": "reference", "share_prompt": False, "tokens": 100_000}),
+    (1, {}, {"ops": "reference", "share_prompt": False, "tokens_per_micro_batch": 100_000}),
     (2, {"tensor": 2}, {}),
     (2, {"tensor": 2, "sequence": True}, {"recompute": True}),
     (2, {"pipeline": 2}, {}),

@@ -27,45 +27,17 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("critic", [False, True])
-@pytest.mark.parametrize("rule", ["right", "wrong"])
+@pytest.mark.parametrize("reward", [1.0, 0.0])
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {})])
-def test_a_step_whose_every_group_is_dropped_changes_nothing(worlds, directory, size, parallel, rule, critic):
+def test_a_step_whose_every_group_is_dropped_changes_nothing(worlds, directory, size, parallel, reward, critic):
     changes = SMALL | ({"algo": {"advantage": "gae"}} if critic else {}) | {"reward": {"cut_off_factor": 1.0}}
-    for figures, before, after in worlds(size).run("recipe_jobs:judged", directory, parallel, changes, rule, 2):
+    for figures, before, after in worlds(size).run("recipe_jobs:judged", directory, parallel, changes, reward, 2):
         assert same(before, after)
         for found in figures:
             assert (found["kept_share"], found["updates"], found["trained_tokens"]) == (0, 0, 0)
-            assert (found["all_right_share"] > 0.5, found["all_wrong_share"] > 0.5) == (rule == "right", rule == "wrong")
+            assert (found["all_right_share"] > 0.5, found["all_wrong_share"] > 0.5) == (reward == 1, reward == 0)
             assert found.get("critic_updates", 0) == 0
             assert math.isfinite(found["loss"])
-
-
-def test_without_dynamic_sampling_every_group_is_trained_on(worlds, directory):
-    """All right: no advantage, so only what does not depend on it (weight decay) moves the weights."""
-    changes = SMALL | {"algo": {"dynamic_sampling": False}, "optim": {"weight_decay": 0.0, "lr": 1e-3}}
-    ((figures, before, after),) = worlds(1).run("recipe_jobs:judged", directory, {}, changes, "wrong", 1)
-    assert (figures[0]["kept_share"], figures[0]["updates"], figures[0]["grad_norm"]) == (1, 1, 0)
-    assert same(before, after)
-
-
-def test_partial_credit_is_a_signal(worlds, directory):
-    """Continuous rewards: groups are kept unless all rewards are the same number."""
-    ((figures, before, after),) = worlds(1).run("recipe_jobs:judged", directory, {}, SMALL, "partial", 1)
-    assert (figures[0]["kept_share"], figures[0]["updates"]) == (1, 1)
-    assert 0 < figures[0]["reward"] < 1
-    assert not same(before, after)
-
-
-def test_rewards_that_are_not_numbers_score_nothing_and_are_counted(worlds, directory):
-    ((figures, _, after),) = worlds(1).run("recipe_jobs:judged", directory, {}, SMALL, "nan", 1)
-    texts = []
-    for prompt in fakes.prompts(3):
-        for row in fakes.draws(stream_key(3, 0, prompt.id), range(16), 12):
-            if fakes.STOP in row:
-                texts.append(sum(row[: row.index(fakes.STOP)]))
-    assert figures[0]["unscored_share"] == pytest.approx(sum(s % 3 == 0 for s in texts) / 48)
-    assert figures[0]["reward"] == pytest.approx(sum(s % 2 for s in texts if s % 3) / 48)
-    assert all(torch.isfinite(tensor).all() for tensor in after.values())
 
 
 @pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
@@ -90,6 +62,8 @@ def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel
             assert found["reference_kl"] == pytest.approx(0.0, abs=1e-9)
             assert found["logprob_gap_max"] <= 1e-4
             assert found["grad_norm"] > 0
+        gaps = [found["logprob_gap_mean"] for found in figures]
+        assert 0 < max(gaps) < 2 * min(gaps)  # rounding of other samples, no trend
 
 
 @pytest.mark.parametrize(("size", "parallel"), LAYOUTS)

@@ -12,7 +12,7 @@ from megatron_brorl.hf_config import read_shape
 from megatron_brorl.models import fp8
 from megatron_brorl.parallel import device, grid
 from megatron_brorl.train.policy import update_policy
-from megatron_brorl.train.worker import Worker
+from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience
 
 pytestmark = [
@@ -37,16 +37,8 @@ def test_a_step_is_near_the_one_in_fp32(config, offload, tmp_path):
     model = tiny.make_model(tmp_path, "qwen2", True, std=0.05, **sizes)
     shape = read_shape(tmp_path)
     fp8.check(config, shape, 1)
-    worker = Worker(
-        shape,
-        grid.build(ParallelConfig()),
-        torch.bfloat16,
-        2048,
-        optim=OptimConfig(lr=1e-4),
-        share_prompt=False,
-        fields=fp8.settings(config),
-        offload=offload,
-    )
+    options = StageOptions(2048, torch.bfloat16, share_prompt=False, fields=fp8.settings(config), offload=offload)
+    worker = Worker(shape, grid.build(ParallelConfig()), options, OptimConfig(lr=1e-4))
     worker.load_hf(tmp_path)
     prompts, responses = rows(2)
     worker.away()

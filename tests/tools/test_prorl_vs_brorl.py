@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import prorl_vs_brorl
+import prorl_vs_brorl_report
 
 SEEDS = [0, 1]
 # right of 4 samples, by arm, seed and prompt
@@ -29,7 +30,7 @@ def run_of(directory, seconds, rollouts):
     for step, s in enumerate(seconds):
         row = {"step": step, "rollouts": rollouts, "kept_share": 0.5 + step / 8, "response_tokens": 5.0 + step}
         if step == 1:
-            row |= {"pass_at_1": 0.5, "pass_at_4": 0.75}
+            row |= {"pass_at_1": 0.5, "pass_at_4": 0.75, "pass_at_1_low": 0.4, "pass_at_1_high": 0.6}
         rows.append(json.dumps(row | {"time": {"step": s, "evaluate": 100.0}}))
     (directory / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     before = {"pass_at_1": interval(0.25), "pass_at_k": {"1": 0.25, "4": 0.5}}
@@ -52,6 +53,7 @@ def evaluation_of(directory, right):
 @pytest.fixture
 def directory(tmp_path):
     run_of(tmp_path / "base", [1.0, 2.0, 4.0], 10)
+    evaluation_of(tmp_path / "base_evaluated", [1, 1, 1])
     for arm in ("prorl", "brorl"):
         for seed in SEEDS:
             run_of(tmp_path / f"{arm}_{seed}", [1.0, 2.0, 4.0], 10 if arm == "prorl" else 80)
@@ -60,36 +62,63 @@ def directory(tmp_path):
 
 
 def test_curves_count_training_alone(directory):
-    found = prorl_vs_brorl.summary_of(directory / "brorl_0", directory / "brorl_0_evaluated")
-    assert found["curve"]["columns"] == ["seconds", "samples", "pass_at_1", "pass_at_4"]
-    assert found["curve"]["rows"] == [(0, 0, 0.25, 0.5), (3, 160, 0.5, 0.75), (7, 240, 0.625, 0.875)]
+    found = prorl_vs_brorl.summary_of(directory / "brorl_0")
+    assert found["curve"]["columns"][:4] == ["seconds", "samples", "pass_at_1", "pass_at_4"]
+    assert found["curve"]["columns"][4:] == ["pass_at_1_low", "pass_at_1_high", "kept_share"]
+    start, middle, end = found["curve"]["rows"]
+    assert start == [0, 0, 0.25, 0.5, pytest.approx(0.15), 0.35, None]
+    assert middle == [3, 160, 0.5, 0.75, 0.4, 0.6, (0.5 + 0.625) / 2]
+    assert end == [7, 240, 0.625, 0.875, 0.525, 0.725, 0.75]
     assert found["samples_per_s"] == pytest.approx(240 / 7)
     assert found["kept_share"] == pytest.approx((0.5 + 0.625 + 0.75) / 3)
     assert found["final"]["pass_at_1"]["mean"] == pytest.approx(5 / 12)
 
 
+def by_hand(differences):
+    """Mean and t of Student's paired test."""
+    n, mean = len(differences), sum(differences) / len(differences)
+    return mean, mean / math.sqrt(sum((x - mean) ** 2 for x in differences) / (n - 1) / n)
+
+
 def test_pairs_over_prompts_and_over_seeds(directory):
-    args = argparse.Namespace(directory=directory, seeds=SEEDS)
-    found = prorl_vs_brorl.pair(args)
-    d = [(2 + 3 - 1 - 2) / 8, (2 + 4 - 2 - 2) / 8, (1 + 1 - 0 - 1) / 8]
-    mean = sum(d) / 3
-    error = math.sqrt(sum((x - mean) ** 2 for x in d) / 2 / 3)
-    assert found["over_prompts"]["t"] == pytest.approx(mean / error)
-    assert found["over_prompts"]["difference"]["mean"] == pytest.approx(mean)
-    per_seed = [(5 - 3) / 12, (8 - 5) / 12]
-    assert found["over_seeds"]["difference"]["mean"] == pytest.approx(sum(per_seed) / 2)
-    assert found["over_seeds"]["degrees"] == 1
+    found = prorl_vs_brorl.pair(argparse.Namespace(directory=directory, seeds=SEEDS))
+    expected = {
+        ("brorl - prorl", "over prompts"): [(2 + 3 - 1 - 2) / 8, (2 + 4 - 2 - 2) / 8, (1 + 1 - 0 - 1) / 8],
+        ("brorl - prorl", "seed 0, over prompts"): [1 / 4, 0, 1 / 4],
+        ("brorl - prorl", "seed 1, over prompts"): [1 / 4, 2 / 4, 0],
+        ("brorl - prorl", "over seeds"): [(5 - 3) / 12, (8 - 5) / 12],
+        ("prorl - base", "over prompts"): [3 / 8 - 1 / 4, 4 / 8 - 1 / 4, 1 / 8 - 1 / 4],
+        ("brorl - base", "over prompts"): [5 / 8 - 1 / 4, 6 / 8 - 1 / 4, 2 / 8 - 1 / 4],
+    }
+    assert [(name, over) for name, parts in found.items() for over in parts] == list(expected)
+    for (name, over), differences in expected.items():
+        mean, t = by_hand(differences)
+        assert found[name][over]["difference"]["mean"] == pytest.approx(mean, abs=1e-12)
+        assert found[name][over]["t"] == pytest.approx(t)
+        assert found[name][over]["degrees"] == len(differences) - 1
 
 
 def test_results_hold_what_the_runs_hold(directory):
     args = argparse.Namespace(directory=directory, seeds=SEEDS, processes=2, seconds=7.0)
-    results = prorl_vs_brorl.collect(args)
-    assert json.loads(json.dumps(results))["arms"]["prorl"]["1"]["steps"] == 3
-    text = prorl_vs_brorl.markdown(results)
+    results = json.loads(json.dumps(prorl_vs_brorl.collect(args)))
+    assert results["arms"]["prorl"]["1"]["steps"] == 3
+    text = prorl_vs_brorl_report.markdown(results)
     assert "| brorl | 1 | 3 | 240 | 62.5% | 34 | 5.00 | 66.67% (56.67% to 76.67%) | 100.00% (k = 4) |" in text
-    assert f"| gcd | {(3 + 5) / 24:.2%} | {(5 + 8) / 24:.2%} |" in text
+    assert "| gcd | 25.00% | 33.33% (25.00% to 41.67%) | 54.17% (41.67% to 66.67%) |" in text
     assert "pass@1 62.50%" in text
-    figure = prorl_vs_brorl.build_figure(results)
-    assert list(figure.axes[0].lines[0].get_xdata()) == [0, 3, 7]
-    assert list(figure.axes[1].lines[-1].get_ydata()) == [0.5, 0.75, 0.875]
-    assert list(figure.axes[2].lines[-1].get_xdata()) == [0, 160, 240]
+    figure = prorl_vs_brorl_report.build_figure(results)
+    first, samples, kth, kept, tasks, gaps = figure.axes
+    assert [len(axes.lines) for axes in (first, samples, kth, kept)] == [
+        5,
+        5,
+        4,
+        4,
+    ]  # two of them with the base's level
+    assert list(first.lines[0].get_xdata()) == [0, 3, 7]
+    assert list(samples.lines[3].get_xdata()) == pytest.approx([0, 0.16, 0.24])
+    assert list(kth.lines[3].get_ydata()) == [0.5, 0.75, 0.875]
+    assert list(kept.lines[3].get_ydata()) == [(0.5 + 0.625) / 2, 0.75]
+    assert [bar.get_height() for bar in tasks.patches] == pytest.approx([0.125, 0.25, 0.125, 1 / 3, 0.125, 13 / 24])
+    assert gaps.lines[0].get_ydata()[0] == pytest.approx(
+        results["paired"]["brorl - prorl"]["over prompts"]["difference"]["mean"]
+    )

@@ -309,11 +309,11 @@ def test_a_training_checkpoint_becomes_a_hugging_face_directory(tmp_path):
     from megatron_brorl.config import OptimConfig, ParallelConfig
     from megatron_brorl.models import checkpoint
     from megatron_brorl.parallel import grid
-    from megatron_brorl.train.worker import Worker
+    from megatron_brorl.train.worker import StageOptions, Worker
 
     tiny.make_model(tmp_path / "hf", "qwen3", True)
     edit(tmp_path / "hf/config.json", dtype="bfloat16")  # the run trains in fp32 what was published in bf16
-    worker = Worker(read_shape(tmp_path / "hf"), grid.build(ParallelConfig()), torch.float32, 100, optim=OptimConfig())
+    worker = Worker(read_shape(tmp_path / "hf"), grid.build(ParallelConfig()), StageOptions(100), OptimConfig())
     worker.load_hf(tmp_path / "hf")
     saved = checkpoint.save(tmp_path / "checkpoints", 1, [checkpoint.Part("", worker.actor, worker.optimizer)], {}, 1)
     grid.leave()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import Any
 
 import fakes
 import pytest
 import tiny
-import torch
+from by_hand import responses, update
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.config import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.models import checkpoint
-from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.parallel import grid
 from megatron_brorl.progress import progress
 
@@ -36,39 +34,13 @@ def model(tmp_path_factory):
 
 
 def by_hand(model, seed: int, lost: set[tuple[str, int]], cap: float) -> tuple[float, float, int]:
-    """Loss, norm of its gradient and tokens of one step over the survivors, with transformers' model."""
+    """Loss, norm of its gradient and tokens of one step over the survivors."""
     groups = []
     for prompt in fakes.prompts(2):
-        rows, rewards = [], []
-        for sibling, drawn in enumerate(fakes.draws(stream_key(seed, 0, prompt.id), range(N), TOKENS)):
-            if (prompt.id, sibling) in lost:
-                continue
-            stopped = fakes.STOP in drawn
-            row = drawn[: drawn.index(fakes.STOP) + 1] if stopped else drawn
-            rows.append(row)
-            # The stop token is not part of the answer; what does not stop scores 0.
-            rewards.append(float(stopped and sum(row[:-1]) % 2 == 0))
-        groups.append((prompt, rows, rewards))
-    raw = [r - sum(rewards) / len(rewards) for _, _, rewards in groups for r in rewards]
-    mean = math.fsum(raw) / len(raw)
-    std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw) / len(raw))
-    advantages = iter([(x - mean) / std for x in raw])
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    model.zero_grad()
-    for prompt, rows, _ in groups:
-        start = len(prompt.token_ids)
-        padded = torch.tensor([[*prompt.token_ids, *row, *[0] * (TOKENS - len(row))] for row in rows])
-        log_probs = model(padded).logits[:, start - 1 : -1].log_softmax(-1)
-        for row, found in zip(rows, log_probs, strict=True):
-            advantage = next(advantages)
-            lp = found[torch.arange(len(row)), torch.tensor(row)]
-            sampled = torch.tensor([fakes.log_prob(t, 0) for t in row])
-            weight = (lp.detach() - sampled).exp().clamp(max=cap)
-            total = total - (weight * (lp - lp.detach()).exp() * advantage).double().sum()
-            count += len(row)
-    (total / count).backward()
-    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-    return float(total.detach()) / count, norm, count
+        rows = responses(seed, prompt, N, TOKENS, lost)
+        # The stop token is not part of the answer; what does not stop scores 0.
+        groups.append((prompt, rows, [float(row[-1] == fakes.STOP and sum(row[:-1]) % 2 == 0) for row in rows]))
+    return update(model, groups, cap)
 
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["stops", "hangs"])

@@ -1,0 +1,50 @@
+"""One step of the fake engine's rollouts, written out with transformers' model: loss, gradient and tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import fakes
+import torch
+
+from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.types import Prompt
+
+Group = tuple[Prompt, list[list[int]], list[float]]  # with its responses and their rewards
+
+
+def responses(seed: int, prompt: Prompt, n: int, tokens: int, lost: Iterable[tuple[str, int]] = ()) -> list[list[int]]:
+    """What the fake engine draws in the first step, each with the stop token that ended it."""
+    drawn = enumerate(fakes.draws(stream_key(seed, 0, prompt.id), range(n), tokens))
+    gone = set(lost)
+    return [
+        row[: row.index(fakes.STOP) + 1] if fakes.STOP in row else row
+        for sibling, row in drawn
+        if (prompt.id, sibling) not in gone
+    ]
+
+
+def update(model: Any, groups: Sequence[Group], cap: float) -> tuple[float, float, int]:
+    """Loss, norm of its gradient and tokens of one optimizer step over these groups (BroRL, section 3.1)."""
+    raw = [r - sum(rewards) / len(rewards) for _, _, rewards in groups for r in rewards]
+    mean = math.fsum(raw) / len(raw)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw) / len(raw))
+    advantages = iter([(x - mean) / std for x in raw])
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    model.zero_grad()
+    for prompt, rows, _ in groups:
+        start, longest = len(prompt.token_ids), max(map(len, rows))
+        padded = torch.tensor([[*prompt.token_ids, *row, *[0] * (longest - len(row))] for row in rows])
+        log_probs = model(padded).logits[:, start - 1 : -1].log_softmax(-1)
+        for row, found in zip(rows, log_probs, strict=True):
+            advantage = next(advantages)
+            lp = found[torch.arange(len(row)), torch.tensor(row)]
+            sampled = torch.tensor([fakes.log_prob(t, 0) for t in row])
+            weight = (lp.detach() - sampled).exp().clamp(max=cap)
+            total = total - (weight * (lp - lp.detach()).exp() * advantage).double().sum()
+            count += len(row)
+    (total / count).backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    return float(total.detach()) / count, norm, count

@@ -1,0 +1,20 @@
+"""Verifiers of test_step_rewards.py, of answers that are token ids as text; for the pool's workers, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+RULES: dict[str, Callable[[list[int]], float]] = {
+    "right": lambda ids: 1.0,
+    "wrong": lambda ids: 0.0,
+    "even": lambda ids: float(sum(ids) % 2 == 0),
+    "share": lambda ids: sum(i % 2 == 0 for i in ids) / max(len(ids), 1),  # partial credit
+    "holes": lambda ids: math.nan if sum(ids) % 3 == 0 else float(sum(ids) % 2),
+    "nan": lambda ids: math.nan,
+}
+
+
+def resolve(name: str) -> Callable[[str, str | None, Mapping[str, Any]], float]:
+    return lambda answer, _reference, _metadata: RULES[name]([int(word) for word in answer.split()])

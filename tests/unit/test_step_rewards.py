@@ -1,0 +1,134 @@
+"""What a whole step makes of rewards of every kind, from verifier to gradient, against the step written out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import fakes
+import pytest
+import tiny
+import torch
+from by_hand import responses, update
+from dist.steps import configured, make_trainer
+from step_verifiers import RULES
+
+from megatron_brorl.config import ParallelConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.parallel import grid
+from megatron_brorl.rewards.pool import RewardPool
+
+N, TOKENS = 32, 12
+# The verifier of each prompt of a step.
+BATCHES = {
+    "mixed": ["right", "even", "wrong"],
+    "all right": ["right"] * 3,
+    "all wrong": ["wrong"] * 3,
+    "continuous": ["share", "right", "share"],
+    "continuous and binary": ["share", "even", "wrong"],
+    "some are NaN": ["holes", "even", "right"],
+    "a group is NaN": ["even", "nan", "even"],
+}
+
+
+class Source:
+    """The prompts of a batch, each with its verifier."""
+
+    def __init__(self, rules: list[str]) -> None:
+        self.prompts = [replace(p, verifier=rule) for p, rule in zip(fakes.prompts(3), rules, strict=True)]
+
+    def take(self, step: int, count: int) -> list:
+        return self.prompts
+
+
+@pytest.fixture(scope="module")
+def processes():
+    yield grid.build(ParallelConfig())
+    grid.leave()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RewardPool(1, 5.0, resolve="step_verifiers:resolve") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    return directory, tiny.make_model(directory, "qwen2", True)
+
+
+def trainer_of(model, processes, pool, rules, changes):
+    config = configured(
+        {"rollout": {"n": N, "prompts": 3}, "reward": {"strict": False, "cut_off_factor": 1.0}, **changes}
+    )
+    trainer = make_trainer(model[0], processes, config, fakes.Engine())
+    trainer.train_source = Source(rules)
+    trainer.rollouts = replace(trainer.rollouts, pool=pool)
+    trainer.refit()
+    return trainer
+
+
+def groups_of(seed, rules):
+    """Prompts, responses and rewards of a batch, a NaN counting as 0; and how many were NaN."""
+    groups, holes = [], 0
+    for prompt, rule in zip(fakes.prompts(3), rules, strict=True):
+        rows = responses(seed, prompt, N, TOKENS)
+        raw = [RULES[rule](row[:-1] if row[-1] == fakes.STOP else row) for row in rows]
+        holes += sum(map(math.isnan, raw))
+        groups.append((prompt, rows, [0.0 if math.isnan(r) else r for r in raw]))
+    return groups, holes
+
+
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic sampling", "every group"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_step_equals_the_one_written_out(processes, pool, model, batch, dynamic):
+    rules = BATCHES[batch]
+    # Without decay, weights move by gradients alone.
+    changes = {"algo": {"dynamic_sampling": dynamic}, "optim": {"weight_decay": 0.0, "lr": 1e-3}}
+    trainer = trainer_of(model, processes, pool, rules, changes)
+    before = {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+    values, _ = trainer.train_step()
+    after = dict(trainer.worker.hf_tensors())
+
+    groups, holes = groups_of(trainer.config.run.seed, rules)
+    kept = [g for g in groups if not dynamic or len(set(g[2])) > 1]
+    rewards = [r for g in groups for r in g[2]]
+    assert values["unscored_share"] == holes / (3 * N)
+    assert (holes > 0) == ("NaN" in batch)
+    assert values["reward"] == pytest.approx(sum(rewards) / (3 * N))
+    assert values["kept_share"] == pytest.approx(len(kept) / 3)
+    assert values["all_right_share"] == pytest.approx(sum(set(g[2]) == {1.0} for g in groups) / 3)
+    assert values["all_wrong_share"] == pytest.approx(sum(set(g[2]) == {0.0} for g in groups) / 3)
+    assert values["updates_skipped"] == 0
+    signal = any(len(set(g[2])) > 1 for g in groups)
+    assert signal == (batch not in ("all right", "all wrong"))
+    if signal:
+        loss, norm, tokens = update(model[1], kept, trainer.config.algo.is_cap)
+        assert values["updates"] == 1
+        assert values["trained_tokens"] == tokens
+        assert values["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+        assert values["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert all(torch.isfinite(tensor).all() for tensor in after.values())
+    else:  # nothing to learn: no update, or one whose gradient is exactly 0
+        assert values["updates"] == (0 if dynamic else 1)
+        assert values["grad_norm"] == 0
+    assert signal != all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_step_of_nothing_but_nan_ends_the_run_in_one_line(processes, pool, model):
+    trainer = trainer_of(model, processes, pool, ["nan"] * 3, {})
+    with pytest.raises(UserError, match="step 0: the verifiers failed on 96 of 96 responses"):
+        trainer.train_step()
+    assert trainer.worker.optimizer.optimizer.state == {}  # and nothing was trained on them
+
+
+def test_strict_rewards_take_nan_for_wrong(processes, pool, model):
+    """reward.strict = true, the default: partial credit and NaN are both 0, and only the latter is unscored."""
+    trainer = trainer_of(model, processes, pool, ["holes", "share", "wrong"], {"reward": {"cut_off_factor": 1.0}})
+    values, _ = trainer.train_step()
+    groups, holes = groups_of(trainer.config.run.seed, ["holes", "share", "wrong"])
+    right = sum(r >= 0.99 for g in groups for r in g[2])
+    assert values["reward"] == pytest.approx(right / (3 * N))
+    assert values["unscored_share"] == holes / (3 * N)
