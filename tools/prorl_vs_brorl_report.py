@@ -67,6 +67,11 @@ def _spread(values: list[float]) -> str:
     return text if len(values) == 1 else f"{text} ({min(values):.2%} to {max(values):.2%})"
 
 
+def whiskers(values: list[float]) -> tuple[float, float]:
+    """How far the least and the greatest are from the mean; a mean of equal values may be off by its rounding."""
+    return max(mean(values) - min(values), 0.0), max(max(values) - mean(values), 0.0)
+
+
 def build_figure(results: dict[str, Any]) -> Figure:
     """pass@1 over seconds and samples, pass@k, kept share, tasks and differences, in `figure.axes` in this order."""
     figure = Figure(figsize=(15, 8.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
@@ -96,8 +101,8 @@ def build_figure(results: dict[str, Any]) -> Figure:
     start = results["base"]["final"]["pass_at_1"]["mean"]
     for axes in (first, samples):
         axes.axhline(start, color=GREY, linestyle="--", linewidth=1, label="base, where it stalled")
-    for axes in (first, samples, kth, kept):
-        axes.legend(frameon=False, fontsize=9)
+    handles, labels = first.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
     kept.set_ylim(0, 1)
     _draw_tasks(tasks, tasks_of(results))
     _draw_gaps(gaps, results["paired"]["brorl - prorl"])
@@ -111,7 +116,7 @@ def _draw_tasks(axes: Axes, tasks: dict[str, dict[str, list[float]]]) -> None:
     for j, arm in enumerate(arms):
         places = [i + 0.26 * (j - 1) for i in range(len(tasks))]
         values = [tasks[task][arm] for task in tasks]
-        error = [[mean(v) - min(v) for v in values], [max(v) - mean(v) for v in values]]
+        error = list(zip(*map(whiskers, values), strict=True))
         axes.bar(places, [mean(v) for v in values], 0.24, color=COLORS[arm], yerr=error, capsize=3, label=arm)
     axes.set_xticks(range(len(tasks)), list(tasks), rotation=15)
     axes.legend(frameon=False, fontsize=9)

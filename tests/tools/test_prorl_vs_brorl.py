@@ -122,3 +122,9 @@ def test_results_hold_what_the_runs_hold(directory):
     assert gaps.lines[0].get_ydata()[0] == pytest.approx(
         results["paired"]["brorl - prorl"]["over prompts"]["difference"]["mean"]
     )
+
+
+def test_whiskers_of_equal_values_are_not_negative():
+    assert sum([0.1] * 3) / 3 > 0.1  # in floating point
+    assert prorl_vs_brorl_report.whiskers([0.1] * 3) == (pytest.approx(0, abs=1e-15), 0)
+    assert prorl_vs_brorl_report.whiskers([0.25, 0.5, 1.5]) == (0.5, 0.75)
