@@ -97,7 +97,9 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     expected = single(variant, LOST)
     assert_same(results, expected)
     assert expected[0][0]["lost_share"] == 4 / 96
-    assert 0 < expected[0][0]["theory_exact/unsampled_mass"] < 1
+    masses = [f["theory_exact/unsampled_mass"] for f in expected[0] if "theory_exact/unsampled_mass" in f]
+    assert masses  # not in a step in which no group is complete
+    assert all(0 < mass < 1 for mass in masses)
     assert sum(f["updates"] for f in expected[0]) >= steps - 1
     asked = [(step, prompt, sibling) for _, _, calls in results for step, prompt, part in calls for sibling in part]
     assert len(asked) == len(set(asked))
@@ -125,13 +127,18 @@ def test_adaptive_groups_equal_those_of_one_process(worlds, directory, size, par
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"pipeline": 2}), (4, {"tensor": 2})])
-def test_a_rank_that_loses_everything_holds_nobody_up(worlds, directory, single, size, parallel):
-    """Its share of the first step is the last prompts; the other ranks' survivors are trained on, by all of them."""
+def test_a_rank_that_loses_everything_holds_nobody_up(worlds, directory, size, parallel):
+    """Its share of the first step is the last prompts; the other ranks' survivors are trained on, by all of them.
+
+    Nothing is measured after the update: which of those rollouts are lost depends on the layout.
+    """
+    changes = {**VARIANTS["whole"], "theory": {"measure_every": 0}}
     begin = 96 - 96 // size
     gone = {(f"p/{i // 32}", i % 32) for i in range(begin, 96)}
     faults = {"rank": size - 1, "lose": {(f"p/{i}", s) for i, s in product(range(3), range(32))}}
-    results = worlds(size).run("steps:run_steps", directory, parallel, VARIANTS["whole"], 2, faults)
-    assert_same(results, single("whole", gone))
+    results = worlds(size).run("steps:run_steps", directory, parallel, changes, 2, faults)
+    (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, 2, {"lose": gone})
+    assert_same(results, expected)
     assert results[0][0][0]["lost_share"] == len(gone) / 96
     assert results[0][0][0]["groups_lost"] == (1 if size == 2 else 0)
 
