@@ -10,13 +10,10 @@ from collections.abc import Sequence
 import fakes
 import numpy as np
 import pytest
-import tiny
 import torch
 from dist.steps import configured, make_trainer
 
-from megatron_brorl.config import ParallelConfig
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.parallel import grid
 from megatron_brorl.theory.allocation import least_of, second_round
 from megatron_brorl.train.adaptive import Rounds, even_figures, raw_advantages
 from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes, select
@@ -110,18 +107,6 @@ def test_second_round_goes_where_it_helps():
         assert counts.min() >= least_of(48) == 6
     assert kept[2] == 6 < np.delete(kept, 2).min()
     assert variance[2] > np.delete(variance, 2).max()
-
-
-@pytest.fixture(scope="module")
-def processes():
-    yield grid.build(ParallelConfig())
-    grid.leave()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    return directory, tiny.make_model(directory, "qwen2", True)
 
 
 def sampled(prompt, siblings: Sequence[int]):

@@ -7,18 +7,11 @@ import tiny
 import torch
 
 from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
-from megatron_brorl.config import ParallelConfig
 from megatron_brorl.hf_config import read_shape
 from megatron_brorl.models import hf_io
 from megatron_brorl.models.gpt import build_actor
-from megatron_brorl.parallel import device, grid
+from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import pack
-
-
-@pytest.fixture(scope="module")
-def processes():
-    yield grid.build(ParallelConfig())
-    grid.leave()
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -9,22 +9,14 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_brorl.config import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import parse_shape, read_shape
 from megatron_brorl.models import hf_io, safetensors_files
 from megatron_brorl.models.gpt import build_actor
 from megatron_brorl.models.hf_names import entries, global_parameters
 from megatron_brorl.models.random_init import write_random_model
-from megatron_brorl.parallel import grid
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
-
-
-@pytest.fixture(scope="module")
-def processes():
-    yield grid.build(ParallelConfig())
-    grid.leave()
 
 
 def load(directory, processes):

@@ -13,9 +13,7 @@ import tiny
 import torch
 from dist.steps import configured, make_trainer
 
-from megatron_brorl.config import ParallelConfig
 from megatron_brorl.ops.philox import stream_key, uniforms
-from megatron_brorl.parallel import grid
 from megatron_brorl.rewards.extract import code
 from megatron_brorl.theory.log import read_log
 
@@ -24,18 +22,6 @@ CHANGES = {
     "rollout": {"n": N, "prompts": 3, "temperature": TEMPERATURE},
     "theory": {"prompts": 2, "positions": POSITIONS, "depth": DEPTH, "measure_every": 1, "measure_samples": 16},
 }
-
-
-@pytest.fixture(scope="module")
-def processes():
-    yield grid.build(ParallelConfig())
-    grid.leave()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    return directory, tiny.make_model(directory, "qwen2", True)
 
 
 class Lines:

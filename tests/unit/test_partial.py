@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import fakes
 import pytest
-import tiny
 import torch
 from dist.steps import configured, make_trainer
 
-from megatron_brorl.config import ParallelConfig
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.parallel import grid
 from megatron_brorl.train import loop
 
 N, PROMPTS, BUDGET, MOST = 16, 2, 4, 12
-
-
-@pytest.fixture(scope="module")
-def processes():
-    yield grid.build(ParallelConfig())
-    grid.leave()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    return directory, tiny.make_model(directory, "qwen2", True)
 
 
 def response(seed: int, step: int, prompt, sibling: int) -> list[int]:

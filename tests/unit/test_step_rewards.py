@@ -7,15 +7,12 @@ from dataclasses import replace
 
 import fakes
 import pytest
-import tiny
 import torch
 from by_hand import responses, update
 from dist.steps import configured, make_trainer
 from step_verifiers import RULES
 
-from megatron_brorl.config import ParallelConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import grid
 from megatron_brorl.rewards.pool import RewardPool
 
 N, TOKENS = 32, 12
@@ -42,21 +39,9 @@ class Source:
 
 
 @pytest.fixture(scope="module")
-def processes():
-    yield grid.build(ParallelConfig())
-    grid.leave()
-
-
-@pytest.fixture(scope="module")
 def pool():
     with RewardPool(1, 5.0, resolve="step_verifiers:resolve") as pool:
         yield pool
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    return directory, tiny.make_model(directory, "qwen2", True)
 
 
 def trainer_of(model, processes, pool, rules, changes):

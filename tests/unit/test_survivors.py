@@ -7,30 +7,15 @@ from typing import Any
 
 import fakes
 import pytest
-import tiny
 from by_hand import responses, update
 from dist.steps import configured, make_trainer
 
-from megatron_brorl.config import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.models import checkpoint
-from megatron_brorl.parallel import grid
 from megatron_brorl.progress import progress
 
 N, TOKENS, LIMIT = 512, 12, 2.0
 KILLED, STALLED = ("p/0", 17), ("p/1", 300)
-
-
-@pytest.fixture(scope="module")
-def processes():
-    yield grid.build(ParallelConfig())
-    grid.leave()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    return directory, tiny.make_model(directory, "qwen2", True)
 
 
 def by_hand(model, seed: int, lost: set[tuple[str, int]], cap: float) -> tuple[float, float, int]:
