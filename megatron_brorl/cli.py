@@ -27,13 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     args = _parse(arguments)
     try:
-        if getattr(args, "processes", 0) > 0:
-            load(args.config, args.overrides)  # a mistake in it is told once, before anything starts
-            from megatron_brorl.launch import launch
-
-            status = launch(args.processes, [args.name, args.config, *args.overrides])
-        else:
-            status = args.command(args)
+        status = _run_ranks(args) if hasattr(args, "processes") else args.command(args)
     except UserError as e:
         # One process per node speaks: the mistake is the same for all of its ranks.
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -43,6 +37,20 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     sys.exit(status)
+
+
+def _run_ranks(args: argparse.Namespace) -> int:
+    """A command of ranks: as one of them, or as the launcher of them all."""
+    load(args.config, args.overrides)  # a mistake in it is told once, and before anything is started or imported
+    if args.processes > 0:
+        from megatron_brorl.launch import launch
+
+        return launch(args.processes, [args.name, args.config, *args.overrides])
+    from megatron_brorl.parallel import device
+
+    device.leave_out_compiler()
+    status: int = args.command(args)
+    return status
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

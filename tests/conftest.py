@@ -11,4 +11,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import sys
 from pathlib import Path
 
+from megatron_brorl.parallel import device
+
+device.leave_out_compiler()
 sys.path.insert(0, str(Path(__file__).parent))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -29,6 +30,13 @@ def default_device() -> torch.device:
 def has_transformer_engine() -> bool:
     """Whether the layers of Transformer Engine can be used: installed, and on a GPU."""
     return on_gpu() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def leave_out_compiler() -> None:
+    """To be called before megatron.core is imported. It decorates with torch.compile what no CPU path of ours calls,
+    and loading the compiler for that takes each process two to three seconds."""
+    if not on_gpu():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 @lru_cache(maxsize=1)
