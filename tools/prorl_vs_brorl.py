@@ -1,12 +1,13 @@
 """Train with N = 16 until held-out pass@1 stalls; then go on for the same training seconds with N = 16 or N = 512.
 
-python tools/prorl_vs_brorl.py examples/prorl_vs_brorl_tiny.toml runs/prorl_vs_brorl_tiny --seconds 600 --seeds 0 1 2
+python tools/prorl_vs_brorl.py examples/prorl_vs_brorl_tiny.toml runs/prorl_vs_brorl_tiny --seconds 300 --seeds 0 1 2
 
-Both arms begin with the weights of the stalled run and a new optimizer, which is warmed up; rollouts and prompts per
-step differ. The learning rate follows optim.lr_for_rollouts. Both arms of a seed run side by side, each on half of the
-processes, so that whatever else the machine does befalls both. Seconds are of training steps; evaluations are not
-counted. Runs that are complete are not repeated, so the same command goes on. Writes results.json, .md and .png into
-the directory.
+With --model there is no run before: both arms begin with that model.
+
+Both arms begin with the same weights and a new optimizer, which is warmed up; rollouts and prompts per step differ. The
+learning rate follows optim.lr_for_rollouts. Both arms of a seed run side by side, each on half of the processes, so
+that whatever else the machine does befalls both. Seconds are of training steps; evaluations are not counted. Runs that
+are complete are not repeated, so the same command goes on. Writes results.json, .md and .png into the directory.
 """
 
 from __future__ import annotations
@@ -31,11 +32,8 @@ from megatron_brorl.report.comparison import read_answers
 from megatron_brorl.report.style import save
 
 REPOSITORY = Path(__file__).parents[1]
-# Evaluations about as often by the clock.
-ARMS = {
-    "prorl": {"rollout.n": 16, "rollout.prompts": 96, "evaluate.every": 40},
-    "brorl": {"rollout.n": 512, "rollout.prompts": 24, "evaluate.every": 8},
-}
+ARMS = {"prorl": 16, "brorl": 512}  # N
+BEGIN = "base"  # the run, or model, that both arms begin with
 WARMUP = 16  # optimizer steps of an arm
 RESAMPLES = 10_000
 
@@ -45,20 +43,28 @@ def main() -> None:
     parser.add_argument("config", help="TOML file of the runs")
     parser.add_argument("directory", type=Path, help="where all runs and the results go")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of training per arm and seed (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of training per arm and seed (%(default)s)")
     parser.add_argument("--base-seconds", type=float, default=1800.0, help="of the run before, at most (%(default)s)")
+    parser.add_argument("--model", type=Path, help="that the arms begin with, in place of a run that stalls")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    both = f"of {' and '.join(ARMS)}" + " (%(default)s)"
+    parser.add_argument("--prompts", type=int, nargs=2, default=[96, 24], help=f"per step {both}")
+    parser.add_argument(
+        "--every", type=int, nargs=2, default=[40, 8], help=f"steps from evaluation to evaluation {both}"
+    )
     parser.add_argument("--lr", type=float, default=5e-5, help="optim.lr of both arms (%(default)s)")
     parser.add_argument("--samples", type=int, default=16, help="per prompt in the final evaluation (%(default)s)")
     args, overrides = parser.parse_known_args()
     wrong = [x for x in overrides if x.startswith("-") or "=" not in x]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    base = prepare(args, overrides)
+    begin = args.model or prepare(args, overrides)
+    evaluate(args, begin, args.directory / BEGIN, overrides)
     for seed in args.seeds:
-        train_arms(args, seed, base, overrides)
+        train_arms(args, seed, begin, overrides)
         for arm in ARMS:
-            evaluate(args, args.directory / f"{arm}_{seed}", overrides)
+            run = args.directory / f"{arm}_{seed}"
+            evaluate(args, run / "model", run, overrides)
     results = collect(args)
     (args.directory / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     text = markdown(results)
@@ -68,7 +74,7 @@ def main() -> None:
 
 
 def prepare(args: argparse.Namespace, overrides: list[str]) -> Path:
-    """The model, its warm start, and the run with N = 16 that stalls or is out of time."""
+    """Make a model, its warm start, and the run with N = 16 that stalls or is out of time; its model."""
     root: Path = args.directory
     if not (root / "sft" / "model" / "config.json").exists():
         make = [sys.executable, str(REPOSITORY / "tools" / "make_tiny_model.py"), args.config, str(root / "init")]
@@ -76,9 +82,8 @@ def prepare(args: argparse.Namespace, overrides: list[str]) -> Path:
         changes = {"model.path": root / "init", "run.dir": root / "sft", "data.train_seed": 3}
         brorl(args, "sft", [*overrides, *assignments(changes)])
     changes = {"model.path": root / "sft" / "model", "train.seconds": args.base_seconds}
-    train(args, root / "base", [*overrides, *assignments(changes)])
-    evaluate(args, root / "base", overrides)
-    return root / "base"
+    train(args, root / BEGIN, [*overrides, *assignments(changes)])
+    return root / BEGIN / "model"
 
 
 def train(args: argparse.Namespace, directory: Path, overrides: list[str]) -> None:
@@ -86,17 +91,25 @@ def train(args: argparse.Namespace, directory: Path, overrides: list[str]) -> No
         brorl(args, "train", [*overrides, f"run.dir={directory}"])
 
 
-def train_arms(args: argparse.Namespace, seed: int, base: Path, overrides: list[str]) -> None:
+def settings(args: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """What an arm has of its own."""
+    return {
+        arm: {"rollout.n": n, "rollout.prompts": prompts, "evaluate.every": every}
+        for (arm, n), prompts, every in zip(ARMS.items(), args.prompts, args.every, strict=True)
+    }
+
+
+def train_arms(args: argparse.Namespace, seed: int, model: Path, overrides: list[str]) -> None:
     """Both arms of a seed at once; what they print goes into DIRECTORY/ARM_SEED.log."""
     processes = max(1, args.processes // len(ARMS))
     threads = max(1, (os.cpu_count() or 1) // (processes * len(ARMS)))
     started = []
-    for arm, settings in ARMS.items():
+    for arm, own in settings(args).items():
         directory = args.directory / f"{arm}_{seed}"
         if (directory / "summary.json").exists():
             continue
-        changes = {**settings, "optim.lr": args.lr, "optim.warmup_steps": WARMUP, "train.seconds": args.seconds}
-        begin = {"model.path": base / "model", "run.seed": seed + 1, "train.stalls": 0, "run.dir": directory}
+        changes = {**own, "optim.lr": args.lr, "optim.warmup_steps": WARMUP, "train.seconds": args.seconds}
+        begin = {"model.path": model, "run.seed": seed + 1, "train.stalls": 0, "run.dir": directory}
         command = brorl_command(args.config, "train", processes, [*overrides, *assignments(changes | begin)])
         log = directory.with_suffix(".log")
         print("==", " ".join(command), ">", log, flush=True)
@@ -108,11 +121,11 @@ def train_arms(args: argparse.Namespace, seed: int, base: Path, overrides: list[
             raise UserError(f"{log}: a run ended with {process.returncode}; mend it and start the same command again")
 
 
-def evaluate(args: argparse.Namespace, run: Path, overrides: list[str]) -> None:
+def evaluate(args: argparse.Namespace, model: Path, run: Path, overrides: list[str]) -> None:
     """The final evaluation of a run's model; its seed is the same for all runs, so that answers are paired."""
     if not (evaluated(run) / "evaluation.json").exists():
         options = [
-            f"model.path={run / 'model'}",
+            f"model.path={model}",
             f"run.dir={evaluated(run)}",
             "run.seed=0",
             f"--samples={args.samples}",
@@ -132,8 +145,8 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {args.processes} processes",
         "date": time.strftime("%Y-%m-%d"),
         "seconds_per_arm": args.seconds,
-        "settings": ARMS,
-        "base": summary_of(directory / "base"),
+        "settings": settings(args),
+        "base": {"steps": 0, "final": final_of(directory / BEGIN)} if args.model else summary_of(directory / BEGIN),
         "arms": {arm: {str(s): summary_of(directory / f"{arm}_{s}") for s in args.seeds} for arm in ARMS},
         "paired": pair(args),
     }
@@ -167,7 +180,6 @@ def summary_of(run: Path) -> dict[str, Any]:
     """
     rows = read_metrics(run / "metrics.jsonl")
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    final = json.loads((evaluated(run) / "evaluation.json").read_text(encoding="utf-8"))
     seconds = list(accumulate(row["time"]["step"] for row in rows))
     samples = list(accumulate(row["rollouts"] for row in rows))
     kept = [row["kept_share"] for row in rows]
@@ -186,8 +198,13 @@ def summary_of(run: Path) -> dict[str, Any]:
         "kept_share": mean(kept),
         "samples_per_s": samples[-1] / seconds[-1],
         "response_tokens": rows[-1]["response_tokens"],
-        "final": {key: final[key] for key in ("pass_at_1", "pass_at_k", "by_task", "response_tokens")},
+        "final": final_of(run),
     }
+
+
+def final_of(run: Path) -> dict[str, Any]:
+    final = json.loads((evaluated(run) / "evaluation.json").read_text(encoding="utf-8"))
+    return {key: final[key] for key in ("pass_at_1", "pass_at_k", "by_task", "response_tokens")}
 
 
 def passes(evaluation: dict[str, Any], k: int) -> list[float]:
@@ -198,7 +215,7 @@ def passes(evaluation: dict[str, Any], k: int) -> list[float]:
 def pair(args: argparse.Namespace) -> dict[str, Any]:
     """Differences of pass@1: over prompts, each prompt's averaged over seeds; of each seed; over the seeds' means."""
     scores = {arm: [shares(args.directory / f"{arm}_{seed}") for seed in args.seeds] for arm in ARMS}
-    base = shares(args.directory / "base")
+    base = shares(args.directory / BEGIN)
     keys = sorted(base)
 
     def over_prompts(before: list[dict[Any, float]], after: list[dict[Any, float]]) -> dict[str, object]:

@@ -37,11 +37,11 @@ def markdown(results: dict[str, Any]) -> str:
             d = test["difference"]
             gap = f"{d['mean']:+.2%} ({d['low']:+.2%} to {d['high']:+.2%})"
             tests.append([name, over, gap, f"{test['t']:.2f}", str(test["degrees"]), f"{test['one_tailed']:.2g}"])
-    last = results["base"]["curve"]["rows"][-1]
+    steps = results["base"]["steps"]
+    begin = f"a run with N = 16 of {steps} steps" if steps else "a model"
     head = (
-        f"`{results['command']}`, {results['machine']}, {results['date']}: from a run with N = 16 of "
-        f"{results['base']['steps']} steps that ended at pass@1 {last[2]:.2%}, {results['seconds_per_arm']:.0f} s of "
-        "training per arm and seed."
+        f"`{results['command']}`, {results['machine']}, {results['date']}: from {begin}, "
+        f"{results['seconds_per_arm']:.0f} s of training per arm and seed."
     )
     return "\n".join([head, "", table(rows), table(by_task), table(tests)])
 
@@ -49,8 +49,10 @@ def markdown(results: dict[str, Any]) -> str:
 def _row(arm: str, seed: str, part: dict[str, Any]) -> list[str]:
     final = part["final"]
     p, (k, passed) = final["pass_at_1"], list(final["pass_at_k"].items())[-1]
-    samples = f"{part['curve']['rows'][-1][1]:.0f}"
-    cells = [arm, seed, str(part["steps"]), samples, f"{part['kept_share']:.1%}", f"{part['samples_per_s']:.0f}"]
+    cells = [arm, seed, *[""] * 4]
+    if part["steps"]:
+        samples = f"{part['curve']['rows'][-1][1]:.0f}"
+        cells[2:] = [str(part["steps"]), samples, f"{part['kept_share']:.1%}", f"{part['samples_per_s']:.0f}"]
     interval = f"{p['mean']:.2%} ({p['low']:.2%} to {p['high']:.2%})"
     return [*cells, f"{final['response_tokens']:.2f}", interval, f"{passed:.2%} (k = {k})"]
 
@@ -76,11 +78,12 @@ def build_figure(results: dict[str, Any]) -> Figure:
     """pass@1 over seconds and samples, pass@k, kept share, tasks and differences, in `figure.axes` in this order."""
     figure = Figure(figsize=(15, 8.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     first, samples, kth, kept, tasks, gaps = figure.subplots(2, 3).flat
-    k = results["base"]["curve"]["columns"][3].replace("pass_at_", "pass@")
-    clock = "training seconds after the stall"
-    panel(first, "Held-out accuracy over time", "pass@1", clock)
-    panel(samples, "Held-out accuracy over samples", "pass@1", "rollouts after the stall (thousands)")
-    panel(kth, f"Held-out {k} over time", k, clock)
+    runs = [part for seeds in results["arms"].values() for part in seeds.values()]
+    k = runs[0]["curve"]["columns"][3].replace("pass_at_", "pass@")
+    clock = "training seconds"
+    panel(first, "Accuracy over time", "pass@1", clock)
+    panel(samples, "Accuracy over samples", "pass@1", "rollouts (thousands)")
+    panel(kth, f"{k} over time", k, clock)
     panel(kept, "Dynamic sampling", "share of prompts kept", clock)
     panel(tasks, "Final accuracy by task", "pass@1, mean and range of seeds", "task")
     panel(gaps, "Final accuracy, brorl - prorl", "difference of pass@1, 95% interval", "paired over")
@@ -100,7 +103,7 @@ def build_figure(results: dict[str, Any]) -> Figure:
                 )
     start = results["base"]["final"]["pass_at_1"]["mean"]
     for axes in (first, samples):
-        axes.axhline(start, color=GREY, linestyle="--", linewidth=1, label="base, where it stalled")
+        axes.axhline(start, color=GREY, linestyle="--", linewidth=1, label="where both begin")
     handles, labels = first.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
     kept.set_ylim(0, 1)

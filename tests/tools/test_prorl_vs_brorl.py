@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -98,14 +99,22 @@ def test_pairs_over_prompts_and_over_seeds(directory):
         assert found[name][over]["degrees"] == len(differences) - 1
 
 
+def arguments(directory, model=None):
+    return argparse.Namespace(
+        directory=directory, seeds=SEEDS, processes=2, seconds=7.0, model=model, prompts=[96, 24], every=[40, 8]
+    )
+
+
 def test_results_hold_what_the_runs_hold(directory):
-    args = argparse.Namespace(directory=directory, seeds=SEEDS, processes=2, seconds=7.0)
+    args = arguments(directory)
     results = json.loads(json.dumps(prorl_vs_brorl.collect(args)))
     assert results["arms"]["prorl"]["1"]["steps"] == 3
+    assert results["settings"]["brorl"] == {"rollout.n": 512, "rollout.prompts": 24, "evaluate.every": 8}
     text = prorl_vs_brorl_report.markdown(results)
     assert "| brorl | 1 | 3 | 240 | 62.5% | 34 | 5.00 | 66.67% (56.67% to 76.67%) | 100.00% (k = 4) |" in text
     assert "| gcd | 25.00% | 33.33% (25.00% to 41.67%) | 54.17% (41.67% to 66.67%) |" in text
-    assert "pass@1 62.50%" in text
+    assert "from a run with N = 16 of 3 steps, 7 s of training" in text
+    assert "| base |  | 3 | 30 | 62.5% | 4 | 5.00 | 25.00% (15.00% to 35.00%) | 100.00% (k = 4) |" in text
     figure = prorl_vs_brorl_report.build_figure(results)
     first, samples, kth, kept, tasks, gaps = figure.axes
     assert [len(axes.lines) for axes in (first, samples, kth, kept)] == [
@@ -122,6 +131,17 @@ def test_results_hold_what_the_runs_hold(directory):
     assert gaps.lines[0].get_ydata()[0] == pytest.approx(
         results["paired"]["brorl - prorl"]["over prompts"]["difference"]["mean"]
     )
+
+
+def test_results_of_arms_that_begin_with_a_model(directory):
+    shutil.rmtree(directory / "base")  # a model that was evaluated is all there is
+    results = json.loads(json.dumps(prorl_vs_brorl.collect(arguments(directory, Path("model")))))
+    assert results["base"]["steps"] == 0
+    text = prorl_vs_brorl_report.markdown(results)
+    assert "from a model, 7 s of training" in text
+    assert "| base |  |  |  |  |  | 5.00 | 25.00% (15.00% to 35.00%) | 100.00% (k = 4) |" in text
+    first = prorl_vs_brorl_report.build_figure(results).axes[0]
+    assert list(first.lines[-1].get_ydata()) == [0.25, 0.25]
 
 
 def test_whiskers_of_equal_values_are_not_negative():
