@@ -1,5 +1,6 @@
-// Work is shared out in tiles: up to eight queries (siblings x heads) of one prompt and one kv head, so that a page of the
-// prompt is read once for all of them. Softmax runs online over blocks of keys (Milakov & Gimelshein 2018), sums in float32.
+// A piece of work is one kv head of a few siblings: their new keys and values are stored, then their queries attend in
+// tiles of up to eight, so that a page of the prompt is read once for all of them. Softmax runs online over blocks of keys
+// (Milakov & Gimelshein 2018), sums in float32.
 #include "decode_attention.h"
 
 #include <algorithm>
@@ -95,13 +96,12 @@ void attend_block(
   for (int r = 0; r < R; ++r) {
     float* const s = scores + r * kBlockKeys;
     for (int64_t j = count; j < pages * kPage; ++j) s[j] = -std::numeric_limits<float>::infinity();
-    float largest = tile.largest[first + r];
-    Wide top = Wide{} + largest;  // lane by lane: a maximum of floats does not vectorise by itself
+    Wide top = Wide{} + tile.largest[first + r];  // lane by lane: a maximum of floats does not vectorise by itself
     for (int64_t j = 0; j < pages * kPage; j += kWide) {
       const Wide x = load_wide(s + j);
       top = x > top ? x : top;
     }
-    for (int64_t i = 0; i < kWide; ++i) largest = top[i] > largest ? top[i] : largest;
+    const float largest = largest_lane(top);
     const float shrink = std::exp(tile.largest[first + r] - largest);
     float* const total = tile.total + (first + r) * kWidest;
     for (int64_t i = 0; i < width; ++i) total[i] *= shrink;
@@ -110,9 +110,7 @@ void attend_block(
       for (int64_t i = 0; i < kWide; ++i) s[j + i] = fast_exp(s[j + i] - largest);
       sum += load_wide(s + j);
     }
-    float added = 0;
-    for (int64_t i = 0; i < kWide; ++i) added += sum[i];
-    tile.sum[first + r] = tile.sum[first + r] * shrink + added;
+    tile.sum[first + r] = tile.sum[first + r] * shrink + sum_lanes(sum);
     tile.largest[first + r] = largest;
   }
   float* const total = tile.total + first * kWidest;
@@ -161,17 +159,15 @@ struct Step {
     }
   }
 
-  // Row's new key and value to their place.
-  void store(int64_t row) const {
+  // Row's new key and value of one kv head to their place.
+  void store(int64_t row, int64_t head) const {
     const int64_t place = lengths[row] - 1, page = tables[row * table_size + place / kPage], slot = place % kPage;
     float key[kWidest];
-    for (int64_t h = 0; h < kv_heads; ++h) {
-      rotated(qkv + row * stride() + (heads + h) * d, k_norm, row, key);
-      T* const to = key_page(page, h) + slot;
-      for (int64_t i = 0; i < d; ++i) to[i * kPage] = T(key[i]);
-      const T* const value = qkv + row * stride() + (heads + kv_heads + h) * d;
-      std::copy(value, value + d, value_page(page, h) + slot * width);
-    }
+    rotated(qkv + row * stride() + (heads + head) * d, k_norm, row, key);
+    T* const to = key_page(page, head) + slot;
+    for (int64_t i = 0; i < d; ++i) to[i * kPage] = T(key[i]);
+    const T* const value = qkv + row * stride() + (heads + kv_heads + head) * d;
+    std::copy(value, value + d, value_page(page, head) + slot * width);
   }
 
   // The keys of a table of pages, block by block.
@@ -216,34 +212,33 @@ struct Step {
     }
     for (int r = 0; r < count; ++r) {
       const int64_t b = row + (begin + r) / g, h = head * g + (begin + r) % g;
-      for (int64_t i = 0; i < d; ++i) {
-        out[(b * heads + h) * d + i] = T(tile.total[r * kWidest + i] / tile.sum[r]);
-      }
+      const float share = 1 / tile.sum[r];
+      for (int64_t i = 0; i < d; ++i) out[(b * heads + h) * d + i] = T(tile.total[r * kWidest + i] * share);
     }
   }
 
   void run() const {
     struct Work {
-      int64_t row, head, begin;
-      int count;
+      int64_t row, head, siblings;
     };
+    const int64_t together = std::max<int64_t>(1, kTile / group());
     std::vector<Work> work;
     for (int64_t row = 0; row < rows;) {
       int64_t end = row + 1;
       while (end < rows && prompts[end] == prompts[row]) ++end;
       for (int64_t head = 0; head < kv_heads; ++head) {
-        for (int64_t begin = 0; begin < (end - row) * group(); begin += kTile) {
-          work.push_back({row, head, begin, int(std::min<int64_t>(kTile, (end - row) * group() - begin))});
-        }
+        for (int64_t b = row; b < end; b += together) work.push_back({b, head, std::min(together, end - b)});
       }
       row = end;
     }
-#pragma omp parallel num_threads(at::get_num_threads())
-    {
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < rows; ++row) store(row);
-#pragma omp for schedule(dynamic, 4)
-      for (size_t i = 0; i < work.size(); ++i) attend_tile(work[i].row, work[i].head, work[i].begin, work[i].count);
+#pragma omp parallel for schedule(dynamic, 4) num_threads(at::get_num_threads())
+    for (size_t i = 0; i < work.size(); ++i) {
+      const Work& w = work[i];
+      // Right before they are read: a key goes to as many cache lines as it has components.
+      for (int64_t b = w.row; b < w.row + w.siblings; ++b) store(b, w.head);
+      for (int64_t begin = 0; begin < w.siblings * group(); begin += kTile) {
+        attend_tile(w.row, w.head, begin, int(std::min<int64_t>(kTile, w.siblings * group() - begin)));
+      }
     }
   }
 };

@@ -30,4 +30,26 @@ inline Wide load_wide(const c10::BFloat16* p) {
 
 inline void store_wide(float* p, Wide x) { std::memcpy(p, &x, sizeof x); }
 
+// The lanes taken together in pairs, by halves: join(join(...), join(...)). The compiler folds them one by one otherwise.
+template <typename Join>
+float fold_lanes(Wide x, Join join) {
+  typedef float Half __attribute__((vector_size(32)));
+  typedef float Quarter __attribute__((vector_size(16)));
+  Half halves[2];
+  std::memcpy(halves, &x, sizeof x);
+  const Half half = join(halves[0], halves[1]);
+  Quarter quarters[2];
+  std::memcpy(quarters, &half, sizeof half);
+  const Quarter q = join(quarters[0], quarters[1]);
+  return join(join(q[0], q[2]), join(q[1], q[3]));
+}
+
+inline float sum_lanes(Wide x) {
+  return fold_lanes(x, [](auto a, auto b) { return a + b; });
+}
+
+inline float largest_lane(Wide x) {
+  return fold_lanes(x, [](auto a, auto b) { return a > b ? a : b; });
+}
+
 }  // namespace brorl

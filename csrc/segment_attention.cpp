@@ -37,17 +37,13 @@ struct Softmax {
       top = x > top ? x : top;
       store_wide(row + c, x);
     }
-    const float before = first ? kNone : largest[r];
-    float now = before;
-    for (int64_t i = 0; i < kWide; ++i) now = top[i] > now ? top[i] : now;
+    const float before = first ? kNone : largest[r], found = largest_lane(top), now = before > found ? before : found;
     Wide total = {};
     for (int64_t c = 0; c < width; c += kWide) {
       for (int64_t i = 0; i < kWide; ++i) row[c + i] = fast_exp(row[c + i] - now);
       total += load_wide(row + c);
     }
-    float added = 0;
-    for (int64_t i = 0; i < kWide; ++i) added += total[i];
-    const float shrink = first ? 0.0f : std::exp(before - now);
+    const float added = sum_lanes(total), shrink = first ? 0.0f : std::exp(before - now);
     sum[r] = first ? added : sum[r] * shrink + added;
     largest[r] = now;
     return shrink;
@@ -96,7 +92,7 @@ struct Forward {
       }
     }
     for (int64_t r = 0; r < rows; ++r) {
-      std::for_each_n(result + r * out.token, d, [&](float& x) { x /= softmax.sum[r]; });
+      std::for_each_n(result + r * out.token, d, [share = 1 / softmax.sum[r]](float& x) { x *= share; });
       log_sums[(s.begin + q + r) * heads + head] = softmax.largest[r] + std::log(softmax.sum[r]);
     }
   }
