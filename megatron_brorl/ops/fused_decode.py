@@ -1,4 +1,4 @@
-"""ops.decode by csrc/decode_attention.*: a prompt's pages are read once for eight queries, new keys and values go to
+"""ops.decode by csrc/decode_attention.*: up to eight queries read a prompt's pages together, new keys and values go to
 their places in memory, and nothing is gathered. On CPUs, in float32 and bfloat16, for heads of up to 256.
 
 Importing this file loads the extension. Raises ValueError, TypeError or IndexError for tensors that do not fit.
