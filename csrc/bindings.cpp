@@ -47,15 +47,16 @@ TORCH_LIBRARY(brorl, library) {
   library.def(
       "rms_norm_gradient(Tensor gradient, Tensor x, Tensor weight, Tensor inverse_rms) -> "
       "(Tensor of_x, Tensor of_weight)");
+  library.def(
+      "rms_norm_gradient_(Tensor(a!) gradient, Tensor x, Tensor weight, Tensor inverse_rms) -> "
+      "(Tensor of_x, Tensor of_weight)");
   library.def("silu_mul(Tensor gate_up) -> Tensor");
-  library.def("silu_mul_gradient(Tensor gradient, Tensor gate_up) -> Tensor");
-  library.def("rotate(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor");
+  library.def("silu_mul_gradient_(Tensor(a!) gradient, Tensor(b!) gate_up) -> ()");
+  library.def("rotate_(Tensor(a!) x, Tensor cos, Tensor sin, bool inverse) -> ()");
+  library.def("segment_attention(Tensor qkv, Tensor segments, float scale) -> (Tensor out, Tensor log_sums)");
   library.def(
-      "segment_attention(Tensor query, Tensor key, Tensor value, Tensor segments, float scale) -> "
-      "(Tensor out, Tensor log_sums)");
-  library.def(
-      "segment_attention_gradient(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, "
-      "Tensor log_sums, Tensor segments, float scale) -> (Tensor of_query, Tensor of_key, Tensor of_value)");
+      "segment_attention_gradient(Tensor gradient, Tensor qkv, Tensor out, Tensor log_sums, Tensor segments, "
+      "float scale) -> Tensor");
   library.def("moments(Tensor values, Tensor? weights) -> Tensor");
   library.def("whiten_(Tensor(a!) values, float mean, float std, Tensor? mask) -> ()");
 }
@@ -79,9 +80,10 @@ TORCH_LIBRARY_IMPL(brorl, CPU, library) {
   library.impl("add_rms_norm_", &brorl::add_rms_norm_);
   library.impl("rms_norm", &brorl::rms_norm);
   library.impl("rms_norm_gradient", &brorl::rms_norm_gradient);
+  library.impl("rms_norm_gradient_", &brorl::rms_norm_gradient_);
   library.impl("silu_mul", &brorl::silu_mul);
-  library.impl("silu_mul_gradient", &brorl::silu_mul_gradient);
-  library.impl("rotate", &brorl::rotate);
+  library.impl("silu_mul_gradient_", &brorl::silu_mul_gradient_);
+  library.impl("rotate_", &brorl::rotate_);
   library.impl("segment_attention", &brorl::segment_attention);
   library.impl("segment_attention_gradient", &brorl::segment_attention_gradient);
 }

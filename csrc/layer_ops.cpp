@@ -75,6 +75,13 @@ void for_rows(int64_t rows, F each) {
   for (int64_t row = 0; row < rows; ++row) each(row);
 }
 
+// to = row * factor * w.
+template <typename T>
+void scale_row(const T* row, const T* w, Sum<T> factor, int64_t width, T* to) {
+#pragma omp simd
+  for (int64_t i = 0; i < width; ++i) to[i] = narrow<T>(Sum<T>(row[i]) * factor * Sum<T>(w[i]));
+}
+
 template <typename T>
 void norm_rows(const Tensor& x, const Tensor& weight, double eps, Tensor& out, Tensor& inverse) {
   using S = Sum<T>;
@@ -89,16 +96,16 @@ void norm_rows(const Tensor& x, const Tensor& weight, double eps, Tensor& out, T
     for (int64_t i = 0; i < width; ++i) square += S(row[i]) * S(row[i]);
     const S factor = 1 / std::sqrt(square / S(width) + S(eps));
     factors[r] = factor;
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) to[r * width + i] = narrow<T>(S(row[i]) * factor * S(w[i]));
+    scale_row(row, w, factor, width, to + r * width);
   });
 }
 
-// With n = x / rms(x): of_x = (g w - n mean(g w n)) / rms(x), of_weight = sum over rows of g n.
+// With n = x / rms(x): of_x = (g w - n mean(g w n)) / rms(x), of_weight = sum over rows of g n. n w is written to
+// `normed` [R, H], which may be g, if there is one.
 template <typename T>
 void norm_gradient_rows(
     const Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse, Tensor& of_x,
-    Tensor& of_weight) {
+    Tensor& of_weight, T* normed) {
   using S = Sum<T>;
   constexpr int64_t kBlock = 256;  // rows whose part of of_weight is summed by one thread
   const int64_t rows = x.size(0), width = x.size(1), blocks = (rows + kBlock - 1) / kBlock;
@@ -123,6 +130,7 @@ void norm_gradient_rows(
       const S shift = dot * factor * factor * factor / S(width);
 #pragma omp simd
       for (int64_t i = 0; i < width; ++i) result[i] = narrow<T>(S(up[i]) * S(w[i]) * factor - S(row[i]) * shift);
+      if (normed) scale_row(row, w, factor, width, normed + r * width);
     }
   });
   for (int64_t block = 1; block < blocks; ++block) {
@@ -155,45 +163,57 @@ void silu_rows(const Tensor& gate_up, Tensor& out) {
   });
 }
 
-// d silu(x) / dx = s (1 + x (1 - s)) with s = sigmoid(x).
+// d silu(x) / dx = s (1 + x (1 - s)) with s = sigmoid(x). Gate and up become their gradients, the gradient silu(gate) up.
 template <typename T>
-void silu_gradient_rows(const Tensor& gradient, const Tensor& gate_up, Tensor& out) {
+void silu_gradient_rows(Tensor& gradient, Tensor& gate_up) {
   using S = Sum<T>;
   const int64_t width = gradient.size(1);
-  const T *const from = gate_up.const_data_ptr<T>(), *const g = gradient.const_data_ptr<T>();
-  T* const to = out.mutable_data_ptr<T>();
+  T *const both = gate_up.mutable_data_ptr<T>(), *const g = gradient.mutable_data_ptr<T>();
   for_rows(gradient.size(0), [&](int64_t r) {
-    const T *const gate = from + 2 * r * width, *const up = gate + width, *const upstream = g + r * width;
-    T *const of_gate = to + 2 * r * width, *const of_up = of_gate + width;
+    T *const gate = both + 2 * r * width, *const up = gate + width, *const upstream = g + r * width;
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
-      const S x = S(gate[i]), s = sigmoid(x), d = S(upstream[i]);
-      of_gate[i] = narrow<T>(d * S(up[i]) * s * (1 + x * (1 - s)));
-      of_up[i] = narrow<T>(d * x * s);
+      const S x = S(gate[i]), s = sigmoid(x), d = S(upstream[i]), u = S(up[i]);
+      gate[i] = narrow<T>(d * u * s * (1 + x * (1 - s)));
+      up[i] = narrow<T>(d * x * s);
+      upstream[i] = narrow<T>(x * s * u);
     }
   });
 }
 
 template <typename T>
-void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, bool inverse, Tensor& out) {
+void rotate_rows(Tensor& x, const Tensor& cos, const Tensor& sin, bool inverse) {
   using S = Sum<T>;
-  const int64_t heads = x.size(1), half = x.size(2) / 2;
-  const T* const from = x.const_data_ptr<T>();
-  T* const to = out.mutable_data_ptr<T>();
+  const int64_t heads = x.size(2), half = cos.size(1);
+  T* const to = x.mutable_data_ptr<T>();
   const S sign = inverse ? S(-1) : S(1);
   for_rows(x.size(0), [&](int64_t t) {
     const S *const c = cos.const_data_ptr<S>() + t * half, *const s = sin.const_data_ptr<S>() + t * half;
-    for (int64_t h = 0; h < heads; ++h) {
-      const T* const first = from + t * x.stride(0) + h * x.stride(1);
-      T* const result = to + (t * heads + h) * 2 * half;
+    for (int64_t h = 0; h < x.size(1) * heads; ++h) {
+      T* const row = to + t * x.stride(0) + h / heads * x.stride(1) + h % heads * x.stride(2);
 #pragma omp simd
       for (int64_t i = 0; i < half; ++i) {
-        const S a = S(first[i]), b = S(first[half + i]), turn = sign * s[i];
-        result[i] = narrow<T>(a * c[i] - b * turn);
-        result[half + i] = narrow<T>(b * c[i] + a * turn);
+        const S a = S(row[i]), b = S(row[half + i]), turn = sign * s[i];
+        row[i] = narrow<T>(a * c[i] - b * turn);
+        row[half + i] = narrow<T>(b * c[i] + a * turn);
       }
     }
   });
+}
+
+std::tuple<Tensor, Tensor> norm_gradient(
+    const Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse_rms, Tensor* normed) {
+  check_matrix(x, "x");
+  check(weight, "weight", {x.size(1)}, x.scalar_type());
+  check(gradient, "gradient", x.sizes(), x.scalar_type());
+  check(inverse_rms, "inverse_rms", {x.size(0)}, sum_dtype(x));
+  Tensor of_x = at::empty(x.sizes(), x.options()), of_weight = at::empty(weight.sizes(), weight.options());
+  for_dtype(x, "x", [&](auto zero) {
+    using T = decltype(zero);
+    norm_gradient_rows<T>(
+        gradient, x, weight, inverse_rms, of_x, of_weight, normed ? normed->mutable_data_ptr<T>() : nullptr);
+  });
+  return {of_x, of_weight};
 }
 
 }  // namespace
@@ -209,15 +229,12 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, doubl
 
 std::tuple<Tensor, Tensor> rms_norm_gradient(
     const Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse_rms) {
-  check_matrix(x, "x");
-  check(weight, "weight", {x.size(1)}, x.scalar_type());
-  check(gradient, "gradient", x.sizes(), x.scalar_type());
-  check(inverse_rms, "inverse_rms", {x.size(0)}, sum_dtype(x));
-  Tensor of_x = at::empty(x.sizes(), x.options()), of_weight = at::empty(weight.sizes(), weight.options());
-  for_dtype(x, "x", [&](auto zero) {
-    norm_gradient_rows<decltype(zero)>(gradient, x, weight, inverse_rms, of_x, of_weight);
-  });
-  return {of_x, of_weight};
+  return norm_gradient(gradient, x, weight, inverse_rms, nullptr);
+}
+
+std::tuple<Tensor, Tensor> rms_norm_gradient_(
+    Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse_rms) {
+  return norm_gradient(gradient, x, weight, inverse_rms, &gradient);
 }
 
 Tensor silu_mul(const Tensor& gate_up) {
@@ -228,23 +245,22 @@ Tensor silu_mul(const Tensor& gate_up) {
   return out;
 }
 
-Tensor silu_mul_gradient(const Tensor& gradient, const Tensor& gate_up) {
+void silu_mul_gradient_(Tensor& gradient, Tensor& gate_up) {
   check_matrix(gradient, "gradient");
   check(gate_up, "gate_up", {gradient.size(0), 2 * gradient.size(1)}, gradient.scalar_type());
-  Tensor out = at::empty(gate_up.sizes(), gate_up.options());
-  for_dtype(gate_up, "gate_up", [&](auto zero) { silu_gradient_rows<decltype(zero)>(gradient, gate_up, out); });
-  return out;
+  for_dtype(gate_up, "gate_up", [&](auto zero) { silu_gradient_rows<decltype(zero)>(gradient, gate_up); });
 }
 
-Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool inverse) {
+void rotate_(Tensor& x, const Tensor& cos, const Tensor& sin, bool inverse) {
   TORCH_CHECK_VALUE(
-      x.dim() == 3 && x.size(2) % 2 == 0 && (x.stride(2) == 1 || x.numel() == 0), "x must be [T, heads, d], d even and ",
-      "contiguous, got ", x.sizes());
-  check(cos, "cos", {x.size(0), x.size(2) / 2}, sum_dtype(x));
+      x.dim() == 4 && (x.stride(3) == 1 || x.numel() == 0), "x must be [T, groups, heads, d], d contiguous, got ",
+      x.sizes());
+  TORCH_CHECK_VALUE(
+      cos.dim() == 2 && 2 * cos.size(1) <= x.size(3), "cos must be [T, r / 2] with r up to ", x.size(3), ", got ",
+      cos.sizes());
+  check(cos, "cos", {x.size(0), cos.size(1)}, sum_dtype(x));
   check(sin, "sin", cos.sizes(), sum_dtype(x));
-  Tensor out = at::empty(x.sizes(), x.options());
-  for_dtype(x, "x", [&](auto zero) { rotate_rows<decltype(zero)>(x, cos, sin, inverse, out); });
-  return out;
+  for_dtype(x, "x", [&](auto zero) { rotate_rows<decltype(zero)>(x, cos, sin, inverse); });
 }
 
 }  // namespace brorl

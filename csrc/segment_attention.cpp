@@ -54,15 +54,15 @@ struct Forward {
   Heads query, value, out;
   Turned keys;
   float* log_sums;
-  int64_t heads, d;
+  int64_t heads, kv_heads, d;  // heads: of one kv head
   float scale;
 
-  // Queries [q, q + rows) of a segment.
-  void attend(const Segment& s, int64_t q, int64_t rows, int64_t head, int64_t kv_head) const {
+  // Queries [q, q + rows) of a segment, of one head of the kv head.
+  void attend(const Segment& s, int64_t q, int64_t rows, int64_t kv_head, int64_t head) const {
     Softmax softmax;
     const std::vector<Keys> blocks = keys_of(s, q, rows);
-    const Rows queries{query.at(s.begin + q, head), query.token, 1};
-    float* const result = out.at(s.begin + q, head);
+    const Rows queries{query.at(s.begin + q, kv_head) + head * d, query.token, 1};
+    float* const result = out.at(s.begin + q, kv_head) + head * d;
     for (size_t begin = 0; begin < blocks.size(); begin += kKeys / kBlock) {
       const size_t end = std::min(blocks.size(), begin + kKeys / kBlock);
       int64_t width = 0;
@@ -93,7 +93,7 @@ struct Forward {
     }
     for (int64_t r = 0; r < rows; ++r) {
       std::for_each_n(result + r * out.token, d, [share = 1 / softmax.sum[r]](float& x) { x *= share; });
-      log_sums[(s.begin + q + r) * heads + head] = softmax.largest[r] + std::log(softmax.sum[r]);
+      log_sums[((s.begin + q + r) * kv_heads + kv_head) * heads + head] = softmax.largest[r] + std::log(softmax.sum[r]);
     }
   }
 };
@@ -104,20 +104,21 @@ struct Backward {
   Heads gradient, query, key, value, out, of_query, of_key, of_value;
   Turned keys, values;
   const float* log_sums;
-  int64_t heads, d;
+  int64_t heads, kv_heads, d;  // heads: of one kv head
   float scale;
 
-  // Queries [q, q + rows) of a segment; prefix_* [prefix_length, d] take what is the prefix's.
+  // Queries [q, q + rows) of a segment, of one head of the kv head; prefix_* [prefix_length, d] take what is the
+  // prefix's.
   void attend(
-      const Segment& s, int64_t q, int64_t rows, int64_t head, int64_t kv_head, float* prefix_key,
+      const Segment& s, int64_t q, int64_t rows, int64_t kv_head, int64_t head, float* prefix_key,
       float* prefix_value) const {
     alignas(64) float weights[kBlock * kBlock], slopes[kBlock * kBlock];
     float dot[kBlock];
     const int64_t at = s.begin + q;
-    const float* const up = gradient.at(at, head);
+    const float *const up = gradient.at(at, kv_head) + head * d, *const queries = query.at(at, kv_head) + head * d;
     for (int64_t r = 0; r < rows; ++r) {
       float sum = 0;
-      const float *const g = up + r * gradient.token, *const o = out.at(at + r, head);
+      const float *const g = up + r * gradient.token, *const o = out.at(at + r, kv_head) + head * d;
 #pragma omp simd reduction(+ : sum)
       for (int64_t i = 0; i < d; ++i) sum += g[i] * o[i];
       dot[r] = sum;
@@ -128,14 +129,14 @@ struct Backward {
       const auto seen = [&](int64_t r) { return k.seen(r); };
       const int64_t ld = keys.width(k.length, k.block);
       product(
-          {query.at(at, head), query.token, 1}, rows, keys.block(k.begin, k.length, kv_head, k.block), ld, weights,
+          {queries, query.token, 1}, rows, keys.block(k.begin, k.length, kv_head, k.block), ld, weights,
           kBlock, false, whole, seen);
       product(
           {up, gradient.token, 1}, rows, values.block(k.begin, k.length, kv_head, k.block), ld, slopes, kBlock, false,
           whole, seen);
       for (int64_t r = 0; r < rows; ++r) {
         float *const weight = weights + r * kBlock, *const slope = slopes + r * kBlock;
-        const float log_sum = log_sums[(at + r) * heads + head];
+        const float log_sum = log_sums[((at + r) * kv_heads + kv_head) * heads + head];
 #pragma omp simd
         for (int64_t c = 0; c < padded(k.seen(r)); ++c) {
           weight[c] = fast_exp(weight[c] * scale - log_sum);
@@ -151,22 +152,20 @@ struct Backward {
       const auto wide = [&](int64_t) { return d; };
       product({weights, 1, kBlock}, k.tokens, up, gradient.token, to_value, own ? of_value.token : d, true, seeing, wide);
       product(
-          {slopes, 1, kBlock}, k.tokens, query.at(at, head), query.token, to_key, own ? of_key.token : d, true, seeing,
+          {slopes, 1, kBlock}, k.tokens, queries, query.token, to_key, own ? of_key.token : d, true, seeing,
           wide);
       product(
-          {slopes, kBlock, 1}, rows, key.at(k.begin + k.block, kv_head), key.token, of_query.at(at, head),
-          of_query.token, !first, [&](int64_t, int64_t last) { return Range{0, k.seen(last)}; }, wide);
+          {slopes, kBlock, 1}, rows, key.at(k.begin + k.block, kv_head), key.token,
+          of_query.at(at, kv_head) + head * d, of_query.token, !first, [&](int64_t, int64_t last) { return Range{0, k.seen(last)}; }, wide);
       first = false;
     }
   }
 };
 
-void check(const Tensor& x, const char* name, const Tensor& like, int64_t heads) {
-  TORCH_CHECK_VALUE(
-      x.dim() == 3 && x.size(0) == like.size(0) && x.size(1) == heads && x.size(2) == like.size(2), name, " must be [",
-      like.size(0), ", ", heads, ", ", like.size(2), "], got ", x.sizes());
+void check(const Tensor& x, const char* name, at::IntArrayRef sizes) {
+  TORCH_CHECK_VALUE(x.sizes() == sizes, name, " must be ", sizes, ", got ", x.sizes());
   TORCH_CHECK_TYPE(x.scalar_type() == at::kFloat, name, " must be float32, got ", x.scalar_type());
-  TORCH_CHECK_VALUE(x.numel() == 0 || x.stride(2) == 1, name, "'s last dimension must be contiguous");
+  TORCH_CHECK_VALUE(x.is_contiguous(), name, " must be contiguous");
 }
 
 // Segments are places in memory, so a wrong one must not pass.
@@ -191,66 +190,61 @@ void check_segments(const Tensor& segments, int64_t tokens) {
   TORCH_CHECK_INDEX(end == tokens, "segments must cover ", tokens, " tokens, cover ", end);
 }
 
-void check_all(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& segments) {
+void check_all(const Tensor& qkv, const Tensor& segments) {
   TORCH_CHECK_VALUE(
-      query.dim() == 3 && key.dim() == 3 && key.size(1) > 0 && query.size(1) % key.size(1) == 0 &&
-          query.size(2) % kWide == 0,
-      "query must be [T, heads, d], d a multiple of ", kWide, ", and key's heads divide its heads, got ", query.sizes(),
-      " and ", key.sizes());
-  check(query, "query", query, query.size(1));
-  check(key, "key", query, key.size(1));
-  check(value, "value", query, key.size(1));
-  check_segments(segments, query.size(0));
+      qkv.dim() == 4 && qkv.size(1) > 0 && qkv.size(2) > 2 && qkv.size(3) % kWide == 0,
+      "qkv must be [T, kv_heads, heads of each + 2, d], d a multiple of ", kWide, ", got ", qkv.sizes());
+  check(qkv, "qkv", qkv.sizes());
+  check_segments(segments, qkv.size(0));
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> segment_attention(
-    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& segments, double scale) {
-  check_all(query, key, value, segments);
-  const int64_t heads = query.size(1), group = heads / key.size(1);
-  Tensor out = at::empty(query.sizes(), query.options()), log_sums = at::empty({query.size(0), heads}, query.options());
-  const Stream stream(segments, key.size(1));
+std::tuple<Tensor, Tensor> segment_attention(const Tensor& qkv, const Tensor& segments, double scale) {
+  check_all(qkv, segments);
+  const int64_t kv_heads = qkv.size(1), heads = qkv.size(2) - 2, d = qkv.size(3);
+  Tensor out = at::empty({qkv.size(0), kv_heads, heads, d}, qkv.options());
+  Tensor log_sums = at::empty({qkv.size(0), kv_heads, heads}, qkv.options());
+  const Stream stream(segments, kv_heads);
   const Forward forward{
-      heads_of(query), heads_of(value), heads_of(out), Turned(key, stream.segments), log_sums.mutable_data_ptr<float>(),
-      heads, query.size(2), float(scale)};
+      heads_of(qkv), heads_of(qkv, heads + 1), heads_of(out), Turned(qkv, heads, stream.segments),
+      log_sums.mutable_data_ptr<float>(), heads, kv_heads, d, float(scale)};
   stream.for_pieces([&](int64_t, const Segment& s, int64_t kv_head) {
-    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    for (int64_t head = 0; head < heads; ++head) {
       for (int64_t q = 0; q < s.length; q += kBlock) {
-        forward.attend(s, q, std::min(kBlock, s.length - q), head, kv_head);
+        forward.attend(s, q, std::min(kBlock, s.length - q), kv_head, head);
       }
     }
   });
   return {out, log_sums};
 }
 
-std::tuple<Tensor, Tensor, Tensor> segment_attention_gradient(
-    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
-    const Tensor& log_sums, const Tensor& segments, double scale) {
-  check_all(query, key, value, segments);
-  check(gradient, "gradient", query, query.size(1));
-  check(out, "out", query, query.size(1));
-  const int64_t heads = query.size(1), kv_heads = key.size(1), group = heads / kv_heads, d = query.size(2);
-  TORCH_CHECK_VALUE(
-      log_sums.dim() == 2 && log_sums.size(0) == query.size(0) && log_sums.size(1) == heads && log_sums.is_contiguous(),
-      "log_sums must be [T, heads] and contiguous, got ", log_sums.sizes());
-  TORCH_CHECK_TYPE(log_sums.scalar_type() == at::kFloat, "log_sums must be float32, got ", log_sums.scalar_type());
-  Tensor of_query = at::empty(query.sizes(), query.options());
-  Tensor of_key = at::zeros(key.sizes(), key.options()), of_value = at::zeros(key.sizes(), key.options());
+Tensor segment_attention_gradient(
+    const Tensor& gradient, const Tensor& qkv, const Tensor& out, const Tensor& log_sums, const Tensor& segments,
+    double scale) {
+  check_all(qkv, segments);
+  const int64_t tokens = qkv.size(0), kv_heads = qkv.size(1), heads = qkv.size(2) - 2, d = qkv.size(3);
+  check(gradient, "gradient", {tokens, kv_heads, heads, d});
+  check(out, "out", {tokens, kv_heads, heads, d});
+  check(log_sums, "log_sums", {tokens, kv_heads, heads});
+  Tensor of_qkv = at::empty(qkv.sizes(), qkv.options());
   const Stream stream(segments, kv_heads);
   const Backward backward{
-      heads_of(gradient), heads_of(query), heads_of(key), heads_of(value), heads_of(out), heads_of(of_query),
-      heads_of(of_key), heads_of(of_value), Turned(key, stream.segments), Turned(value, stream.segments),
-      log_sums.const_data_ptr<float>(), heads, d, float(scale)};
+      heads_of(gradient), heads_of(qkv), heads_of(qkv, heads), heads_of(qkv, heads + 1), heads_of(out),
+      heads_of(of_qkv), heads_of(of_qkv, heads), heads_of(of_qkv, heads + 1), Turned(qkv, heads, stream.segments),
+      Turned(qkv, heads + 1, stream.segments), log_sums.const_data_ptr<float>(), heads, kv_heads, d, float(scale)};
   // Of each piece: what it adds to the prefix's keys, then to its values, [2, prefix_length, d].
   std::vector<std::vector<float>> added(stream.runs.size() * kv_heads);
   stream.for_pieces([&](int64_t piece, const Segment& s, int64_t kv_head) {
     std::vector<float>& prefix = added[piece];
     prefix.resize(2 * s.prefix_length * d);
-    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    for (int64_t t = s.begin; t < s.begin + s.length; ++t) {
+      std::fill_n(backward.of_key.at(t, kv_head), 2 * d, 0.0f);  // and the value next to it
+    }
+    for (int64_t head = 0; head < heads; ++head) {
       for (int64_t q = 0; q < s.length; q += kBlock) {
         backward.attend(
-            s, q, std::min(kBlock, s.length - q), head, kv_head, prefix.data(), prefix.data() + s.prefix_length * d);
+            s, q, std::min(kBlock, s.length - q), kv_head, head, prefix.data(), prefix.data() + s.prefix_length * d);
       }
     }
   });
@@ -267,7 +261,7 @@ std::tuple<Tensor, Tensor, Tensor> segment_attention_gradient(
       }
     }
   }
-  return {of_query, of_key, of_value};
+  return of_qkv;
 }
 
 }  // namespace brorl

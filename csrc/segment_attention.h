@@ -10,16 +10,16 @@
 
 namespace brorl {
 
-// query [T, heads, d], key and value [T, kv_heads, d], d contiguous; heads / kv_heads queries share a key (Ainslie et
-// al. 2023). segments [S, 4] int64 cover the stream in order: first token, tokens, first token of the prefix, tokens of
-// the prefix (0: none), an earlier segment without one. Returns the result [T, heads, d] and the logarithms of the
-// softmax sums [T, heads].
+// qkv [T, kv_heads, heads + 2, d]: for each kv head the queries of the `heads` that share its key (Ainslie et al. 2023),
+// then key and value, as Megatron's projection gives them. segments [S, 4] int64 cover the stream in order: first token,
+// tokens, first token of the prefix, tokens of the prefix (0: none), an earlier segment without one. Returns the result
+// [T, kv_heads, heads, d] and the logarithms of the softmax sums [T, kv_heads, heads].
 std::tuple<at::Tensor, at::Tensor> segment_attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& segments, double scale);
+    const at::Tensor& qkv, const at::Tensor& segments, double scale);
 
-// From the gradient [T, heads, d] of that result, its operands and what it returned: the gradients of query, key, value.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> segment_attention_gradient(
-    const at::Tensor& gradient, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const at::Tensor& out, const at::Tensor& log_sums, const at::Tensor& segments, double scale);
+// From the gradient of that result, its operand and what it returned: the gradient of qkv.
+at::Tensor segment_attention_gradient(
+    const at::Tensor& gradient, const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& log_sums,
+    const at::Tensor& segments, double scale);
 
 }  // namespace brorl

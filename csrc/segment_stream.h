@@ -28,28 +28,31 @@ struct Run {
   int64_t first, end;
 };
 
-// [T, heads, d] with d contiguous.
+// Some of the heads of each kv head, with d contiguous.
 struct Heads {
   float* data;
-  int64_t token, head;
+  int64_t token, kv_head;
 
-  float* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
+  float* at(int64_t t, int64_t h) const { return data + t * token + h * kv_head; }
 };
 
-inline Heads heads_of(const at::Tensor& x) {
-  return {const_cast<float*>(x.const_data_ptr<float>()), x.stride(0), x.stride(1)};
+// From head `first` of each kv head on, in x [T, kv_heads, ..., d].
+inline Heads heads_of(const at::Tensor& x, int64_t first = 0) {
+  return {
+      const_cast<float*>(x.const_data_ptr<float>()) + first * x.size(x.dim() - 1), x.stride(0), x.stride(1)};
 }
 
-// Keys or values with tokens contiguous: of each segment and head, blocks [d, kBlock], the last one padded(..) wide.
+// Keys or values with tokens contiguous: of each segment and kv head, blocks [d, kBlock], the last one padded(..) wide.
 struct Turned {
-  Turned(const at::Tensor& x, const std::vector<Segment>& segments)
-      : from(heads_of(x)), d(x.size(2)), count(x.size(1)), at_token(x.size(0)) {
+  // Of head `head` of each kv head in qkv [T, kv_heads, heads + 2, d].
+  Turned(const at::Tensor& qkv, int64_t head, const std::vector<Segment>& segments)
+      : from(heads_of(qkv, head)), d(qkv.size(3)), count(qkv.size(1)), at_token(qkv.size(0)) {
     int64_t total = 0;
     for (const Segment& s : segments) {
       at_token[s.begin] = total;
       total += padded(s.length);
     }
-    memory = at::empty({total * d * count}, x.options());
+    memory = at::empty({total * d * count}, qkv.options());
     float* const to = memory.mutable_data_ptr<float>();
 #pragma omp parallel for schedule(dynamic) num_threads(at::get_num_threads())
     for (size_t i = 0; i < segments.size(); ++i) {
@@ -65,14 +68,14 @@ struct Turned {
   }
 
   // Of the segment that begins there with so many tokens, the block that begins at its token `block`.
-  const float* block(int64_t begin, int64_t length, int64_t head, int64_t block) const {
-    return memory.const_data_ptr<float>() + place(begin, length, head, block);
+  const float* block(int64_t begin, int64_t length, int64_t kv_head, int64_t block) const {
+    return memory.const_data_ptr<float>() + place(begin, length, kv_head, block);
   }
   int64_t width(int64_t length, int64_t block) const { return padded(std::min(kBlock, length - block)); }
 
  private:
-  int64_t place(int64_t begin, int64_t length, int64_t head, int64_t block) const {
-    return (at_token[begin] * count + padded(length) * head + block) * d;
+  int64_t place(int64_t begin, int64_t length, int64_t kv_head, int64_t block) const {
+    return (at_token[begin] * count + padded(length) * kv_head + block) * d;
   }
 
   Heads from;

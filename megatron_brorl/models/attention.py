@@ -28,9 +28,8 @@ class Segments(PackedSeqParams):
     groups: tuple[Group, ...] = ()
     cos: Tensor | None = None  # [T, d / 2], float32 or float64: one table for all layers, queries and keys
     sin: Tensor | None = None
-    fused: bool = False  # whether rotation and, on CPUs in float32, attention go through ops.fused_layers
     mask: BlockMask | None = None  # of groups, made where it is first needed
-    table: Tensor | None = None  # of groups, [segments, 4], likewise
+    table: Tensor | None = None  # of groups, likewise (models.fused_attention.segment_table)
     context: dist.ProcessGroup | None = None  # over which every segment is cut (parallel.context); T is this rank's
 
     @property
@@ -42,20 +41,8 @@ class Segments(PackedSeqParams):
         """x [T, heads, d], a query or key, turned by its position."""
         assert self.cos is not None
         assert self.sin is not None
-        if self.fused:
-            from megatron_brorl.ops import fused_layers
-
-            return fused_layers.rotate(x, self.cos, self.sin)
         cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(1).to(x.dtype) for half in (self.cos, self.sin))
         return rope.rotate(x, cos, sin)
-
-    def attend_fused(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """query [T, heads, d], key and value [T, kv_heads, d] -> [T, heads, d], in float32 on a CPU."""
-        from megatron_brorl.ops import fused_layers
-
-        if self.table is None:
-            self.table = segment_table(self.groups)
-        return fused_layers.attend(query, key, value, self.table, scale or query.shape[-1] ** -0.5)
 
     def attend_on_gpu(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """query [T, heads, d], key and value [T, kv_heads, d] -> [T, 1, heads * d]."""
@@ -64,24 +51,10 @@ class Segments(PackedSeqParams):
         return flex_attention.attend(query, key, value, self.mask, scale).flatten(1).unsqueeze(1)
 
 
-def segment_table(groups: tuple[Group, ...]) -> Tensor:
-    """[segments, 4] int64: first token, tokens, first token and tokens of the prompt it attends to (0: none)."""
-    rows, begin = [], 0
-    for group in groups:
-        front = begin
-        if group.prefix:
-            rows.append((front, group.prefix, 0, 0))
-            begin += group.prefix
-        for count, length in group.segments:
-            rows += [(begin + i * length, length, front, group.prefix) for i in range(count)]
-            begin += count * length
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
-
-
 class PackedAttention(torch.nn.Module):
     """Causal attention within each segment and to its group's prompt.
 
-    Where no fused op serves, runs of segments of equal length are one batched call.
+    On a CPU runs of segments of equal length are one batched call.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -108,8 +81,6 @@ class PackedAttention(torch.nn.Module):
         if packed_seq_params.context is not None:
             out = self._over_ranks(query, key, value, packed_seq_params.groups, packed_seq_params.context)
             return out.flatten(1).unsqueeze(1).to(dtype)
-        if packed_seq_params.fused and not query.is_cuda and query.dtype == torch.float32:
-            return packed_seq_params.attend_fused(query, key, value, self.scale).flatten(1).unsqueeze(1).to(dtype)
         outputs, begin = [], 0
         for group in packed_seq_params.groups:
             front = slice(begin, begin + group.prefix)

@@ -19,10 +19,10 @@ from megatron_brorl.algo.loss import PolicyLoss, PolicyLossSettings, PolicyToken
 from megatron_brorl.errors import UserError
 from megatron_brorl.hf_config import ModelShape
 from megatron_brorl.models.attention import PackedAttention, Segments
+from megatron_brorl.models.fused_attention import FusedAttention, FusedSelfAttention
 from megatron_brorl.models.hf_names import entries, global_parameters
-from megatron_brorl.models.linear import FusedColumnLinear, FusedRowLinear
+from megatron_brorl.models.linear import FusedColumnLinear, FusedRowLinear, FusedSwiGluLinear, TakenActivation
 from megatron_brorl.models.norm import FusedRmsNorm, RmsNorm
-from megatron_brorl.models.swiglu import FusedSwiGlu
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.reference import LinearPpoLoss, compute_dtype
 from megatron_brorl.parallel import device
@@ -59,6 +59,9 @@ class Actor(GPTModel):
         self.grid = grid
         self.ops = ops  # config key ops.implementation
         self._inv_freq = inv_freq.to(device.default_device())
+        for layer in self.decoder.layers if self.fused_layers else ():
+            layer.self_attention.linear_qkv.take(layer.input_layernorm)
+            layer.mlp.linear_fc1.take(layer.pre_mlp_layernorm)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
@@ -94,7 +97,6 @@ class Actor(GPTModel):
                 groups=batch.groups,
                 cos=angles.cos(),
                 sin=angles.sin(),
-                fused=self.fused_layers,
                 context=self.pg_collection.cp if self.grid.context > 1 else None,
             ),
         )
@@ -237,7 +239,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=gpu,
-        use_te_activation_func=fused_layers(ops),  # whose module FusedSwiGlu is
+        use_te_activation_func=fused_layers(ops),  # a module of ours between the products of an MLP, see _layers
         bias_dropout_fusion=gpu,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -293,12 +295,13 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if fused:
         mlp = layer.mlp.submodules
-        mlp.activation_func = FusedSwiGlu
-        mlp.linear_fc1, mlp.linear_fc2 = FusedColumnLinear, FusedRowLinear
-        layer.self_attention.submodules.linear_qkv = FusedColumnLinear
-        layer.self_attention.submodules.linear_proj = FusedRowLinear
+        mlp.linear_fc1, mlp.activation_func, mlp.linear_fc2 = FusedColumnLinear, TakenActivation, FusedSwiGluLinear
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
+    if fused:
+        attention.linear_qkv, attention.linear_proj = FusedColumnLinear, FusedRowLinear
+        if config.context_parallel_size == 1 and config.params_dtype != torch.float64:
+            layer.self_attention.module, attention.core_attention = FusedSelfAttention, FusedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)

@@ -21,7 +21,13 @@ class RmsNorm(torch.nn.RMSNorm):
 class FusedRmsNorm(RmsNorm):
     """The same by csrc (ops.fused_layers)."""
 
+    taken = False  # by the linear layer after it, which calls `normed` or does the same (models.linear)
+
     def forward(self, x: Tensor) -> Tensor:
+        return x if self.taken else self.normed(x)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """x [..., H] normed and scaled by the weight."""
         from megatron_brorl.ops import fused_layers
 
         assert self.eps is not None

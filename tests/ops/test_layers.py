@@ -1,4 +1,4 @@
-"""Norm, activation and rotation of a layer that is trained, against float64 from their formulas."""
+"""Products, norm, activation and rotation of a layer that is trained, against float64 from their formulas."""
 
 from __future__ import annotations
 
@@ -74,11 +74,51 @@ def test_rms_norm(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 38), (300, 128)])
+@pytest.mark.parametrize("shape", [(1, 2), (15, 38), (300, 128), (0, 4)])
 def test_silu_mul(shape, dtype):
     g = torch.Generator().manual_seed(sum(shape))
-    x = torch.randn(*shape, generator=g) * torch.tensor([0.1, 10.0]).repeat(shape[-1] // 2)
-    compare(ops.silu_mul, swiglu, [x], torch.randn(*shape[:-1], shape[-1] // 2, generator=g), dtype)
+    x = (torch.randn(*shape, generator=g) * torch.tensor([0.1, 10.0]).repeat(shape[-1] // 2)).to(dtype)
+    up = torch.randn(shape[0], shape[1] // 2, generator=g).to(dtype)
+    wide = x.double().requires_grad_()
+    expected = swiglu(wide)
+    (gradient,) = torch.autograd.grad(expected, wide, up.double())
+    out, made_again, mine = torch.ops.brorl.silu_mul(x), up.clone(), x.clone()
+    torch.ops.brorl.silu_mul_gradient_(made_again, mine)
+    assert torch.equal(made_again, out)
+    if x.numel():
+        close(out, expected, dtype)
+        close(mine, gradient, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (700, 64), (0, 16)])
+def test_the_norm_is_made_again_over_its_gradient(shape, dtype):
+    g = torch.Generator().manual_seed(sum(shape))
+    x, up = torch.randn(2, *shape, generator=g).to(dtype)
+    weight = torch.rand(shape[1], generator=g).to(dtype)
+    out, inverse_rms = torch.ops.brorl.rms_norm(x, weight, EPS)
+    expected, made_again = torch.ops.brorl.rms_norm_gradient(up, x, weight, inverse_rms), up.clone()
+    found = torch.ops.brorl.rms_norm_gradient_(made_again, x, weight, inverse_rms)
+    assert torch.equal(made_again, out)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "width"), [((5, 3), 4), ((1, 1, 6), 4), ((70, 1, 130), 65), ((2, 900), 33)])
+def test_products_that_take_a_norm_or_an_activation_along(shape, width, dtype):
+    g = torch.Generator().manual_seed(width)
+    x, norm_weight, bias = (torch.randn(*s, generator=g) for s in (shape, (shape[-1],), (width,)))
+    weight, up = torch.randn(width, shape[-1], generator=g), torch.randn(*shape[:-1], width, generator=g)
+    compare(
+        lambda x, n, w, b: ops.norm_linear(x, n, EPS, w, b),
+        lambda x, n, w, b: norm(x, n) @ w.t() + b,
+        [x, norm_weight, weight, bias],
+        up,
+        dtype,
+    )
+    if shape[-1] % 2 == 0:
+        half = weight[:, : shape[-1] // 2].contiguous()
+        compare(lambda x, w: ops.swiglu_linear(x.clone(), w), lambda x, w: swiglu(x) @ w.t(), [x, half], up, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,18 +139,31 @@ def test_linear(shape, width, with_bias, dtype):
 
 @pytest.mark.skipif(not native.BFLOAT16_KERNEL, reason="this processor has no bfloat16 kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_adds_to_the_main_gradient(dtype):
+@pytest.mark.parametrize("before", ["nothing", "norm", "activation"])
+def test_products_add_to_the_main_gradient(before, dtype):
     """Over two micro-batches, on top of what is there, in float32."""
     g = torch.Generator().manual_seed(6)
+    ones = torch.ones(24, dtype=dtype)
+    product = {
+        "nothing": lambda x, w: ops.linear(x, w, None),
+        "norm": lambda x, w: ops.norm_linear(x, ones, EPS, w, None),
+        "activation": lambda x, w: ops.swiglu_linear(x.clone(), w),
+    }[before]
+    # What is multiplied is rounded to the dtype first, here as there.
+    rows = {
+        "nothing": lambda x: x,
+        "norm": lambda x: torch.ops.brorl.rms_norm(x, ones, EPS)[0],
+        "activation": torch.ops.brorl.silu_mul,
+    }[before]
     weight: Any = torch.nn.Parameter(torch.randn(40, 24, generator=g).to(dtype))
     weight.main_grad = start = torch.randn(40, 24, generator=g)
     expected = start.double()
     for _ in range(2):
-        x, up = (torch.randn(50, n, generator=g).to(dtype) for n in (24, 40))
+        x, up = (torch.randn(50, n, generator=g).to(dtype) for n in (48 if before == "activation" else 24, 40))
         weight.grad_added_to_main_grad = False
-        ops.linear(x.requires_grad_(), weight, None).backward(up)
+        product(x.requires_grad_(), weight).backward(up)
         assert weight.grad_added_to_main_grad
-        expected = expected + up.double().t() @ x.detach().double()
+        expected = expected + up.double().t() @ rows(x.detach()).double()
     # Products of bfloat16 are exact in float32, so the sum is as good in both dtypes.
     close(weight.main_grad, expected, torch.float32)
 
@@ -120,41 +173,57 @@ def test_views_that_are_not_contiguous():
     x = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(5))
     weight = torch.rand(4)
     close(ops.rms_norm(x[:, 1, :4], weight, EPS), norm(x[:, 1, :4].double(), weight.double()), torch.float32)
-    close(ops.silu_mul(x[:, 1:]), swiglu(x[:, 1:].double()), torch.float32)
-    close(ops.silu_mul(x.transpose(0, 1)), swiglu(x.transpose(0, 1).double()), torch.float32)
+    one = torch.eye(4)
+    close(ops.swiglu_linear(x[:, 1:], one), swiglu(x[:, 1:].double()), torch.float32)
+    close(ops.swiglu_linear(x.transpose(0, 1), one), swiglu(x.transpose(0, 1).double()), torch.float32)
+    close(
+        ops.norm_linear(x[:, 1, :4], weight, EPS, one, None), norm(x[:, 1, :4].double(), weight.double()), torch.float32
+    )
 
 
 def test_silu_mul_of_extreme_gates():
     gate = torch.tensor([-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4])
-    x = torch.cat((gate, torch.full((7,), 2.0))).unsqueeze(0).requires_grad_()
-    out = ops.silu_mul(x)
-    assert torch.allclose(out, torch.tensor([[0.0, 0.0, 0.0, 0.0, 176.0, 400.0, 2e4]]))
-    out.sum().backward()
-    assert x.grad is not None
-    assert torch.allclose(x.grad[0, :7], torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0]))
+    x = torch.cat((gate, torch.full((7,), 2.0))).unsqueeze(0)
+    expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 176.0, 400.0, 2e4]])
+    assert torch.allclose(torch.ops.brorl.silu_mul(x), expected)
+    made_again = torch.ones(1, 7)
+    torch.ops.brorl.silu_mul_gradient_(made_again, x)
+    assert torch.allclose(made_again, expected)
+    assert torch.allclose(x[0, :7], torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 1, 2), (9, 3, 10), (200, 4, 64)])
-def test_rotate(tokens, heads, dim, dtype):
-    """Also of a view into a projection, as Megatron hands it over."""
+@pytest.mark.parametrize(("tokens", "heads", "dim", "width"), [(1, 1, 2, 2), (9, 3, 10, 16), (200, 4, 64, 64)])
+def test_rotate(tokens, heads, dim, width, dtype):
+    """The queries and keys of a projection; its values, and places beyond the angles, are not touched."""
     g = torch.Generator().manual_seed(dim)
     angle = torch.rand(tokens, dim // 2, generator=g).double() * 100
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    projected, up = (torch.randn(tokens, heads + 2, dim, generator=g) for _ in range(2))
-    cos, sin = angle.cos().to(wide), angle.sin().to(wide)
-    compare(
-        lambda x: ops.rotate(x[:, 1:-1], cos, sin), lambda x: turn(x[:, 1:-1], angle), [projected], up[:, 1:-1], dtype
-    )
+    before = torch.randn(tokens, 2, heads + 2, width, generator=g).to(dtype)
+    x, cos, sin = before.clone(), angle.cos().to(wide), angle.sin().to(wide)
+    torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, False)
+    turned = x[:, :, :-1, :dim]
+    close(turned, turn(before[:, :, :-1, :dim].flatten(1, 2).double(), angle).view_as(turned), dtype)
+    assert torch.equal(x[:, :, -1], before[:, :, -1])
+    assert torch.equal(x[..., dim:], before[..., dim:])
+    torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, True)
+    close(x, before.double(), dtype)
 
 
 def test_gradients_by_finite_differences():
     g = torch.Generator().manual_seed(2)
     x, w = (torch.randn(*s, generator=g).double().requires_grad_() for s in ((4, 6), (6,)))
-    angle = torch.rand(4, 3, generator=g).double()
     assert torch.autograd.gradcheck(lambda x, w: ops.rms_norm(x, w, EPS), (x, w))
-    assert torch.autograd.gradcheck(ops.silu_mul, (x,))
-    assert torch.autograd.gradcheck(lambda x: ops.rotate(x.view(4, 1, 6), angle.cos(), angle.sin()), (x,))
+    weight, bias = (torch.randn(*s, generator=g).double().requires_grad_() for s in ((5, 6), (5,)))
+    assert torch.autograd.gradcheck(lambda *all: ops.norm_linear(all[0], all[1], EPS, *all[2:]), (x, w, weight, bias))
+
+
+def test_a_second_backward_pass_over_what_was_overwritten_fails():
+    x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    out = ops.swiglu_linear(x.clone(), weight).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        out.backward()
 
 
 def test_results_do_not_depend_on_threads():
@@ -178,8 +247,9 @@ def test_opcheck(dtype):
         (b.rms_norm, (x, weight, EPS)),
         (b.rms_norm_gradient, (x, x.clone(), weight, torch.rand(3, dtype=wide))),
         (b.silu_mul, (x,)),
-        (b.silu_mul_gradient, (x[:, :10].contiguous(), x)),
-        (b.rotate, (x.view(3, 5, 4), c, c.clone(), True)),
+        (b.rms_norm_gradient_, (x.clone(), x, weight, torch.rand(3, dtype=wide))),
+        (b.silu_mul_gradient_, (x[:, :10].contiguous(), x)),
+        (b.rotate_, (x.view(3, 5, 1, 4), c, c.clone(), True)),
     ]
     for op, arguments in calls:
         torch.library.opcheck(op.default, arguments)
@@ -200,10 +270,15 @@ X = torch.ones(3, 4)
         ),
         (lambda b: b.rms_norm(X.t(), torch.ones(3), EPS), ValueError, "x must be contiguous"),
         (lambda b: b.silu_mul(torch.ones(3, 5)), ValueError, r"gate_up must be \[R, 2 F\], got \[3, 5\]"),
-        (lambda b: b.silu_mul_gradient(X, X), ValueError, r"gate_up must be \[3, 8\], got \[3, 4\]"),
-        (lambda b: b.rotate(torch.ones(3, 1, 5), X, X, False), ValueError, r"x must be \[T, heads, d\], d even"),
+        (lambda b: b.silu_mul_gradient_(X, X), ValueError, r"gate_up must be \[3, 8\], got \[3, 4\]"),
+        (lambda b: b.rotate_(torch.ones(3, 1, 5), X, X, False), ValueError, r"x must be \[T, groups, heads, d\]"),
         (
-            lambda b: b.rotate(torch.ones(3, 1, 8), X[:2], X[:2], False),
+            lambda b: b.rotate_(torch.ones(3, 1, 1, 7), X, X, False),
+            ValueError,
+            r"cos must be \[T, r / 2\] with r up to 7",
+        ),
+        (
+            lambda b: b.rotate_(torch.ones(3, 1, 1, 8), X[:2], X[:2], False),
             ValueError,
             r"cos must be \[3, 4\], got \[2, 4\]",
         ),

@@ -1,4 +1,4 @@
-"""Attention over a packed stream, against the matrix of all scores in float64."""
+"""Rotation and attention over a packed stream, against the matrix of all scores in float64."""
 
 from __future__ import annotations
 
@@ -33,98 +33,117 @@ def table(groups: list[tuple[int, tuple[int, ...]]]) -> Tensor:
     return torch.tensor(rows)
 
 
-def brute_force(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float) -> Tensor:
-    seen = torch.zeros(len(query), len(query), dtype=torch.bool)
+def brute_force(qkv: Tensor, angle: Tensor, segments: Tensor, scale: float) -> Tensor:
+    """Pairs (i, i + d / 2) of queries and keys are turned as complex numbers."""
+    tokens, _, heads, d = qkv.shape
+    half, heads = d // 2, heads - 2
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None, None]
+    turned = torch.complex(qkv[..., :half], qkv[..., half:]) * turn
+    query, key, _ = torch.cat((turned.real, turned.imag), dim=-1).split([heads, 1, 1], dim=2)
+    value = qkv[:, :, -1:]
+    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
     for begin, length, prefix, of_prefix in segments.tolist():
         own = slice(begin, begin + length)
         seen[own, own] = torch.ones(length, length, dtype=torch.bool).tril()
         seen[own, prefix : prefix + of_prefix] = True
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    scores = torch.einsum("ihd,jhd->hij", query, key) * scale
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+    scores = torch.einsum("ighd,jgkd->ghij", query, key) * scale
+    return torch.einsum("ghij,jgkd->ighd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value).flatten(1)
 
 
-def inputs(tokens: int, heads: int, kv_heads: int, dim: int, seed: int) -> list[Tensor]:
-    """Query, key and value as views into one projection, as Megatron hands them over."""
+def inputs(tokens: int, kv_heads: int, heads: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A projection [tokens, kv_heads, heads + 2, dim], as Megatron orders it, and angles in float64."""
     g = torch.Generator().manual_seed(seed)
-    projected = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=g)
-    return list(projected.split([heads, kv_heads, kv_heads], dim=1))
+    angle = torch.rand(tokens, dim // 2, generator=g).double() * 100
+    return torch.randn(tokens, kv_heads, heads + 2, dim, generator=g), angle
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 16), (4, 2, 64), (3, 1, 24)])
-def test_result_and_gradients(stream, heads, kv_heads, dim):
+@pytest.mark.parametrize(("kv_heads", "heads", "dim"), [(2, 1, 16), (2, 2, 64), (1, 3, 24)])
+def test_result_and_gradient(stream, kv_heads, heads, dim):
     """Head sizes that are no multiple of 16 are filled up."""
     segments = table(STREAMS[stream])
     tokens = int(segments[:, 1].sum())
-    narrow = [x.detach().requires_grad_() for x in inputs(tokens, heads, kv_heads, dim, seed=tokens)]
-    wide = [x.detach().double().requires_grad_() for x in narrow]
-    up = torch.randn(tokens, heads, dim, generator=torch.Generator().manual_seed(1))
-    got, expected = ops.attend(*narrow, segments, dim**-0.5), brute_force(*wide, segments, dim**-0.5)
+    qkv, angle = inputs(tokens, kv_heads, heads, dim, seed=tokens)
+    narrow, wide = qkv.clone().requires_grad_(), qkv.double().requires_grad_()
+    up = torch.randn(tokens, kv_heads * heads * dim, generator=torch.Generator().manual_seed(1))
+    got = ops.attend(narrow.clone(), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
+    expected = brute_force(wide, angle, segments, dim**-0.5)
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=3e-6)
-    gradients = torch.autograd.grad(got, narrow, up), torch.autograd.grad(expected, wide, up.double())
-    for mine, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=0, atol=3e-6 * max(1.0, float(right.abs().max())))
+    (mine,), (right,) = torch.autograd.grad(got, narrow, up), torch.autograd.grad(expected, wide, up.double())
+    torch.testing.assert_close(mine.double(), right, rtol=0, atol=3e-6 * max(1.0, float(right.abs().max())))
 
 
 def test_large_scores():
     """Weights that are 0 or 1 in float32 are, and nothing overflows."""
     segments = table([(600, (3,))])
-    query, key, value = inputs(603, 1, 1, 16, seed=2)
-    got = ops.attend(query * 100, key * 100, value, segments, 1.0)
-    expected = brute_force(query.double() * 100, key.double() * 100, value.double(), segments, 1.0)
+    qkv, _ = inputs(603, 1, 1, 16, seed=2)
+    qkv[:, :, :2] *= 100
+    still = torch.zeros(603, 8)
+    expected = brute_force(qkv.double(), still.double(), segments, 1.0)
+    got = ops.attend(qkv, still.cos(), still, segments, 1.0)
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-2)  # scores of 1e5 are rounded to 1e-2
-    assert got[0].equal(value[0])
+    assert got[0].equal(qkv[0, 0, 2])
+
+
+def test_who_kept_what_is_overwritten_is_told():
+    """The projection's own gradient must not be computed from the turned one."""
+    qkv, angle = inputs(4, 1, 1, 16, seed=5)
+    leaf = qkv.requires_grad_()
+    projected = leaf.exp()  # whose backward pass keeps its result
+    out = ops.attend(projected, angle.cos().float(), angle.sin().float(), table([(0, (4,))]), 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        out.sum().backward()
 
 
 def test_results_do_not_depend_on_threads():
     segments = table(STREAMS["groups of all kinds"])
-    query, key, value = inputs(int(segments[:, 1].sum()), 4, 2, 32, seed=3)
+    qkv, _ = inputs(int(segments[:, 1].sum()), 2, 2, 32, seed=3)
     before, found = torch.get_num_threads(), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        out, sums = OPS.segment_attention(query, key, value, segments, 0.2)
-        found.append(
-            (
-                out,
-                sums,
-                *OPS.segment_attention_gradient(query.contiguous(), query, key, value, out, sums, segments, 0.2),
-            )
-        )
+        out, sums = OPS.segment_attention(qkv, segments, 0.2)
+        up = qkv[:, :, :2].contiguous()
+        found.append((out, sums, OPS.segment_attention_gradient(up, qkv, out, sums, segments, 0.2)))
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 def test_opcheck():
     segments = table([(3, (2, 1))])
-    query, key, value = inputs(6, 2, 1, 16, seed=4)
-    torch.library.opcheck(OPS.segment_attention.default, (query, key, value, segments, 0.2))
-    out, sums = OPS.segment_attention(query, key, value, segments, 0.2)
-    arguments = (out.clone(), query, key, value, out, sums, segments, 0.2)
-    torch.library.opcheck(OPS.segment_attention_gradient.default, arguments)
+    qkv, _ = inputs(6, 1, 2, 16, seed=4)
+    torch.library.opcheck(OPS.segment_attention.default, (qkv, segments, 0.2))
+    out, sums = OPS.segment_attention(qkv, segments, 0.2)
+    torch.library.opcheck(OPS.segment_attention_gradient.default, (out.clone(), qkv, out, sums, segments, 0.2))
 
 
-X = torch.zeros(4, 2, 16)
+X = torch.zeros(4, 2, 3, 16)
 
 
 @pytest.mark.parametrize(
-    ("query", "key", "segments", "error", "message"),
+    ("qkv", "segments", "error", "message"),
     [
-        (X[..., :8], X[..., :8], [[0, 4, 0, 0]], ValueError, "d a multiple of 16"),
-        (torch.zeros(4, 3, 16), X, [[0, 4, 0, 0]], ValueError, "key's heads divide its heads"),
-        (X.double(), X.double(), [[0, 4, 0, 0]], TypeError, "query must be float32, got Double"),
-        (X, X[:3], [[0, 4, 0, 0]], ValueError, r"key must be \[4, 2, 16\], got \[3, 2, 16\]"),
-        (X, X.mT.contiguous().mT, [[0, 4, 0, 0]], ValueError, "key's last dimension must be contiguous"),
-        (X, X, [[0, 4]], ValueError, r"segments must be \[S, 4\]"),
-        (X, X, [[0, 3, 0, 0]], IndexError, "segments must cover 4 tokens, cover 3"),
-        (X, X, [[0, 3, 0, 0], [3, 2, 0, 0]], IndexError, "must begin at token 3 and have 1 to 1 tokens, has 2 from 3"),
-        (X, X, [[1, 3, 0, 0]], IndexError, "must begin at token 0"),
-        (X, X, [[0, 3, 0, 0], [3, 1, 0, 2]], IndexError, r"segments\[1\]: tokens 0 \+ 2 are not an earlier segment"),
-        (X, X, [[0, 3, 0, 1], [3, 1, 0, 0]], IndexError, "are not an earlier segment"),
-        (X, X, [[0, 1, 0, 0], [1, 1, 0, 1], [2, 2, 1, 1]], IndexError, r"segments\[2\]: tokens 1 \+ 1 are not"),
+        (X[..., :8].contiguous(), [[0, 4, 0, 0]], ValueError, "d a multiple of 16"),
+        (X[:, :, :2].contiguous(), [[0, 4, 0, 0]], ValueError, r"must be \[T, kv_heads, heads of each \+ 2, d\]"),
+        (X.double(), [[0, 4, 0, 0]], TypeError, "qkv must be float32, got Double"),
+        (X.transpose(0, 1), [[0, 2, 0, 0]], ValueError, "qkv must be contiguous"),
+        (X, [[0, 4]], ValueError, r"segments must be \[S, 4\]"),
+        (X, [[0, 3, 0, 0]], IndexError, "segments must cover 4 tokens, cover 3"),
+        (X, [[0, 3, 0, 0], [3, 2, 0, 0]], IndexError, "must begin at token 3 and have 1 to 1 tokens, has 2 from 3"),
+        (X, [[1, 3, 0, 0]], IndexError, "must begin at token 0"),
+        (X, [[0, 3, 0, 0], [3, 1, 0, 2]], IndexError, r"segments\[1\]: tokens 0 \+ 2 are not an earlier segment"),
+        (X, [[0, 3, 0, 1], [3, 1, 0, 0]], IndexError, "are not an earlier segment"),
+        (X, [[0, 1, 0, 0], [1, 1, 0, 1], [2, 2, 1, 1]], IndexError, r"segments\[2\]: tokens 1 \+ 1 are not"),
     ],
 )
-def test_mistakes(query, key, segments, error, message):
+def test_mistakes(qkv, segments, error, message):
     with pytest.raises(error, match=message):
-        OPS.segment_attention(query, key, X[: len(key)] if len(key) < 4 else key, torch.tensor(segments), 1.0)
+        OPS.segment_attention(qkv, torch.tensor(segments), 1.0)
+
+
+@pytest.mark.parametrize("wrong", ["gradient", "out", "log_sums"])
+def test_mistakes_of_the_gradient(wrong):
+    out = torch.zeros(4, 2, 1, 16)
+    operands = {"gradient": out, "qkv": X, "out": out, "log_sums": out[..., 0].contiguous()}
+    operands[wrong] = operands[wrong][:3]
+    with pytest.raises(ValueError, match=wrong + r" must be \[4, 2, 1"):
+        OPS.segment_attention_gradient(*operands.values(), torch.tensor([[0, 4, 0, 0]]), 1.0)
