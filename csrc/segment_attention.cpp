@@ -9,7 +9,6 @@
 #include <vector>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include "fast_exp.h"
@@ -116,6 +115,7 @@ struct Backward {
     float dot[kBlock];
     const int64_t at = s.begin + q;
     const float *const up = gradient.at(at, kv_head) + head * d, *const queries = query.at(at, kv_head) + head * d;
+    float* const to_query = of_query.at(at, kv_head) + head * d;
     for (int64_t r = 0; r < rows; ++r) {
       float sum = 0;
       const float *const g = up + r * gradient.token, *const o = out.at(at + r, kv_head) + head * d;
@@ -129,8 +129,8 @@ struct Backward {
       const auto seen = [&](int64_t r) { return k.seen(r); };
       const int64_t ld = keys.width(k.length, k.block);
       product(
-          {queries, query.token, 1}, rows, keys.block(k.begin, k.length, kv_head, k.block), ld, weights,
-          kBlock, false, whole, seen);
+          {queries, query.token, 1}, rows, keys.block(k.begin, k.length, kv_head, k.block), ld, weights, kBlock, false,
+          whole, seen);
       product(
           {up, gradient.token, 1}, rows, values.block(k.begin, k.length, kv_head, k.block), ld, slopes, kBlock, false,
           whole, seen);
@@ -151,12 +151,10 @@ struct Backward {
       const auto seeing = [&](int64_t c, int64_t) { return Range{k.first_to_see(c), rows}; };
       const auto wide = [&](int64_t) { return d; };
       product({weights, 1, kBlock}, k.tokens, up, gradient.token, to_value, own ? of_value.token : d, true, seeing, wide);
+      product({slopes, 1, kBlock}, k.tokens, queries, query.token, to_key, own ? of_key.token : d, true, seeing, wide);
       product(
-          {slopes, 1, kBlock}, k.tokens, queries, query.token, to_key, own ? of_key.token : d, true, seeing,
-          wide);
-      product(
-          {slopes, kBlock, 1}, rows, key.at(k.begin + k.block, kv_head), key.token,
-          of_query.at(at, kv_head) + head * d, of_query.token, !first, [&](int64_t, int64_t last) { return Range{0, k.seen(last)}; }, wide);
+          {slopes, kBlock, 1}, rows, key.at(k.begin + k.block, kv_head), key.token, to_query, of_query.token, !first,
+          [&](int64_t, int64_t last) { return Range{0, k.seen(last)}; }, wide);
       first = false;
     }
   }

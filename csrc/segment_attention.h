@@ -14,8 +14,7 @@ namespace brorl {
 // then key and value, as Megatron's projection gives them. segments [S, 4] int64 cover the stream in order: first token,
 // tokens, first token of the prefix, tokens of the prefix (0: none), an earlier segment without one. Returns the result
 // [T, kv_heads, heads, d] and the logarithms of the softmax sums [T, kv_heads, heads].
-std::tuple<at::Tensor, at::Tensor> segment_attention(
-    const at::Tensor& qkv, const at::Tensor& segments, double scale);
+std::tuple<at::Tensor, at::Tensor> segment_attention(const at::Tensor& qkv, const at::Tensor& segments, double scale);
 
 // From the gradient of that result, its operand and what it returned: the gradient of qkv.
 at::Tensor segment_attention_gradient(

@@ -38,8 +38,7 @@ struct Heads {
 
 // From head `first` of each kv head on, in x [T, kv_heads, ..., d].
 inline Heads heads_of(const at::Tensor& x, int64_t first = 0) {
-  return {
-      const_cast<float*>(x.const_data_ptr<float>()) + first * x.size(x.dim() - 1), x.stride(0), x.stride(1)};
+  return {const_cast<float*>(x.const_data_ptr<float>()) + first * x.size(x.dim() - 1), x.stride(0), x.stride(1)};
 }
 
 // Keys or values with tokens contiguous: of each segment and kv head, blocks [d, kBlock], the last one padded(..) wide.
