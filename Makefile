@@ -18,7 +18,7 @@ check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/mypy
 
 bench: $(INSTALLED)  ## speed, as ratios measured in one run
-	@for tool in $(wildcard tools/bench_*.py); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
+	@for tool in $(wildcard benchmarks/bench_*.py); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
 
 sanitize: $(INSTALLED)  ## the op tests under the address and undefined-behaviour sanitizers
 	PYTHON="$(CURDIR)/$(BIN)/python" bash tools/sanitize.sh
@@ -29,6 +29,6 @@ clean:
 # A machine with a CUDA driver keeps the torch it has (as in an NGC container); any other gets the CPU build, because
 # an open version range would bring gigabytes of CUDA libraries.
 # The sources of the extension are prerequisites, so that an edit builds it again.
-$(INSTALLED): pyproject.toml setup.py tools/install.sh $(wildcard csrc/*)
+$(INSTALLED): pyproject.toml setup.py tools/install.sh $(wildcard csrc/* csrc/*/*)
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/install.sh
 	touch $@

@@ -70,7 +70,7 @@ class Build(BuildExtension):
         if CUDA:
             objects = Path(self.build_temp).absolute() / "cuda"
             objects.mkdir(parents=True, exist_ok=True)
-            for source in sorted(Path("csrc").glob("*.cu")):
+            for source in sorted(Path("csrc").rglob("*.cu")):
                 target = objects / f"{source.stem}.o"
                 command = [f"{CUDA_HOME}/bin/nvcc", *NVCC_FLAGS, "-c", str(source), "-o", str(target)]
                 print(" ".join(command))
@@ -84,8 +84,9 @@ setup(
     ext_modules=[
         CppExtension(
             "megatron_brorl._C",
-            sorted(str(p) for p in Path("csrc").glob("*.cpp")),
-            depends=sorted(str(p) for p in (*Path("csrc").glob("*.h"), *Path("csrc").glob("*.cu"))),
+            sorted(str(p) for p in Path("csrc").rglob("*.cpp")),
+            depends=sorted(str(p) for p in (*Path("csrc").rglob("*.h"), *Path("csrc").rglob("*.cu"))),
+            include_dirs=[str(Path(__file__).parent.absolute() / "csrc")],
             define_macros=[("BRORL_CUDA", "1")] if CUDA else [],
             library_dirs=[f"{CUDA_HOME}/lib64"] if CUDA else [],
             libraries=["cudart"] if CUDA else [],

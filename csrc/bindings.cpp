@@ -1,22 +1,22 @@
-// The module megatron_brorl._C: loading it registers the ops below. megatron_brorl/ops/softmax.py and fused*.py add what
+// The module megatron_brorl._C: loading it registers the ops below. megatron_brorl/ops/fused/softmax.py and fused*.py add what
 // PyTorch takes from Python: fake implementations and autograd formulas.
 #include <array>
 
 #include <torch/extension.h>
 #include <torch/library.h>
 
-#include "advantages.h"
-#include "bfloat16_gemm.h"
-#include "decode_attention.h"
-#include "gemm.h"
-#include "layer_ops.h"
-#include "moments.h"
-#include "philox.h"
-#include "ppo_tokens.h"
-#include "sample_tokens.h"
-#include "segment_attention.h"
-#include "softmax.h"
-#include "value_loss.h"
+#include "policy/advantages.h"
+#include "cpu/bfloat16_gemm.h"
+#include "cpu/decode_attention.h"
+#include "cpu/gemm.h"
+#include "cpu/layer_ops.h"
+#include "policy/moments.h"
+#include "common/philox.h"
+#include "policy/ppo_tokens.h"
+#include "sampling/sample_tokens.h"
+#include "cpu/segment_attention.h"
+#include "policy/softmax.h"
+#include "policy/value_loss.h"
 
 TORCH_LIBRARY(brorl, library) {
   library.def("gemm_(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()");

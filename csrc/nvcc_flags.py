@@ -3,10 +3,13 @@
 Ampere and Hopper as machine code, and PTX of the latter for what comes after.
 """
 
+from pathlib import Path
+
 ARCHITECTURES = ("80", "90")
 NVCC_FLAGS = [
     "-O3",
     "-std=c++17",
+    f"-I{Path(__file__).parent}",
     "--compiler-options=-fPIC",
     "-Werror=all-warnings",
     *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES),

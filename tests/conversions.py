@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megatron_brorl.models import convert
+from megatron_brorl.checkpoints import convert
 
 
 def quiet(_done: int, _total: int, _name: str) -> None:

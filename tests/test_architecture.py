@@ -10,14 +10,15 @@ ROOT = PACKAGE.parent
 
 # A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
 FLOORS = [
-    {"errors", "types", "config", "config_file", "config_toml", "metrics", "progress", "hf_config"},
+    {"errors", "types", "config", "metrics", "progress", "model_shape"},
     {"algo", "rewards"},
     {"ops", "theory"},  # the fused ops take up formulas of algo, the theory its intervals
     {"parallel"},
     {"reshard", "rollout", "data"},
     {"models"},
+    {"checkpoints"},
     {"train", "report"},
-    {"cli", "evaluate_cli", "theory_cli", "session", "launch", "doctor", "__main__"},
+    {"cli", "__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -85,8 +86,8 @@ def test_no_cycles():
 
 def test_heavy_packages_stay_in_their_rooms():
     allowed = {
-        "megatron": lambda m: room(m) in ("parallel", "models") or m == "megatron_brorl.train.worker",
-        "tensorrt_llm": lambda m: m in ("megatron_brorl.rollout.trtllm_llm", "megatron_brorl.rollout.trtllm_extension"),
+        "megatron": lambda m: room(m) in ("parallel", "models", "checkpoints") or m == "megatron_brorl.train.worker",
+        "tensorrt_llm": lambda m: m.startswith("megatron_brorl.rollout.remote.trtllm."),
         "reasoning_gym": lambda m: room(m) == "rewards",
     }
     for module, targets in GRAPH.items():
@@ -102,7 +103,11 @@ def test_package_inits_are_empty():
 
 
 def test_files_are_small():
-    sources = [p for d in ("megatron_brorl", "csrc", "tools", "tests", "examples") for p in (ROOT / d).rglob("*.*")]
+    sources = [
+        p
+        for d in ("megatron_brorl", "csrc", "tools", "benchmarks", "tests", "examples")
+        for p in (ROOT / d).rglob("*.*")
+    ]
     for path in sources:
         if path.suffix in (".py", ".cpp", ".cu", ".h", ".sh"):
             assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path

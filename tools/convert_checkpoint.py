@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    from megatron_brorl.models import convert
-    from megatron_brorl.models.dist_format import METADATA
+    from megatron_brorl.checkpoints import convert
+    from megatron_brorl.checkpoints.megatron_format import METADATA
 
     if args.target.exists() and not args.overwrite:
         raise UserError(f"{args.target}: exists; give another target or --overwrite")
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
                 p.update(shape.layers + 2 if done == total else len(seen), {"tensor": name})
 
         def check(written: Path) -> None:
-            from megatron_brorl.models.compare import verify
+            from megatron_brorl.checkpoints.compare import verify
 
             gap = verify(args.source, written, shape)
             p.note(f"{args.target}: logits equal those of {args.source} within {gap:.2e}")

@@ -11,11 +11,11 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from megatron_brorl.config_file import load
+from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
+from megatron_brorl.config.load import load
 from megatron_brorl.data.generate import corpus
 from megatron_brorl.data.sentencepiece_tokenizer import train_sentencepiece
 from megatron_brorl.errors import UserError
-from megatron_brorl.models.random_init import qwen2_config, write_random_model
 
 
 def main() -> None:

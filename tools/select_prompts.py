@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config_file import load
+from megatron_brorl.config.load import load
 from megatron_brorl.data.source import load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import read_shape
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.report.comparison import Key, read_answers
 from megatron_brorl.types import Prompt
 

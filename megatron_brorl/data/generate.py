@@ -14,7 +14,7 @@ import re
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
-from megatron_brorl.config import DataConfig, TaskConfig
+from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.prompts import render
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError

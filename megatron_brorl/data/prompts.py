@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from megatron_brorl.config import DataConfig
+from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.gym_tasks import check_entry

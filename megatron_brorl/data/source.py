@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_brorl.config import DataConfig
+from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.generate import GeneratedPrompts
 from megatron_brorl.data.prompts import Row, read_rows, tokenize
 from megatron_brorl.data.tokenizers import Tokenizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_brorl.hf_config import ModelShape
-from megatron_brorl.models import hf_io, hf_names
+from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.models import hf_names
 from megatron_brorl.models.gpt import Actor, check_layout, mark_sharded, transformer_config
-from megatron_brorl.ops.reference import compute_dtype
+from megatron_brorl.ops.reference.linear import compute_dtype
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.parallel.grid import Grid
@@ -42,6 +41,12 @@ class Critic(Actor):
         if self.post_process:
             self.output_layer = ValueHead(config)
 
+    @torch.no_grad()
+    def zero_value_head(self) -> None:
+        """Every value becomes 0."""
+        if self.post_process:
+            self.output_layer.weight.zero_()
+
     def values(self, hidden: Tensor, batch: Packed) -> Tensor:
         """Values [R] of the states that the batch's response tokens were drawn in, from hidden [T, 1, H]."""
         return self.output_layer(hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device)))
@@ -55,21 +60,13 @@ def build_critic(
     ops: str = "fused",
     fields: Mapping[str, Any] | None = None,
 ) -> Critic:
-    """This rank's stage with an uninitialised body (load_body fills it) and a value head of zeros. fields: see
+    """This rank's stage with an uninitialised body and a value head of zeros. fields: see
     models.gpt.transformer_config."""
     check_layout(shape, grid.tensor, grid.pipeline)
     with device.bridge():
         critic = Critic(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
     mark_sharded(critic, hf_names.entries(body(shape), grid.pipeline, critic.fused_norms))
     return critic.to(device=device.default_device(), dtype=dtype)
-
-
-def load_body(critic: Critic, shape: ModelShape, grid: Grid, directory: str | Path) -> None:
-    """Fill the critic from an actor's Hugging Face directory; its value head becomes zero."""
-    hf_io.load(critic, body(shape), grid, directory, critic.fused_norms, own=["output_layer.weight"])
-    if critic.post_process:
-        with torch.no_grad():
-            critic.output_layer.weight.zero_()
 
 
 def body(shape: ModelShape) -> ModelShape:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from megatron.core.fp8_utils import get_fp8_align_size
 
-from megatron_brorl.config import Fp8Config
+from megatron_brorl.config.schema import Fp8Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import ModelShape
+from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.parallel import device
 
 _LEAST_ENGINE = (2, 9)  # that Megatron-Core 0.16 is made for ...

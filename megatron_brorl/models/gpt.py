@@ -17,14 +17,14 @@ from torch import Tensor
 
 from megatron_brorl.algo.loss import PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import ModelShape
-from megatron_brorl.models.attention import PackedAttention, Segments
-from megatron_brorl.models.fused_attention import FusedAttention, FusedSelfAttention
+from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models.hf_names import entries, global_parameters
-from megatron_brorl.models.linear import FusedColumnLinear, FusedRowLinear, FusedSwiGluLinear, TakenActivation
-from megatron_brorl.models.norm import FusedRmsNorm, RmsNorm
+from megatron_brorl.models.layers.attention import PackedAttention, Segments
+from megatron_brorl.models.layers.fused_attention import FusedAttention, FusedSelfAttention
+from megatron_brorl.models.layers.linear import FusedColumnLinear, FusedRowLinear, FusedSwiGluLinear, TakenActivation
+from megatron_brorl.models.layers.norm import FusedRmsNorm, RmsNorm
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.reference import LinearPpoLoss, compute_dtype
+from megatron_brorl.ops.reference.linear import LinearPpoLoss, compute_dtype
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.parallel.grid import Grid
@@ -66,7 +66,7 @@ class Actor(GPTModel):
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
         if not self.fused_norms:
-            return prepared  # models.attention rotates
+            return prepared  # models.layers.attention rotates
         angles = rope.angles(position_ids.reshape(-1), self._frequencies())
         return (prepared[0], angles[:, None, None, :], *prepared[2:])
 
@@ -135,7 +135,7 @@ class Head:
     def log_probs(self) -> tuple[Tensor, Tensor]:
         """Log-probability of each target and entropy of each row [R], both differentiable."""
         if self.ops == "fused":
-            from megatron_brorl.ops import fused
+            from megatron_brorl.ops.fused import linear as fused
 
             return fused.linear_log_probs(
                 self.rows, self.weight, self.targets, self.temperature, self.group, self.vocab
@@ -146,7 +146,7 @@ class Head:
         """Logits [K, V] of the rows `at` [K] at temperature 1, in at least float32; a collective of the group."""
         rows = self.rows.index_select(0, at.to(self.rows.device))
         if self.ops == "fused":
-            from megatron_brorl.ops.softmax import gemm_
+            from megatron_brorl.ops.fused.softmax import gemm_
 
             part = rows.new_empty(len(rows), len(self.weight), dtype=compute_dtype(rows.dtype))
             gemm_(part, rows, self.weight.t(), accumulate=False)
@@ -159,7 +159,7 @@ class Head:
     def policy_loss(self, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss | LinearPpoLoss:
         """algo.loss.policy_loss of the targets; one backward pass."""
         if self.ops == "fused":
-            from megatron_brorl.ops import fused
+            from megatron_brorl.ops.fused import linear as fused
 
             return fused.linear_ppo_loss(
                 self.rows, self.weight, self.targets, tokens, settings, self.temperature, self.group, self.vocab
@@ -188,7 +188,7 @@ def check_layout(
 
 
 def fused_layers(ops: str) -> bool:
-    """Whether layers use ops.fused_layers, which is for CPUs. ops: config key ops.implementation."""
+    """Whether layers use ops.fused.layers, which is for CPUs. ops: config key ops.implementation."""
     return ops == "fused" and not device.on_gpu()
 
 
@@ -256,7 +256,7 @@ def build_actor(
     ops: str = "fused",
     fields: Mapping[str, Any] | None = None,
 ) -> Actor:
-    """This rank's stage with uninitialised weights (models.hf_io fills them). ops: see Head. fields: see
+    """This rank's stage with uninitialised weights (checkpoints.hugging_face fills them). ops: see Head. fields: see
     transformer_config."""
     check_layout(shape, grid.tensor, grid.pipeline)
     with device.bridge():
@@ -287,7 +287,7 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
     """Transformer Engine's layers on a GPU that has it, Megatron's own with our attention and norm anywhere else."""
     count = get_num_layers_to_build(config, pp_rank=grid.pp_rank)
     if device.has_transformer_engine():
-        from megatron_brorl.models import te
+        from megatron_brorl.models.layers import te
 
         return te.layers(shape.qk_norm, count)
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")

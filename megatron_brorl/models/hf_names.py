@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_brorl.hf_config import ModelShape
+from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.reshard.layout import Entry, Layout
 
 # (Megatron, Hugging Face, layout) within one layer; {norms} are named as the layer spec names them.

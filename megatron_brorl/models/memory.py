@@ -7,7 +7,7 @@ import math
 import torch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import ModelShape
+from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models.hf_names import entries
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.grid import Grid

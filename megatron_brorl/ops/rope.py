@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import ModelShape
+from megatron_brorl.model_shape import ModelShape
 
 
 def inverse_frequencies(shape: ModelShape) -> tuple[Tensor, float]:

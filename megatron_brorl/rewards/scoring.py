@@ -8,7 +8,7 @@ from typing import get_args
 
 import torch
 
-from megatron_brorl.config import RewardConfig
+from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest, Status
 from megatron_brorl.types import CORRECT, RolloutGroup, ScoredGroup

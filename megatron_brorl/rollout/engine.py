@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_brorl.types import Prompt, Rollout, RolloutGroup
 
 # (logits [B, V], keys, index, position [B], temperature, top_p, top_k) -> ids and log-probs [B]: sample_tokens of
-# ops.sampling or ops.fused_sampling.
+# ops.reference.sampling or ops.fused.sampling.
 SampleTokens = Callable[[Tensor, Tensor, Tensor, Tensor, float, float, int], tuple[Tensor, Tensor]]
 
 

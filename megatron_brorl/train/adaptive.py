@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.advantage import Moments, group_baseline, whiten
-from megatron_brorl.config import RolloutConfig
+from megatron_brorl.config.schema import RolloutConfig
 from megatron_brorl.parallel import device
 from megatron_brorl.theory.allocation import least_of, second_round
 from megatron_brorl.train.groups import Outcomes, Selection, figures

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.advantage import Moments, explained_variance, merge, moments, whiten
-from megatron_brorl.config import AlgoConfig
-from megatron_brorl.ops import reference
+from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.ops.reference import linear as reference
 from megatron_brorl.parallel import collect
 from megatron_brorl.train.groups import Outcomes
 
@@ -97,7 +97,7 @@ def of_tokens(
 
 def _group_advantages(rewards: Tensor, starts: Tensor, kind: reference.GroupKind, ops: str) -> Tensor:
     if ops == "fused":
-        from megatron_brorl.ops import fused_advantages
+        from megatron_brorl.ops.fused import advantages as fused_advantages
 
         return fused_advantages.group_advantages(rewards, starts, None, kind)
     return reference.group_advantages(rewards, starts, None, kind)
@@ -105,7 +105,7 @@ def _group_advantages(rewards: Tensor, starts: Tensor, kind: reference.GroupKind
 
 def _gae(rewards: Tensor, values: Tensor, starts: Tensor, algo: AlgoConfig, ops: str) -> tuple[Tensor, Tensor]:
     if ops == "fused":
-        from megatron_brorl.ops import fused_advantages
+        from megatron_brorl.ops.fused import advantages as fused_advantages
 
         return fused_advantages.gae(rewards, values, starts, gamma=algo.gamma, lam=algo.lam)
     return reference.gae(rewards, values, starts, gamma=algo.gamma, lam=algo.lam)
@@ -113,7 +113,7 @@ def _gae(rewards: Tensor, values: Tensor, starts: Tensor, algo: AlgoConfig, ops:
 
 def _moments(values: Tensor, ops: str) -> Moments:
     if ops == "fused":
-        from megatron_brorl.ops import fused_advantages
+        from megatron_brorl.ops.fused import advantages as fused_advantages
 
         return fused_advantages.to_moments(fused_advantages.moments(values))
     return moments(values)
@@ -121,7 +121,7 @@ def _moments(values: Tensor, ops: str) -> Moments:
 
 def _whiten(values: Tensor, batch: Moments, ops: str) -> Tensor:
     if ops == "fused":
-        from megatron_brorl.ops import fused_advantages
+        from megatron_brorl.ops.fused import advantages as fused_advantages
 
         return fused_advantages.whiten_(values, batch.mean, batch.std)
     return whiten(values, batch)

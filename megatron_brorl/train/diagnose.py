@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_brorl.config import TheoryConfig
+from megatron_brorl.config.schema import TheoryConfig
 from megatron_brorl.ops.philox import stream_key, uniforms
-from megatron_brorl.ops.sampling import sampling_log_probs
+from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_brorl.algo.estimators import Interval, bootstrap_mean, pass_at_k
-from megatron_brorl.config import EvaluateConfig
+from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import even_cuts

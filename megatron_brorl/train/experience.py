@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_brorl.algo.loss import kl_estimate
 from megatron_brorl.algo.mismatch import mismatch_mask
-from megatron_brorl.config import AlgoConfig
+from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel import collect
 from megatron_brorl.train.advantages import kl_in_reward, of_tokens
 from megatron_brorl.train.reference import Reference

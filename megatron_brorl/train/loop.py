@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.algo.shaping import is_on, shaped
-from megatron_brorl.config import Config
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import Lines, MetricsWriter
-from megatron_brorl.models import checkpoint
 from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress

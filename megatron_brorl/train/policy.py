@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo import loss as losses
-from megatron_brorl.config import AlgoConfig, OptimConfig
+from megatron_brorl.config.schema import AlgoConfig, OptimConfig
 from megatron_brorl.models.gpt import Head
-from megatron_brorl.ops.reference import compute_dtype
+from megatron_brorl.ops.reference.linear import compute_dtype
 from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.worker import LossFunction, Worker

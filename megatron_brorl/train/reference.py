@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_brorl.config import ReferenceConfig
+from megatron_brorl.config.schema import ReferenceConfig
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.worker import Worker
 

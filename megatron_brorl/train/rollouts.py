@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_brorl.config import RewardConfig
+from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collect

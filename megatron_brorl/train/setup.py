@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_brorl.config import Config
+from megatron_brorl.config.schema import Config
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import ModelShape
+from megatron_brorl.model_shape import ModelShape
 
 
 def context(config: Config, shape: ModelShape) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo.loss import token_cross_entropy
-from megatron_brorl.config import OptimConfig, SftConfig
+from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.data.solved import solved_examples
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.data.tokenizers import Tokenizer

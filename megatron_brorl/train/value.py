@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_brorl.config import CriticConfig, OptimConfig
-from megatron_brorl.ops import reference
+from megatron_brorl.config.schema import CriticConfig, OptimConfig
+from megatron_brorl.ops.reference import linear as reference
 from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.policy import learning_rate
@@ -80,7 +80,7 @@ def _loss_function(part: Experience, clip: float, weight: float, ops: str) -> Lo
 
 def _op(ops: str) -> Callable[..., reference.ValueLoss]:
     if ops == "fused":
-        from megatron_brorl.ops.fused_value import value_loss
+        from megatron_brorl.ops.fused.value import value_loss
 
         return value_loss
     return reference.value_loss

@@ -21,13 +21,14 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_brorl.config import OptimConfig
-from megatron_brorl.hf_config import ModelShape
-from megatron_brorl.models import hf_io, hf_names
-from megatron_brorl.models.critic import build_critic, load_body
+from megatron_brorl.checkpoints import hugging_face
+from megatron_brorl.config.schema import OptimConfig
+from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.models import hf_names
+from megatron_brorl.models.critic import body, build_critic
 from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.ops.checksum import Sealed
-from megatron_brorl.ops.reference import compute_dtype
+from megatron_brorl.ops.reference.linear import compute_dtype
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import LEAST_GAIN, Packed, pack, token_gain
 from megatron_brorl.parallel.context import share
@@ -264,7 +265,7 @@ class Worker(Stage):
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the weights from a Hugging Face directory (and the optimizer's fp32 masters from them)."""
-        hf_io.load(self.actor, self.shape, self.grid, directory, self.actor.fused_norms)
+        hugging_face.load(self.actor, self.shape, self.grid, directory, self.actor.fused_norms)
         if self.optim is not None:
             self.optimizer.reload_model_params()
 
@@ -325,7 +326,9 @@ class CriticWorker(Stage):
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the body from an actor's Hugging Face directory, and the value head with zeros."""
-        load_body(self.critic, self.shape, self.grid, directory)
+        own = ["output_layer.weight"]
+        hugging_face.load(self.critic, body(self.shape), self.grid, directory, self.critic.fused_norms, own)
+        self.critic.zero_value_head()
         self.optimizer.reload_model_params()
 
     def values(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Tensor]:

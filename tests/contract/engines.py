@@ -8,14 +8,14 @@ from typing import Any
 import tiny
 import torch
 
-from megatron_brorl.config import TrtLlmConfig
-from megatron_brorl.hf_config import read_shape
+from megatron_brorl.config.schema import TrtLlmConfig
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.trtllm import TrtLlmEngine
-from megatron_brorl.rollout.trtllm_options import EngineOptions
-from megatron_brorl.rollout.trtllm_process import make_folder
+from megatron_brorl.rollout.remote.engine import TrtLlmEngine
+from megatron_brorl.rollout.remote.options import EngineOptions
+from megatron_brorl.rollout.remote.process import make_folder
 from megatron_brorl.types import Prompt, Rollout, RolloutGroup
 
 DOUBLE = Path(__file__).parent / "double"

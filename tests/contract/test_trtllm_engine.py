@@ -95,7 +95,7 @@ def test_budget_and_continuation(model, start):
 
 def test_log_probs_are_of_the_sampling_distribution(api, model, start):
     """top-k: reported ones are renormalised on 1.2. top-p: 1.2 cannot say, which is refused, unless nobody asks."""
-    from megatron_brorl.ops.sampling import sampling_log_probs
+    from megatron_brorl.ops.reference.sampling import sampling_log_probs
 
     engine = start()
     engine.update_weights(model.stream(), 0)
@@ -250,7 +250,7 @@ def test_replicas_that_repeat_one_another_are_seen(model, start, monkeypatch):
     monkeypatch.setenv("BRORL_DOUBLE_API", "1.3")
     monkeypatch.setenv("BRORL_DOUBLE_SEEDS", "0")
     # A call's generator is seeded by its number alone. One rollout per call: timing has no say in what is drawn.
-    monkeypatch.setattr("megatron_brorl.rollout.trtllm.stream_key", lambda _, number, *rest: number)
+    monkeypatch.setattr("megatron_brorl.rollout.remote.engine.stream_key", lambda _, number, *rest: number)
     requests, rollouts = [], []
     for i in range(2):
         engine = start()

@@ -12,9 +12,9 @@ from contract.engines import draw, same
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import Sealed
-from megatron_brorl.rollout.fp8_blocks import dequantize, quantize
 from megatron_brorl.rollout.receive import UpdateRefused
-from megatron_brorl.rollout.trtllm_ipc import IpcSender
+from megatron_brorl.rollout.remote.cuda_ipc import IpcSender
+from megatron_brorl.rollout.remote.fp8_blocks import dequantize, quantize
 
 
 def broken(model, what):
@@ -65,7 +65,7 @@ def test_cuda_ipc_path_with_a_stand_in_for_the_handles(fault, model, start, monk
     engine.update_weights(model.stream(), 0)
     old = draw(engine)
     sender = partial(IpcSender, limit=30_000, reduce=handles)
-    monkeypatch.setattr("megatron_brorl.rollout.trtllm.IpcSender", sender)
+    monkeypatch.setattr("megatron_brorl.rollout.remote.engine.IpcSender", sender)
     engine.ipc = True
     if fault == "dead":
         os.kill(engine.supervisor.pid, signal.SIGKILL)

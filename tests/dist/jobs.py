@@ -12,17 +12,17 @@ from ops.linear_cases import make
 
 import tiny
 from megatron_brorl.algo.loss import PolicyLossSettings
-from megatron_brorl.config import AlgoConfig, OptimConfig, ParallelConfig
-from megatron_brorl.hf_config import read_shape
-from megatron_brorl.models import hf_io
+from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ParallelConfig
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops import fused
+from megatron_brorl.ops.fused import linear as fused
 from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.batch import Packed
-from megatron_brorl.ops.sampling import sample_tokens
+from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.ops.fused_decode import Fused
-from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.ops.fused.decode import Fused
+from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.train.policy import update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience, Prompt
@@ -94,7 +94,7 @@ def export(rank: int, directory: str, parallel: dict[str, Any], target: str) -> 
     worker = make_worker(directory, parallel)
     seen = {name: tensor.clone() for name, tensor in worker.hf_tensors()}
     if rank == 0:
-        hf_io.save(seen.items(), directory, target, "float32")
+        hugging_face.save(seen.items(), directory, target, "float32")
     return seen
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from dist.jobs import grid_of, rows
 
-from megatron_brorl.config import AlgoConfig, OptimConfig, ReferenceConfig
-from megatron_brorl.hf_config import read_shape
+from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ReferenceConfig
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import hf_names
 from megatron_brorl.models.critic import body
 from megatron_brorl.reshard.execute import stream

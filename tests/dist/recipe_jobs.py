@@ -13,13 +13,13 @@ import torch
 from dist.jobs import grid_of
 from dist.steps import configured, make_trainer
 
-from megatron_brorl.hf_config import read_shape
-from megatron_brorl.models import checkpoint
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops.fused_decode import Fused
-from megatron_brorl.ops.fused_sampling import sample_tokens
+from megatron_brorl.ops.fused.decode import Fused
+from megatron_brorl.ops.fused.sampling import sample_tokens
 from megatron_brorl.rewards.pool import ScoreRequest, Verdict
-from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.train.loop import Trainer
 
 

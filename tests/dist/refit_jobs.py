@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from megatron_brorl.errors import UserError
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import Sealed
-from megatron_brorl.ops.sampling import sample_tokens
+from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel import device
 from megatron_brorl.reshard.plan import make_plan
 from megatron_brorl.rollout.receive import UpdateRefused, receive
-from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.train.refit import refit
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train.verify import verify_reshard

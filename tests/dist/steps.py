@@ -13,24 +13,17 @@ import fakes
 import torch
 from dist.jobs import grid_of, make_worker
 
-from megatron_brorl.config import (
-    Config,
-    EvaluateConfig,
-    OptimConfig,
-    ParallelConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
-from megatron_brorl.hf_config import read_shape
-from megatron_brorl.models import checkpoint
+from megatron_brorl.config.schema import Config, EvaluateConfig, OptimConfig, ParallelConfig, RolloutConfig, RunConfig, TrainConfig
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops import philox, sampling
+from megatron_brorl.ops import philox
+from megatron_brorl.ops.reference import sampling
 from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import own_slots, requests
-from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.reference import Reference

@@ -14,7 +14,7 @@ from ops.linear_cases import EVERYTHING, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
 
 import tiny
-from megatron_brorl.ops import reference
+from megatron_brorl.ops.reference import linear as reference
 
 LAYOUTS = [
     (1, {}),

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from e2e.runs import ENVIRONMENT, rows
 
-from megatron_brorl.config_file import load
+from megatron_brorl.config.load import load
 from megatron_brorl.train.policy import scaled
 
 ROOT = Path(__file__).parents[2]

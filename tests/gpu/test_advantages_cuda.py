@@ -16,8 +16,8 @@ from ops.advantage_cases import (
 )
 
 from megatron_brorl.algo.advantage import Moments, whiten
-from megatron_brorl.ops import fused_advantages as fused
-from megatron_brorl.ops import native
+from megatron_brorl.ops.fused import advantages as fused
+from megatron_brorl.ops.fused import native
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,9 @@ import pytest
 import torch
 from ops.linear_cases import EVERYTHING, SETTINGS, SHAPES, TOLERANCE, VARIANTS, assert_agree, make
 
-from megatron_brorl.ops import fused, native, reference
+from megatron_brorl.ops.fused import linear as fused
+from megatron_brorl.ops.fused import native
+from megatron_brorl.ops.reference import linear as reference
 
 pytestmark = [
     pytest.mark.gpu,

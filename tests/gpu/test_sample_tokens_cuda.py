@@ -6,7 +6,8 @@ import pytest
 import torch
 from sampling_cases import CASES, Case, check, normal
 
-from megatron_brorl.ops import fused_sampling, native
+from megatron_brorl.ops.fused import native
+from megatron_brorl.ops.fused import sampling as fused_sampling
 
 pytestmark = [
     pytest.mark.gpu,

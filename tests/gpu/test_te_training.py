@@ -7,8 +7,8 @@ import tiny
 import torch
 from dist.jobs import rows
 
-from megatron_brorl.config import AlgoConfig, Fp8Config, OptimConfig, ParallelConfig
-from megatron_brorl.hf_config import read_shape
+from megatron_brorl.config.schema import AlgoConfig, Fp8Config, OptimConfig, ParallelConfig
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8
 from megatron_brorl.parallel import device, grid
 from megatron_brorl.train.policy import update_policy

@@ -6,8 +6,8 @@ import pytest
 import torch
 from ops.value_cases import CASES, assert_agree
 
-from megatron_brorl.ops import native
-from megatron_brorl.ops.fused_value import value_loss
+from megatron_brorl.ops.fused import native
+from megatron_brorl.ops.fused.value import value_loss
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_brorl.algo import loss as algo_loss
 from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
-from megatron_brorl.ops import reference
+from megatron_brorl.ops.reference import linear as reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}
 TEMPERATURE = 0.7

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "csrc"))
 from nvcc_flags import ARCHITECTURES, NVCC_FLAGS  # noqa: E402  that setup.py uses too
 
 NVCC = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin:{os.environ['PATH']}")
-SOURCES = sorted(p.name for p in (ROOT / "csrc").glob("*.cu"))
+SOURCES = sorted(str(p.relative_to(ROOT / "csrc")) for p in (ROOT / "csrc").rglob("*.cu"))
 REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -34,7 +34,7 @@ def test_compiles_without_spills(source, tmp_path):
 
 
 def test_there_are_kernels():
-    assert {"softmax.cu", "ppo_tokens.cu", "sample_tokens.cu"} <= set(SOURCES)
+    assert {"policy/softmax.cu", "policy/ppo_tokens.cu", "sampling/sample_tokens.cu"} <= set(SOURCES)
 
 
 def _by_architecture(text: str) -> dict[str, str]:

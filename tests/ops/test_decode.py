@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.ops.decode import PAGE, HeadNorms, Reference, Rows
-from megatron_brorl.ops.fused_decode import Fused
+from megatron_brorl.ops.fused.decode import Fused
 
 IMPLEMENTATIONS = [Fused(), Reference()]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}

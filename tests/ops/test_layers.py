@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_brorl.ops import fused_layers as ops
-from megatron_brorl.ops import native
+from megatron_brorl.ops.fused import layers as ops
+from megatron_brorl.ops.fused import native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}

@@ -21,8 +21,9 @@ from ops.linear_cases import (
 )
 
 from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
-from megatron_brorl.ops import fused, reference
-from megatron_brorl.ops.softmax import softmax_gradient_
+from megatron_brorl.ops.fused import linear as fused
+from megatron_brorl.ops.fused.softmax import softmax_gradient_
+from megatron_brorl.ops.reference import linear as reference
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, EVERYTHING])

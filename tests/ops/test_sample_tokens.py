@@ -9,8 +9,9 @@ import torch
 from sampling_cases import CASES, Case, check, normal, weights
 
 from megatron_brorl import _C
-from megatron_brorl.ops import philox, sampling
-from megatron_brorl.ops.fused_sampling import sample_tokens
+from megatron_brorl.ops import philox
+from megatron_brorl.ops.fused.sampling import sample_tokens
+from megatron_brorl.ops.reference import sampling
 
 
 def draw(case: Case, **changed: Any) -> tuple[torch.Tensor, torch.Tensor]:

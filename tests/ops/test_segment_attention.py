@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_brorl.ops import fused_layers as ops
+from megatron_brorl.ops.fused import layers as ops
 
 OPS = torch.ops.brorl
 # (tokens of the prompt or 0, tokens of each segment); queries go by blocks of 64, keys by rounds of 512

@@ -6,8 +6,8 @@ import pytest
 import torch
 from ops.linear_cases import EVERYTHING, close, make
 
-from megatron_brorl.ops import softmax
-from megatron_brorl.ops.softmax import Shard
+from megatron_brorl.ops.fused import softmax
+from megatron_brorl.ops.fused.softmax import Shard
 
 OPS = torch.ops.brorl
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import make_tiny_model
 import select_prompts
 
-from megatron_brorl.config_file import load
+from megatron_brorl.config.load import load
 from megatron_brorl.data.source import load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 
-from megatron_brorl.config import ParallelConfig
+from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.parallel import grid
 
 

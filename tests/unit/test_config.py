@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.config_file import load
+from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]

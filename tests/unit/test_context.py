@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_brorl.config import ParallelConfig
+from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import grid
 from megatron_brorl.parallel.batch import Packed, pack

@@ -18,10 +18,10 @@ import torch
 from conversions import REAL, SMALLER, assert_same_weights, peak_of_allocations, to_hf, to_megatron, weights
 from safetensors.torch import load_file, save_file
 
+from megatron_brorl.checkpoints import compare, convert, safetensors_files
+from megatron_brorl.checkpoints.random_init import write_random_model
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import read_shape
-from megatron_brorl.models import compare, convert, safetensors_files
-from megatron_brorl.models.random_init import write_random_model
+from megatron_brorl.model_shape import read_shape
 
 REPOSITORY = Path(__file__).parents[2]
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "convert_checkpoint.py")]
@@ -306,8 +306,8 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
 
 def test_a_training_checkpoint_becomes_a_hugging_face_directory(tmp_path):
     """What a run saves, optimizer and all; config.json and tokenizer from the model it began with."""
-    from megatron_brorl.config import OptimConfig, ParallelConfig
-    from megatron_brorl.models import checkpoint
+    from megatron_brorl.checkpoints import training as checkpoint
+    from megatron_brorl.config.schema import OptimConfig, ParallelConfig
     from megatron_brorl.parallel import grid
     from megatron_brorl.train.worker import StageOptions, Worker
 

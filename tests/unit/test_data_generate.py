@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import reasoning_gym
 
-from megatron_brorl.config import DataConfig, TaskConfig
+from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.generate import GeneratedPrompts, corpus
 from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError

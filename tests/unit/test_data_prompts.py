@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_brorl.config import DataConfig
+from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.prompts import Row, read_rows, tokenize
 from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError

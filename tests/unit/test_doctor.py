@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_brorl import doctor
+from megatron_brorl.cli import doctor
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -7,16 +7,16 @@ import tiny
 import torch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import read_shape
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops import fused_sampling
 from megatron_brorl.ops.decode import Reference
-from megatron_brorl.ops.fused_decode import Fused
+from megatron_brorl.ops.fused import sampling as fused_sampling
+from megatron_brorl.ops.fused.decode import Fused
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.ops.sampling import sample_tokens
+from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.pages import page_bytes
-from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.pages import page_bytes
 from megatron_brorl.types import Prompt
 
 STOPS = (2, 5, 7, 11)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron_brorl.models.attention import PackedAttention, Segments
+from megatron_brorl.models.layers.attention import PackedAttention, Segments
 from megatron_brorl.parallel.batch import Group
 
 GROUPS = [

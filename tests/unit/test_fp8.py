@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from megatron.core.transformer import TransformerConfig
 
-from megatron_brorl.config import Fp8Config
-from megatron_brorl.config_file import load
+from megatron_brorl.checkpoints.random_init import qwen2_config
+from megatron_brorl.config.load import load
+from megatron_brorl.config.schema import Fp8Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import ModelShape, parse_shape
+from megatron_brorl.model_shape import ModelShape, parse_shape
 from megatron_brorl.models import fp8
-from megatron_brorl.models.random_init import qwen2_config
 
 H100, B200, L40, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
 

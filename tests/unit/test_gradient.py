@@ -7,8 +7,8 @@ import tiny
 import torch
 
 from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
-from megatron_brorl.hf_config import read_shape
-from megatron_brorl.models import hf_io
+from megatron_brorl.checkpoints import hugging_face
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.gpt import build_actor
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import pack
@@ -20,7 +20,7 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     tiny.make_model(tmp_path, family, tied)
     shape = read_shape(tmp_path)
     actor = build_actor(shape, processes, torch.float64, ops=ops)
-    hf_io.load(actor, shape, processes, tmp_path, actor.fused_norms)
+    hugging_face.load(actor, shape, processes, tmp_path, actor.fused_norms)
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (4, 7)]
     prompts.insert(0, prompts[0])

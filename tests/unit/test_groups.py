@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_brorl.config import AlgoConfig, ParallelConfig
+from megatron_brorl.config.schema import AlgoConfig, ParallelConfig
 from megatron_brorl.parallel import grid
 from megatron_brorl.train.advantages import of_rollouts
 from megatron_brorl.train.groups import CUT, LOST, figures, gather, give_up, mini_batches, select

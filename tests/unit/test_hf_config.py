@@ -7,9 +7,9 @@ import json
 import pytest
 import tiny
 
+from megatron_brorl.checkpoints.hugging_face import Checkpoint
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import parse_shape, read_shape
-from megatron_brorl.models.hf_io import Checkpoint
+from megatron_brorl.model_shape import parse_shape, read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 
 

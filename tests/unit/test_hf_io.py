@@ -9,12 +9,12 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_brorl.checkpoints import hugging_face, safetensors_files
+from megatron_brorl.checkpoints.random_init import write_random_model
 from megatron_brorl.errors import UserError
-from megatron_brorl.hf_config import parse_shape, read_shape
-from megatron_brorl.models import hf_io, safetensors_files
+from megatron_brorl.model_shape import parse_shape, read_shape
 from megatron_brorl.models.gpt import build_actor
 from megatron_brorl.models.hf_names import entries, global_parameters
-from megatron_brorl.models.random_init import write_random_model
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
 
@@ -22,7 +22,7 @@ from megatron_brorl.reshard.plan import make_plan
 def load(directory, processes):
     shape = read_shape(directory)
     actor = build_actor(shape, processes, torch.float32)
-    hf_io.load(actor, shape, processes, directory, fused_norms=False)
+    hugging_face.load(actor, shape, processes, directory, fused_norms=False)
     plan = make_plan(entries(shape, 1), shape.kv_heads, 1, 1, 4)
     return stream(plan, global_parameters(actor), processes, torch.float32)
 
@@ -33,11 +33,11 @@ def test_sharded_in_sharded_out(processes, tmp_path, monkeypatch, tied):
     model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
     monkeypatch.setattr(safetensors_files, "MAX_SHARD_BYTES", 50_000)
-    hf_io.save(load(tmp_path / "sharded", processes), tmp_path / "sharded", tmp_path / "out", "float32")
+    hugging_face.save(load(tmp_path / "sharded", processes), tmp_path / "sharded", tmp_path / "out", "float32")
     written = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
     assert len(written) > 3
     assert written[0] == f"model-00001-of-{len(written):05d}.safetensors"
-    index = json.loads((tmp_path / "out" / hf_io.INDEX).read_text())
+    index = json.loads((tmp_path / "out" / hugging_face.INDEX).read_text())
     assert set(index["weight_map"].values()) == set(written)
     assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in model.parameters())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
@@ -62,7 +62,7 @@ def test_wrong_shape_is_named(processes, tmp_path):
 
 def test_failed_save_leaves_the_old_directory(processes, tmp_path):
     model = tiny.make_model(tmp_path / "in", "llama", False)
-    hf_io.save(load(tmp_path / "in", processes), tmp_path / "in", tmp_path / "out", "float32")
+    hugging_face.save(load(tmp_path / "in", processes), tmp_path / "in", tmp_path / "out", "float32")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
 
     def broken():
@@ -70,10 +70,10 @@ def test_failed_save_leaves_the_old_directory(processes, tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        hf_io.save(broken(), tmp_path / "in", tmp_path / "out", "float32")
+        hugging_face.save(broken(), tmp_path / "in", tmp_path / "out", "float32")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     doubled = ((name, 2 * tensor) for name, tensor in load(tmp_path / "in", processes))
-    hf_io.save(doubled, tmp_path / "in", tmp_path / "out", "float32")
+    hugging_face.save(doubled, tmp_path / "in", tmp_path / "out", "float32")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded.model.norm.weight, 2 * model.model.norm.weight)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]

@@ -9,7 +9,7 @@ import tiny
 import torch
 from transformers import AutoConfig
 
-from megatron_brorl.hf_config import read_shape
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.gpt import padded_vocab
 from megatron_brorl.models.hf_names import entries, hf_shapes
 from megatron_brorl.reshard.layout import local_shape, to_hf, to_local

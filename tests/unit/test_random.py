@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_brorl.ops.philox import philox, stream_key, uniforms
-from megatron_brorl.ops.sampling import sample, sampling_log_probs
+from megatron_brorl.ops.reference.sampling import sample, sampling_log_probs
 
 
 def words(key: int, counter: tuple[int, int, int, int]) -> list[int]:

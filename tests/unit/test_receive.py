@@ -8,13 +8,13 @@ import pytest
 import tiny
 import torch
 
-from megatron_brorl.hf_config import read_shape
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import Sealed, seal
-from megatron_brorl.ops.sampling import sample_tokens
+from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.receive import UpdateRefused, receive
-from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.types import Prompt
 
 CPU = torch.device("cpu")

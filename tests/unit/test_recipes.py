@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.config import Config
-from megatron_brorl.config_file import load
+from megatron_brorl.config.load import load
+from megatron_brorl.config.schema import Config
 from megatron_brorl.train.policy import scaled
 
 if sys.version_info >= (3, 11):

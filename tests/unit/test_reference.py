@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_brorl.config import ReferenceConfig
+from megatron_brorl.config.schema import ReferenceConfig
 from megatron_brorl.train.reference import Reference
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_brorl.config import RewardConfig
+from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.pool import RewardPool

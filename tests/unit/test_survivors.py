@@ -10,8 +10,8 @@ import pytest
 from by_hand import responses, update
 from dist.steps import configured, make_trainer
 
+from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.errors import UserError
-from megatron_brorl.models import checkpoint
 from megatron_brorl.progress import progress
 
 N, TOKENS, LIMIT = 512, 12, 2.0

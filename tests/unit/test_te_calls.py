@@ -14,7 +14,7 @@ import pytest
 
 import megatron_brorl
 
-SOURCE = ast.parse((Path(megatron_brorl.__file__).parent / "models" / "te.py").read_text(encoding="utf-8"))
+SOURCE = ast.parse((Path(megatron_brorl.__file__).parent / "models" / "layers" / "te.py").read_text(encoding="utf-8"))
 EXTENSION = "megatron.core.extensions.transformer_engine"
 
 

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from megatron_brorl.config import AlgoConfig, ParallelConfig
+from megatron_brorl.config.schema import AlgoConfig, ParallelConfig
 from megatron_brorl.parallel import grid
 from megatron_brorl.train.advantages import of_rollouts, of_tokens
 from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes

@@ -12,15 +12,15 @@ import torch
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import checksum
-from megatron_brorl.ops.sampling import sampling_log_probs
-from megatron_brorl.rollout import trtllm_process
+from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.rollout.duplicates import LEAST_NATS, improbable
 from megatron_brorl.rollout.engine import Request
-from megatron_brorl.rollout.fp8_blocks import BLOCK, dequantize, quantize
-from megatron_brorl.rollout.trtllm_logprobs import sampled_log_probs
-from megatron_brorl.rollout.trtllm_messages import Message, ProtocolError, decode, encode
-from megatron_brorl.rollout.trtllm_options import Capabilities, log_prob_limits
-from megatron_brorl.rollout.trtllm_weights import read, room, write
+from megatron_brorl.rollout.remote import process
+from megatron_brorl.rollout.remote.fp8_blocks import BLOCK, dequantize, quantize
+from megatron_brorl.rollout.remote.messages import Message, ProtocolError, decode, encode
+from megatron_brorl.rollout.remote.options import Capabilities, log_prob_limits
+from megatron_brorl.rollout.remote.shared_weights import read, room, write
+from megatron_brorl.rollout.remote.trtllm.log_probs import sampled_log_probs
 from megatron_brorl.types import Prompt, Rollout
 
 
@@ -171,25 +171,23 @@ def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PYTHONPATH", "/other")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    env = trtllm_process.environment(tmp_path, [2, 3])
+    env = process.environment(tmp_path, [2, 3])
     assert not {"SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR"} & env.keys()
     assert env["KEPT"] == "1"
     assert env["PYTHONPATH"] == f"{tmp_path}/code:/other"
     assert env["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert trtllm_process.environment(tmp_path, [2, 3])["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert process.environment(tmp_path, [2, 3])["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
 def test_folders_of_trainers_that_are_gone_are_removed(tmp_path):
-    gone = tmp_path / f"{trtllm_process.PREFIX}{2**22 + 1}-x"  # above the largest process number
+    gone = tmp_path / f"{process.PREFIX}{2**22 + 1}-x"  # above the largest process number
     gone.mkdir()
     (gone / "weights_1").touch()
-    mine = trtllm_process.make_folder(str(tmp_path))
-    second = trtllm_process.make_folder(str(tmp_path))
+    mine = process.make_folder(str(tmp_path))
+    second = process.make_folder(str(tmp_path))
     assert not gone.exists()
     assert mine.is_dir()
     assert second != mine
     assert mine.stat().st_mode & 0o077 == 0
-    assert (mine / "code" / "megatron_brorl" / "types.py").samefile(
-        Path(trtllm_process.__file__).parents[1] / "types.py"
-    )
+    assert (mine / "code" / "megatron_brorl" / "types.py").samefile(Path(process.__file__).parents[2] / "types.py")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_brorl.config import ParallelConfig
+from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.parallel import grid, vocab
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_brorl.hf_config import read_shape
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops import philox
-from megatron_brorl.ops.sampling import sample, sampling_log_probs
+from megatron_brorl.ops.reference.sampling import sample, sampling_log_probs
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.fp8_blocks import dequantize
-from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.remote.fp8_blocks import dequantize
 from megatron_brorl.types import Prompt, Rollout
 from tensorrt_llm._double import API, SEEDS, come_to
 

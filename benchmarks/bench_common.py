@@ -1,0 +1,70 @@
+"""What the benchmarks share: options, fresh processes, the machine's GEMM peak, models with random weights, rows."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
+from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.models.hf_names import hf_shapes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MODELS = {
+    "t4": qwen2_config(hidden=256, layers=4, heads=4, kv_heads=2, ffn=688, vocab=4096, context=2048),
+    "m30": qwen2_config(hidden=512, layers=8, heads=8, kv_heads=2, ffn=1536, vocab=8192, context=2048),
+}
+
+
+def options(doc: str | None, quick: str, repeat: int, repeats: str) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark. quick and repeats: what --quick does and --repeat counts."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeat", type=int, default=repeat, help=repeats)
+    return parser
+
+
+def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows as a JSON list, where a path was given (--json)."""
+    if path:
+        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def alone(function: Callable[..., Any], *args: Any) -> Any:
+    """function(args) in a fresh process, so that no row inherits memory or warm caches from another."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, args).result()
+
+
+def peak_flops(args: tuple[str, int]) -> float:
+    """Operations per second of a product of 4096 x 4096 matrices, the best of five. args: dtype, threads."""
+    dtype, threads = args
+    torch.set_num_threads(threads)
+    a, b = torch.randn(2, 4096, 4096).to(DTYPES[dtype])
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return 2 * 4096**3 / best
+
+
+def write_model(name: str, directory: Path) -> None:
+    """Write MODELS[name] with random weights as a Hugging Face directory."""
+    write_random_model(MODELS[name], directory, seed=0)
+
+
+def matrix_weights(shape: ModelShape) -> int:
+    """Weights that multiply every token: the matrices of the layers and the LM head. No embedding, norm or bias."""
+    layers = sum(s[0] * s[1] for name, s in hf_shapes(shape).items() if ".layers." in name and len(s) == 2)
+    return layers + shape.vocab * shape.hidden

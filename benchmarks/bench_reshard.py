@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""Bytes per second and memory of a refit (actor to engine) and of a conversion of a checkpoint.
+
+    python benchmarks/bench_reshard.py [--quick] [--json FILE] [--model 30m | 1.5b] [--dir DIR] [--repeat N]
+
+Refit: a Qwen2 of 31 million parameters in fp32, under one process, two tensor ranks and two stages; seconds are the
+median over updates after the first, of the slowest rank, from the actor's parameters to an engine that can generate.
+Conversion: random weights in bf16 (1.5b has the configuration of Qwen2.5-1.5B, 3.1 GB), to Megatron for two tensor
+ranks, to Megatron for one, and back; the result is compared bit by bit. The copies are written to DIR and deleted.
+extra MiB is the growth of the resident set at its peak; peak is that of the whole process, imports included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_brorl.checkpoints.safetensors_files import INDEX, Tensors
+
+MIB = 1 << 20
+COMMON = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "30m": COMMON
+    | {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "vocab_size": 16384,
+    },
+    "1.5b": COMMON
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131072,
+        "vocab_size": 151936,
+    },
+}
+
+
+def status_kib(key: str) -> int:
+    """A field of /proc/self/status, in KiB."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def measured(function: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds and the growth of the resident set at its peak in MiB."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
+    before, begun = status_kib("VmRSS"), time.perf_counter()
+    function()
+    return time.perf_counter() - begun, (status_kib("VmHWM") - before) / 1024
+
+
+def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pipeline: int, repeat: int) -> list[Any]:
+    """One rank's (seconds, extra MiB) of each update, and the bytes of the weights."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    warnings.simplefilter("ignore")
+    from megatron_brorl.config.schema import ParallelConfig
+    from megatron_brorl.model_shape import read_shape
+    from megatron_brorl.models.hf_names import hf_shapes
+    from megatron_brorl.ops.reference.sampling import sample_tokens
+    from megatron_brorl.parallel import device, grid
+    from megatron_brorl.rollout.native.engine import TorchEngine
+    from megatron_brorl.train.refit import refit
+    from megatron_brorl.train.worker import StageOptions, Worker
+
+    shape = read_shape(directory)
+    processes = grid.build(ParallelConfig(tensor=tensor, pipeline=pipeline))
+    worker = Worker(shape, processes, StageOptions(1024))
+    worker.load_hf(directory)
+    engine = TorchEngine(shape, hf_shapes(shape), device.default_device(), torch.float32, 64, sample_tokens)
+    rows = []
+    for version in range(1 + repeat):
+        rows.append(measured(lambda version=version: refit(worker, engine, version)))  # type: ignore[misc]
+    size = 4 * sum(torch.Size(s).numel() for s in hf_shapes(shape).values())
+    grid.leave()
+    return [rows[1:], size]
+
+
+def refit_row(directory: str, tensor: int, pipeline: int, repeat: int) -> dict[str, Any]:
+    world = tensor * pipeline
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with ProcessPoolExecutor(world, mp_context=multiprocessing.get_context("spawn")) as pool:
+        ranks = [
+            pool.submit(refit_rank, rank, world, port, directory, tensor, pipeline, repeat) for rank in range(world)
+        ]
+        results = [r.result() for r in ranks]
+    seconds = max(statistics.median(s for s, _ in rows) for rows, _ in results)
+    return {
+        "what": "refit",
+        "layout": f"tensor {tensor} x pipeline {pipeline}",
+        "bytes": results[0][1],
+        "seconds": seconds,
+        "extra_mib": max(extra for rows, _ in results for _, extra in rows),
+    }
+
+
+def conversion(source: str, target: str, tensor: int) -> dict[str, Any]:
+    """tensor = 0: to a Hugging Face directory."""
+    warnings.simplefilter("ignore")
+    from megatron_brorl.checkpoints import convert
+    from megatron_brorl.checkpoints.megatron_format import METADATA
+
+    megatron = (Path(source) / METADATA).is_file()
+    size = 0
+
+    def run() -> None:
+        nonlocal size
+        opened = convert.open_megatron(Path(source), None) if megatron else convert.open_hf(Path(source))
+        if tensor:
+            size = convert.to_megatron(*opened, Path(target), tensor, 1, lambda *_: None)
+        else:
+            size = convert.to_hf(*opened, Path(target), lambda *_: None)
+
+    seconds, extra = measured(run)
+    peak = status_kib("VmHWM") / 1024
+    return {"bytes": size, "seconds": seconds, "extra_mib": extra, "peak_mib": peak, "peak_share": peak * MIB / size}
+
+
+def make(model: str, directory: str, dtype: str) -> None:
+    warnings.simplefilter("ignore")
+    from megatron_brorl.checkpoints.random_init import write_random_model
+
+    config = MODELS[model] | {"dtype": dtype}
+    write_random_model(config, Path(directory), 0, getattr(torch, dtype), defaults=False)
+
+
+def same(first: Path, second: Path) -> bool:
+    """Whether two Hugging Face directories hold the same bits, one tensor in memory at a time."""
+
+    def opened(directory: Path) -> dict[str, Tensors]:
+        files = [Tensors(p) for p in sorted(directory.glob("*.safetensors"))]
+        return {name: f for f in files for name in f.shapes}
+
+    a, b = opened(first), opened(second)
+    bits = (torch.equal(a[n].read(n).view(torch.uint8), b[n].read(n).view(torch.uint8)) for n in a)
+    names = [p.name for p in (first, second) for p in (p / INDEX,) if p.is_file()]
+    return len(names) in (0, 2) and a.keys() == b.keys() and all(bits)
+
+
+def alone(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) in a fresh process, so that no row inherits memory from another."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def show(row: dict[str, Any]) -> None:
+    speed = row["bytes"] / row["seconds"] / 1e9
+    line = f"{row['what']:<18}{row['layout']:<24}{row['bytes'] / 1e6:>9.0f}{row['seconds']:>9.3f}{speed:>8.2f}"
+    line += f"{row['extra_mib']:>11.0f}"
+    if "peak_mib" in row:
+        line += f"{row['peak_mib']:>10.0f}{row['peak_share']:>12.2f}"
+    print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small model alone, two updates")
+    parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
+    parser.add_argument("--model", choices=MODELS, default="1.5b", help="that is converted (%(default)s)")
+    parser.add_argument("--dir", type=Path, help="where to write the copies; default: the system's temporary folder")
+    parser.add_argument("--repeat", type=int, default=9, help="timed updates (%(default)s)")
+    args = parser.parse_args()
+    repeat, model = (2, "30m") if args.quick else (args.repeat, args.model)
+    rows: list[dict[str, Any]] = []
+    print("what              layout                         MB  seconds    GB/s  extra MiB  peak MiB  peak/model")
+    root = Path(tempfile.mkdtemp(dir=args.dir))
+    try:
+        small = str(root / "small")
+        alone(make, "30m", small, "float32")
+        for tensor, pipeline in ((1, 1), (2, 1), (1, 2)):
+            rows.append(refit_row(small, tensor, pipeline, repeat))
+            show(rows[-1])
+        alone(make, model, str(root / "hf"), "bfloat16")
+        steps = [("to-megatron", "hf", "a", 2), ("to-megatron", "a", "b", 1), ("to-hf", "b", "back", 0)]
+        for what, source, target, tensor in steps:
+            layout = {"hf": "from HF", "a": "from tensor 2", "b": "from tensor 1"}[source]
+            layout += f" to tensor {tensor}" if tensor else " to HF"
+            row = {"what": what, "layout": layout, "model": model}
+            rows.append(row | alone(conversion, str(root / source), str(root / target), tensor))
+            show(rows[-1])
+            if source != "hf":
+                shutil.rmtree(root / source)
+        exact = same(root / "hf", root / "back")
+        print(f"bit by bit the same after both ways: {exact}")
+        rows.append({"what": "round trip", "model": model, "exact": exact})
+        if not exact:
+            raise SystemExit(1)
+    finally:
+        shutil.rmtree(root)
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

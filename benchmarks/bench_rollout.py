@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Tokens per second and peak memory of N siblings of one prompt, here and in other engines, in one run.
+
+    python benchmarks/bench_rollout.py [--quick] [--json FILE] [--models t4 m30] [--dtypes fp32 bf16] [--n 512]
+                                  [--prompts 64 512] [--lengths 64 8-256] [--engines brorl transformers]
+                                  [--openvino-python PYTHON] [--vllm-python PYTHON] [--threads N] [--repeat N]
+
+Models have random weights (MODELS in bench_common). Every engine runs in a process of its own, with the same weights,
+prompts and threads, at temperature 1 without top-p or top-k, and every sibling gets the same forced length in all of
+them: 64 = all the same, 8-256 = evenly spread from 8 to 256 in a shuffled order. No end token is looked for. The first
+call warms up; tokens_per_s is that of the median of the others, each with a prompt of its own. It counts the tokens
+asked for, and the time includes the prompt's. Only brorl computes log-probabilities as well.
+
+peak_mib: resident set of the engine's process at its peak, runtime and weights included. gemm_peak_share: 2 operations
+for each weight of the layers' matrices and the LM head per token asked for (nothing for the prompt, attention or
+sampling), against a product of 4096 x 4096 matrices of the same dtype, the faster of one before and one after the rows.
+others_cpu_share: what other processes took of the machine meanwhile; above some percent, measure again.
+Of brorl alone: refit_ms, a whole update_weights; prompt_kv_bytes, what the keys and values alive in the second decoding
+step grow by when the prompt is twice as long, and prompt_kv_copies, that over the size of one copy of the prompt's keys
+and values (exact for prompts of a multiple of 16 tokens: they live in pages). Linux only.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, write_model, write_rows
+from measure import EngineFailed, ask
+
+from megatron_brorl.model_shape import ModelShape, read_shape
+
+ENGINES = ("brorl", "transformers", "openvino", "vllm")
+
+
+def sibling_lengths(spec: str, n: int) -> list[int]:
+    """New tokens of each sibling: "64" for all, "8-256" evenly spread over that range in a shuffled order."""
+    low, _, high = spec.partition("-")
+    first, last = int(low), int(high or low)
+    lengths = [first + round(i * (last - first) / max(n - 1, 1)) for i in range(n)]
+    random.Random(0).shuffle(lengths)
+    return lengths
+
+
+def prompts(vocab: int, tokens: int, calls: int) -> list[list[int]]:
+    """One random prompt per call, different from its first token on."""
+    draw = random.Random(tokens)
+    return [[(draw.randrange(vocab) if i else 2 + call) for i in range(tokens)] for call in range(calls)]
+
+
+def kv_bytes(shape: ModelShape, dtype: str, tokens: int) -> int:
+    """Keys and values of one sequence of so many tokens."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * tokens * DTYPES[dtype].itemsize
+
+
+def measure(
+    pythons: dict[str, str], shape: ModelShape, model: str, job: dict[str, Any], head: dict[str, Any], scratch: Path
+) -> list[dict[str, Any]]:
+    """The rows of one model, dtype, prompt length and response lengths. gemm_peak_share is still in operations/s."""
+    rows, tokens, prompt = [], sum(job["lengths"]), len(job["prompts"][0])
+    for engine, python in pythons.items():
+        found = ask(python, f"engine_{engine}.py", job, scratch)
+        seconds = statistics.median(found["seconds"])
+        row = {
+            "engine": engine,
+            "model": model,
+            **head,
+            "tokens": tokens,
+            "threads": job["threads"],
+            "seconds": seconds,
+            "tokens_per_s": tokens / seconds,
+            "peak_mib": found["peak_mib"],
+            "gemm_peak_share": 2 * matrix_weights(shape) * tokens / seconds,
+            "others_cpu_share": found["others_cpu_share"],
+            "version": found.get("version"),
+        }
+        if "prompt_kv_bytes" in found:
+            row["refit_ms"] = found["refit_ms"]
+            row["prompt_kv_bytes"] = found["prompt_kv_bytes"]
+            row["prompt_kv_copies"] = found["prompt_kv_bytes"] / kv_bytes(shape, job["dtype"], prompt)
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The rows of one table, each against each."""
+    ours = next((r["tokens_per_s"] for r in rows if r["engine"] == "brorl"), None)
+    for r in rows:
+        ratio = f"{ours / r['tokens_per_s']:.2f}x" if ours else "-"
+        extra = f"  refit {r['refit_ms']:.1f} ms, prompt KV {r['prompt_kv_copies']:.2f}x" if "refit_ms" in r else ""
+        print(
+            f"{r['model']:<6}{r['dtype']:<6}{r['prompt']:>6}{r['n']:>5}{r['lengths']:>8}  {r['engine']:<13}"
+            f"{r['tokens_per_s']:>9.0f}{ratio:>9}{r['peak_mib']:>9.0f}{r['gemm_peak_share']:>10.1%}"
+            f"{r['others_cpu_share']:>8.0%}{extra}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = options(__doc__, "t4, N = 64, a prompt of 64 and 16 tokens each", 3, "timed calls per row")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
+    parser.add_argument("--n", type=int, default=512, help="siblings (%(default)s)")
+    parser.add_argument("--prompts", nargs="+", type=int, default=[64, 512], help="prompt tokens")
+    parser.add_argument("--lengths", nargs="+", default=["64"], help="response tokens, such as 64 or 8-256")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES[:2], default=list(ENGINES[:2]))
+    parser.add_argument("--openvino-python", help="interpreter of an environment with openvino-genai, optimum-intel")
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build")
+    args = parser.parse_args()
+    if args.quick:
+        args.models, args.n, args.prompts, args.lengths = ["t4"], 64, [64], ["16"]
+    pythons = dict.fromkeys(args.engines, sys.executable)
+    pythons |= {e: p for e in ENGINES[2:] if (p := getattr(args, f"{e}_python"))}
+    cases = [(dtype, p, spec) for dtype in args.dtypes for p in args.prompts for spec in args.lengths]
+    peaks = {dtype: alone(peak_flops, dtype, args.threads) for dtype in args.dtypes}
+    found = []
+    for model in args.models:
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = Path(scratch) / model
+            write_model(model, directory)
+            shape = read_shape(directory)
+            for dtype, prompt, spec in cases:
+                lengths = sibling_lengths(spec, args.n)
+                job = {
+                    "model": str(directory),
+                    "scratch": scratch,
+                    "dtype": dtype,
+                    "threads": args.threads,
+                    "prompts": prompts(shape.vocab, prompt, 1 + args.repeat),
+                    "lengths": lengths,
+                    # Room for everything, prompts in every sibling too: no engine may have to preempt.
+                    "kv_gib": kv_bytes(shape, dtype, args.n * (prompt + max(lengths))) // 2**30 + 1,
+                }
+                head = {"prompt": prompt, "n": args.n, "lengths": spec, "dtype": dtype}
+                try:
+                    found += measure(pythons, shape, model, job, head, Path(scratch))
+                except EngineFailed as e:
+                    sys.exit(f"bench_rollout: {e}")
+    for dtype in args.dtypes:
+        peak = max(peaks[dtype], alone(peak_flops, dtype, args.threads))
+        print(f"{dtype}: peak of a matrix product {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")
+        for row in found:
+            if row["dtype"] == dtype:
+                row["gemm_peak_share"] /= peak
+    print("model dtype prompt    N  tokens  engine         tokens/s  brorl is peak MiB peak share  others")
+    for i in range(0, len(found), len(pythons)):
+        show(found[i : i + len(pythons)])
+    write_rows(args.json, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Samples per second and peak memory of a whole training step, here and in TRL's GRPOTrainer, in one run.
+
+    python benchmarks/bench_step.py [--quick] [--json FILE] [--n 512] [--prompts 64 256] [--response 64]
+                                    [--dtypes fp32 bf16] [--tokens-per-micro-batch 2048] [--trl-python PYTHON]
+                                    [--trl-micro-batch 64] [--threads N] [--repeat N]
+
+A step: N responses to one prompt, their rewards, one optimizer step, new weights for the sampler. Model t4 of
+bench_common, with a tokenizer of one word per token; 1 of 32 words is an answer in tags, so a little less than half of
+the responses are right, and the reward costs next to nothing on either side. Responses end at the length limit, or now
+and then at the end token. In bf16, this side keeps float32 masters of the weights and sums gradients in float32; TRL's
+weights, gradients and optimizer state are all bfloat16. This side is the command `brorl train` on one process, with its
+defaults but for the options above; its figures come from metrics.jsonl and summary.json. The first step warms up;
+seconds are medians of the others.
+
+peak_mib: resident set of all processes at its peak, libraries included; on this side that counts the scoring processes
+and the writing of checkpoint and model. gemm_peak_share: 8 operations for each weight of the layers' matrices and the
+LM head per response token (2 to sample, 6 to train; nothing for the prompt), against a product of 4096 x 4096 matrices,
+the faster of one before and one after the rows. others_cpu_share: what other processes took of the machine meanwhile;
+above some percent, measure again. Linux only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench_common import DTYPES, alone, matrix_weights, options, peak_flops, write_model, write_rows
+from measure import EngineFailed, ask, run
+from tokenizers import AddedToken
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Qwen2Tokenizer
+
+from megatron_brorl.model_shape import read_shape
+
+PHASES = ("generate", "score", "train", "refit", "step")
+MODEL = "t4"
+ANSWERS = 64  # words that hold a right answer; as many hold a wrong one
+BYTES, END = 256, "<|endoftext|>"
+RUN = """
+[run]
+dir = "{dir}"
+[model]
+path = "{model}"
+dtype = "{dtype}"
+[data]
+train = ["{data}"]
+[rollout]
+n = {n}
+dtype = "{dtype}"
+prompts = 1
+max_tokens = {response}
+[reward]
+extract = "answer_tag"
+strict = false
+cut_off_factor = 1.0  # a response that ends at the length limit counts
+[train]
+steps = {steps}
+checkpoint_every = 0
+tokens_per_micro_batch = {tokens}
+"""
+
+
+def words(vocab: int) -> list[str]:
+    """The words of a vocabulary of that size: answers and plain words. Bytes and an end token come before them."""
+    answers = [f"<answer>{i % 2}</answer>{i}" for i in range(2 * ANSWERS)]
+    return answers + [f"<w{i}>" for i in range(vocab - BYTES - 1 - len(answers))]
+
+
+def write_tokenizer(vocab: int, directory: Path) -> None:
+    """A tokenizer of one word per token. Of Qwen2's class, because transformers takes that for a Qwen2 model."""
+    alphabet = {byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer: Any = Qwen2Tokenizer(vocab=alphabet, merges=[], eos_token=END, pad_token=END, unk_token=None)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words(vocab)])
+    tokenizer.save_pretrained(directory)
+
+
+def prompts(vocab: int, tokens: int, count: int) -> list[str]:
+    """`count` different prompts of so many plain words each."""
+    draw = random.Random(tokens)
+    plain = words(vocab)[2 * ANSWERS :]
+    return ["".join(draw.choices(plain, k=tokens)) for _ in range(count)]
+
+
+def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """`brorl train` over the job's prompts."""
+    data, config, out = directory / "train.jsonl", directory / "run.toml", directory / "run"
+    rows = [{"prompt": text, "answer": "1"} for text in job["prompts"]]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    text = RUN.format(
+        dir=out,
+        model=job["model"],
+        data=data,
+        n=job["n"],
+        dtype=job["dtype"],
+        response=job["response"],
+        steps=len(rows),
+        tokens=job["tokens_per_micro_batch"],
+    )
+    config.write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "megatron_brorl", "train", str(config)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "TRANSFORMERS_VERBOSITY": "error"}
+    done, others = run(command, environment)
+    if done.returncode:
+        raise EngineFailed("brorl train failed:\n" + "\n".join(done.stderr.strip().splitlines()[-15:]))
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {
+        "steps": [line["time"] | {"tokens": line["trained_tokens"]} for line in lines],
+        "rewards": [line["reward"] for line in lines],
+        "peak_mib": json.loads((out / "summary.json").read_text(encoding="utf-8"))["peak_rss_mib"],
+        "others_cpu_share": others,
+        "version": None,
+    }
+
+
+def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, weights: int) -> dict[str, Any]:
+    """One row; gemm_peak_share is still in operations per second."""
+    if not all(0 < reward < 1 for reward in found["rewards"]):
+        raise EngineFailed(f"{engine}: all rewards of a step are the same, so there was nothing to train on")
+    timed = found["steps"][1:]
+    seconds = {p: statistics.median(s[p] for s in timed) for p in PHASES if p in timed[0]}
+    tokens = statistics.median(s["tokens"] for s in timed)
+    return {
+        "engine": engine,
+        "model": MODEL,
+        "prompt": prompt,
+        "n": job["n"],
+        "lengths": str(job["response"]),
+        "micro_batch": f"{job['tokens_per_micro_batch']} tokens" if engine == "brorl" else f"{job['micro_batch']} rows",
+        "dtype": job["dtype"],
+        "threads": job["threads"],
+        "tokens": tokens,
+        "seconds": seconds,
+        "samples_per_s": job["n"] / seconds["step"],
+        "tokens_per_s": tokens / seconds["step"],
+        "peak_mib": found["peak_mib"],
+        "gemm_peak_share": 8 * weights * tokens / seconds["step"],
+        "others_cpu_share": found["others_cpu_share"],
+        "version": found["version"],
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(
+        "prompt    N  dtype  engine   samples/s  brorl is peak MiB peak share others  generate   score   train   refit"
+        "    step"
+    )
+    ours = {(r["prompt"], r["dtype"]): r["samples_per_s"] for r in rows if r["engine"] == "brorl"}
+    for r in rows:
+        phases = "".join(f"{r['seconds'][p]:>8.3f}" if p in r["seconds"] else f"{'-':>8}" for p in PHASES[1:])
+        print(
+            f"{r['prompt']:>6}{r['n']:>5}  {r['dtype']:<7}{r['engine']:<7}{r['samples_per_s']:>11.1f}"
+            f"{ours[r['prompt'], r['dtype']] / r['samples_per_s']:>9.2f}x{r['peak_mib']:>8.0f}"
+            f"{r['gemm_peak_share']:>11.1%}{r['others_cpu_share']:>7.0%}{r['seconds']['generate']:>10.3f}{phases}"
+        )
+
+
+def main() -> None:
+    parser = options(__doc__, "N = 64, a prompt of 64 tokens and responses of 16", 2, "timed steps per row")
+    parser.add_argument("--n", type=int, default=512, help="siblings (%(default)s)")
+    parser.add_argument("--prompts", nargs="+", type=int, default=[64, 256], help="prompt tokens")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
+    parser.add_argument("--response", type=int, default=64, help="response tokens at most (%(default)s)")
+    parser.add_argument("--trl-python", help="interpreter of an environment with trl")
+    parser.add_argument("--trl-micro-batch", type=int, default=64, help="its per_device_train_batch_size (%(default)s)")
+    parser.add_argument(
+        "--tokens-per-micro-batch",
+        type=int,
+        default=2048,
+        help="train.tokens_per_micro_batch of brorl, which decides on its memory (%(default)s)",
+    )
+    args = parser.parse_args()
+    if args.quick:
+        args.n, args.prompts, args.response = 64, [64], 16
+    if args.n % min(args.trl_micro_batch, args.n):
+        parser.error(f"--trl-micro-batch {args.trl_micro_batch} does not divide --n {args.n}")
+    peaks = {dtype: alone(peak_flops, dtype, args.threads) for dtype in args.dtypes}
+    rows = []
+    for prompt, dtype in itertools.product(args.prompts, args.dtypes):
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = Path(scratch)
+            write_model(MODEL, directory / MODEL)
+            shape = read_shape(directory / MODEL)
+            write_tokenizer(shape.vocab, directory / MODEL)
+            job = {
+                "model": str(directory / MODEL),
+                "scratch": scratch,
+                "threads": args.threads,
+                "prompts": prompts(shape.vocab, prompt, 1 + args.repeat),
+                "n": args.n,
+                "dtype": dtype,
+                "response": args.response,
+                "micro_batch": args.trl_micro_batch,
+                "tokens_per_micro_batch": args.tokens_per_micro_batch,
+            }
+            try:
+                found = {"brorl": ours(job, directory)}
+                if args.trl_python:
+                    found["trl"] = ask(args.trl_python, "trainer_trl.py", job, directory)
+                rows += [row(engine, f, job, prompt, matrix_weights(shape)) for engine, f in found.items()]
+            except EngineFailed as e:
+                sys.exit(f"bench_step: {e}")
+    for dtype in args.dtypes:
+        peak = max(peaks[dtype], alone(peak_flops, dtype, args.threads))
+        print(f"{dtype}: peak of a matrix product {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")
+        for r in rows:
+            if r["dtype"] == dtype:
+                r["gemm_peak_share"] /= peak
+    show(rows)
+    write_rows(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

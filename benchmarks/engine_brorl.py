@@ -1,0 +1,77 @@
+"""This project's rollout engine, for benchmarks/bench_rollout.py."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from measure import answer, read_job, time_rollouts
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_brorl.model_shape import WEIGHTS, read_shape
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.fused.decode import Fused
+from megatron_brorl.ops.fused.sampling import sample_tokens
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.types import Prompt
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+REFITS = 5
+STOP = 1  # the token that ends a sibling at its length
+
+
+class Sampler:
+    """sample_tokens, which ends sibling i of the prompt at its length by giving it the stop token."""
+
+    def __init__(self) -> None:
+        self.lengths = torch.zeros(0, dtype=torch.int64)
+        self.look: Callable[[], int] | None = None
+        self.seen = 0  # what look gave at the last draw
+
+    def __call__(
+        self, logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, t: float, top_p: float, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.look:
+            self.seen = self.look()
+        ids, log_probs = sample_tokens(logits, keys, index, position, t, top_p, top_k)
+        ids = torch.where(ids == STOP, STOP + 1, ids)
+        return torch.where(position + 1 == self.lengths[index], STOP, ids), log_probs
+
+
+def main() -> None:
+    job = read_job()
+    torch.set_num_threads(job["threads"])
+    shape, dtype, sampler = read_shape(job["model"]), DTYPES[job["dtype"]], Sampler()
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), dtype, len(job["lengths"]), sampler, Fused())
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(f"{job['model']}/{WEIGHTS}").items()}
+    engine.update_weights(weights.items(), 0)
+
+    def generate(prompt: list[int], lengths: list[int], seed: int) -> Sequence[Sequence[int]]:
+        sampler.lengths = torch.tensor(lengths)
+        sampling = Sampling(1.0, 1.0, 0, max(lengths), (STOP,))
+        request = Request(Prompt(str(seed), "", tuple(prompt), None, "exact"), seed, len(lengths))
+        (group,) = engine.generate([request], sampling)
+        return [r.token_ids.tolist() for r in group.rollouts]
+
+    found: dict[str, Any] = time_rollouts(job, generate)
+    refits = []
+    for version in range(1, 1 + REFITS):
+        start = time.perf_counter()
+        engine.update_weights(weights.items(), version)
+        refits.append(time.perf_counter() - start)
+
+    # What a prompt token costs in memory: two prompts, one twice as long, at the second draw.
+    prompt, seen, sampler.look = job["prompts"][0], [], engine.kv_bytes
+    for times in (1, 2):
+        generate(prompt * times, [2] * len(job["lengths"]), 0)
+        seen.append(sampler.seen)
+    answer(**found, refit_ms=1000 * statistics.median(refits), prompt_kv_bytes=seen[1] - seen[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""vLLM on a CPU, for benchmarks/bench_rollout.py --vllm-python. Imports nothing of this project.
+
+One request with n siblings where all lengths are equal, else one request per sibling with its own max_tokens; the
+prefix cache, on by default, then shares the prompt. Tokens in, tokens out: no tokenizer, no log-probabilities.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from measure import answer, read_job, time_rollouts
+
+job = read_job()
+# Read when vllm is imported. One process, so that its memory and its time are this one's.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(job["kv_gib"])
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job['threads'] - 1}"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+
+import vllm  # noqa: E402
+from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
+
+
+def main() -> None:
+    n, longest = len(job["lengths"]), max(job["lengths"])
+    llm = LLM(
+        model=job["model"],
+        dtype={"fp32": "float32", "bf16": "bfloat16"}[job["dtype"]],
+        skip_tokenizer_init=True,
+        max_model_len=len(job["prompts"][0]) + longest,
+        max_num_seqs=n,  # the default would run the siblings in waves
+        max_num_batched_tokens=max(2048, 4 * n),
+        disable_log_stats=True,
+    )
+
+    def generate(prompt: list[int], lengths: list[int], seed: int) -> list[list[int]]:
+        def sampling(tokens: int, count: int) -> SamplingParams:
+            return SamplingParams(
+                n=count, temperature=1.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
+            )
+
+        text = TokensPrompt(prompt_token_ids=prompt)
+        if len(set(lengths)) == 1:
+            (result,) = llm.generate([text], sampling(lengths[0], n), use_tqdm=False)
+            return [list(o.token_ids) for o in result.outputs]
+        results = llm.generate([text] * n, [sampling(tokens, 1) for tokens in lengths], use_tqdm=False)
+        return [list(r.outputs[0].token_ids) for r in results]
+
+    answer(**time_rollouts(job, generate), version=f"vllm {vllm.__version__}")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # its worker threads outlive main

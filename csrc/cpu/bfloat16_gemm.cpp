@@ -1,0 +1,156 @@
+// oneDNN's micro-kernel runs over blocks of the operands that stay in cache, and are packed where they do not lie as it
+// wants: `a` with k contiguous, `b` in pairs of k, one pair to a word, with n contiguous.
+#include "cpu/bfloat16_gemm.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+#include <c10/util/Exception.h>
+
+#include "common/transpose.h"
+
+// Torch says whether it has the kernel.
+#if defined(CPUBLAS_BRGEMM_BF16BF16F32) && defined(__x86_64__)
+#define BRORL_HAS_KERNEL 1
+#endif
+
+namespace brorl {
+
+bool has_bfloat16_kernel() {
+#ifdef BRORL_HAS_KERNEL
+  static const bool found = __builtin_cpu_supports("avx512bf16");
+  return found;
+#else
+  return false;
+#endif
+}
+
+#ifdef BRORL_HAS_KERNEL
+namespace {
+
+constexpr int64_t kTile = 64;              // rows or columns of a block
+constexpr int64_t kWords = 256;            // pairs of k per block: a packed block is 64 KiB
+constexpr int64_t kPitch = kWords + kLine;
+
+// The pair of k from x on, whose elements lie `stride` apart: one, or 16 for consecutive outer indices.
+inline uint32_t word(const uint16_t* x, int64_t stride) { return uint32_t(x[0]) | uint32_t(x[stride]) << 16; }
+
+inline Line line(const uint16_t* x, int64_t stride) {
+  typedef uint16_t Half __attribute__((vector_size(32)));
+  Half first, second;
+  std::memcpy(&first, x, sizeof first);
+  std::memcpy(&second, x + stride, sizeof second);
+  return __builtin_convertvector(first, Line) | __builtin_convertvector(second, Line) << 16;
+}
+
+// words[i * ld_i + p * ld_p] = the pair x[i, 2 p ...] for i < count, where x [count, depth] has the given strides, one of
+// them 1, as has words. The partner of an odd last element is 0.
+void pack_words(
+    uint32_t* words, int64_t ld_i, int64_t ld_p, const uint16_t* x, int64_t stride_i, int64_t stride_k, int64_t count,
+    int64_t depth) {
+  const int64_t whole = depth / 2;
+  const auto at = [&](int64_t i, int64_t p) {
+    uint32_t found;
+    std::memcpy(&found, x + i * stride_i + 2 * p, sizeof found);
+    return found;
+  };
+  if (stride_k == 1 && ld_p == 1) {
+    for (int64_t i = 0; i < count; ++i) std::memcpy(words + i * ld_i, x + i * stride_i, whole * sizeof(uint32_t));
+  } else if (stride_k == 1) {
+    const auto row = [&](int64_t p, int64_t i) {
+      Line found;
+      std::memcpy(&found, x + i * stride_i + 2 * p, sizeof found);
+      return found;
+    };
+    turn(words, ld_p, whole, count, row, [&](int64_t p, int64_t i) { return at(i, p); });
+  } else if (ld_p == 1) {
+    turn(
+        words, ld_i, count, whole,
+        [&](int64_t i, int64_t p) {
+          // Rows of x may be a page apart, which the hardware does not fetch ahead by itself.
+          __builtin_prefetch(x + 2 * (p + 2 * kLine) * stride_k + i);
+          return line(x + 2 * p * stride_k + i, stride_k);
+        },
+        [&](int64_t i, int64_t p) { return word(x + 2 * p * stride_k + i, stride_k); });
+  } else {
+    for (int64_t p = 0; p < whole; ++p) {
+      for (int64_t i = 0; i < count; ++i) words[i + p * ld_p] = word(x + 2 * p * stride_k + i, stride_k);
+    }
+  }
+  if (depth % 2) {
+    for (int64_t i = 0; i < count; ++i) words[i * ld_i + whole * ld_p] = x[i * stride_i + (depth - 1) * stride_k];
+  }
+}
+
+// One operand as the kernel reads it: tiles along its outer dimension, each with a block of k.
+struct Operand {
+  Operand(Matrix<uint16_t> matrix, bool is_a, int64_t size, int64_t k)
+      : x(matrix), a(is_a), outer(is_a ? x.row : x.column), along_k(is_a ? x.column : x.row), size(size) {
+    // Rows of a with k contiguous stay where they are. They must not overlap; the only one may have any stride.
+    direct = a && along_k == 1 && k % 2 == 0 && (size == 1 || outer >= k);
+    ld = direct ? std::max(outer, k) : a ? 2 * kPitch : kTile;
+  }
+
+  int64_t tiles() const { return (size + kTile - 1) / kTile; }
+  int64_t width(int64_t tile) const { return std::min(kTile, size - tile * kTile); }
+
+  // The tile's block of `depth` elements of k from `first` on, packed to memory where that is needed.
+  const uint16_t* block(int64_t tile, int64_t first, int64_t depth, uint32_t* memory) const {
+    const uint16_t* const from = x.data + tile * kTile * outer + first * along_k;
+    if (direct) return from;
+    pack_words(memory, a ? kPitch : 1, a ? 1 : kTile, from, outer, along_k, width(tile), depth);
+    return reinterpret_cast<const uint16_t*>(memory);
+  }
+
+  Matrix<uint16_t> x;
+  bool a;
+  int64_t outer, along_k, size, ld;
+  bool direct;
+};
+
+}  // namespace
+
+void bfloat16_gemm(
+    float* out, int64_t ld, Matrix<uint16_t> a, Matrix<uint16_t> b, int64_t m, int64_t n, int64_t k, bool accumulate) {
+  constexpr int64_t block = kTile * kPitch;
+  const Operand rows(a, true, m, k), columns(b, false, n, k);
+  // Per step in k the shorter side is packed once for all threads; the tiles of the longer one are shared out.
+  const bool long_rows = m > n;
+  const Operand &longer = long_rows ? rows : columns, &shorter = long_rows ? columns : rows;
+  std::vector<uint32_t> packed(shorter.direct ? 0 : shorter.tiles() * block);
+  std::vector<const uint16_t*> shared(shorter.tiles());
+#pragma omp parallel num_threads(at::get_num_threads())
+  {
+    std::vector<uint32_t> own(longer.direct ? 0 : block);
+    for (int64_t first = 0; first < k; first += 2 * kWords) {
+      const int64_t depth = std::min(2 * kWords, k - first);
+#pragma omp for schedule(static)
+      for (int64_t tile = 0; tile < shorter.tiles(); ++tile) {
+        shared[tile] = shorter.block(tile, first, depth, packed.data() + tile * block);
+      }
+#pragma omp for schedule(dynamic)
+      for (int64_t tile = 0; tile < longer.tiles(); ++tile) {
+        const uint16_t* const mine = longer.block(tile, first, depth, own.data());
+        for (int64_t other = 0; other < shorter.tiles(); ++other) {
+          const int64_t i = long_rows ? tile : other, j = long_rows ? other : tile;
+          at::native::cpublas::brgemm(
+              rows.width(i), columns.width(j), (depth + 1) / 2 * 2, rows.ld, columns.ld, ld, accumulate || first > 0,
+              reinterpret_cast<const at::BFloat16*>(long_rows ? mine : shared[other]),
+              reinterpret_cast<const at::BFloat16*>(long_rows ? shared[other] : mine), out + i * kTile * ld + j * kTile);
+        }
+      }
+    }
+    at::native::cpublas::brgemm_release();
+  }
+}
+
+#else
+void bfloat16_gemm(float*, int64_t, Matrix<uint16_t>, Matrix<uint16_t>, int64_t, int64_t, int64_t, bool) {
+  TORCH_INTERNAL_ASSERT(false, "bfloat16_gemm: this torch has no kernel for it");
+}
+#endif
+
+}  // namespace brorl

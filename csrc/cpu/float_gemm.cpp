@@ -1,0 +1,123 @@
+// Blocks of k go by one after another. Of each, b is packed once for all threads into panels as wide as a tile; then the
+// threads share blocks of rows times runs of panels. A block of a lies in cache as it is, or packed where its columns are
+// what is contiguous (Goto & van de Geijn 2008).
+#include "cpu/float_gemm.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
+
+#include "cpu/float_tile.h"
+#include "common/transpose.h"
+
+namespace brorl {
+namespace {
+
+constexpr int64_t kDepth = 768;           // of k per block, at most: results are read and written once per block
+constexpr int64_t kBlock = 48 * 1024;      // elements of a per piece of work, about: 192 KiB
+constexpr int64_t kPieces = 16;           // of work per thread, at least
+constexpr int64_t kRowsAhead = 16;        // that are fetched into cache while rows are copied
+
+int64_t pieces(int64_t size, int64_t of) { return (size + of - 1) / of; }
+
+// Uninitialised, aligned to cache lines.
+struct Floats {
+  explicit Floats(int64_t count) : memory(c10::GetCPUAllocator()->allocate(count * sizeof(float))) {}
+  float* data() { return static_cast<float*>(memory.get()); }
+  c10::DataPtr memory;
+};
+
+// Rows may be a page apart, which the hardware does not fetch ahead by itself.
+void copy_row(const float* from, int64_t stride, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(from + kRowsAhead * stride + i);
+  std::memcpy(to, from, count * sizeof(float));
+}
+
+// A panel's `columns` of b's block [depth, ...], row by row with kTileColumns places each; 0 up to the next wide.
+void pack_panel(Matrix<float> b, int64_t depth, int64_t columns, float* to) {
+  if (b.column == 1) {
+    for (int64_t i = 0; i < depth; ++i) copy_row(b.data + i * b.row, b.row, columns, to + i * kTileColumns);
+  } else {
+    transpose_floats(b.data, b.column, columns, depth, to, kTileColumns);
+  }
+  if (const int64_t used = pieces(columns, kWide) * kWide; used > columns) {
+    for (int64_t i = 0; i < depth; ++i) std::fill(to + i * kTileColumns + columns, to + i * kTileColumns + used, 0.0f);
+  }
+}
+
+// Rows of a, packed if k is not contiguous: to [depth, rows].
+Rows pack_rows(Matrix<float> a, int64_t rows, int64_t depth, float* to) {
+  if (a.column == 1) return {a.data, a.row, 1};
+  for (int64_t i = 0; i < depth; ++i) copy_row(a.data + i * a.column, a.column, rows, to + i * rows);
+  return {to, 1, rows};
+}
+
+// Rows times one panel; with `fresh`, rows are not in cache yet.
+void multiply_panel(
+    Rows a, int64_t rows, const float* panel, int64_t columns, int64_t depth, float* out, int64_t ld, bool accumulate,
+    bool fresh) {
+  const int64_t ahead = fresh && a.column == 1 ? kTileRows * a.row : 0;
+  const int64_t wides = pieces(columns, kWide);
+  for (int64_t r = 0; r < rows; r += kTileRows) {
+    const int64_t count = std::min<int64_t>(kTileRows, rows - r);
+    float* const to = out + r * ld;
+    if (columns % kWide == 0) {
+      multiply(a.from(r, 0), count, panel, kTileColumns, wides, depth, to, ld, accumulate, ahead);
+      continue;
+    }
+    float tile[kTileRows * kTileColumns] = {};  // whole wides do not fit into out
+    for (int64_t i = 0; accumulate && i < count; ++i) std::copy_n(to + i * ld, columns, tile + i * kTileColumns);
+    multiply(a.from(r, 0), count, panel, kTileColumns, wides, depth, tile, kTileColumns, accumulate, ahead);
+    for (int64_t i = 0; i < count; ++i) std::copy_n(tile + i * kTileColumns, columns, to + i * ld);
+  }
+}
+
+}  // namespace
+
+bool prefers_float_gemm() {
+#if defined(__AVX512F__) && defined(__x86_64__)
+  static const bool amd = __builtin_cpu_is("amd");
+  return amd;
+#else
+  return false;
+#endif
+}
+
+void float_gemm(
+    float* out, int64_t ld, Matrix<float> a, Matrix<float> b, int64_t m, int64_t n, int64_t k, bool accumulate) {
+  const int threads = at::get_num_threads();
+  const int64_t depth = pieces(k, pieces(k, kDepth)), panels = pieces(n, kTileColumns);
+  const int64_t rows = std::max<int64_t>(1, kBlock / depth / kTileRows) * kTileRows, blocks = pieces(m, rows);
+  // Pieces enough that no thread waits long for another's last one.
+  const int64_t run = pieces(panels, std::min(panels, pieces(kPieces * threads, blocks))), runs = pieces(panels, run);
+  Floats packed(panels * kTileColumns * depth);
+#pragma omp parallel num_threads(threads)
+  {
+    Floats own(a.column == 1 ? 0 : rows * depth);
+    for (int64_t first = 0; first < k; first += depth) {
+      const int64_t size = std::min(depth, k - first);
+#pragma omp for schedule(static)
+      for (int64_t p = 0; p < panels; ++p) {
+        const float* const from = b.data + first * b.row + p * kTileColumns * b.column;
+        pack_panel(
+            {from, b.row, b.column}, size, std::min(kTileColumns, n - p * kTileColumns),
+            packed.data() + p * kTileColumns * depth);
+      }
+#pragma omp for schedule(dynamic)
+      for (int64_t work = 0; work < blocks * runs; ++work) {
+        const int64_t r = work / runs * rows, count = std::min(rows, m - r), first_panel = work % runs * run;
+        const Rows mine = pack_rows({a.data + r * a.row + first * a.column, a.row, a.column}, count, size, own.data());
+        for (int64_t p = first_panel; p < std::min(panels, first_panel + run); ++p) {
+          const int64_t column = p * kTileColumns;
+          multiply_panel(
+              mine, count, packed.data() + column * depth, std::min(kTileColumns, n - column), size,
+              out + r * ld + column, ld, accumulate || first > 0, p == first_panel);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace brorl

@@ -1,0 +1,63 @@
+#include "cpu/gemm.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+#include <c10/util/Exception.h>
+
+#include "cpu/bfloat16_gemm.h"
+#include "cpu/float_gemm.h"
+
+namespace brorl {
+namespace {
+
+// A dimension of size 1 may have any stride; the kernel wants a 1 in one of the two.
+int64_t stride(const at::Tensor& x, int64_t dim) { return x.size(dim) == 1 ? 1 : x.stride(dim); }
+
+bool strided_by_one(const at::Tensor& x) { return stride(x, 0) == 1 || stride(x, 1) == 1; }
+
+template <typename T>
+Matrix<T> operand(const at::Tensor& x) {
+  return {static_cast<const T*>(x.const_data_ptr()), stride(x, 0), stride(x, 1)};
+}
+
+}  // namespace
+
+void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
+  TORCH_CHECK_VALUE(
+      out.dim() == 2 && a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && out.size(0) == a.size(0) &&
+          out.size(1) == b.size(1),
+      "gemm_: cannot write ", a.sizes(), " times ", b.sizes(), " to ", out.sizes());
+  const bool narrow = a.scalar_type() == at::kBFloat16;
+  const auto expected = narrow ? at::kFloat : a.scalar_type();
+  TORCH_CHECK_TYPE(
+      b.scalar_type() == a.scalar_type() && out.scalar_type() == expected, "gemm_: cannot multiply ", a.scalar_type(),
+      " by ", b.scalar_type(), " to ", out.scalar_type());
+  TORCH_CHECK_VALUE(
+      stride(out, 1) == 1 && strided_by_one(a) && strided_by_one(b),
+      "gemm_: out must be row-major, and each operand needs a dimension of stride 1");
+  if (out.numel() == 0) return;
+  if (a.size(1) == 0) {
+    if (!accumulate) out.zero_();
+    return;
+  }
+#ifdef BRORL_CUDA
+  if (narrow && out.is_cuda()) {
+    accumulate ? at::addmm_out(out, out, a, b, at::kFloat) : at::mm_out(out, a, b, at::kFloat);
+    return;
+  }
+#endif
+  if (narrow) {
+    TORCH_CHECK(has_bfloat16_kernel(), "gemm_: neither this processor nor this torch multiplies bfloat16 to float32");
+    bfloat16_gemm(
+        out.mutable_data_ptr<float>(), out.stride(0), operand<uint16_t>(a), operand<uint16_t>(b), out.size(0),
+        out.size(1), a.size(1), accumulate);
+  } else if (out.is_cpu() && a.scalar_type() == at::kFloat && prefers_float_gemm()) {
+    float_gemm(
+        out.mutable_data_ptr<float>(), out.stride(0), operand<float>(a), operand<float>(b), out.size(0), out.size(1),
+        a.size(1), accumulate);
+  } else {
+    accumulate ? at::addmm_out(out, out, a, b) : at::mm_out(out, a, b);
+  }
+}
+
+}  // namespace brorl

@@ -1,0 +1,265 @@
+// A piece of work is one kv head of a few segments that share a prefix. Keys (for the gradient also values) are laid out
+// beforehand with their tokens contiguous, in blocks of kBlock tokens. What the pieces add to a prefix's gradients is
+// kept apart and summed in their order.
+#include "cpu/segment_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include "common/fast_exp.h"
+#include "cpu/segment_stream.h"
+
+namespace brorl {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kKeys = 8 * kBlock;  // per round of the online softmax
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+// The softmax of up to kBlock queries so far: of scores [rows, kKeys], their first `width` columns.
+struct Softmax {
+  float largest[kBlock], sum[kBlock];
+  alignas(64) float scores[kBlock * kKeys];
+
+  // A row's scores become weights; returns by how much the row's earlier weights shrink.
+  float add(int64_t r, int64_t width, float scale, bool first) {
+    float* const row = scores + r * kKeys;
+    Wide top = Wide{} + kNone;
+    for (int64_t c = 0; c < width; c += kWide) {
+      const Wide x = load_wide(row + c) * scale;
+      top = x > top ? x : top;
+      store_wide(row + c, x);
+    }
+    const float before = first ? kNone : largest[r], found = largest_lane(top), now = before > found ? before : found;
+    Wide total = {};
+    for (int64_t c = 0; c < width; c += kWide) {
+      for (int64_t i = 0; i < kWide; ++i) row[c + i] = fast_exp(row[c + i] - now);
+      total += load_wide(row + c);
+    }
+    const float added = sum_lanes(total), shrink = first ? 0.0f : std::exp(before - now);
+    sum[r] = first ? added : sum[r] * shrink + added;
+    largest[r] = now;
+    return shrink;
+  }
+};
+
+struct Forward {
+  Heads query, value, out;
+  Turned keys;
+  float* log_sums;
+  int64_t heads, kv_heads, d;  // heads: of one kv head
+  float scale;
+
+  // Queries [q, q + rows) of a segment, of one head of the kv head.
+  void attend(const Segment& s, int64_t q, int64_t rows, int64_t kv_head, int64_t head) const {
+    Softmax softmax;
+    const std::vector<Keys> blocks = keys_of(s, q, rows);
+    const Rows queries{query.at(s.begin + q, kv_head) + head * d, query.token, 1};
+    float* const result = out.at(s.begin + q, kv_head) + head * d;
+    for (size_t begin = 0; begin < blocks.size(); begin += kKeys / kBlock) {
+      const size_t end = std::min(blocks.size(), begin + kKeys / kBlock);
+      int64_t width = 0;
+      for (size_t i = begin; i < end; ++i) {
+        const Keys& k = blocks[i];
+        float* const scores = softmax.scores + width;
+        product(
+            queries, rows, keys.block(k.begin, k.length, kv_head, k.block), keys.width(k.length, k.block), scores,
+            kKeys, false, [&](int64_t, int64_t) { return Range{0, d}; }, [&](int64_t r) { return k.seen(r); });
+        for (int64_t r = 0; r < rows; ++r) {
+          std::fill(scores + r * kKeys + k.seen(r), scores + r * kKeys + padded(k.tokens), kNone);
+        }
+        width += padded(k.tokens);
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        const float shrink = softmax.add(r, width, scale, begin == 0);
+        if (begin > 0) std::for_each_n(result + r * out.token, d, [&](float& x) { x *= shrink; });
+      }
+      width = 0;
+      for (size_t i = begin; i < end; ++i) {
+        const Keys& k = blocks[i];
+        product(
+            Rows{softmax.scores + width, kKeys, 1}, rows, value.at(k.begin + k.block, kv_head), value.token, result,
+            out.token, i > 0, [&](int64_t, int64_t last) { return Range{0, k.seen(last)}; },
+            [&](int64_t) { return d; });
+        width += padded(k.tokens);
+      }
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      std::for_each_n(result + r * out.token, d, [share = 1 / softmax.sum[r]](float& x) { x *= share; });
+      log_sums[((s.begin + q + r) * kv_heads + kv_head) * heads + head] = softmax.largest[r] + std::log(softmax.sum[r]);
+    }
+  }
+};
+
+// With the weights P, their sum over keys weighted by dP = gradient . value, and dS = P (dP - sum): the gradients of
+// values are P^T gradient, of keys dS^T query, of queries dS key (Dao et al. 2022, appendix B.2).
+struct Backward {
+  Heads gradient, query, key, value, out, of_query, of_key, of_value;
+  Turned keys, values;
+  const float* log_sums;
+  int64_t heads, kv_heads, d;  // heads: of one kv head
+  float scale;
+
+  // Queries [q, q + rows) of a segment, of one head of the kv head; prefix_* [prefix_length, d] take what is the
+  // prefix's.
+  void attend(
+      const Segment& s, int64_t q, int64_t rows, int64_t kv_head, int64_t head, float* prefix_key,
+      float* prefix_value) const {
+    alignas(64) float weights[kBlock * kBlock], slopes[kBlock * kBlock];
+    float dot[kBlock];
+    const int64_t at = s.begin + q;
+    const float *const up = gradient.at(at, kv_head) + head * d, *const queries = query.at(at, kv_head) + head * d;
+    float* const to_query = of_query.at(at, kv_head) + head * d;
+    for (int64_t r = 0; r < rows; ++r) {
+      float sum = 0;
+      const float *const g = up + r * gradient.token, *const o = out.at(at + r, kv_head) + head * d;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < d; ++i) sum += g[i] * o[i];
+      dot[r] = sum;
+    }
+    bool first = true;
+    for (const Keys& k : keys_of(s, q, rows)) {
+      const auto whole = [&](int64_t, int64_t) { return Range{0, d}; };
+      const auto seen = [&](int64_t r) { return k.seen(r); };
+      const int64_t ld = keys.width(k.length, k.block);
+      product(
+          {queries, query.token, 1}, rows, keys.block(k.begin, k.length, kv_head, k.block), ld, weights, kBlock, false,
+          whole, seen);
+      product(
+          {up, gradient.token, 1}, rows, values.block(k.begin, k.length, kv_head, k.block), ld, slopes, kBlock, false,
+          whole, seen);
+      for (int64_t r = 0; r < rows; ++r) {
+        float *const weight = weights + r * kBlock, *const slope = slopes + r * kBlock;
+        const float log_sum = log_sums[((at + r) * kv_heads + kv_head) * heads + head];
+#pragma omp simd
+        for (int64_t c = 0; c < padded(k.seen(r)); ++c) {
+          weight[c] = fast_exp(weight[c] * scale - log_sum);
+          slope[c] = weight[c] * (slope[c] - dot[r]) * scale;
+        }
+        std::fill(weight + k.seen(r), weight + padded(k.tokens), 0.0f);
+        std::fill(slope + k.seen(r), slope + padded(k.tokens), 0.0f);
+      }
+      const bool own = k.begin == s.begin;
+      float* const to_key = own ? of_key.at(k.begin + k.block, kv_head) : prefix_key + k.block * d;
+      float* const to_value = own ? of_value.at(k.begin + k.block, kv_head) : prefix_value + k.block * d;
+      const auto seeing = [&](int64_t c, int64_t) { return Range{k.first_to_see(c), rows}; };
+      const auto wide = [&](int64_t) { return d; };
+      product({weights, 1, kBlock}, k.tokens, up, gradient.token, to_value, own ? of_value.token : d, true, seeing, wide);
+      product({slopes, 1, kBlock}, k.tokens, queries, query.token, to_key, own ? of_key.token : d, true, seeing, wide);
+      product(
+          {slopes, kBlock, 1}, rows, key.at(k.begin + k.block, kv_head), key.token, to_query, of_query.token, !first,
+          [&](int64_t, int64_t last) { return Range{0, k.seen(last)}; }, wide);
+      first = false;
+    }
+  }
+};
+
+void check(const Tensor& x, const char* name, at::IntArrayRef sizes) {
+  TORCH_CHECK_VALUE(x.sizes() == sizes, name, " must be ", sizes, ", got ", x.sizes());
+  TORCH_CHECK_TYPE(x.scalar_type() == at::kFloat, name, " must be float32, got ", x.scalar_type());
+  TORCH_CHECK_VALUE(x.is_contiguous(), name, " must be contiguous");
+}
+
+// Segments are places in memory, so a wrong one must not pass.
+void check_segments(const Tensor& segments, int64_t tokens) {
+  TORCH_CHECK_VALUE(segments.dim() == 2 && segments.size(1) == 4, "segments must be [S, 4], got ", segments.sizes());
+  TORCH_CHECK_TYPE(segments.scalar_type() == at::kLong, "segments must be int64, got ", segments.scalar_type());
+  TORCH_CHECK_VALUE(segments.is_contiguous(), "segments must be contiguous");
+  const int64_t* const row = segments.const_data_ptr<int64_t>();
+  std::vector<int64_t> alone(tokens + 1);  // the length of the segment without a prefix that begins there
+  int64_t end = 0;
+  for (int64_t i = 0; i < segments.size(0); ++i) {
+    const int64_t begin = row[4 * i], length = row[4 * i + 1], prefix = row[4 * i + 2], of_prefix = row[4 * i + 3];
+    TORCH_CHECK_INDEX(
+        begin == end && length > 0 && length <= tokens - end, "segments[", i, "] must begin at token ", end,
+        " and have 1 to ", tokens - end, " tokens, has ", length, " from ", begin);
+    TORCH_CHECK_INDEX(
+        of_prefix == 0 || (of_prefix > 0 && prefix >= 0 && prefix < begin && alone[prefix] == of_prefix), "segments[", i,
+        "]: tokens ", prefix, " + ", of_prefix, " are not an earlier segment without a prefix");
+    if (of_prefix == 0) alone[begin] = length;
+    end += length;
+  }
+  TORCH_CHECK_INDEX(end == tokens, "segments must cover ", tokens, " tokens, cover ", end);
+}
+
+void check_all(const Tensor& qkv, const Tensor& segments) {
+  TORCH_CHECK_VALUE(
+      qkv.dim() == 4 && qkv.size(1) > 0 && qkv.size(2) > 2 && qkv.size(3) % kWide == 0,
+      "qkv must be [T, kv_heads, heads of each + 2, d], d a multiple of ", kWide, ", got ", qkv.sizes());
+  check(qkv, "qkv", qkv.sizes());
+  check_segments(segments, qkv.size(0));
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> segment_attention(const Tensor& qkv, const Tensor& segments, double scale) {
+  check_all(qkv, segments);
+  const int64_t kv_heads = qkv.size(1), heads = qkv.size(2) - 2, d = qkv.size(3);
+  Tensor out = at::empty({qkv.size(0), kv_heads, heads, d}, qkv.options());
+  Tensor log_sums = at::empty({qkv.size(0), kv_heads, heads}, qkv.options());
+  const Stream stream(segments, kv_heads);
+  const Forward forward{
+      heads_of(qkv), heads_of(qkv, heads + 1), heads_of(out), Turned(qkv, heads, stream.segments),
+      log_sums.mutable_data_ptr<float>(), heads, kv_heads, d, float(scale)};
+  stream.for_pieces([&](int64_t, const Segment& s, int64_t kv_head) {
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t q = 0; q < s.length; q += kBlock) {
+        forward.attend(s, q, std::min(kBlock, s.length - q), kv_head, head);
+      }
+    }
+  });
+  return {out, log_sums};
+}
+
+Tensor segment_attention_gradient(
+    const Tensor& gradient, const Tensor& qkv, const Tensor& out, const Tensor& log_sums, const Tensor& segments,
+    double scale) {
+  check_all(qkv, segments);
+  const int64_t tokens = qkv.size(0), kv_heads = qkv.size(1), heads = qkv.size(2) - 2, d = qkv.size(3);
+  check(gradient, "gradient", {tokens, kv_heads, heads, d});
+  check(out, "out", {tokens, kv_heads, heads, d});
+  check(log_sums, "log_sums", {tokens, kv_heads, heads});
+  Tensor of_qkv = at::empty(qkv.sizes(), qkv.options());
+  const Stream stream(segments, kv_heads);
+  const Backward backward{
+      heads_of(gradient), heads_of(qkv), heads_of(qkv, heads), heads_of(qkv, heads + 1), heads_of(out),
+      heads_of(of_qkv), heads_of(of_qkv, heads), heads_of(of_qkv, heads + 1), Turned(qkv, heads, stream.segments),
+      Turned(qkv, heads + 1, stream.segments), log_sums.const_data_ptr<float>(), heads, kv_heads, d, float(scale)};
+  // Of each piece: what it adds to the prefix's keys, then to its values, [2, prefix_length, d].
+  std::vector<std::vector<float>> added(stream.runs.size() * kv_heads);
+  stream.for_pieces([&](int64_t piece, const Segment& s, int64_t kv_head) {
+    std::vector<float>& prefix = added[piece];
+    prefix.resize(2 * s.prefix_length * d);
+    for (int64_t t = s.begin; t < s.begin + s.length; ++t) {
+      std::fill_n(backward.of_key.at(t, kv_head), 2 * d, 0.0f);  // and the value next to it
+    }
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t q = 0; q < s.length; q += kBlock) {
+        backward.attend(
+            s, q, std::min(kBlock, s.length - q), kv_head, head, prefix.data(), prefix.data() + s.prefix_length * d);
+      }
+    }
+  });
+#pragma omp parallel for num_threads(at::get_num_threads())
+  for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
+    for (size_t run = 0; run < stream.runs.size(); ++run) {
+      const Segment& s = stream.segments[stream.runs[run].first];
+      const float* from = added[run * kv_heads + kv_head].data();
+      for (const Heads& to : {backward.of_key, backward.of_value}) {
+        for (int64_t t = 0; t < s.prefix_length; ++t, from += d) {
+          float* const row = to.at(s.prefix + t, kv_head);
+          for (int64_t i = 0; i < d; ++i) row[i] += from[i];
+        }
+      }
+    }
+  }
+  return of_qkv;
+}
+
+}  // namespace brorl

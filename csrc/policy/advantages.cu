@@ -1,0 +1,123 @@
+// One warp per segment or group. A warp takes a segment in tiles of 32 tokens, last tile first; the recursion is a map
+// from the next advantage to this one, and maps compose, so a tile costs five shuffles instead of 32 steps.
+#include "policy/advantages_cuda.h"
+
+#include "policy/advantages_math.h"
+#include "common/block_reduce.h"
+
+namespace brorl {
+namespace {
+
+constexpr int kWarpsPerBlock = kThreads / kWarp;
+
+__device__ __forceinline__ int64_t warp_index() {
+  return int64_t(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarp;
+}
+
+// The same bits in every lane: both sides of each exchange add the same two numbers.
+__device__ __forceinline__ double warp_sum(double x) {
+  for (int step = kWarp / 2; step; step /= 2) x += __shfl_xor_sync(kWholeWarp, x, step);
+  return x;
+}
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads) gae_kernel(
+    const S* rewards, const S* values, const int64_t* starts, const bool* mask, const S* bootstrap, double gamma,
+    double lambda, int64_t segments, S* advantages, S* returns) {
+  const int64_t segment = warp_index();
+  if (segment >= segments) return;  // a whole warp
+  const int lane = threadIdx.x % kWarp;
+  const int64_t begin = starts[segment];
+  double next_value = bootstrap ? double(bootstrap[segment]) : 0, next_advantage = 0;  // those after the tile
+  for (int64_t end = starts[segment + 1]; end > begin; end -= kWarp) {
+    const int64_t t = end - kWarp + lane;
+    const bool counts = t >= begin && (!mask || mask[t]);
+    const double value = counts ? double(values[t]) : 0, reward = counts ? double(rewards[t]) : 0;
+    const unsigned counting = __ballot_sync(kWholeWarp, counts);
+    const unsigned later = counting & ~((2u << lane) - 1);  // lane 31: 2 << 31 is 0, so none
+    const double following = __shfl_sync(kWholeWarp, value, later ? __ffs(int(later)) - 1 : 0);
+    const double delta = td_error<double>(reward, value, later ? following : next_value, gamma);
+    Affine map = counts ? gae_step(delta, gamma, lambda) : gae_skip();
+    for (int step = 1; step < kWarp; step *= 2) {
+      const Affine inner = {
+          __shfl_down_sync(kWholeWarp, map.offset, step), __shfl_down_sync(kWholeWarp, map.slope, step)};
+      if (lane + step < kWarp) map = compose(map, inner);
+    }
+    const double advantage = map(next_advantage);
+    if (t >= begin) {
+      advantages[t] = counts ? S(advantage) : S(0);
+      returns[t] = counts ? S(advantage + value) : S(0);
+    }
+    next_advantage = __shfl_sync(kWholeWarp, advantage, 0);
+    const double first = __shfl_sync(kWholeWarp, value, counting ? __ffs(int(counting)) - 1 : 0);
+    next_value = counting ? first : next_value;
+  }
+}
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads) group_kernel(
+    const S* rewards, const int64_t* starts, const bool* mask, bool by_std, int64_t groups, S* advantages) {
+  const int64_t group = warp_index();
+  if (group >= groups) return;  // a whole warp
+  const int64_t begin = starts[group] + threadIdx.x % kWarp, end = starts[group + 1];
+  double count = 0, sum = 0, m2 = 0;
+  S first = 0;
+  bool equal = true;  // all of this lane's rewards
+  for (int64_t i = begin; i < end; i += kWarp) {
+    if (mask && !mask[i]) continue;
+    if (count == 0) first = rewards[i];
+    equal = equal && rewards[i] == first;
+    sum += double(rewards[i]);
+    count += 1;
+  }
+  // Equal in the group where equal in each lane and to the first lane that has any.
+  const unsigned filled = __ballot_sync(kWholeWarp, count > 0);
+  const S common = __shfl_sync(kWholeWarp, first, filled ? __ffs(int(filled)) - 1 : 0);
+  equal = __all_sync(kWholeWarp, count == 0 || (equal && first == common));
+  count = warp_sum(count);
+  const double mean = warp_sum(sum) / count;  // not used where count is 0
+  for (int64_t i = begin; i < end && by_std; i += kWarp) {
+    if (!mask || mask[i]) m2 += (double(rewards[i]) - mean) * (double(rewards[i]) - mean);
+  }
+  const double divisor = group_divisor(warp_sum(m2), count, by_std);
+  for (int64_t i = begin; i < end; i += kWarp) {
+    const bool zero = count <= 1 || equal || (mask && !mask[i]);
+    advantages[i] = zero ? S(0) : S((double(rewards[i]) - mean) / divisor);
+  }
+}
+
+template <typename S>
+const char* launch_gae(
+    const S* rewards, const S* values, const int64_t* starts, const bool* mask, const S* bootstrap, double gamma,
+    double lambda, int64_t segments, S* advantages, S* returns, cudaStream_t stream) {
+  if (!segments) return nullptr;
+  const int64_t blocks = (segments + kWarpsPerBlock - 1) / kWarpsPerBlock;
+  gae_kernel<S><<<unsigned(blocks), kThreads, 0, stream>>>(
+      rewards, values, starts, mask, bootstrap, gamma, lambda, segments, advantages, returns);
+  return launch_error();
+}
+
+template <typename S>
+const char* launch_groups(
+    const S* rewards, const int64_t* starts, const bool* mask, bool by_std, int64_t groups, S* advantages,
+    cudaStream_t stream) {
+  if (!groups) return nullptr;
+  const int64_t blocks = (groups + kWarpsPerBlock - 1) / kWarpsPerBlock;
+  group_kernel<S><<<unsigned(blocks), kThreads, 0, stream>>>(rewards, starts, mask, by_std, groups, advantages);
+  return launch_error();
+}
+
+}  // namespace
+
+BRORL_GAE_LAUNCH(float) {
+  return launch_gae(rewards, values, starts, mask, bootstrap, gamma, lambda, segments, advantages, returns, stream);
+}
+
+BRORL_GAE_LAUNCH(double) {
+  return launch_gae(rewards, values, starts, mask, bootstrap, gamma, lambda, segments, advantages, returns, stream);
+}
+
+BRORL_GROUP_LAUNCH(float) { return launch_groups(rewards, starts, mask, by_std, groups, advantages, stream); }
+BRORL_GROUP_LAUNCH(double) { return launch_groups(rewards, starts, mask, by_std, groups, advantages, stream); }
+
+}  // namespace brorl

@@ -1,0 +1,31 @@
+// One thread per token: the work is nothing beside that of the logits.
+#include "policy/ppo_tokens_cuda.h"
+
+#include <cuda_runtime.h>
+
+namespace brorl {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <typename S>
+__global__ void tokens_kernel(PpoTokenPointers<S> pointers, PpoSettings<S> settings, int64_t rows) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < rows) ppo_token_at(i, pointers, settings);
+}
+
+}  // namespace
+
+template <typename S>
+const char* ppo_tokens_launch(
+    PpoTokenPointers<S> pointers, PpoSettings<S> settings, int64_t rows, CUstream_st* stream) {
+  if (rows == 0) return nullptr;
+  tokens_kernel<<<unsigned((rows + kThreads - 1) / kThreads), kThreads, 0, stream>>>(pointers, settings, rows);
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+template const char* ppo_tokens_launch<float>(PpoTokenPointers<float>, PpoSettings<float>, int64_t, CUstream_st*);
+template const char* ppo_tokens_launch<double>(PpoTokenPointers<double>, PpoSettings<double>, int64_t, CUstream_st*);
+
+}  // namespace brorl

@@ -1,0 +1,21 @@
+// The policy loss token by token, given log-probabilities. megatron_brorl/algo/loss.py defines it.
+#pragma once
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+namespace brorl {
+
+// All tensors [R] float32 or float64. old: none where the actor is its own old policy; reference: none without KL.
+// Returns d loss / d log-prob [R], d loss / d entropy [R] and the columns [R, kTokenColumns] whose order
+// megatron_brorl/ops/fused/linear.py names.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> ppo_tokens(
+    const at::Tensor& log_probs, const at::Tensor& entropy, const std::optional<at::Tensor>& old,
+    const at::Tensor& rollout, const std::optional<at::Tensor>& reference, const at::Tensor& advantages,
+    const at::Tensor& weights, double eps_low, double eps_high, double dual_clip, double is_cap, double kl_coef,
+    std::string_view kl_estimator, double entropy_coef);
+
+}  // namespace brorl

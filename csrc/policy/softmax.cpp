@@ -1,0 +1,112 @@
+#include "policy/softmax.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include "common/cuda_launch.h"
+#include "policy/softmax_cuda.h"
+#include "policy/softmax_row.h"
+
+namespace brorl {
+namespace {
+
+using at::Tensor;
+
+void check(const Tensor& logits, const Tensor& ids, double temperature) {
+  TORCH_CHECK_TYPE(
+      logits.scalar_type() == at::kFloat || logits.scalar_type() == at::kDouble,
+      "logits must be float32 or float64, got ", logits.scalar_type());
+  TORCH_CHECK_VALUE(
+      logits.dim() == 2 && logits.is_contiguous(), "logits must be [R, V] and contiguous, got ", logits.sizes());
+  TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong, "ids must be int64, got ", ids.scalar_type());
+  TORCH_CHECK_VALUE(
+      ids.dim() == 1 && ids.size(0) == logits.size(0), "ids must be [", logits.size(0), "], got ", ids.sizes());
+  TORCH_CHECK_VALUE(temperature > 0, "temperature must be above 0, got ", temperature);
+}
+
+Tensor upstream(const Tensor& x, const char* name, const Tensor& logits) {
+  TORCH_CHECK_VALUE(
+      x.dim() == 1 && x.size(0) == logits.size(0) && x.scalar_type() == logits.scalar_type(), name, " must be [",
+      logits.size(0), "] ", logits.scalar_type(), ", got ", x.sizes(), " ", x.scalar_type());
+  return x.contiguous();
+}
+
+// Call f(S()) with the element type of the logits.
+template <typename F>
+void with_type(const Tensor& logits, const F& f) {
+  logits.scalar_type() == at::kDouble ? f(double()) : f(float());
+}
+
+}  // namespace
+
+Tensor softmax_statistics(const Tensor& logits, const Tensor& ids, int64_t start, double temperature) {
+  check(logits, ids, temperature);
+  const Tensor targets = ids.contiguous();
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  const Tensor statistics = at::empty({rows, 4}, logits.options().dtype(at::kDouble));
+  const auto* const target = targets.const_data_ptr<int64_t>();
+  auto* const out = statistics.mutable_data_ptr<double>();
+  with_type(logits, [&](auto zero) {
+    using S = decltype(zero);
+    const S* const data = logits.const_data_ptr<S>();
+#ifdef BRORL_CUDA
+    if (logits.is_cuda()) {
+      const c10::DeviceGuard guard(logits.device());
+      check_launch("softmax_statistics", softmax_statistics_launch<S>(
+          data, target, out, rows, vocab, start, temperature, current_stream(logits)));
+      return;
+    }
+#endif
+#pragma omp parallel for schedule(static) num_threads(at::get_num_threads())
+    for (int64_t i = 0; i < rows; ++i) {
+      const S* const row = data + i * vocab;
+      const SoftmaxPart<double> part = softmax_row(row, vocab, S(1 / temperature));
+      const int64_t own = target[i] - start;
+      const double values[] = {
+          part.largest, part.sum, part.weighted, own >= 0 && own < vocab ? double(row[own]) : 0.0};
+      std::copy(values, values + 4, out + 4 * i);
+    }
+  });
+  return statistics;
+}
+
+void softmax_gradient_(
+    Tensor& logits, const Tensor& ids, const Tensor& statistics, const Tensor& log_prob_gradient,
+    const std::optional<Tensor>& entropy_gradient, int64_t start, double temperature, bool narrow) {
+  check(logits, ids, temperature);
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  TORCH_CHECK_VALUE(
+      statistics.dim() == 2 && statistics.size(0) == rows && statistics.size(1) == 4 && statistics.is_contiguous() &&
+          statistics.scalar_type() == at::kDouble,
+      "statistics must be [", rows, ", 4] float64, got ", statistics.sizes(), " ", statistics.scalar_type());
+  TORCH_CHECK_TYPE(!narrow || logits.scalar_type() == at::kFloat, "bfloat16 gradients need float32 logits");
+  const Tensor targets = ids.contiguous();
+  const Tensor first = upstream(log_prob_gradient, "log_prob_gradient", logits);
+  const Tensor second = entropy_gradient ? upstream(*entropy_gradient, "entropy_gradient", logits) : Tensor();
+  const auto* const target = targets.const_data_ptr<int64_t>();
+  const auto* const found = statistics.const_data_ptr<double>();
+  with_type(logits, [&](auto zero) {
+    using S = decltype(zero);
+    S* const data = logits.mutable_data_ptr<S>();
+    const S* const u = first.const_data_ptr<S>();
+    const S* const c = second.defined() ? second.const_data_ptr<S>() : nullptr;
+#ifdef BRORL_CUDA
+    if (logits.is_cuda()) {
+      const c10::DeviceGuard guard(logits.device());
+      check_launch("softmax_gradient_", softmax_gradient_launch<S>(
+          data, target, found, u, c, rows, vocab, start, temperature, narrow, current_stream(logits)));
+      return;
+    }
+#endif
+    const double inverse = 1 / temperature;
+#pragma omp parallel for schedule(static) num_threads(at::get_num_threads())
+    for (int64_t i = 0; i < rows; ++i) {
+      const double* const s = found + 4 * i;
+      const auto gradient = softmax_gradient<S>(
+          {s[0], s[1], s[2]}, (s[3] - s[0]) * inverse, u[i], c ? c[i] : S(0), inverse);
+      softmax_gradient_row(data + i * vocab, vocab, target[i] - start, S(s[0]), gradient, S(inverse), narrow);
+    }
+  });
+}
+
+}  // namespace brorl

@@ -1,0 +1,23 @@
+// Drawing the next token from logits with keyed random numbers. megatron_brorl/ops/reference/sampling.py defines the op.
+#pragma once
+
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+namespace brorl {
+
+// logits [B, V] float32 or bfloat16; keys, index and position [B] int64. Returns ids [B] int64 and their log-probs [B]
+// float32 under the distribution they were drawn from.
+std::tuple<at::Tensor, at::Tensor> sample_tokens_cpu(
+    const at::Tensor& logits, const at::Tensor& keys, const at::Tensor& index, const at::Tensor& position,
+    double temperature, double top_p, int64_t top_k);
+
+#ifdef BRORL_CUDA
+// A row without a distribution gets id -1 and a log-prob of NaN, because an error would have to wait for the device.
+std::tuple<at::Tensor, at::Tensor> sample_tokens_cuda(
+    const at::Tensor& logits, const at::Tensor& keys, const at::Tensor& index, const at::Tensor& position,
+    double temperature, double top_p, int64_t top_k);
+#endif
+
+}  // namespace brorl

@@ -1,0 +1,177 @@
+"""Hugging Face directories in and out: each rank reads only its part; rank 0 writes what the reshard stream yields."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.checkpoints import safetensors_files
+from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES, Tensors
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import CONFIG, WEIGHTS, ModelShape, read_shape
+from megatron_brorl.models import hf_names
+from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.reshard.layout import Entry, to_local
+
+
+class Checkpoint:
+    """The tensors of a Hugging Face directory by name, read lazily from one or many safetensors files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._opened: dict[str, Tensors] = {}
+        index = directory / INDEX
+        if index.is_file():
+            try:
+                self.files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (json.JSONDecodeError, KeyError, TypeError) as e:
+                raise UserError(f"{index}: not a safetensors index: {e!r}") from None
+        elif (directory / WEIGHTS).is_file():
+            self.files = dict.fromkeys(self._open(WEIGHTS).shapes, WEIGHTS)
+        else:
+            raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}")
+
+    def _open(self, name: str) -> Tensors:
+        path = self.directory / name
+        if name not in self._opened:
+            if not path.is_file():
+                raise UserError(f"{path}: missing, but named in {INDEX}; download the checkpoint again")
+            self._opened[name] = Tensors(path)
+        return self._opened[name]
+
+    def _file_of(self, name: str) -> Tensors:
+        """The file of a tensor, which it does hold."""
+        file = self._open(self.files[name])
+        if name not in file.shapes:
+            raise UserError(f"{file.path}: does not hold {name}, which {INDEX} says it does")
+        return file
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raise UserError unless the files hold exactly these tensors (a tied lm_head may be stored as well)."""
+        missing = [name for name in shapes if name not in self.files]
+        if missing:
+            raise UserError(
+                f"{self.directory}: {len(missing)} tensors of config.json's model are missing, for example {missing[0]}"
+            )
+        known = {"lm_head.weight"} | shapes.keys()
+        unknown = [n for n in self.files if n not in known and not n.endswith("rotary_emb.inv_freq")]
+        if unknown:
+            raise UserError(f"{self.directory}: unknown tensor {unknown[0]}; does config.json belong to it?")
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """The type of an entry's tensors. Raises UserError where they differ, or are not floats of 16 bits or more."""
+        found = {self._file_of(name).types[name] for name in entry.hf}
+        kinds = ", ".join(sorted(found))
+        if len(found) > 1:
+            raise UserError(f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must be alike")
+        if kinds not in TYPES:
+            raise UserError(f"{self.directory}: {entry.hf[0]} is of type {kinds}: only unquantised checkpoints")
+        return TYPES[kinds]
+
+    def read(self, entry: Entry) -> list[Tensor]:
+        """The full tensors of an entry. Raises UserError where a shape is not what config.json says."""
+        self.dtype(entry)
+        tensors = []
+        for name, shape in zip(entry.hf, entry.hf_shapes, strict=True):
+            file = self._file_of(name)
+            if file.shapes[name] != shape:
+                raise UserError(
+                    f"{self.directory}: {name} has shape {list(file.shapes[name])}, config.json implies {list(shape)}"
+                )
+            tensors.append(file.read(name))
+        return tensors
+
+
+def load(
+    actor: torch.nn.Module,
+    shape: ModelShape,
+    grid: Grid,
+    directory: str | Path,
+    fused_norms: bool,
+    own: Sequence[str] = (),
+) -> None:
+    """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype.
+
+    own: parameters that no directory holds, which stay as they are.
+    """
+    checkpoint = Checkpoint(Path(directory))
+    checkpoint.check(hf_names.hf_shapes(shape))
+    parameters = {k: v for k, v in hf_names.global_parameters(actor).items() if k not in own}
+    with torch.no_grad():
+        for entry in hf_names.entries(shape, grid.pipeline, fused_norms):
+            targets = [parameters.pop(entry.megatron)] if entry.stage == grid.pp_rank else []
+            if entry.layout == "vocab" and shape.tied and "output_layer.weight" in parameters:
+                targets.append(parameters.pop("output_layer.weight"))  # the last stage's copy of a tied embedding
+            if targets:
+                part = to_local(entry, checkpoint.read(entry), shape.kv_heads, grid.tp_rank, grid.tensor)
+                for target in targets:
+                    target.copy_(part)
+    if parameters:
+        raise AssertionError(f"parameters without a Hugging Face name: {sorted(parameters)}")
+
+
+def save(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path, dtype: str) -> None:
+    """Write a Hugging Face directory: config.json and tokenizer from `source`, weights from `tensors`.
+
+    Written aside and renamed, so that `target` is either absent, the old one, or complete. dtype is torch's name of
+    the tensors' type ("float32"). One tensor at a time is in memory.
+    """
+    source, target = Path(source), Path(target)
+    shapes = hf_names.hf_shapes(read_shape(source))
+    with written_aside(target) as aside:
+        copy_companions(source, aside)
+        config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)  # the older name of the same key
+        config["dtype"] = dtype
+        (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        layout = {name: (shape, getattr(torch, dtype)) for name, shape in shapes.items()}
+        safetensors_files.write(tensors, layout, aside)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """config.json, the tokenizer and whatever else stands beside the weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != INDEX:
+            shutil.copy2(path, target / path.name)
+
+
+@contextlib.contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """A fresh directory beside `target` that takes its place once it is complete; removed where the writing fails."""
+    aside = target.with_name(f".{target.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        replace_directory(aside, target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def replace_directory(aside: Path, target: Path) -> None:
+    """Put a finished directory in its place; a reader sees the old one, or none for an instant, or the new one."""
+    for path in aside.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as f:
+                os.fsync(f.fileno())
+    if target.exists():
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        aside.rename(target)
+        shutil.rmtree(old)
+    else:
+        aside.rename(target)
+    parent = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)

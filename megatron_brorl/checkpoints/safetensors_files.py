@@ -1,0 +1,133 @@
+"""Safetensors files, one tensor in memory at a time, read and written at its place in the file.
+
+safetensors' own writer wants all tensors of a file at once, its reader maps the whole file. The format: 8 bytes
+little-endian length of the header, the header as JSON, the bytes of the tensors without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import WEIGHTS
+
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 4 << 30
+TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape and type, in the order of the files
+
+
+class Tensors:
+    """The tensors of one file. Raises UserError where the file is none, or is cut short."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                size = path.stat().st_size
+                if not 0 < length <= size - 8:
+                    raise ValueError(f"a header of {length} bytes in a file of {size}")
+                header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            self._begin = 8 + length
+            self.types: dict[str, str] = {name: x["dtype"] for name, x in header.items()}
+            self.shapes = {name: tuple(map(int, x["shape"])) for name, x in header.items()}
+            self._places = {name: (int(x["data_offsets"][0]), int(x["data_offsets"][1])) for name, x in header.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
+            raise UserError(f"{path}: not a readable safetensors file: {e}") from None
+        for name, (begin, end) in self._places.items():
+            known = TYPES.get(self.types[name])
+            if known and end - begin != _bytes((self.shapes[name], known)):
+                raise UserError(f"{path}: not a readable safetensors file: {name} has {end - begin} bytes")
+        end = self._begin + max((end for _, end in self._places.values()), default=0)
+        if end != size:
+            raise UserError(f"{path}: not a readable safetensors file: it has {size} bytes, its header says {end}")
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, whose type must be one of TYPES."""
+        tensor = torch.empty(self.shapes[name], dtype=TYPES[self.types[name]])
+        data = tensor.flatten().view(torch.uint8).numpy().data
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self._begin + self._places[name][0])
+            done = 0
+            while done < len(data):  # one call reads 2 GiB at most
+                got = file.readinto(data[done:])
+                if not got:
+                    raise UserError(f"{self.path}: ends within {name}")
+                done += got
+        return tensor
+
+
+def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path) -> None:
+    """Write exactly the tensors of `layout` to `directory`, as one file or as several with an index.
+
+    A file has at most MAX_SHARD_BYTES of tensors, or one tensor. One tensor at a time is in memory. Raises ValueError
+    where one is missing, unknown, sent twice or of another shape or type.
+    """
+    shards = _shards(layout)
+    missing = dict.fromkeys(layout)
+    with ExitStack() as files:
+        places: dict[str, tuple[BinaryIO, int, str]] = {}
+        for number, shard in enumerate(shards):
+            name = WEIGHTS if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            shard_file = files.enter_context((directory / name).open("wb"))
+            header, offsets = _header(shard, layout)
+            shard_file.write(header)
+            places |= {n: (shard_file, len(header) + offset, name) for n, offset in offsets.items()}
+        for name, tensor in tensors:
+            if name not in missing:
+                raise ValueError(f"export: {name} is {'sent twice' if name in layout else 'unknown'}")
+            if (tuple(tensor.shape), tensor.dtype) != layout[name]:
+                raise ValueError(f"export: {name} is {list(tensor.shape)} {tensor.dtype}, expected {layout[name]}")
+            file, offset, _ = places[name]
+            file.seek(offset)
+            data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            file.write(data.numpy().data)
+            del missing[name]
+    if missing:
+        raise ValueError(f"export: {len(missing)} tensors missing, for example {next(iter(missing))}")
+    if len(shards) > 1:
+        total = sum(_bytes(layout[name]) for name in layout)
+        index = {"metadata": {"total_size": total}, "weight_map": {n: places[n][2] for n in layout}}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _bytes(entry: tuple[tuple[int, ...], torch.dtype]) -> int:
+    return math.prod(entry[0]) * entry[1].itemsize
+
+
+def _shards(layout: Layout) -> list[list[str]]:
+    shards: list[list[str]] = []
+    size = 0
+    for name, entry in layout.items():
+        if not shards or size + _bytes(entry) > MAX_SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _bytes(entry)
+    return shards
+
+
+def _header(names: list[str], layout: Layout) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file, and where each tensor begins after it."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name in names:
+        shape, dtype = layout[name]
+        offsets[name], begin = end, end
+        end += _bytes(layout[name])
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text, offsets

@@ -1,0 +1,107 @@
+"""What this machine has of what a run needs; what is wrong ends in a line that says what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+LEAST_SHARED_MIB = 1024  # Docker's default of 64 holds no weights
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    value: str
+    remedy: str = ""  # where it is wrong
+
+
+def examine() -> list[Finding]:
+    return [check() for check in CHECKS]
+
+
+def report(findings: list[Finding]) -> tuple[list[str], int]:
+    """Lines to print, and the exit code: 1 where something is wrong."""
+    lines = [f"{'  ok' if not f.remedy else 'BAD '}  {f.name:20} {f.value}" for f in findings]
+    lines += [f"      {f.name}: {f.remedy}" for f in findings if f.remedy]
+    return lines, int(any(f.remedy for f in findings))
+
+
+def _python() -> Finding:
+    return Finding("python", sys.version.split()[0], "" if sys.version_info >= (3, 10) else "install 3.10 or newer")
+
+
+def _torch() -> Finding:
+    return Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+
+
+def _megatron() -> Finding:
+    version = metadata.version("megatron-core")
+    return Finding("megatron-core", version, "" if version.startswith("0.16.") else "install megatron-core==0.16.*")
+
+
+def _devices() -> Finding:
+    if not torch.cuda.is_available():
+        driver = shutil.which("nvidia-smi")
+        wrong = "there is a driver: install a torch with CUDA, or start the container with --gpus all" if driver else ""
+        return Finding("GPUs", "none: runs on the CPU", wrong)
+    count = torch.cuda.device_count()
+    least = min(torch.cuda.get_device_capability(i) for i in range(count))
+    name = f"{count} x {torch.cuda.get_device_name(0)}"
+    return Finding("GPUs", name, "" if least >= (8, 0) else "csrc is built for compute capability 8.0 and newer")
+
+
+def _extension() -> Finding:
+    from megatron_brorl.ops.fused import native
+
+    built = "with" if native.CUDA else "without"
+    wrong = torch.cuda.is_available() and not native.CUDA
+    remedy = "install again with BRORL_CUDA=1 and CUDA_HOME set" if wrong else ""
+    return Finding("csrc", f"{built} CUDA kernels", remedy)
+
+
+def _engine() -> Finding:
+    """Imports of Transformer Engine fail with other errors than ImportError where a library is missing."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return Finding("Transformer Engine", "none: Megatron's own layers")
+    version = metadata.version("transformer-engine")
+    code = "import transformer_engine.pytorch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return Finding("Transformer Engine", version, f"cannot be imported ({last}): mend it" if done.returncode else "")
+
+
+def _trtllm() -> Finding:
+    here = importlib.util.find_spec("tensorrt_llm") is not None
+    value = metadata.version("tensorrt_llm") if here else "not in this environment: name another by trtllm.python"
+    alone = here and importlib.util.find_spec("ray") is None
+    return Finding("TensorRT-LLM", value, "Ray starts its workers and is not here: pip install ray" if alone else "")
+
+
+def _shared_memory() -> Finding:
+    if not os.path.isdir("/dev/shm"):
+        return Finding("shared memory", "no /dev/shm", "mount one (docker run --shm-size=16g)")
+    size = shutil.disk_usage("/dev/shm").total / 2**20
+    wrong = torch.cuda.is_available() and size < LEAST_SHARED_MIB
+    return Finding("shared memory", f"{size:.0f} MiB", "docker run --shm-size=16g" if wrong else "")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _torch,
+    _megatron,
+    _devices,
+    _extension,
+    _engine,
+    _trtllm,
+    _shared_memory,
+)

@@ -1,0 +1,117 @@
+"""The commands around evaluation: `brorl evaluate` with its options, and `brorl compare`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_brorl.config.load import load
+from megatron_brorl.errors import UserError
+
+ANSWERS = "evaluation.jsonl"
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Options of `brorl evaluate`, each of which stands for a key of [evaluate]."""
+    command.add_argument("--samples", type=int, metavar="K", help="samples per prompt (evaluate.samples)")
+    command.add_argument("--pass-at", metavar="K,K", help="k of pass@k, for example 1,8,64 (evaluate.pass_at)")
+    command.add_argument(
+        "--benchmark", action="append", metavar="FILE", help="JSONL or Parquet; again for more (evaluate.benchmarks)"
+    )
+
+
+def overrides(args: argparse.Namespace) -> list[str]:
+    """What the options say, as overrides of the configuration."""
+    found = []
+    if args.samples is not None:
+        found.append(f"evaluate.samples={args.samples}")
+    if args.pass_at is not None:
+        found.append(f"evaluate.pass_at=[{args.pass_at}]")
+    if args.benchmark:
+        found.append(f"evaluate.benchmarks={json.dumps(args.benchmark)}")
+    return found
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Sample, score and write evaluation.json, .jsonl (one line per prompt), .md and .png into run.dir."""
+    from megatron_brorl.cli.build import Session
+    from megatron_brorl.report.benchmarks import markdown, plot_benchmarks
+    from megatron_brorl.rollout.engine import Sampling
+    from megatron_brorl.train.evaluate import sample_answers, sum_up
+    from megatron_brorl.train.refit import refit
+
+    config = load(args.config, args.overrides)
+    with Session(config, benchmarks=True) as session:
+        names = session.benchmarks
+        if not names:
+            raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
+        rollouts = session.rollouts()
+        refit(session.worker(None), rollouts.engine, 0)
+        e, r = config.evaluate, config.rollout
+        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
+        answers = {name: sample_answers(rollouts, prompts, e.samples, sampling) for name, prompts in names.items()}
+        every = [a for part in answers.values() for a in part]
+        whole = sum_up(every, sum(map(len, names.values())), e, rollouts.seed)
+        result = {
+            **whole.as_dict(),
+            "benchmarks": {n: sum_up(answers[n], len(names[n]), e, rollouts.seed).as_dict() for n in names},
+            "model": config.model.path,
+            "sampling": {"temperature": e.temperature, "top_p": e.top_p, "top_k": e.top_k, "max_tokens": r.max_tokens},
+        }
+        if session.speaks:
+            lines = [{"benchmark": name, **a.as_dict()} for name, part in answers.items() for a in part]
+            write_text(session.dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines))
+            write_json(session.dir / "evaluation.json", result)
+            table = markdown(result)
+            write_text(session.dir / "evaluation.md", table)
+            figure = plot_benchmarks(result, session.dir / "evaluation.png")
+            p = result["pass_at_1"]
+            print(f"pass@1 {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}")
+            print(table)
+            if whole.lost:
+                print(whole.remark())
+            print(f"written to {session.dir / 'evaluation.json'}, {ANSWERS}, evaluation.md and {figure.name}")
+    return 0
+
+
+def add_compare(commands: Any) -> None:
+    """Add `brorl compare` to the parser."""
+    text = "two evaluations of the same prompts: paired t-test, paired bootstrap, tokens"
+    command = commands.add_parser("compare", help=text, description=text)
+    command.add_argument("before", metavar="A", type=Path, help="run.dir of an evaluation")
+    command.add_argument("after", metavar="B", type=Path, help="another, of the same prompts")
+    command.add_argument("--out", type=Path, help="where compare.json, .md and .png go (default: B)")
+    command.add_argument("--resamples", type=int, default=10_000, help="of the bootstrap (%(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="of the bootstrap (%(default)s)")
+    command.set_defaults(command=_compare, name="compare")
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from megatron_brorl.report.comparison import compare, markdown, plot_comparison, read_answers
+
+    if args.resamples < 1:
+        raise UserError(f"--resamples {args.resamples}: must be at least 1")
+    out = args.out or args.after
+    before, after = (read_answers(directory / ANSWERS) for directory in (args.before, args.after))
+    result = compare(before, after, str(args.before), str(args.after), args.resamples, args.seed)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "compare.json", result)
+    table = markdown(result)
+    write_text(out / "compare.md", table)
+    figure = plot_comparison(result, out / "compare.png")
+    print(table)
+    print(f"written to {out / 'compare.json'}, compare.md and {figure.name}")
+    return 0
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """The file is the old one or the new one at any instant."""
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_text(text, encoding="utf-8")
+    aside.rename(path)

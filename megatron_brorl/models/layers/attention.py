@@ -1,0 +1,218 @@
+"""Core attention over a packed stream, for machines without Transformer Engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_brorl.models.layers import flex_attention
+from megatron_brorl.ops import rope
+from megatron_brorl.ops.reference.linear import compute_dtype
+from megatron_brorl.parallel.batch import Group
+from megatron_brorl.parallel.context import own_tokens
+
+
+@dataclass
+class Segments(PackedSeqParams):
+    """The groups of a stream of T tokens and their rotation, where Megatron hands packing to the core attention."""
+
+    groups: tuple[Group, ...] = ()
+    cos: Tensor | None = None  # [T, d / 2], float32 or float64: one table for all layers, queries and keys
+    sin: Tensor | None = None
+    mask: BlockMask | None = None  # of groups, made where it is first needed
+    table: Tensor | None = None  # of groups, likewise (models.layers.fused_attention.segment_table)
+    context: dist.ProcessGroup | None = None  # over which every segment is cut (parallel.context); T is this rank's
+
+    @property
+    def shared(self) -> bool:
+        """Whether segments attend to a prompt that stands once in the stream."""
+        return any(g.prefix for g in self.groups)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [T, heads, d], a query or key, turned by its position."""
+        assert self.cos is not None
+        assert self.sin is not None
+        cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(1).to(x.dtype) for half in (self.cos, self.sin))
+        return rope.rotate(x, cos, sin)
+
+    def attend_on_gpu(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """query [T, heads, d], key and value [T, kv_heads, d] -> [T, 1, heads * d]."""
+        if self.mask is None:
+            self.mask = flex_attention.block_mask(self.groups, query.device)
+        return flex_attention.attend(query, key, value, self.mask, scale).flatten(1).unsqueeze(1)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each segment and to its group's prompt.
+
+    On a CPU runs of segments of equal length are one batched call.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: Segments,
+        **_: Any,
+    ) -> Tensor:
+        """query [T, 1, heads, d], key and value [T, 1, kv_heads, d], not yet rotated -> [T, 1, heads * d]."""
+        query, key = (packed_seq_params.rotate(x.squeeze(1)) for x in (query, key))
+        value, dtype = value.squeeze(1), query.dtype
+        if query.is_cuda and packed_seq_params.shared:
+            return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
+        if not query.is_cuda:  # in bfloat16 the backward pass of the CPU's attention takes twice as long
+            query, key, value = (x.to(compute_dtype(dtype)) for x in (query, key, value))
+        if packed_seq_params.context is not None:
+            out = self._over_ranks(query, key, value, packed_seq_params.groups, packed_seq_params.context)
+            return out.flatten(1).unsqueeze(1).to(dtype)
+        outputs, begin = [], 0
+        for group in packed_seq_params.groups:
+            front = slice(begin, begin + group.prefix)
+            begin += group.prefix + sum(count * length for count, length in group.segments)
+            own = slice(front.stop, begin)
+            q, k, v = (x[own] for x in (query, key, value))
+            if not group.prefix:
+                outputs.append(self._causal(q, k, v, group.segments))
+                continue
+            front_q, front_k, front_v = (x[front] for x in (query, key, value))
+            outputs.append(self._causal(front_q, front_k, front_v, ((1, group.prefix),)))
+            if group.segments:
+                scale = self.scale if self.scale is not None else q.shape[-1] ** -0.5
+                outputs.append(_SharedPrompt.apply(q, k, v, front_k, front_v, group.segments, scale))
+        return _joined(outputs).flatten(1).unsqueeze(1).to(dtype)
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, segments: tuple[tuple[int, int], ...]) -> Tensor:
+        """query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads, d]; each segment by itself."""
+        outputs = []
+        for (count, length), qkv in zip(segments, _cut(segments, query, key, value), strict=True):
+            q, k, v = (_batched(x, count, length) for x in qkv)
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return _joined(outputs)
+
+    def _over_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, groups: tuple[Group, ...], ranks: dist.ProcessGroup
+    ) -> Tensor:
+        """This rank's queries [t, heads, d] over the keys and values of all ranks, of which this one has
+        [t, kv_heads, d]; each segment by itself."""
+        size, rank = ranks.size(), ranks.rank()
+        order = torch.cat([own_tokens(groups, r, size) for r in range(size)]).argsort().to(query.device)
+        key, value = (gather_from_sequence_parallel_region(x, group=ranks)[order] for x in (key, value))
+        segments = tuple(run for group in groups for run in group.segments)
+        queries = _cut(tuple((count, length // size) for count, length in segments), query)
+        outputs = []
+        for (count, length), (q,), kv in zip(segments, queries, _cut(segments, key, value), strict=True):
+            k, v = (_batched(x, count, length) for x in kv)
+            chunk = length // (2 * size)
+            halves = q.unflatten(0, (count, 2, chunk)).transpose(2, 3)  # [count, 2, heads, chunk, d]
+            found = []
+            for half, place in ((0, rank), (1, 2 * size - 1 - rank)):
+                seen = (place + 1) * chunk
+                mask = torch.ones(chunk, seen, dtype=torch.bool, device=q.device).tril(seen - chunk)
+                found.append(
+                    scaled_dot_product_attention(
+                        halves[:, half], k[:, :, :seen], v[:, :, :seen], mask, scale=self.scale, enable_gqa=True
+                    )
+                )
+            outputs.append(torch.stack(found, dim=1).transpose(2, 3).flatten(0, 2))
+        return _joined(outputs)
+
+
+class _SharedPrompt(torch.autograd.Function):
+    """Attention of t suffix tokens over [prompt | own segment so far], the prompt's keys and values stored once.
+
+    Two calls of the CPU's flash attention, over the prompt and over the segments, merge by their log-sums. Given the
+    merged output and log-sum, its backward pass over either part is exact for the whole (as in ring attention, Liu et
+    al. 2023).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prompt_key: Tensor,
+        prompt_value: Tensor,
+        segments: tuple[tuple[int, int], ...],
+        scale: float,
+    ) -> Tensor:
+        """query [t, heads, d], key and value [t, kv_heads, d], prompt_* [P, kv_heads, d] -> [t, heads, d]."""
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        on_prompt, prompt_sum = flash(
+            *(_batched(x, 1, len(x)) for x in (query, prompt_key, prompt_value)), 0.0, False, scale=scale
+        )
+        parts = [
+            flash(*(_batched(x, count, length) for x in qkv), 0.0, True, scale=scale)
+            for (count, length), qkv in zip(segments, _cut(segments, query, key, value), strict=True)
+        ]
+        on_own, own_sum = (_joined([_flat(p[i]) for p in parts]) for i in range(2))
+        out, total = _merged(_flat(on_prompt), _flat(prompt_sum), on_own, own_sum)
+        ctx.save_for_backward(query, key, value, prompt_key, prompt_value, out, total)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, prompt_key, prompt_value, out, total = ctx.saved_tensors
+        back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grad = upstream[0].contiguous()
+
+        def run(count: int, length: int, causal: bool, tensors: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> Any:
+            g, q, o, s = (_batched(x, count, length) for x in tensors)
+            k, v = (_batched(x, count, len(x) // count) for x in keys)
+            return [_flat(x) for x in back(g, q, k, v, o, s, 0.0, causal, scale=ctx.scale)]
+
+        rows = (grad, query, out, total)
+        grad_query, grad_prompt_key, grad_prompt_value = run(1, len(query), False, rows, (prompt_key, prompt_value))
+        own = [
+            run(count, length, True, part[:4], part[4:])
+            for (count, length), part in zip(ctx.segments, _cut(ctx.segments, *rows, key, value), strict=True)
+        ]
+        own_query, grad_key, grad_value = (_joined([p[i] for p in own]) for i in range(3))
+        return grad_query + own_query, grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None
+
+
+def _merged(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys, from that over each (a, b [t, heads, d]) and the log-sums of their softmax
+    [t, heads]; returns it with its log-sum."""
+    total = torch.logaddexp(a_sum, b_sum)
+    of_a, of_b = ((s - total).exp().unsqueeze(-1) for s in (a_sum, b_sum))
+    return (of_a * a + of_b * b).to(a.dtype), total
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """Concatenated; a single piece is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _cut(segments: tuple[tuple[int, int], ...], *streams: Tensor) -> list[tuple[Tensor, ...]]:
+    """The part of each stream [t, ...] that every run of segments covers."""
+    sizes = [count * length for count, length in segments]
+    return list(zip(*(x.split(sizes) for x in streams), strict=True))
+
+
+def _batched(x: Tensor, count: int, length: int) -> Tensor:
+    """[count * length, heads, ...] -> [count, heads, length, ...], a view."""
+    return x.unflatten(0, (count, length)).transpose(1, 2)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[count, heads, length, ...] -> [count * length, heads, ...]."""
+    return x.transpose(1, 2).flatten(0, 1)

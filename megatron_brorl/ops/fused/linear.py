@@ -1,0 +1,292 @@
+"""From hidden states to log-probabilities and to the policy loss without [R, V] logits, on one rank or many.
+
+Chunk by chunk of rows: a product to logits, csrc's passes over them, and products to the gradients. Under tensor
+parallelism each rank of `group` holds its rows of the LM head and the statistics of the softmax are merged in between,
+so that csrc/ knows nothing of communication. reference.py defines the results.
+
+A token's policy gradient depends on its own log-probability alone, so linear_ppo_loss finds the gradients on the way
+forward, with three products in all (as Liger-Kernel's fused losses do). A ratio over the whole sequence is known only
+after all of its tokens: it takes linear_log_probs and its backward pass, four products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_brorl.algo.loss import MAXIMA, SUMS, PolicyLossSettings, PolicyTokens, policy_loss
+from megatron_brorl.ops.fused.native import check_devices
+from megatron_brorl.ops.fused.softmax import Shard, gemm_, merged, ppo_tokens, softmax_gradient_, softmax_statistics
+from megatron_brorl.ops.reference.linear import LinearPpoLoss, compute_dtype
+
+# Rows of logits held at a time. With fewer, the products lose speed (the weight's gradient is read and written once per
+# chunk); with more, only memory grows. A very large vocabulary gives way to the limit in bytes.
+CHUNK_ROWS = {"cpu": 512, "cuda": 2048}
+FEWEST_ROWS, CHUNK_BYTES = 64, 1 << 30
+ROWS_MOVED = 16  # rows of logits copied at a time
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
+    vocab: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As reference.linear_log_probs, with one chunk of logits held at a time; formed again on the way back.
+
+    hidden [R, H] and weight [V, H] are both float32, bfloat16 or float64; products accumulate in at least float32. Rows
+    of weight at and beyond `vocab` are padding, without probability and gradient. With a group, hidden and ids are the
+    same on all its ranks, weight is this rank's shard [V/tp, H], and the gradient of hidden is summed over the group.
+    Raises ValueError for a shape, value or device, TypeError for a dtype, and on a CPU, where looking costs no waiting,
+    IndexError for an id outside the vocabulary.
+    """
+    shard = _checked("linear_log_probs", hidden, weight, ids, temperature, group, vocab)
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, shard)
+    return log_probs, entropy
+
+
+def linear_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    tokens: PolicyTokens,
+    settings: PolicyLossSettings,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
+    vocab: int | None = None,
+) -> LinearPpoLoss:
+    """As reference.linear_ppo_loss; matrices, group, vocab and errors as in linear_log_probs.
+
+    The log-probabilities are bitwise those of linear_log_probs on the same rows. With ratio = "token" the gradients are
+    found on the way forward and only scaled on the way back, in place: a second backward pass through one result raises
+    RuntimeError.
+    """
+    shard = _checked("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
+    _check_tokens(tokens, hidden)
+    if settings.ratio == "sequence":
+        log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, shard)
+        result = policy_loss(log_probs, entropy, tokens, settings)
+        return LinearPpoLoss(result.loss, log_probs.detach(), entropy.detach(), result.sums, result.maxima)
+    wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
+    loss, log_probs, entropy, columns = _LinearPpoLoss.apply(hidden, weight, ids, tokens, settings, shard, wanted)
+    return LinearPpoLoss(loss, log_probs, entropy, *_figures(columns, entropy, tokens.weights))
+
+
+def _checked(
+    op: str,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    vocab: int | None,
+) -> Shard:
+    check_devices(op, hidden, weight, ids)
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not hidden.shape[1]:
+        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
+        raise ValueError(f"{op}: hidden must be [R, H] and weight [V, H], got {shapes}")
+    if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise TypeError(
+            f"{op}: hidden and weight must both be float32, float64 or bfloat16, got {hidden.dtype} and {weight.dtype}"
+        )
+    if ids.shape != hidden.shape[:1]:
+        raise ValueError(f"{op}: ids must be [{len(hidden)}], got {list(ids.shape)}")
+    if ids.dtype != torch.int64:
+        raise TypeError(f"{op}: ids must be int64, got {ids.dtype}")
+    if temperature <= 0:
+        raise ValueError(f"{op}: temperature must be above 0, got {temperature}")
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    vocab = len(weight) * ranks if vocab is None else vocab
+    if not 0 < vocab <= len(weight) * ranks:
+        raise ValueError(f"{op}: a vocabulary of {vocab} does not fit {ranks} x {len(weight)} rows of weight")
+    if ids.device.type == "cpu" and len(ids):
+        worst = int(ids.min() if ids.min() < 0 else ids.max())
+        if not 0 <= worst < vocab:
+            place = int((ids == worst).nonzero()[0])
+            raise IndexError(f"{op}: ids[{place}] is {worst}, outside a vocabulary of {vocab}")
+    start = rank * len(weight)
+    live = min(max(vocab - start, 0), len(weight))
+    return Shard(start, live, temperature, group if ranks > 1 else None)
+
+
+def _check_tokens(tokens: PolicyTokens, hidden: Tensor) -> None:
+    dtype = compute_dtype(hidden.dtype)
+    for name, x in vars(tokens).items():
+        if x is None or name == "sequences":
+            continue
+        if x.shape != hidden.shape[:1]:
+            raise ValueError(f"linear_ppo_loss: {name} must be [{len(hidden)}], got {list(x.shape)}")
+        if x.dtype != dtype:
+            raise TypeError(f"linear_ppo_loss: {name} must be {dtype} for {hidden.dtype} matrices, got {x.dtype}")
+    check_devices("linear_ppo_loss", hidden, *vars(tokens).values())
+
+
+def _figures(columns: Tensor, entropy: Tensor, weights: Tensor) -> tuple[dict[str, float], dict[str, float]]:
+    """Sums and maxima [SUMS, MAXIMA] from the columns of ppo_tokens [R, 8], in one transfer from the device."""
+    live = weights != 0
+    values = torch.cat((columns.double(), (entropy * live).unsqueeze(1), live.unsqueeze(1)), dim=1)
+    largest = values.max(dim=0).values if len(values) else values.new_zeros(len(SUMS))
+    ratio, gap = SUMS.index("ratio"), SUMS.index("rollout_gap")
+    flat = torch.cat((values.sum(dim=0), largest[[ratio, gap]])).tolist()
+    sums, maxima = flat[: len(SUMS)], flat[len(SUMS) :]
+    return dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True))
+
+
+@dataclass
+class _Chunk:
+    rows: slice
+    hidden: Tensor  # [count, H]
+    ids: Tensor
+    logits: Tensor  # [count, V_local], memory that the next chunk uses again
+    statistics: Tensor  # [count, 4], of the whole vocabulary
+
+    def log_probs(self, shard: Shard) -> Tensor:
+        largest, total, _, target = self.statistics.unbind(1)
+        # Rounded here, so that a policy that has not moved has a ratio of exactly 1 to its own stored log-probs.
+        return ((target - largest) / shard.temperature - total.log()).to(self.logits.dtype)
+
+    def entropy(self) -> Tensor:
+        _, total, weighted, _ = self.statistics.unbind(1)
+        return (total.log() - weighted / total).to(self.logits.dtype)
+
+
+def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> Iterator[_Chunk]:
+    compute = compute_dtype(hidden.dtype)
+    # Of the shard with its padding: all ranks must cut the same chunks.
+    fitting = CHUNK_BYTES // (len(weight) * compute.itemsize)
+    size = min(len(hidden), max(FEWEST_ROWS, min(fitting, CHUNK_ROWS[hidden.device.type])))
+    buffer = hidden.new_empty((size, shard.live), dtype=compute)
+    for begin in range(0, len(hidden), max(size, 1)):
+        rows = slice(begin, min(begin + size, len(hidden)))
+        h, t, logits = hidden[rows], ids[rows], buffer[: rows.stop - begin]
+        gemm_(logits, h, weight[: shard.live].t(), accumulate=False)
+        yield _Chunk(rows, h, t, logits, merged(softmax_statistics(logits, t, shard), shard))
+
+
+def _live_first(live: Tensor) -> Tensor:
+    """live [count] bool -> the live rows [L] in the order that moves fewest: those beyond L fill the gaps before it."""
+    total = int(live.sum())
+    order = torch.arange(total, device=live.device)
+    order[(~live[:total]).nonzero().squeeze(-1)] = live[total:].nonzero().squeeze(-1) + total
+    return order
+
+
+def _gather_rows_(matrix: Tensor, order: Tensor) -> None:
+    """matrix[:L] = matrix[order] for the order of _live_first, with little memory besides."""
+    moved = (order != torch.arange(len(order), device=order.device)).nonzero().squeeze(-1)
+    for part in moved.split(ROWS_MOVED):
+        matrix[part] = matrix[order[part]]
+
+
+class _Gradients:
+    """The gradients of hidden and weight, summed chunk by chunk in the compute dtype."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, shard: Shard, wanted: tuple[bool, bool]) -> None:
+        compute = compute_dtype(hidden.dtype)
+        self.weight, self.shard = weight[: shard.live], shard
+        self.of_hidden = hidden.new_empty(hidden.shape, dtype=compute) if wanted[0] else None
+        self.of_weight = weight.new_empty(weight.shape, dtype=compute) if wanted[1] else None
+        if self.of_weight is not None:
+            self.of_weight[shard.live if len(hidden) else 0 :].zero_()  # what no chunk will write
+
+    def add(self, chunk: _Chunk, log_prob_gradient: Tensor, entropy_gradient: Tensor | None) -> None:
+        """Rows without any gradient (clipped, masked, of a group without signal) are left out of the two products."""
+        if self.of_hidden is None and self.of_weight is None:
+            return
+        live = log_prob_gradient != 0
+        if entropy_gradient is not None:
+            live |= entropy_gradient != 0
+        order = _live_first(live)
+        if len(order) < len(live):
+            _gather_rows_(chunk.logits, order)
+            hidden, ids, statistics = chunk.hidden[order], chunk.ids[order], chunk.statistics[order]
+            log_prob_gradient = log_prob_gradient[order]
+            entropy_gradient = None if entropy_gradient is None else entropy_gradient[order]
+        else:
+            hidden, ids, statistics = chunk.hidden, chunk.ids, chunk.statistics
+        d, narrow = chunk.logits[: len(order)], hidden.dtype == torch.bfloat16
+        softmax_gradient_(d, ids, statistics, log_prob_gradient, entropy_gradient, self.shard, narrow)
+        if narrow:  # it lies in the first half of each row
+            d = d.view(torch.bfloat16)[:, : d.shape[1]]
+        if self.of_hidden is not None:
+            rows = self.of_hidden[chunk.rows]
+            if len(order) < len(live):
+                product = rows.new_empty(len(order), rows.shape[1])
+                gemm_(product, d, self.weight, accumulate=False)
+                rows.zero_()[order] = product
+            else:
+                gemm_(rows, d, self.weight, accumulate=False)
+        if self.of_weight is not None:
+            gemm_(self.of_weight[: self.shard.live], d.t(), hidden, accumulate=chunk.rows.start > 0)
+
+    def finished(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        if self.of_hidden is not None and self.shard.group is not None:
+            dist.all_reduce(self.of_hidden, group=self.shard.group)
+        return tuple(None if g is None else g.to(dtype) for g in (self.of_hidden, self.of_weight))  # type: ignore[return-value]
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+        log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
+        entropy = torch.empty_like(log_probs)
+        for chunk in _chunks(hidden, weight, ids, shard):
+            log_probs[chunk.rows] = chunk.log_probs(shard)
+            entropy[chunk.rows] = chunk.entropy()
+        ctx.save_for_backward(hidden, weight, ids)
+        ctx.shard = shard
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, ids = ctx.saved_tensors
+        gradients = _Gradients(hidden, weight, ctx.shard, ctx.needs_input_grad[:2])
+        with_entropy = bool(upstream[1].any())
+        for chunk in _chunks(hidden, weight, ids, ctx.shard):
+            gradients.add(chunk, upstream[0][chunk.rows], upstream[1][chunk.rows] if with_entropy else None)
+        return (*gradients.finished(hidden.dtype), None, None)
+
+
+class _LinearPpoLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        tokens: PolicyTokens,
+        settings: PolicyLossSettings,
+        shard: Shard,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor, ...]:
+        log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
+        entropy, gradients = torch.empty_like(log_probs), _Gradients(hidden, weight, shard, wanted)
+        columns = []
+        for chunk in _chunks(hidden, weight, ids, shard):
+            log_prob, row_entropy = chunk.log_probs(shard), chunk.entropy()
+            log_probs[chunk.rows], entropy[chunk.rows] = log_prob, row_entropy
+            first, second, column = ppo_tokens(log_prob, row_entropy, tokens.where(chunk.rows), settings)
+            columns.append(column)
+            gradients.add(chunk, first, second if settings.entropy_coef else None)
+        table = torch.cat(columns) if columns else log_probs.new_zeros(0, len(SUMS) - 2)
+        loss = table[:, 0].double().sum().to(log_probs.dtype)
+        # Not save_for_backward, which would keep a reference: autograd takes the gradients over, copying none.
+        ctx.gradients = gradients.finished(hidden.dtype)
+        ctx.mark_non_differentiable(log_probs, entropy, table)
+        ctx.set_materialize_grads(False)
+        return loss, log_probs, entropy, table
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("linear_ppo_loss: its gradients are spent; one result allows one backward pass")
+        scale = upstream[0]
+        return (*(None if g is None or scale is None else g.mul_(scale) for g in gradients), *(None,) * 5)

@@ -1,0 +1,122 @@
+"""csrc's ops on one chunk of logits [R, V_local], with types, and what merges them over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
+from megatron_brorl.ops.fused import native
+
+TOKEN_COLUMNS = 8  # of ppo_tokens: those of algo.loss.SUMS before "entropy"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of the softmax."""
+
+    start: int  # the token of its first logit
+    live: int  # its logits; the rows of the LM head beyond are padding
+    temperature: float
+    group: dist.ProcessGroup | None  # the ranks that hold the vocabulary together; None: this one holds all of it
+
+
+def gemm_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+    """out = a @ b, or out += a @ b. Matrices in float32 or float64, or bfloat16 with out in float32."""
+    if a.dtype == torch.bfloat16 and a.device.type == "cpu" and not native.BFLOAT16_KERNEL:
+        a, b = a.float(), b.float()  # without a kernel for them the matrices are widened: slower, never coarser
+    torch.ops.brorl.gemm_(out, a, b, accumulate)
+
+
+def softmax_statistics(logits: Tensor, ids: Tensor, shard: Shard) -> Tensor:
+    """[R, 4] float64 of this shard: largest logit, sum and weighted sum of exponentials, logit of ids or 0."""
+    statistics: Tensor = torch.ops.brorl.softmax_statistics(logits, ids, shard.start, shard.temperature)
+    return statistics
+
+
+def merged(statistics: Tensor, shard: Shard) -> Tensor:
+    """The statistics of the whole vocabulary, the same on every rank of the group (softmax_math.h, merge)."""
+    if shard.group is None:
+        return statistics
+    largest = statistics[:, 0].clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+    own, total, weighted, target = statistics.unbind(1)
+    shift = torch.where(total == 0, 0.0, (own - largest) / shard.temperature)
+    factor = shift.exp()
+    sums = torch.stack((factor * total, factor * (weighted + shift * total), target), dim=1)
+    dist.all_reduce(sums, group=shard.group)
+    return torch.cat((largest.unsqueeze(1), sums), dim=1)
+
+
+def softmax_gradient_(
+    logits: Tensor,
+    ids: Tensor,
+    statistics: Tensor,
+    log_prob_gradient: Tensor,
+    entropy_gradient: Tensor | None,
+    shard: Shard,
+    narrow: bool,
+) -> None:
+    """Write the gradient of the logits over them, from upstream gradients [R] of log-probability and entropy.
+
+    statistics: merged. narrow: as bfloat16, in the first half of each row.
+    """
+    torch.ops.brorl.softmax_gradient_(
+        logits, ids, statistics, log_prob_gradient, entropy_gradient, shard.start, shard.temperature, narrow
+    )
+
+
+def ppo_tokens(
+    log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settings: PolicyLossSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients [R] of the policy loss in log-probability and entropy, and its columns [R, TOKEN_COLUMNS]."""
+    first, second, columns = torch.ops.brorl.ppo_tokens(
+        log_probs,
+        entropy,
+        tokens.old_log_probs,
+        tokens.rollout_log_probs,
+        tokens.reference_log_probs,
+        tokens.advantages,
+        tokens.weights,
+        settings.eps_low,
+        settings.eps_high,
+        settings.dual_clip,
+        settings.is_cap,
+        settings.kl_coef,
+        settings.kl_estimator,
+        settings.entropy_coef,
+    )
+    return first, second, columns
+
+
+@torch.library.register_fake("brorl::gemm_")
+def _gemm_fake(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+    return None
+
+
+@torch.library.register_fake("brorl::softmax_statistics")
+def _softmax_statistics_fake(logits: Tensor, ids: Tensor, start: int, temperature: float) -> Tensor:
+    return logits.new_empty((logits.shape[0], 4), dtype=torch.float64)
+
+
+@torch.library.register_fake("brorl::softmax_gradient_")
+def _softmax_gradient_fake(
+    logits: Tensor,
+    ids: Tensor,
+    statistics: Tensor,
+    log_prob_gradient: Tensor,
+    entropy_gradient: Tensor | None,
+    start: int,
+    temperature: float,
+    narrow: bool,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("brorl::ppo_tokens")
+def _ppo_tokens_fake(log_probs: Tensor, entropy: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    columns = log_probs.new_empty((log_probs.shape[0], TOKEN_COLUMNS))
+    return torch.empty_like(log_probs), torch.empty_like(log_probs), columns

@@ -1,0 +1,164 @@
+"""The built-in rollout engine: any device, prompts computed and stored once, rows admitted as others end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.ops.decode import DecodeOps, Reference
+from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling, Watch
+from megatron_brorl.rollout.native.decoder import Decoder
+from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
+from megatron_brorl.rollout.native.scheduler import Flight
+from megatron_brorl.rollout.native.stopping import Stops
+from megatron_brorl.rollout.receive import receive
+from megatron_brorl.types import FinishReason, Rollout, RolloutGroup
+
+ROWS_DRAWN = 128  # at a time, on a CPU
+
+
+class TorchEngine:
+    """A full copy of the model on one device; see rollout.engine for the verbs."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        names: dict[str, tuple[int, ...]],
+        device: torch.device,
+        dtype: torch.dtype,
+        max_rows: int,
+        sample: SampleTokens,
+        ops: DecodeOps | None = None,
+        memory: int = 0,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """names: every Hugging Face tensor the model has, with its shape. max_rows: rows decoded at a time.
+
+        sample, ops: which implementation draws the tokens and attends (config key ops.implementation). memory: bytes
+        for keys and values; 0 = half of what is free. decode: tokens -> text, for stop strings.
+        """
+        self.shape, self.names, self.device, self.dtype, self.max_rows = shape, names, device, dtype, max_rows
+        self.sample, self.ops, self.memory, self.decode = sample, ops or Reference(), memory, decode
+        self.version = -1
+        self._decoder: Decoder | None = None
+        self._pool: PagePool | None = None
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See RolloutEngine. Nothing is taken over before the whole stream was seen and found complete."""
+        received = receive(tensors, self.names, self.device, self.dtype)
+        self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
+        self.version = version
+
+    def kv_bytes(self) -> int:
+        """Keys and values of the tokens alive now, in whole pages."""
+        pool = self._pool
+        return 0 if pool is None else (pool.size - pool.free) * page_bytes(self.shape, self.dtype)
+
+    def sleep(self) -> None:
+        self._decoder = self._pool = None
+        self.version = -1
+
+    def wake(self) -> None:
+        """Nothing to prepare: memory is taken by update_weights and generate."""
+
+    @torch.inference_mode()
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[RolloutGroup]:
+        decoder = self._decoder
+        if decoder is None:
+            raise RuntimeError("the engine has no weights: call update_weights first")
+        self._check(requests, sampling)
+        stops = Stops(sampling.stop_ids, sampling.stop_strings, self.decode)
+        pool = self._pages(requests, sampling)
+        flight = Flight(decoder, pool, requests, sampling, self.max_rows, self.version)
+        found: list[list[Rollout]] = [[] for _ in requests]
+
+        def deliver(results: list[tuple[int, Rollout]]) -> None:
+            for request, rollout in results:
+                found[request].append(rollout)
+                if watch and rollout.finish != "cut":
+                    watch.finished(request, rollout)
+
+        hidden = flight.admit()
+        while len(flight.active):
+            if watch and watch.cancelled():
+                break
+            deliver(self._advance(flight, hidden, stops, sampling))
+            staying = flight.make_room()
+            hidden = flight.decoder.embedding.new_empty(0, self.shape.hidden)
+            if staying:
+                new = flight.tokens[flight.active, flight.produced[flight.active] - 1]
+                hidden = decoder.step(pool, flight.rows(), new.to(self.device))
+            if flight.waiting and flight.spare:
+                hidden = torch.cat((hidden, flight.admit()))
+        deliver(flight.unfinished())
+        return [
+            RolloutGroup(r.prompt, tuple(sorted(rollouts, key=lambda x: x.index)), self.version)
+            for r, rollouts in zip(requests, found, strict=True)
+        ]
+
+    def _advance(self, flight: Flight, hidden: Tensor, stops: Stops, sampling: Sampling) -> list[tuple[int, Rollout]]:
+        """Draw the next token of every row; returns what ended."""
+        active = flight.active
+        new, log_probs = self._draw(flight, hidden, sampling)
+        if len(new) and int(new.min()) < 0:  # how the sampler on CUDA says that a row has no distribution
+            raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
+        flight.write(new, log_probs)
+        stopped = stops.hit(new, active, flight.tokens, flight.produced)
+        full = flight.produced[active] >= flight.limit[active]
+        gone = (stopped | full).nonzero().squeeze(-1)
+        if not len(gone):
+            return []
+
+        def reason(i: int) -> FinishReason:
+            if stopped[i]:
+                return "stop"
+            return "length" if flight.produced[active[i]] == sampling.max_tokens else "cut"
+
+        return flight.leave(gone, [reason(i) for i in gone.tolist()])
+
+    def _draw(self, flight: Flight, hidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Token ids and log-probs [rows], on the CPU, for the hidden states [rows, H] of the active rows."""
+        assert self._decoder is not None
+        active = flight.active
+        places = (flight.key[active], flight.sibling[active], flight.produced[active])
+        settings = (sampling.temperature, sampling.top_p, sampling.top_k)
+        # On a CPU a few rows at a time: the sampler finds their logits in cache, and their memory serves again.
+        size = ROWS_DRAWN if self.device.type == "cpu" else max(len(hidden), 1)
+        parts = zip(*(x.to(self.device).split(size) for x in (hidden, *places)), strict=True)
+        drawn = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]
+        ids, log_probs = (torch.cat(x).cpu() for x in zip(*drawn, strict=True))
+        return ids, log_probs
+
+    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        longest = max((len(r.prompt.token_ids) for r in requests), default=0)
+        if longest + sampling.max_tokens > self.shape.context:
+            raise UserError(
+                f"rollout.max_tokens = {sampling.max_tokens} after a prompt of {longest} tokens exceeds the model's "
+                f"context of {self.shape.context}: lower rollout.max_tokens or shorten the prompts"
+            )
+
+    def _pages(self, requests: Sequence[Request], sampling: Sampling) -> PagePool:
+        """As many pages as all rows in flight can need, or as fit; the ones at hand where they are so many."""
+        own = pages_for(sampling.max_tokens)
+        prompts = [pages_for(len(r.prompt.token_ids)) for r in requests]
+        needed = sum(prompts) + own * min(self.max_rows, sum(r.n for r in requests))
+        if self._pool is None or self._pool.size < needed or self._pool.size > 2 * needed + 64:
+            self._pool = None
+            size = page_bytes(self.shape, self.dtype)
+            least = max(prompts, default=0) + own
+            fitting = (self.memory or spare_memory(self.device)) // size
+            if fitting < least:
+                raise UserError(
+                    f"rollout.memory_mib: the longest prompt with one response of {sampling.max_tokens} tokens needs "
+                    f"{least * size / 2**20:.0f} MiB of keys and values, and there are {fitting * size / 2**20:.0f}: "
+                    "raise rollout.memory_mib or lower rollout.max_tokens"
+                )
+            self._pool = PagePool(self.shape, min(needed, fitting), self.dtype, self.device)
+        self._pool.reset()
+        return self._pool

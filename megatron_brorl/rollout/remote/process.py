@@ -1,0 +1,118 @@
+"""One engine process: its private folder, its environment, how it starts and how it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import megatron_brorl
+from megatron_brorl.errors import UserError
+from megatron_brorl.rollout.remote.options import EngineOptions
+
+PREFIX = "brorl-trtllm-"
+_MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")  # Ray's workers would take themselves for ranks of the launcher's
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
+
+
+def make_folder(parent: str) -> Path:
+    """A private folder in memory for one engine; those of trainers that are gone are removed.
+
+    Raises UserError where `parent` cannot be written.
+    """
+    where = Path(parent)
+    with contextlib.suppress(OSError):
+        for old in where.glob(f"{PREFIX}*"):
+            if not Path("/proc", old.name.removeprefix(PREFIX).partition("-")[0]).exists():
+                shutil.rmtree(old, ignore_errors=True)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
+        # Only this package is put before the other environment's own: its torch must be the one it came with.
+        (folder / "code").mkdir()
+        (folder / "code" / "megatron_brorl").symlink_to(Path(megatron_brorl.__file__).parent.resolve())
+    except OSError as e:
+        raise UserError(
+            f"trtllm.shared_memory = {parent}: cannot be written: {e.strerror}; name another folder"
+        ) from None
+    return folder
+
+
+def address(folder: Path) -> str:
+    return f"ipc://{folder}/socket"
+
+
+class EngineProcess:
+    """A running engine process. It ends with this one."""
+
+    def __init__(self, python: str, folder: Path, options: EngineOptions, devices: Sequence[int], log: Path) -> None:
+        """python: interpreter of the environment that has tensorrt_llm. devices: CUDA devices of the engine.
+
+        log: file that its output is appended to. Raises UserError where the interpreter does not start.
+        """
+        self.log = log
+        (folder / "socket").unlink(missing_ok=True)  # of a process that was killed
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            try:
+                self._process = subprocess.Popen(
+                    [
+                        *(python, "-m", "megatron_brorl.rollout.remote.server", address(folder)),
+                        json.dumps(dataclasses.asdict(options)),
+                    ],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment(folder, devices),
+                    start_new_session=True,
+                )
+            except OSError as e:
+                raise UserError(
+                    f"trtllm.python = {python}: {e.strerror}; give the interpreter of the environment that has "
+                    "tensorrt_llm"
+                ) from None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ended(self) -> str:
+        """How the process ended, with the last line of its log; "" while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return f"engine process {self.pid} ended ({how}); {self.log}: {lines[-1] if lines else 'empty'}"
+
+    def kill(self) -> None:
+        """End it and what it started."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._process.stdin:
+            self._process.stdin.close()
+
+
+def environment(folder: Path, devices: Sequence[int]) -> dict[str, str]:
+    """The trainer's environment without its launcher, and with what TensorRT-LLM needs beside a trainer."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith((*_MPI, *_LAUNCHER))}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    own = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
+    path = [str(folder / "code"), *filter(None, [kept.get("PYTHONPATH")])]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(path),
+        "CUDA_VISIBLE_DEVICES": ",".join(own),
+        "RAY_ADDRESS": "local",  # a Ray of its own, beside those of the node's other engines
+        "TLLM_NUMA_AWARE_WORKER_AFFINITY": "0",  # clashes with Ray's choice of cores
+        "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # lower peak memory in a refit
+        "NCCL_CUMEM_ENABLE": "1",  # tensor parallelism over nodes hangs at 0
+    }

@@ -1,0 +1,182 @@
+"""The engine process, in TensorRT-LLM's environment: answers the messages of its trainer ranks over a local socket.
+
+python -m megatron_brorl.rollout.remote.server ADDRESS OPTIONS (JSON of EngineOptions)
+
+It ends when its standard input does, which is when the rank that started it is gone, however that came about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+import zmq.asyncio
+
+from megatron_brorl.rollout.remote.messages import Message, ProtocolError, decode, encode
+from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions
+from megatron_brorl.rollout.remote.trtllm.llm import Llm
+from megatron_brorl.rollout.remote.trtllm.log_probs import sampled_log_probs
+
+BEAT_S = 0.5
+
+
+class Server:
+    """One engine and the ranks that share it. Weights are changed by one rank alone, while nobody generates."""
+
+    def __init__(self, llm: Llm, capabilities: Capabilities, address: str) -> None:
+        self.llm, self.capabilities = llm, capabilities
+        self.version = -1  # of complete weights; -1 while they are random, gone or half loaded
+        self.boot = os.getpid()
+        self.clients: set[bytes] = set()
+        self.calls: dict[tuple[bytes, int], list[Any]] = {}  # rows in flight, to be aborted
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self.socket.bind(address)
+
+    async def serve(self) -> None:
+        self._spawn(self._beat())
+        changes = {"begin": self._begin, "load": self._load, "finish": self._finish, "sleep": self._sleep}
+        while True:
+            client, *frames = await self.socket.recv_multipart()
+            try:
+                message = decode(frames)
+            except ProtocolError as e:
+                await self._send(client, Message("error", {"what": str(e)}))
+                continue
+            if message.kind == "hello":
+                self.clients.add(client)
+                await self._send(client, Message("hello", dataclasses.asdict(self.capabilities)))
+                await self._send(client, self._state())
+            elif message.kind == "generate":
+                self._spawn(self._generate(client, message))
+            elif message.kind == "cancel":
+                for row in self.calls.get((client, message.fields["call"]), []):
+                    row.abort()
+            elif message.kind == "wake":
+                await self._change(client, message, self.llm.wake())
+            else:
+                await self._change(client, message, changes[message.kind](message))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def _state(self) -> Message:
+        return Message("beat", {"boot": self.boot, "version": self.version})
+
+    async def _beat(self) -> None:
+        while True:
+            for client in list(self.clients):
+                await self._send(client, self._state())
+            await asyncio.sleep(BEAT_S)
+
+    async def _send(self, client: bytes, message: Message) -> None:
+        await self.socket.send_multipart([client, *encode(message)])
+
+    async def _change(self, client: bytes, message: Message, work: Coroutine[Any, Any, None]) -> None:
+        """A change of the engine's state. After a failure its weights may be mixed: they count as none."""
+        try:
+            await work
+        except Exception as e:
+            self.version = -1
+            reply = Message("error", {"what": f"{message.kind}: {type(e).__name__}: {e}"})
+        else:
+            reply = Message("done", {"kind": message.kind})
+        await self._send(client, self._state())
+        await self._send(client, reply)
+
+    async def _begin(self, message: Message) -> None:
+        self.version = -1
+        await self.llm.begin()
+
+    async def _load(self, message: Message) -> None:
+        await self.llm.load(dict(message.fields["bucket"]))
+
+    async def _finish(self, message: Message) -> None:
+        await self.llm.finish(message.fields["names"])
+        self.version = message.fields["version"]
+
+    async def _sleep(self, message: Message) -> None:
+        self.version = -1
+        await self.llm.sleep()
+
+    async def _generate(self, client: bytes, message: Message) -> None:
+        """Answer with a "row" for each that ends, then "ended"; with "stale" where other weights were asked."""
+        f, call = message.fields, message.fields["call"]
+        if f["version"] != self.version:
+            await self._send(client, Message("stale", {"call": call}))
+            return
+        try:
+            if self.capabilities.seeds == "generator":
+                await self.llm.reseed(f["reseed"])
+            rows = self._submit(message)
+            self.calls[client, call] = [handle for _, handle in rows]
+            await asyncio.gather(*(self._row(client, call, number, handle, f) for number, handle in rows))
+        except Exception as e:
+            for handle in self.calls.get((client, call), []):
+                handle.abort()
+            await self._send(client, Message("error", {"what": f"generate: {type(e).__name__}: {e}", "call": call}))
+        finally:
+            self.calls.pop((client, call), None)
+        await self._send(client, Message("ended", {"call": call}))
+
+    def _submit(self, message: Message) -> list[tuple[int, Any]]:
+        """Every row of the message as a request of its own, siblings side by side so that they share their prefix."""
+        f, t = message.fields, message.tensors
+        rows = []
+        texts = t["ids"].split(t["lengths"].tolist())
+        table = zip(t["numbers"].tolist(), texts, t["tokens"].tolist(), t["seeds"].tolist(), strict=True)
+        for number, ids, tokens, seed in table:
+            params = self.llm.params(f["temperature"], f["top_p"], f["top_k"], tokens, seed, f["log_probs"])
+            rows.append((number, self.llm.submit(ids.tolist(), params)))
+        return rows
+
+    async def _row(self, client: bytes, call: int, number: int, handle: Any, f: Mapping[str, Any]) -> None:
+        output = (await handle).outputs[0]
+        finish = {"stop": "stop", "length": "length"}.get(output.finish_reason, "cut")
+        ids, log_probs = list(output.token_ids), []
+        if finish == "cut":
+            ids = []
+        elif f["log_probs"]:
+            reported = [{k: getattr(v, "logprob", v) for k, v in entry.items()} for entry in output.logprobs]
+            kind = self.capabilities.log_probs
+            log_probs = sampled_log_probs(ids, reported, kind, f["temperature"], f["top_p"], f["top_k"])
+        if finish == "stop" and (not ids or ids[-1] not in self.llm.options.stop_ids):
+            raise ValueError(f"a row ended by a stop token that it does not hold: ..., {ids[-3:]}")
+        tensors = {"ids": torch.tensor(ids, dtype=torch.int64), "log_probs": torch.tensor(log_probs)}
+        await self._send(client, Message("row", {"call": call, "number": number, "finish": finish}, tensors))
+
+
+async def _main(address: str, options: EngineOptions) -> None:
+    llm = Llm(options)
+    await Server(llm, await llm.start(), address).serve()
+
+
+def _end_with_parent(directory: Path) -> None:
+    """Wait for the end of standard input, leave nothing behind and end, whatever the engine is busy with."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    place = sys.argv[1]
+    folder = Path(place.removeprefix("ipc://")).parent
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    chosen = json.loads(sys.argv[2])
+    chosen["stop_ids"] = tuple(chosen["stop_ids"])
+    asyncio.run(_main(place, EngineOptions(**chosen)))

@@ -1,0 +1,80 @@
+"""The rollout benchmark runs, counts what was asked for, and finds the prompt's keys and values stored once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import bench_common
+import bench_rollout
+import measure
+
+from megatron_brorl.model_shape import parse_shape
+
+KEYS = {"engine", "model", "lengths", "dtype", "tokens_per_s", "peak_mib", "gemm_peak_share"}
+T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
+
+
+def test_rows(monkeypatch, tmp_path):
+    out, peak = tmp_path / "rows.json", 1e11
+    monkeypatch.setattr(bench_rollout, "alone", lambda *_: peak)  # the product of 4096 x 4096 matrices takes seconds
+    options = "--models t4 --n 6 --prompts 16 --lengths 4 2-7 --threads 1 --repeat 1 --json"
+    monkeypatch.setattr(sys, "argv", ["bench_rollout.py", *options.split(), str(out)])
+    bench_rollout.main()
+    rows = json.loads(out.read_text())
+    assert [(r["engine"], r["lengths"], r["tokens"]) for r in rows] == [
+        ("brorl", "4", 6 * 4),
+        ("transformers", "4", 6 * 4),
+        ("brorl", "2-7", 2 + 3 + 4 + 5 + 6 + 7),
+        ("transformers", "2-7", 2 + 3 + 4 + 5 + 6 + 7),
+    ]
+    for row in rows:
+        assert row.keys() >= KEYS
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
+        assert row["gemm_peak_share"] == pytest.approx(2 * T4_MATRICES * row["tokens_per_s"] / peak)
+        assert row["peak_mib"] > 4 * T4_MATRICES / 2**20  # it holds at least the weights
+    for row in rows[::2]:
+        once = 16 * 4 * 2 * (2 * 64) * 4  # tokens x layers x (keys and values) x (heads x size) x bytes
+        assert row["prompt_kv_bytes"] == once
+        assert row["prompt_kv_copies"] == 1
+
+
+def test_lengths():
+    spread = bench_rollout.sibling_lengths("8-256", 512)
+    assert min(spread) == 8
+    assert max(spread) == 256
+    assert sum(spread) == 512 * 132
+    assert spread != sorted(spread)
+    assert bench_rollout.sibling_lengths("64", 3) == [64] * 3
+
+
+def test_matrix_weights_are_those_of_transformers():
+    """All parameters of transformers' model but norms, biases and the embedding, which a tied head is."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = bench_common.MODELS["t4"]
+    model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in config.items() if k != "dtype"}))
+    assert bench_common.matrix_weights(parse_shape(config, "")) == sum(
+        p.numel() for p in model.parameters() if p.dim() == 2
+    )
+
+
+def test_an_engine_that_cheats_is_found():
+    job = {"prompts": [[1], [2]], "lengths": [2, 3]}
+    with pytest.raises(RuntimeError, match="other lengths"):
+        measure.time_rollouts(job, lambda prompt, lengths, seed: [[0, 0], [1, 1]])
+    with pytest.raises(RuntimeError, match="did not sample"):
+        measure.time_rollouts({**job, "lengths": [2, 2]}, lambda prompt, lengths, seed: [[0, 0], [0, 0]])
+
+
+def test_an_engine_that_fails_is_told(monkeypatch):
+    monkeypatch.setattr(bench_rollout, "alone", lambda *_: 1e11)
+    options = "--models t4 --n 2 --prompts 2 --lengths 2 --engines brorl --repeat 1 --vllm-python"
+    monkeypatch.setattr(sys, "argv", ["bench_rollout.py", *options.split(), sys.executable])
+    with pytest.raises(SystemExit, match=r"engine_vllm\.py .* failed"):
+        bench_rollout.main()

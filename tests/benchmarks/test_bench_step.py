@@ -1,0 +1,54 @@
+"""The step benchmark trains through the command line, and both sides would see the same prompts and rewards."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import bench_common
+import bench_step
+
+from megatron_brorl.data.tokenizers import load_tokenizer
+
+KEYS = {"engine", "model", "lengths", "dtype", "tokens_per_s", "peak_mib", "gemm_peak_share", "samples_per_s"}
+T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
+
+
+def test_rows(monkeypatch, tmp_path):
+    out, peak = tmp_path / "rows.json", 1e11
+    monkeypatch.setattr(bench_step, "alone", lambda *_: peak)
+    options = "--n 16 --prompts 8 --response 16 --threads 1 --repeat 1 --json"
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", *options.split(), str(out)])
+    bench_step.main()
+    (row,) = json.loads(out.read_text())
+    assert row.keys() >= KEYS
+    assert row["engine"] == "brorl"
+    assert set(row["seconds"]) == {"generate", "score", "train", "refit", "step"}
+    assert sum(row["seconds"].values()) <= 2.01 * row["seconds"]["step"]  # the phases are parts of the step
+    assert 16 * 15 <= row["tokens"] <= 16 * 16  # few responses end before the limit
+    assert row["samples_per_s"] == pytest.approx(16 / row["seconds"]["step"])
+    assert row["gemm_peak_share"] == pytest.approx(8 * T4_MATRICES * row["tokens_per_s"] / peak)
+
+
+def test_prompts_have_the_tokens_they_should(tmp_path):
+    vocab = bench_common.MODELS["t4"]["vocab_size"]
+    bench_common.write_model("t4", tmp_path)  # whose config.json decides on the class of the tokenizer
+    bench_step.write_tokenizer(vocab, tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == vocab
+    for text in bench_step.prompts(vocab, 64, 3):
+        assert len(tokenizer.encode_prompt(text)) == 64
+    text = "<answer>1</answer>1<w500>"
+    assert len(tokenizer.encode(text)) == 2
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_step_without_a_signal_is_no_figure():
+    found = {"rewards": [0.5, 0.0]}
+    with pytest.raises(bench_step.EngineFailed, match="nothing to train on"):
+        bench_step.row("brorl", found, {"n": 2, "response": 1}, 1, 1)
