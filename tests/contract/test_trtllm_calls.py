@@ -16,8 +16,8 @@ from contract.engines import DOUBLE
 
 import megatron_brorl
 
-ROLLOUT = Path(megatron_brorl.__file__).parent / "rollout"
-SOURCES = ["trtllm_llm.py", "trtllm_extension.py"]
+ROLLOUT = Path(megatron_brorl.__file__).parent / "rollout" / "remote" / "trtllm"
+SOURCES = ["llm.py", "extension.py"]
 
 
 def _forget() -> None:
@@ -93,11 +93,11 @@ def test_every_call_fits_the_signatures(source, api):
             check(call, what, names)
             checked.append(ast.unparse(call.func))
     expected = {
-        "trtllm_llm.py": {
+        "llm.py": {
             *("AsyncLLM", "SamplingParams", "KvCacheConfig", "SchedulerConfig", "CudaGraphConfig"),
             *(f"self._llm.{name}" for name in ("generate_async", "collective_rpc", "release", "resume")),
         },
-        "trtllm_extension.py": {"get_device_uuid", "self.update_weights"},
+        "extension.py": {"get_device_uuid", "self.update_weights"},
     }
     assert expected[source] <= set(checked)
 
