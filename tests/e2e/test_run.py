@@ -225,6 +225,23 @@ def test_evaluate_repeats_the_run_s_own_evaluation(finished, config, tmp_path):
     assert result["pass_at_k"]["1"] == pytest.approx(result["pass_at_1"]["mean"])
 
 
+def test_a_step_that_spans_two_epochs(config, init, tmp_path):
+    """Ten rows in steps of four: with this seed the third step holds one row as the last of an epoch and a first."""
+    data = tmp_path / "rows.jsonl"
+    lines = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "verifier": "exact"} for i in range(10)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sizes = ("run.seed=3", "rollout.prompts=4", "rollout.n=8", "rollout.max_tokens=24", "train.steps=4")
+    files = ("data.tasks=[]", f'data.train=["{data}"]', "theory.log_rollouts=true")
+    run = tmp_path / "run"
+    done = brorl("train", config, f"model.path={init}", f"run.dir={run}", *sizes, *files)
+    assert done.returncode == 0, done.stderr
+    assert [line["rollouts"] for line in rows(run)] == [4 * 8] * 4
+    logged = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    steps = [[(g["prompt_id"], *g["answers"]) for g in logged if g["step"] == step] for step in range(4)]
+    assert [len({name for name, *_ in groups}) for groups in steps] == [4, 4, 3, 4]
+    assert len(set(steps[2])) == 4  # both groups of the row, with answers of their own
+
+
 def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     """Two files; the same answers by another number of processes, and so a comparison without a difference."""
     sums, words = tmp_path / "sums.jsonl", tmp_path / "words.jsonl"
