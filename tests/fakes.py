@@ -77,6 +77,7 @@ class Engine:
     version: int = -1
     calls: list[list[Request]] = field(default_factory=list)
     verbs: list[str] = field(default_factory=list)  # in the order in which they were called
+    if_repeating: str = "the fake engine"
 
     def sleep(self) -> None:
         self.verbs.append("sleep")

@@ -60,7 +60,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: tuple[str, ...] = ()  # JSONL or Parquet files
+    train: tuple[str, ...] = ()  # JSONL or Parquet files, over and over, each epoch in an order of its own
     held_out: tuple[str, ...] = ()
     tasks: tuple[TaskConfig, ...] = ()  # generated instead of files
     train_seed: int = 1
@@ -74,7 +74,9 @@ class DataConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     n: int = 512  # rollouts per prompt
-    prompts: int = 128  # prompts per step, over all ranks
+    # Prompts per step, over all ranks. A step may span epochs of data.train, and take more prompts than there are: one
+    # that it takes twice is two groups of n, each with its own random numbers and its own baseline.
+    prompts: int = 128
     engine: Literal["torch", "trtllm"] = "torch"  # built in, or TensorRT-LLM (section trtllm)
     temperature: float = 1.0
     top_p: float = 1.0

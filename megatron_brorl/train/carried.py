@@ -17,7 +17,7 @@ from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collect
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
-from megatron_brorl.rollout.sampler import Slot, even_cuts
+from megatron_brorl.rollout.sampler import Slot, even_cuts, open_groups
 from megatron_brorl.types import OpenGroup, Rollout, Row
 
 _FILES = "carried_*.safetensors"
@@ -91,8 +91,8 @@ def read(directory: Path, source: PromptSource, prompts: int, grid: Grid) -> Car
     if not parts:
         return Carried()
     places = parts[0]["groups"].tolist()
-    taken = {step: source.take(step, prompts) for step in {step for step, _ in places}}
-    groups = tuple(OpenGroup(taken[step][place], step, place) for step, place in places)
+    taken = {step: open_groups(source.take(step, prompts), step) for step in {step for step, _ in places}}
+    groups = tuple(taken[step][place] for step, place in places)
     if len(parts) == grid.data:
         return Carried(groups, tuple(from_tensors(parts[grid.dp_rank])))
     rows = in_order([row for part in parts for row in from_tensors(part)])

@@ -27,7 +27,7 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.rows import in_order
-from megatron_brorl.rollout.sampler import Slot, own_slots, share_with_model_group
+from megatron_brorl.rollout.sampler import Slot, open_groups, own_slots, share_with_model_group
 from megatron_brorl.train import adaptive
 from megatron_brorl.train.advantages import of_rollouts
 from megatron_brorl.train.carried import Carried, carry, read, staleness, write
@@ -197,7 +197,7 @@ class Trainer:
         kept: list[int] = []
         for _ in range(1 + c.rollout.refills):
             prompts = self.train_source.take(self.taken, target)
-            groups += [OpenGroup(p, self.taken, place) for place, p in enumerate(prompts)]
+            groups += open_groups(prompts, self.taken)
             self.taken += 1
             rows = self._sample(rows, groups, len(prompts), sums, seconds)
             outcomes, too_old = give_up(

@@ -68,7 +68,7 @@ class Rollouts:
         start = time.monotonic()
         asked, numbers = requests(slots, groups, begun or {}, self.seed)
         harvest = self.engine.generate(asked, sampling)
-        _check_distinct(asked, harvest.rollouts)
+        _check_distinct(asked, harvest.rollouts, self.engine.engine.if_repeating)
         middle = time.monotonic()
         ended, texts, rows = [], [], []
         for number, request, rollouts in zip(numbers, asked, harvest.rollouts, strict=True):
@@ -110,16 +110,16 @@ class Rollouts:
         return texts
 
 
-def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]]) -> None:
-    """Raise UserError, on every rank, where siblings of any ranks were drawn by the same random numbers."""
+def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], if_repeating: str) -> None:
+    """Raise UserError, on every rank, where rollouts of any ranks were drawn by the same random numbers."""
     hashes, names = improbable(asked, rollouts)
     found, counts = collect.everything(hashes).unique(return_counts=True)
     again = set(found[counts > 1].tolist())
     if again:
         own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in again]
         raise UserError(
-            f"{len(again)} responses came from several siblings, which chance forbids: engines draw the same random "
-            f"numbers; choose another trtllm.sampler{f' ({own[0]})' if own else ''}"
+            f"{len(again)} responses came several times for one prompt, which chance forbids"
+            f"{f' ({own[0]})' if own else ''}: the same random numbers were drawn by {if_repeating}"
         )
 
 
