@@ -14,8 +14,8 @@ from e2e.runs import brorl, rows, start
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.data.tokenizers import train_sentencepiece
-from megatron_brorl.models.random_init import qwen2_config, write_random_model
 
 
 @pytest.fixture(scope="module")

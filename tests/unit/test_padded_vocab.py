@@ -12,14 +12,15 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
-from megatron_brorl.hf_config import read_shape
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops import fused_sampling, sampling
 from megatron_brorl.ops.decode import Reference
-from megatron_brorl.ops.fused_decode import Fused
+from megatron_brorl.ops.fused import sampling as fused_sampling
+from megatron_brorl.ops.fused.decode import Fused
+from megatron_brorl.ops.reference import sampling
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.stopping import Stops
-from megatron_brorl.rollout.torch_engine import TorchEngine
+from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.stopping import Stops
 from megatron_brorl.types import Prompt
 
 SIZE, PADDED = 512, 576

@@ -11,15 +11,15 @@ import pytest
 import torch
 from dist.steps import configured, make_trainer
 
+from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.data.source import FileSource
 from megatron_brorl.errors import UserError
-from megatron_brorl.models import checkpoint
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.ops.sampling import sample_tokens
+from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.sampler import open_groups, requests
-from megatron_brorl.rollout.torch_engine import TorchEngine
 from megatron_brorl.train.evaluate import sample_answers
 
 SEED = 3  # of dist.steps.BASE
