@@ -105,7 +105,7 @@ class Trainer:
         self.refit()
         if self.before is None and self.held_out:
             self.before = self.evaluate(progress).as_dict()
-            progress.note(f"held-out pass@1 before: {percent(self.before)}")
+            progress.note(f"held-out before: {percent(self.before)}")
             self.check_engines("nothing is lost: no step was done")
         while self.step < steps and not self.over():
             values, seconds = self.train_step()
