@@ -71,7 +71,8 @@ def _hold_out(axes: Axes, rows: list[Row]) -> None:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
             axes.set_ylim(bottom=0)
             if np.isnan(errors).any():
-                axes.set_title("without a bar: interval unknown, nothing seen", fontsize=9, loc="right", color=GREY)
+                note = "without a bar: interval unknown, nothing seen"
+                axes.text(0.98, 0.03, note, transform=axes.transAxes, ha="right", fontsize=9, color=GREY)
             return
     say(axes, "not recorded")
 
