@@ -114,6 +114,7 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_brorl.theory.agreement import agreement
     from megatron_brorl.train.loop import Trainer
     from megatron_brorl.train.reference import Reference
+    from megatron_brorl.train.shown import percent
     from megatron_brorl.train.stall import Stall
 
     begun = time.time()
@@ -148,6 +149,8 @@ def _train(args: argparse.Namespace) -> int:
                 p.note("stopped by a signal; the state is saved: start the same command again to go on")
                 return PREEMPTED
             after = trainer.evaluate(p).as_dict() if trainer.held_out else None
+            if after:
+                p.note(f"held-out after: {percent(after)}")
         session.export(worker)
         peak = session.peak_rss_mib()
         if session.speaks:
@@ -156,6 +159,8 @@ def _train(args: argparse.Namespace) -> int:
                 {
                     "pass_at_1_before": trainer.before["pass_at_1"] if trainer.before else None,
                     "pass_at_1_after": after["pass_at_1"] if after else None,
+                    **_widest("before", trainer.before),
+                    **_widest("after", after),
                     "held_out_prompts": len(trainer.held_out),
                     "rollouts_per_prompt": config.rollout.n,
                     "steps": trainer.step,
@@ -210,8 +215,17 @@ def _doctor(_: argparse.Namespace) -> int:
     return status
 
 
+def _widest(when: str, evaluation: dict[str, Any] | None) -> dict[str, float]:
+    """{"pass_at_8_before": ...}: pass@k of the largest k, which belongs beside pass@1."""
+    from megatron_brorl.algo.estimators import widest
+
+    found = widest(evaluation["pass_at_k"]) if evaluation else None
+    return {f"pass_at_{found[0]}_{when}": found[1]} if found else {}
+
+
 def _show(directory: Path) -> None:
     """Draw the plot and print the summary of a finished run."""
+    from megatron_brorl.algo.estimators import widest
     from megatron_brorl.report.plot import plot_run
     from megatron_brorl.report.theory import plot_theory
     from megatron_brorl.theory.agreement import agreement_lines
@@ -224,7 +238,9 @@ def _show(directory: Path) -> None:
         print(f"{s['steps']} steps, N = {s['rollouts_per_prompt']} rollouts, {s['held_out_prompts']} held-out prompts")
         for name in ("before", "after"):
             p = s[f"pass_at_1_{name}"] or {"mean": math.nan, "low": math.nan, "high": math.nan}
-            print(f"pass@1 {name:6}  {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}")
+            k = widest((s[name] or {}).get("pass_at_k", {}))
+            more = f"   pass@{k[0]}  {k[1]:.4f}" if k else ""
+            print(f"pass@1 {name:6}  {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
         if s.get("theory"):
             print("\n".join(agreement_lines(s["theory"])))
         print(f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes")

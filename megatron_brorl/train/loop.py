@@ -48,15 +48,13 @@ from megatron_brorl.train.groups import (
 from megatron_brorl.train.policy import scaled, update_policy
 from megatron_brorl.train.reference import Reference
 from megatron_brorl.train.refit import refit
-from megatron_brorl.train.rollouts import Rollouts, check_lost
+from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
 from megatron_brorl.train.shown import flat, percent, watched
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.value import critic_optim, update_critic
 from megatron_brorl.train.verify import verify_reshard
 from megatron_brorl.train.worker import CriticWorker, Stage, Worker
 from megatron_brorl.types import OpenGroup, Prompt, Rollout, Row
-
-MOST_UNSCORED = 0.5  # with a larger share of failed verdicts a run would train on noise
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Trainer:
         self.refit()
         if self.before is None and self.held_out:
             self.before = self.evaluate(progress).as_dict()
-            progress.note(f"held-out pass@1 before: {percent(self.before)}")
+            progress.note(f"held-out before: {percent(self.before)}")
             self.check_engines("nothing is lost: no step was done")
         while self.step < steps and not self.over():
             values, seconds = self.train_step()
@@ -220,6 +218,7 @@ class Trainer:
             **figures(outcomes, selection),
             **adaptive.even_figures(outcomes, selection, adaptive.rounds_of(c.rollout)),
             "unscored_share": sums["unscored"] / (sums["scored"] or 1.0),
+            "verdict_errors": sums["errors"],
             "lost_share": (sums["lost"] + too_old) / sums["asked"],
             "late": sums["late"],
         }
@@ -280,11 +279,7 @@ class Trainer:
     def _check(self, sums: Mapping[str, float], too_old: int) -> None:
         """Raise UserError where what is left of the step's rollouts would teach nothing; sums of all ranks."""
         check_lost(f"step {self.step}", sums["lost"] + too_old, sums["asked"], self.config.rollout.most_lost)
-        if sums["unscored"] > MOST_UNSCORED * sums["scored"]:
-            raise UserError(
-                f"step {self.step}: the verifiers failed on {sums['unscored']:.0f} of {sums['scored']:.0f} responses "
-                "(timeout, crash, exception): most rewards mean nothing; mend the verifier or raise reward.timeout_s"
-            )
+        check_scored(f"step {self.step}", sums["unscored"], sums["scored"])
 
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
