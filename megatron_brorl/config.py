@@ -218,6 +218,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    decay_norms_and_biases: bool = False  # false: weight_decay spares one-dimensional parameters, as in Megatron-LM
     clip_grad: float = 1.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.progress import Progress
 from megatron_brorl.train.policy import learning_rate
 from megatron_brorl.train.worker import Worker
+
+
+def sft_optim(config: SftConfig, optim: OptimConfig) -> OptimConfig:
+    """The optimizer of supervised training: that of [optim] at the rates of [sft]."""
+    return replace(optim, lr=config.lr, warmup_steps=config.warmup_steps, weight_decay=config.weight_decay)
 
 
 def sft(

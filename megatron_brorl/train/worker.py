@@ -196,6 +196,8 @@ class Stage:
         return result
 
     def _step(self, lr: float) -> Update:
+        optim = self.optim
+        assert optim is not None
         with device.bridge():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
@@ -203,9 +205,12 @@ class Stage:
                 return Update(norm, applied=False)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            if self.optim is not None and self.optim.clip_grad:
+                # Megatron only marks the one-dimensional parameters; its scheduler, which is not used, spares them.
+                decayed = optim.decay_norms_and_biases or group["wd_mult"]
+                group["weight_decay"] = optim.weight_decay if decayed else 0.0
+            if optim.clip_grad:
                 for optimizer in self.optimizer.chained_optimizers:
-                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.optim.clip_grad, norm)
+                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optim.clip_grad, norm)
             self.optimizer.step_with_ready_grads()
         return Update(norm, applied=True)
 
