@@ -20,6 +20,7 @@ from megatron_brorl.rollout.sampler import Slot, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.types import OpenGroup, Rollout, RolloutGroup, Row
 
+MOST_UNSCORED = 0.5  # with a larger share of failed verdicts a run would train on noise
 _FAILED = ("timeout", "error", "invalid", "crash")
 
 
@@ -129,4 +130,13 @@ def check_lost(what: str, lost: float, asked: float, most: float) -> None:
         raise UserError(
             f"{what}: {lost:.0f} of {asked:.0f} rollouts were lost, more than rollout.most_lost = {most:g} of them: "
             "see which were late (above), mend the engine or raise rollout.timeout_s"
+        )
+
+
+def check_scored(what: str, unscored: float, scored: float) -> None:
+    """Raise UserError where the verifiers failed on so many of the responses that the rest would teach nothing."""
+    if unscored > MOST_UNSCORED * scored:
+        raise UserError(
+            f"{what}: the verifiers failed on {unscored:.0f} of {scored:.0f} responses (timeout, crash, exception): "
+            "most rewards mean nothing; mend the verifier or raise reward.timeout_s"
         )
