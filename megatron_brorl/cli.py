@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl import evaluate_cli, theory_cli
-from megatron_brorl.config import OptimConfig
 from megatron_brorl.config_file import load
 from megatron_brorl.errors import UserError
 from megatron_brorl.evaluate_cli import write_json
 
+# What runs did before a key decided it: checkpoints that are older than the key were written with this.
+BEFORE_THE_KEY: dict[str, dict[str, Any]] = {"optim": {"decay_norms_and_biases": True}}
 PREEMPTED = 75  # EX_TEMPFAIL: the state was saved; start the same command again to go on
 
 
@@ -178,17 +179,10 @@ def _train(args: argparse.Namespace) -> int:
 def _sft(args: argparse.Namespace) -> int:
     from megatron_brorl.progress import progress
     from megatron_brorl.session import Session
-    from megatron_brorl.train.sft import sft
+    from megatron_brorl.train.sft import sft, sft_optim
 
     config = load(args.config, args.overrides)
-    optim = OptimConfig(
-        lr=config.sft.lr,
-        warmup_steps=config.sft.warmup_steps,
-        weight_decay=config.sft.weight_decay,
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        clip_grad=config.optim.clip_grad,
-    )
+    optim = sft_optim(config.sft, config.optim)
     with Session(config) as session:
         worker = session.worker(optim)
         writer = session.writer(None)
@@ -252,8 +246,9 @@ def _show(directory: Path) -> None:
 
 def _check_fingerprint(saved: dict[str, Any], current: dict[str, Any], where: Path) -> None:
     for section, values in current.items():
+        found = {**BEFORE_THE_KEY.get(section, {}), **saved.get(section, {})}
         for key, value in values.items():
-            old = saved.get(section, {}).get(key)
+            old = found.get(key)
             if old != value:
                 raise UserError(
                     f"{where}: was written with {section}.{key} = {old!r}, now {value!r}: set it back, or start anew "

@@ -33,6 +33,8 @@ def watched(values: dict[str, float], seconds: dict[str, float]) -> dict[str, st
         shown["updates skipped (gradient not finite)"] = f"{values['updates_skipped']:.0f}"
     if values["verdict_errors"]:
         shown["verifier raised"] = f"{values['verdict_errors']:.0f}x"
+    if values["nonfinite_rows"]:
+        shown["rows left out (not finite)"] = f"{values['nonfinite_rows']:.0f}"
     if values["lost_share"]:
         shown["lost"] = f"{100 * values['lost_share']:.2g}%"
     if "explained_variance" in values:
