@@ -88,7 +88,7 @@ setup(
             depends=sorted(str(p) for p in (*Path("csrc").glob("*.h"), *Path("csrc").glob("*.cu"))),
             define_macros=[("BRORL_CUDA", "1")] if CUDA else [],
             library_dirs=[f"{CUDA_HOME}/lib64"] if CUDA else [],
-            libraries=["cudart"] if CUDA else [],
+            libraries=["cudart", "cublas"] if CUDA else [],
             extra_compile_args=FLAGS + SANITIZERS,
             extra_link_args=["-fopenmp", *SANITIZERS],
         )
