@@ -10,6 +10,9 @@ import sys
 
 import pytest
 from e2e.runs import ENVIRONMENT, brorl
+from safetensors.torch import load_file, save_file
+
+from megatron_brorl.hf_config import WEIGHTS
 
 LINES = [
     '{"prompt": "1+1=", "answer": "2"}',
@@ -54,6 +57,13 @@ def test_one_rollout(config, model, tmp_path):
 
 def test_missing_model(config, tmp_path):
     fails(train(config, tmp_path / "nowhere", tmp_path), "nowhere: no such Hugging Face directory")
+
+
+def test_a_stored_head_beside_a_tied_one(config, model, tmp_path):
+    weights = load_file(model / WEIGHTS)
+    weights["lm_head.weight"] = 2 * weights["model.embed_tokens.weight"]
+    save_file(weights, model / WEIGHTS)
+    fails(train(config, model, tmp_path), f"{model}: stores a lm_head.weight", "tie_word_embeddings = true")
 
 
 def test_unsupported_architecture(config, model, tmp_path):
