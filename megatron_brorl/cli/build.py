@@ -143,6 +143,7 @@ class Session:
         )
         stage = kind(self.shape, self.grid, options, optim)
         stage.load_hf(c.model.path)
+        stage.require_finite(f"model.path = {c.model.path}", "give a model whose training did not diverge")
         return stage
 
     def rollouts(self) -> Any:
@@ -209,7 +210,8 @@ class Session:
         return bool(collect.greatest({"stop": float(self._signalled_at is not None)})["stop"])
 
     def export(self, worker: Any) -> None:
-        """Write the weights as run.dir/model, a Hugging Face directory."""
+        """Write the weights as run.dir/model, a Hugging Face directory. Raises UserError where one is not finite."""
+        worker.require_finite("the trained model", f"{self.dir / 'model'} is not written; lower the learning rate")
         tensors = worker.hf_tensors()
         if self.speaks:
             dtype = str(worker.options.dtype).removeprefix("torch.")

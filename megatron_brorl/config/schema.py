@@ -220,6 +220,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    decay_norms_and_biases: bool = False  # false: weight_decay spares one-dimensional parameters, as in Megatron-LM
     clip_grad: float = 1.0
 
 
@@ -240,6 +241,9 @@ class TrainConfig:
     checkpoint_every: int = 50  # steps; 0 = only at the end
     keep_checkpoints: int = 2
     resume: Literal["auto", "never"] = "auto"
+    # Steps in a row that skip an update (its gradient is not finite), or leave out more rows than they train on (their
+    # log-probabilities are not finite), after which the run ends. The state is saved.
+    max_nonfinite_steps: int = 5
     verify_reshard: bool = False  # after each refit, compare log-probs of a probe batch on engine and actor
     verify_tolerance: float = 1e-4  # nats that they may differ by; bf16 on either side needs more
 

@@ -15,6 +15,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+MOST = 1e30  # of a float; float32, in which most of them are used, ends at 3.4e38
+
 
 def override(table: dict[str, Any], item: str) -> None:
     """Apply one `a.b=c`; the value is TOML, or a plain string where it is not."""
@@ -72,8 +74,15 @@ def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
         if not isinstance(value, dict):
             raise UserError(f"{where}: {key} = {value!r}: must be a table")
         return value
-    if hint is float and type(value) is int:
-        return float(value)
+    if hint is float and type(value) in (int, float):
+        return _finite(value, where, key)
     if type(value) is not hint:
         raise UserError(f"{where}: {key} = {value!r}: must be of type {hint.__name__}")
     return value
+
+
+def _finite(value: float, where: str, key: str) -> float:
+    """TOML has inf, nan and numbers that float32 does not hold; no key has a use for them."""
+    if not -MOST <= value <= MOST:
+        raise UserError(f"{where}: {key} = {value!r}: must be finite, and within +-{MOST:g}")
+    return float(value)

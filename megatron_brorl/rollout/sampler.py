@@ -2,8 +2,8 @@
 
 A step's new rollouts, in (prompt, sibling) order, are cut into one run per data-parallel replica, and the work of a
 replica into one run per rank of the tensor x context x pipeline group that holds its copy of the model. So the siblings
-of a prompt may span ranks and replicas, and ranks differ by one rollout at most. What is drawn does not depend on the
-cuts: random numbers are keyed by (seed, step, prompt, sibling, position). A replica trains on what it sampled: its
+of a prompt may span ranks and replicas, and ranks differ by one rollout at most. Random numbers do not depend on the
+cuts: they are keyed by (seed, step, prompt, sibling, position). A replica trains on what it sampled: its
 ranks share their rows, and between replicas no rollout ever travels.
 
 A step takes a prompt more than once where it spans epochs, or where there are fewer prompts than it takes. Each time is

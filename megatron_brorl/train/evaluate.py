@@ -9,10 +9,11 @@ from typing import Any
 from megatron_brorl.algo.estimators import Interval, bootstrap_mean, pass_at_k
 from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
+from megatron_brorl.parallel import collect
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import even_cuts, open_groups
 from megatron_brorl.train.groups import gather
-from megatron_brorl.train.rollouts import Rollouts, check_lost
+from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
 from megatron_brorl.types import CORRECT, Prompt
 
 
@@ -76,13 +77,16 @@ def sample_answers(
     """n samples of every prompt, shared over all ranks; the same result on every rank.
 
     The random streams are named by `stream` and not by the step, so that evaluations of two policies are paired. Lost
-    samples are left out, and so is a prompt that lost all of its. Raises UserError where too many were lost, or all.
+    samples are left out, and so is a prompt that lost all of its. Raises UserError where too many were lost, or
+    all, and where the verifiers failed on most.
     """
     grid = rollouts.grid
     groups = open_groups(prompts, stream)
     own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
     sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
     outcomes = gather(sampled.rows, len(groups), n, None)
+    sums = collect.total(sampled.counts())
+    check_scored("evaluation", sums["unscored"], sums["scored"])
     check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.most_lost)
     found = []
     for g, ended, rewards, tokens in zip(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.tokenizers import Tokenizer
@@ -20,7 +24,8 @@ from megatron_brorl.rollout.sampler import Slot, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.types import OpenGroup, Rollout, RolloutGroup, Row
 
-_FAILED = ("timeout", "error", "invalid", "crash")
+MOST_UNSCORED = 0.5  # with a larger share of failed verdicts rewards mean nothing
+_FAILED = ("timeout", "broken", "invalid", "crash")
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,15 @@ class Sampled:
     late: int
     scored: int  # responses
     unscored: int  # of which the verifier failed
+    errors: int  # answers that it raised on, although it can judge: wrong ones
     seconds: dict[str, float]  # "generate", "score"
 
     def counts(self) -> dict[str, float]:
         """What adds up over ranks."""
         lost = self.asked - len(self.rows)
         counts = {"asked": self.asked, "lost": lost, "late": self.late}
-        return {k: float(v) for k, v in {**counts, "scored": self.scored, "unscored": self.unscored}.items()}
+        verdicts = {"scored": self.scored, "unscored": self.unscored, "errors": self.errors}
+        return {k: float(v) for k, v in {**counts, **verdicts}.items()}
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class Rollouts:
     seed: int
     grid: Grid
     most_lost: float  # config key rollout.most_lost
+    told: set[int] = field(default_factory=set)  # codes of what was said of verifiers that raise
 
     def sample(
         self,
@@ -77,24 +85,36 @@ class Rollouts:
             texts.append(self._texts(done, sampling.stop_ids))
             if sampling.budget:
                 rows += [Row(number, r, float("nan")) for r in rollouts if r.finish == "cut"]
-        scored, verdicts = score_groups(ended, texts, self.pool, self.reward)
+        scored, verdicts, raised = score_groups(ended, texts, self.pool, self.reward)
         for number, group in zip(numbers, scored, strict=True):
             found = zip(group.group.rollouts, group.rewards.tolist(), group.answers, strict=True)
             rows += [Row(number, rollout, reward, code(answer)) for rollout, reward, answer in found]
         score = time.monotonic() - middle
         self.grid.meet()
+        self._tell(raised)
         return Sampled(
             rows=rows,
             asked=len(slots),
             late=harvest.late,
             scored=sum(len(g.rollouts) for g in ended),
             unscored=sum(verdicts[s] for s in _FAILED),
+            errors=verdicts["error"],
             seconds={"generate": middle - start, "score": score},
         )
 
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
         return bool(collect.greatest({"stuck": float(self.engine.stuck)})["stuck"])
+
+    def _tell(self, raised: Mapping[str, str]) -> None:
+        """Say on stderr, once in a run, which verifiers raised; the first rank that met it speaks. A collective."""
+        what = {code(text): f"{text}: {reason}" for text, reason in raised.items()}
+        own = torch.tensor([(self.grid.rank, key) for key in what if key not in self.told], dtype=torch.int64)
+        for rank, key in collect.everything(own.flatten()).view(-1, 2).tolist():
+            if key not in self.told and rank == self.grid.rank:
+                with contextlib.suppress(OSError):  # nobody reads the pipe any more
+                    print(what[key], file=sys.stderr, flush=True)
+            self.told.add(key)
 
     def _texts(self, rollouts: Sequence[Rollout], stop_ids: tuple[int, ...]) -> list[str]:
         """Responses as text without their stop token. Siblings repeat one another, so each text is decoded once."""
@@ -129,4 +149,14 @@ def check_lost(what: str, lost: float, asked: float, most: float) -> None:
         raise UserError(
             f"{what}: {lost:.0f} of {asked:.0f} rollouts were lost, more than rollout.most_lost = {most:g} of them: "
             "see which were late (above), mend the engine or raise rollout.timeout_s"
+        )
+
+
+def check_scored(what: str, unscored: float, scored: float) -> None:
+    """Raise UserError where more than the share MOST_UNSCORED of the responses has no verdict."""
+    if unscored > MOST_UNSCORED * scored:
+        raise UserError(
+            f"{what}: the verifiers failed on {unscored:.0f} of {scored:.0f} responses (timeout, crash, no number in "
+            "[0, 1], or an exception on the reference answer too): most rewards mean nothing; mend the verifier or "
+            "raise reward.timeout_s"
         )

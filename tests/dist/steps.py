@@ -47,7 +47,8 @@ def configured(changes: dict[str, dict[str, Any]]) -> Config:
 
 
 def _options(config: Config, grid: Grid) -> StageOptions:
-    return StageOptions(config.train.tokens_per_micro_batch, share_prompt=grid.context == 1)
+    tokens, ops = config.train.tokens_per_micro_batch, config.ops.implementation
+    return StageOptions(tokens, ops=ops, share_prompt=grid.context == 1)
 
 
 def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any, grace_s: float = 30.0) -> Trainer:

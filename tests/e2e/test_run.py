@@ -45,6 +45,14 @@ def test_run_leaves_what_is_promised(finished, warm):
     summary = json.loads((directory / "summary.json").read_text())
     for key in ("pass_at_1_before", "pass_at_1_after"):
         assert 0 <= summary[key]["low"] <= summary[key]["mean"] <= summary[key]["high"] <= 1
+    for when in ("before", "after"):  # pass@k wherever pass@1 stands
+        wide = summary[when]["pass_at_k"]["2"]
+        assert summary[f"pass_at_2_{when}"] == wide >= summary[f"pass_at_1_{when}"]["mean"]
+        assert f"held-out {when}: pass@1 {100 * summary[f'pass_at_1_{when}']['mean']:.1f}%" in done.stderr
+        assert f", pass@2 {100 * wide:.1f}%" in done.stderr
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"pass@1 {when}"))
+        assert line.endswith(f"pass@2  {wide:.4f}")
+    assert f"pass@2 {100 * lines[3]['pass_at_2']:.1f}%" in done.stderr
     assert (summary["held_out_prompts"], summary["rollouts_per_prompt"], summary["steps"]) == (24, 32, 8)
     assert summary["job_seconds"] > 0
     assert summary["peak_rss_mib"] > 100
