@@ -16,6 +16,7 @@ from megatron_brorl.cli import evaluate as evaluate_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.cli.evaluate import write_json
 from megatron_brorl.config.load import load
+from megatron_brorl.config.renamed import with_names_of_now
 from megatron_brorl.errors import UserError
 
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
@@ -143,7 +144,7 @@ def _train(args: argparse.Namespace) -> int:
             trainer.restore(found)
         writer = session.writer(trainer.step if found else None)
         trainer.rollout_log = session.rollout_log(trainer.step if found else None)
-        with progress(config.train.steps, "train", session.speaks, start=trainer.step) as p:
+        with progress(config.train.steps, "train", session.is_main_rank, start=trainer.step) as p:
             p.note(session.sources.report)
             if found:
                 p.note(f"resumed from {found}")
@@ -155,7 +156,7 @@ def _train(args: argparse.Namespace) -> int:
                 p.note(f"held-out after: {percent(after)}")
         session.export(worker)
         peak = session.peak_rss_mib()
-        if session.speaks:
+        if session.is_main_rank:
             write_json(
                 session.dir / "summary.json",
                 {
@@ -187,7 +188,7 @@ def _sft(args: argparse.Namespace) -> int:
     with Session(config) as session:
         worker = session.worker(optim)
         writer = session.writer(None)
-        with progress(config.sft.steps, "sft", session.speaks) as p:
+        with progress(config.sft.steps, "sft", session.is_main_rank) as p:
             p.note(session.sources.report)
             sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p, session.stop_requested)
         session.export(worker)
@@ -247,7 +248,7 @@ def _show(directory: Path) -> None:
 
 def _check_fingerprint(saved: dict[str, Any], current: dict[str, Any], where: Path) -> None:
     for section, values in current.items():
-        found = {**BEFORE_THE_KEY.get(section, {}), **saved.get(section, {})}
+        found = {**BEFORE_THE_KEY.get(section, {}), **with_names_of_now(section, saved.get(section, {}))}
         for key, value in values.items():
             old = found.get(key)
             if old != value:

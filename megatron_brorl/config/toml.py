@@ -8,6 +8,7 @@ import types
 import typing
 from typing import Any, Literal
 
+from megatron_brorl.config.renamed import RENAMED
 from megatron_brorl.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -41,6 +42,8 @@ def build(cls: type, table: Any, where: str, prefix: str) -> Any:
     hints = typing.get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls)]
     for key in table:
+        if f"{prefix}{key}" in RENAMED:
+            raise UserError(f"{where}: {prefix}{key} is now called {prefix}{RENAMED[f'{prefix}{key}']}; rename it")
         if key not in known:
             raise UserError(f"{where}: unknown key {prefix}{key}; known here: {', '.join(known)}")
     try:

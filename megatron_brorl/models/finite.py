@@ -10,7 +10,7 @@ from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 
 
 def require_finite(named: Mapping[str, Tensor], what: str, then: str) -> None:
@@ -19,7 +19,7 @@ def require_finite(named: Mapping[str, Tensor], what: str, then: str) -> None:
     The line is "`what`: weights that are not finite: ...; `then`" with the first tensor's name and the others' number.
     """
     broken = [name for name, tensor in named.items() if not _is_finite(tensor)]
-    if not collect.total({"broken": float(len(broken))})["broken"]:
+    if not collectives.all_reduce_sum({"broken": float(len(broken))})["broken"]:
         return
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, broken)

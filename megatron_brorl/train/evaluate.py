@@ -9,7 +9,7 @@ from typing import Any
 from megatron_brorl.algo.estimators import Interval, bootstrap_mean, pass_at_k
 from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import even_cuts, open_groups
 from megatron_brorl.train.groups import gather
@@ -85,9 +85,9 @@ def sample_answers(
     own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
     sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
     outcomes = gather(sampled.rows, len(groups), n, None)
-    sums = collect.total(sampled.counts())
+    sums = collectives.all_reduce_sum(sampled.counts())
     check_scored("evaluation", sums["unscored"], sums["scored"])
-    check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.most_lost)
+    check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
     found = []
     for g, ended, rewards, tokens in zip(
         groups, outcomes.ended, outcomes.rewards.double(), outcomes.tokens.double(), strict=True

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_brorl.algo.loss import kl_estimate
 from megatron_brorl.algo.mismatch import mismatch_mask
 from megatron_brorl.config.schema import AlgoConfig
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.train.advantages import kl_in_reward, of_tokens
 from megatron_brorl.train.finite import finite_rows
 from megatron_brorl.train.reference import Reference
@@ -65,7 +65,7 @@ def make_experience(
     old, reference, values = (None if x is None else _those(x, finite) for x in (old, reference, values))
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
-    kl, mask, figures = None, None, collect.total(counts, actor.grid.groups.dp)
+    kl, mask, figures = None, None, collectives.all_reduce_sum(counts, actor.grid.groups.dp)
     if kl_in_reward(algo) and old is not None and reference is not None:
         kl = tuple(kl_estimate(o - r, algo.kl_estimator) for o, r in zip(old, reference, strict=True))
         figures["reference_kl"] = _token_mean(kl, actor)
@@ -106,5 +106,5 @@ def _needs_old(algo: AlgoConfig) -> bool:
 
 def _token_mean(per_row: Rows, worker: Worker) -> float:
     own = {"sum": float(sum(x.double().sum() for x in per_row)), "tokens": float(sum(map(len, per_row)))}
-    found = collect.total(own, worker.grid.groups.dp)
+    found = collectives.all_reduce_sum(own, worker.grid.groups.dp)
     return found["sum"] / found["tokens"] if found["tokens"] else float("nan")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import collect, device
+from megatron_brorl.parallel import collectives, device
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.worker import Update
 
@@ -55,7 +55,7 @@ def train_on_finite(
         return done, []
     finite = finite_rows([score(rows)], grid)
     broken = [row for row, fine in zip(rows, finite, strict=True) if not fine]
-    if not collect.total({"rows": float(len(broken))}, grid.groups.dp)["rows"]:
+    if not collectives.all_reduce_sum({"rows": float(len(broken))}, grid.groups.dp)["rows"]:
         return done, []
     return attempt([row for row, fine in zip(rows, finite, strict=True) if fine]) or done, broken
 

@@ -14,7 +14,7 @@ from megatron_brorl.algo import loss as losses
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig
 from megatron_brorl.models.gpt import Head
 from megatron_brorl.ops.reference.linear import compute_dtype
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.finite import train_on_finite
 from megatron_brorl.train.worker import LossFunction, Update, Worker
@@ -91,7 +91,7 @@ def update_policy(
         "logprob_gap_mean": gap["mean"],
         "logprob_gap_max": gap["max"],
         "trained_tokens": sums["tokens"],
-        "nonfinite_rows": collect.total({"rows": float(len(broken))}, worker.grid.groups.dp)["rows"],
+        "nonfinite_rows": collectives.all_reduce_sum({"rows": float(len(broken))}, worker.grid.groups.dp)["rows"],
     }
 
 
@@ -106,7 +106,7 @@ def _attempt(
         "tokens": sum(w * n for w, n in zip(shares, lengths, strict=True)),
         "sequences": sum(w for w, n in zip(shares, lengths, strict=True) if n),
     }
-    size = collect.total(own, worker.grid.groups.dp)
+    size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
     if not size["tokens"]:
         return None
     weights = losses.token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
@@ -155,4 +155,4 @@ def _over_ranks(worker: Worker, values: list[losses.PolicyLoss]) -> dict[str, fl
     sums = {k: sum((v.sums[k] for v in values), 0.0) for k in losses.SUMS}
     maxima = {k: max((v.maxima[k] for v in values), default=0.0) for k in losses.MAXIMA}
     groups = (grid.groups.pp, grid.groups.dp_cp)
-    return collect.total(sums, *groups) | collect.greatest(maxima, *groups)
+    return collectives.all_reduce_sum(sums, *groups) | collectives.all_reduce_max(maxima, *groups)

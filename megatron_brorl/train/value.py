@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_brorl.config.schema import CriticConfig, OptimConfig
 from megatron_brorl.ops.reference import linear as reference
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.finite import train_on_finite
 from megatron_brorl.train.policy import learning_rate
@@ -69,7 +69,9 @@ def update_critic(
         "critic_updates": float(len(norms)),
         "critic_updates_skipped": float(skipped),
         "critic_lr": lr,
-        "critic_nonfinite_rows": collect.total({"rows": float(len(broken))}, critic.grid.groups.dp)["rows"],
+        "critic_nonfinite_rows": collectives.all_reduce_sum({"rows": float(len(broken))}, critic.grid.groups.dp)[
+            "rows"
+        ],
     }
 
 
@@ -79,13 +81,13 @@ def _attempt(
     """One optimizer step on these rows with its sums over all ranks; None where no replica has a token."""
     part = experience.take(rows)
     own_tokens = float(sum(len(r) for r in part.responses))
-    tokens = collect.total({"tokens": own_tokens}, critic.grid.groups.dp)["tokens"]
+    tokens = collectives.all_reduce_sum({"tokens": own_tokens}, critic.grid.groups.dp)["tokens"]
     if not tokens:
         return None
     loss = _loss_function(part, clip or math.inf, 1 / tokens, critic.options.ops)
     update, values = critic.train(part.prompts, part.responses, loss, lr)
     own = {key: sum((v.sums[key] for v in values), 0.0) for key in _SUMS}
-    return update, collect.total(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
+    return update, collectives.all_reduce_sum(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
 
 
 def _loss_function(part: Experience, clip: float, weight: float, ops: str) -> LossFunction:

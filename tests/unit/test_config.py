@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_brorl.cli.main import _check_fingerprint
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 
@@ -70,7 +71,9 @@ def test_file_then_overrides(tmp_path):
         ("[algo]\nmini_batches = 9\n[rollout]\nprompts = 8", [], "algo.mini_batches = 9: cannot cut 8 prompts"),
         ("[rollout]\ntimeout_s = 0", [], "rollout.timeout_s = 0.0: must be above 0"),
         ("[rollout]\ntimeout_s = inf", [], "rollout.timeout_s = inf: must be finite"),
-        ("[rollout]\nmost_lost = 1.5", [], "rollout.most_lost = 1.5: must be in [0, 1]"),
+        ("[rollout]\nmax_lost_share = 1.5", [], "rollout.max_lost_share = 1.5: must be in [0, 1]"),
+        ("[rollout]\nmost_lost = 0.5", [], "rollout.most_lost is now called rollout.max_lost_share; rename it"),
+        ("", ["rollout.most_carried=3"], "rollout.most_carried is now called rollout.max_carried_steps; rename it"),
         ("[theory]\nprompts = 0", [], "theory.prompts = 0: must be at least 1"),
         (
             "[theory]\nevery = 2\nmeasure_every = 3",
@@ -95,9 +98,9 @@ def test_file_then_overrides(tmp_path):
         ),
         ("[rollout]\npartial_tokens = -1", [], "rollout.partial_tokens = -1: must not be negative"),
         (
-            "[rollout]\npartial_tokens = 100\nmax_tokens = 1001\nmost_carried = 9",
+            "[rollout]\npartial_tokens = 100\nmax_tokens = 1001\nmax_carried_steps = 9",
             [],
-            "rollout.most_carried = 9: a response of rollout.max_tokens = 1001 at 100 tokens per step "
+            "rollout.max_carried_steps = 9: a response of rollout.max_tokens = 1001 at 100 tokens per step "
             "(rollout.partial_tokens) is carried over 10 steps",
         ),
         (
@@ -152,3 +155,11 @@ def test_every_shipped_file_loads():
     assert files
     for path in files:
         load(path)
+
+
+def test_older_checkpoints_are_read_by_the_names_of_now():
+    _check_fingerprint(
+        {"rollout": {"n": 8, "most_carried": 3}}, {"rollout": {"n": 8, "max_carried_steps": 3}}, Path("x")
+    )
+    with pytest.raises(UserError, match=r"rollout\.max_carried_steps = 3, now 4"):
+        _check_fingerprint({"rollout": {"most_carried": 3}}, {"rollout": {"max_carried_steps": 4}}, Path("x"))
