@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import fakes
+import numpy as np
 import pytest
 from by_hand import responses, update
 from dist.steps import configured, make_trainer
@@ -112,4 +113,4 @@ def test_a_stuck_engine_saves_and_says_how_to_go_on(processes, model, tmp_path):
     undisturbed.refit()
     expected = [undisturbed.train_step()[0] for _ in range(3)]
     assert expected[1]["lost_share"] == 1 / 128
-    assert got == expected[2]
+    np.testing.assert_equal(got, expected[2])  # bit for bit; unknown figures are nan in both
