@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,12 +30,8 @@ def sft(
     optim: OptimConfig,
     writer: MetricsWriter | None,
     progress: Progress,
-    stop: Callable[[], bool],
 ) -> None:
-    """config.steps optimizer steps of next-token training on the reference answers, each followed by EOS.
-
-    stop() is asked after every step, on every rank alike; training ends early where it says so.
-    """
+    """config.steps optimizer steps of next-token training on the reference answers, each followed by EOS."""
     grid = worker.grid
     for step in range(config.steps):
         start = time.monotonic()
@@ -52,8 +47,6 @@ def sft(
         if writer:
             writer.write(step, {"loss": loss, "grad_norm": update.grad_norm, "lr": lr, "tokens": tokens}, seconds)
         progress.update(step + 1, {"loss": f"{loss:.3f}", "grad norm": f"{update.grad_norm:.2f}"})
-        if stop():
-            return
 
 
 def _loss(divisor: float) -> Any:
