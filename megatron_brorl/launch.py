@@ -1,7 +1,7 @@
 """Several ranks on this machine, without torchrun: started, signalled and awaited together.
 
-torch's own launcher kills ranks 30 seconds after a signal, which is in the middle of a real step, and opens a store on
-all interfaces, whose state is a pickle.
+torch's own launcher kills ranks 30 seconds after a signal, which is in the middle of a real step; it opens a store on
+all interfaces, whose state is a pickle; and its ranks go on when it is killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from megatron_brorl.ranks import LISTENER, SAVED, STOPPING, Signals
+from megatron_brorl.ranks import LAUNCHER, LISTENER, SAVED, STOPPING, Signals
 
 _LOOK_S = 0.1
 _LAST_WORDS_S = 10.0  # for the other ranks to say what is wrong, when one has failed; then they are killed
@@ -53,6 +53,7 @@ def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(processes):
             told = {
+                LAUNCHER: str(os.getpid()),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(processes),

@@ -135,6 +135,31 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
     assert ranks.end() == (75, "")
 
 
+TORCHRUN = [sys.executable, "-c", "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"]
+
+
+@pytest.mark.parametrize("when", ["before they begin", "running", "stopped", "under torchrun"])
+def test_ranks_and_their_forks_end_with_a_launcher_that_is_killed(tmp_path: Path, when: str) -> None:
+    torchrun = when == "under torchrun"
+    count = 1 if torchrun else 2
+    ranks = Ranks(tmp_path, TORCHRUN, TORCHELASTIC_RUN_ID="x", RANK="0") if torchrun else Ranks(tmp_path, START)
+    try:
+        ranks.reach("started", count)
+        if when != "before they begin":
+            ranks.say("begin")
+            ranks.reach("began", count)
+            assert len(ranks.processes) == 2 * count
+        if when == "stopped":
+            for process in ranks.processes:
+                process.suspend()
+        ranks.launcher.kill()
+        ranks.say("begin")
+        until(ranks.gone)
+        assert when != "before they begin" or not list(tmp_path.glob("began_*"))
+    finally:
+        ranks.close()
+
+
 @pytest.mark.parametrize(
     ("codes", "expected", "said"),
     [
