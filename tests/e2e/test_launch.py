@@ -103,6 +103,17 @@ def test_a_run_listens_on_loopback_saves_at_sigusr1_and_dies_as_one(config, init
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_a_warm_start_that_is_stopped_leaves_no_half_trained_model(config, init, tmp_path, begin):
+    """It has nothing to go on from: a signal ends it, and examples/brorl_tiny.sh begins it anew."""
+    run = begin("sft", "--processes", "2", config, f"model.path={init}", f"run.dir={tmp_path}", "sft.steps=100000")
+    watch(run, lambda: (tmp_path / "metrics.jsonl").exists() and rows(tmp_path))
+    run.send_signal(signal.SIGTERM)
+    said = run.communicate(timeout=120)[0]
+    assert run.returncode == 128 + signal.SIGTERM, said
+    assert "brorl: SIGTERM came, and not every rank has saved: rank" in said.splitlines()[-1]
+    assert not (tmp_path / "model").exists()
+
+
 def _is_loopback(found: list[Any]) -> bool:
     addresses = [a.address for a in found if a.family == socket.AF_INET]
     return not addresses or any(ipaddress.ip_address(a).is_loopback for a in addresses)
