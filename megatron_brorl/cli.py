@@ -12,14 +12,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl import evaluate_cli, theory_cli
+from megatron_brorl import evaluate_cli, ranks, theory_cli
 from megatron_brorl.config_file import load
 from megatron_brorl.errors import UserError
 from megatron_brorl.evaluate_cli import write_json
 
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
 BEFORE_THE_KEY: dict[str, dict[str, Any]] = {"optim": {"decay_norms_and_biases": True}}
-PREEMPTED = 75  # EX_TEMPFAIL: the state was saved; start the same command again to go on
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,7 +45,9 @@ def _run_ranks(args: argparse.Namespace) -> int:
     if args.processes > 0:
         from megatron_brorl.launch import launch
 
-        return launch(args.processes, [args.name, args.config, *args.overrides])
+        command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *args.overrides]
+        return launch(args.processes, command)
+    ranks.begin(saves=args.command is _train)
     from megatron_brorl.parallel import device
 
     device.leave_out_compiler()
@@ -148,7 +149,7 @@ def _train(args: argparse.Namespace) -> int:
                 p.note(f"resumed from {found}")
             if not trainer.run(writer, p, session.stop_requested):
                 p.note("stopped by a signal; the state is saved: start the same command again to go on")
-                return PREEMPTED
+                return ranks.SAVED
             after = trainer.evaluate(p).as_dict() if trainer.held_out else None
             if after:
                 p.note(f"held-out after: {percent(after)}")
@@ -188,7 +189,7 @@ def _sft(args: argparse.Namespace) -> int:
         writer = session.writer(None)
         with progress(config.sft.steps, "sft", session.speaks) as p:
             p.note(session.sources.report)
-            sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p, session.stop_requested)
+            sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
         session.export(worker)
     return 0
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import os
 import resource
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from megatron_brorl import ranks
 from megatron_brorl.config import Config, OptimConfig
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
@@ -38,7 +36,6 @@ from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import Prompt
 
 ROLLOUTS_FILE = "rollouts.jsonl"
-SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
 
 
 class Session:
@@ -76,9 +73,6 @@ class Session:
         self.grid = grid.build(config.parallel, config.run.seed, config.rollout.timeout_s + GRACE_S)
         self.speaks = self.grid.rank == 0
         self._closing: list[Callable[[], Any]] = [grid.leave]
-        self._signalled_at: float | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._on_signal)
 
     def __enter__(self) -> Session:
         self._lock()
@@ -88,14 +82,6 @@ class Session:
         if kind is None:
             for close in reversed(self._closing):
                 close()
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        """The first signal asks for a save at the next step boundary; a second one, meant, ends the process at once."""
-        now = time.monotonic()
-        if self._signalled_at is None:
-            self._signalled_at = now
-        elif now - self._signalled_at > SECOND_SIGNAL_S:
-            os._exit(128 + number)
 
     def _lock(self) -> None:
         """Refuse a second run in the same directory."""
@@ -205,7 +191,7 @@ class Session:
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""
-        return bool(collect.greatest({"stop": float(self._signalled_at is not None)})["stop"])
+        return bool(collect.greatest({"stop": float(ranks.stop_requested())})["stop"])
 
     def export(self, worker: Any) -> None:
         """Write the weights as run.dir/model, a Hugging Face directory. Raises UserError where one is not finite."""
