@@ -17,6 +17,7 @@ from megatron_brorl.config import OptimConfig
 from megatron_brorl.config_file import load
 from megatron_brorl.errors import UserError
 from megatron_brorl.evaluate_cli import write_json
+from megatron_brorl.outputs import check_outputs
 
 PREEMPTED = 75  # EX_TEMPFAIL: the state was saved; start the same command again to go on
 
@@ -41,7 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run_ranks(args: argparse.Namespace) -> int:
     """A command of ranks: as one of them, or as the launcher of them all."""
-    load(args.config, args.overrides)  # a mistake in it is told once, and before anything is started or imported
+    # A mistake in it is told once, and before anything is started, imported or written.
+    check_outputs(load(args.config, args.overrides), args.name, args.config)
     if args.processes > 0:
         from megatron_brorl.launch import launch
 

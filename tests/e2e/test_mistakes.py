@@ -75,7 +75,8 @@ def test_tokenizer_without_eos(config, model, tmp_path):
 
 
 def test_tensor_parallel_does_not_divide_heads(config, model, tmp_path):
-    done = brorl("train", "--processes", "3", config, f"model.path={model}", f"run.dir={tmp_path}", "parallel.tensor=3")
+    run = f"run.dir={tmp_path / 'run'}"
+    done = brorl("train", "--processes", "3", config, f"model.path={model}", run, "parallel.tensor=3")
     fails(done, "parallel.tensor = 3 does not divide num_attention_heads = 2")
 
 
