@@ -143,7 +143,7 @@ def _train(args: argparse.Namespace) -> int:
         writer = session.writer(trainer.step if found else None)
         trainer.rollout_log = session.rollout_log(trainer.step if found else None)
         with progress(config.train.steps, "train", session.speaks, start=trainer.step) as p:
-            p.note(session.sources.report)
+            p.note(session.report)
             if found:
                 p.note(f"resumed from {found}")
             if not trainer.run(writer, p, session.stop_requested):
@@ -190,7 +190,7 @@ def _sft(args: argparse.Namespace) -> int:
         worker = session.worker(optim)
         writer = session.writer(None)
         with progress(config.sft.steps, "sft", session.speaks) as p:
-            p.note(session.sources.report)
+            p.note(session.report)
             sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p, session.stop_requested)
         session.export(worker)
     return 0

@@ -71,6 +71,7 @@ def test_tokenizer_without_eos(config, model, tmp_path):
         sentence_iterator=iter(["abc def ghi"] * 10), model_writer=out, vocab_size=13, eos_id=-1, minloglevel=2
     )
     (model / "tokenizer.model").write_bytes(out.getvalue())
+    (model / "tokenizer.json").unlink()  # which would go first
     fails(train(config, model, tmp_path), "tokenizer.model", "end-of-sequence")
 
 
