@@ -16,6 +16,7 @@ from megatron_brorl import evaluate_cli, ranks, theory_cli
 from megatron_brorl.config_file import load
 from megatron_brorl.errors import UserError
 from megatron_brorl.evaluate_cli import write_json
+from megatron_brorl.outputs import check_outputs
 
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
 BEFORE_THE_KEY: dict[str, dict[str, Any]] = {"optim": {"decay_norms_and_biases": True}}
@@ -41,7 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run_ranks(args: argparse.Namespace) -> int:
     """A command of ranks: as one of them, or as the launcher of them all."""
-    load(args.config, args.overrides)  # a mistake in it is told once, and before anything is started or imported
+    # A mistake in it is told once, and before anything is started, imported or written.
+    check_outputs(load(args.config, args.overrides), args.name, args.config)
     if args.processes > 0:
         from megatron_brorl.launch import launch
 
@@ -144,7 +146,7 @@ def _train(args: argparse.Namespace) -> int:
         writer = session.writer(trainer.step if found else None)
         trainer.rollout_log = session.rollout_log(trainer.step if found else None)
         with progress(config.train.steps, "train", session.speaks, start=trainer.step) as p:
-            p.note(session.sources.report)
+            p.note(session.report)
             if found:
                 p.note(f"resumed from {found}")
             if not trainer.run(writer, p, session.stop_requested):
@@ -188,7 +190,7 @@ def _sft(args: argparse.Namespace) -> int:
         worker = session.worker(optim)
         writer = session.writer(None)
         with progress(config.sft.steps, "sft", session.speaks) as p:
-            p.note(session.sources.report)
+            p.note(session.report)
             sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
         session.export(worker)
     return 0

@@ -43,6 +43,7 @@ class Session:
 
     sources: Sources  # not there where benchmarks are evaluated
     benchmarks: dict[str, list[Prompt]]  # what `brorl evaluate` asks, by name
+    report: str  # of data.source: what was read, and what is odd about it
 
     def __init__(self, config: Config, benchmarks: bool = False) -> None:
         """benchmarks: read the files of evaluate.benchmarks, where there are any, and nothing to train on."""
@@ -65,10 +66,12 @@ class Session:
         fp8.check(config.fp8, self.shape, config.parallel.tensor)
         limit = context(config, self.shape) - config.rollout.max_tokens
         if benchmarks and config.evaluate.benchmarks:
-            self.benchmarks = load_benchmarks(config.evaluate.benchmarks, config.data, self.tokenizer, limit)
+            files = config.evaluate.benchmarks
+            self.benchmarks, self.report = load_benchmarks(files, config.data, self.tokenizer, limit)
         else:
             self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
+            self.report = self.sources.report
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
         self.grid = grid.build(config.parallel, config.run.seed, config.rollout.timeout_s + GRACE_S)
         self.speaks = self.grid.rank == 0

@@ -10,7 +10,7 @@ ROOT = PACKAGE.parent
 
 # A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
 FLOORS = [
-    {"errors", "types", "config", "config_file", "config_toml", "metrics", "progress", "hf_config", "ranks"},
+    {"errors", "types", "config", "config_file", "config_toml", "outputs", "metrics", "progress", "hf_config", "ranks"},
     {"algo", "rewards"},
     {"ops", "theory"},  # the fused ops take up formulas of algo, the theory its intervals
     {"parallel"},

@@ -15,6 +15,7 @@ from megatron_brorl.config_file import load
 from megatron_brorl.data.generate import corpus
 from megatron_brorl.data.sentencepiece_tokenizer import train_sentencepiece
 from megatron_brorl.errors import UserError
+from megatron_brorl.models.hf_io import complete
 from megatron_brorl.models.random_init import qwen2_config, write_random_model
 
 
@@ -51,6 +52,7 @@ def main() -> None:
     )
     model["tie_word_embeddings"] = not args.untied
     parameters = write_random_model(model, args.directory, config.run.seed)
+    complete(args.directory, args.directory)
     print(f"{args.directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}")
 
 

@@ -116,6 +116,7 @@ def to_hf(
 
     with _output(target, size) as aside:
         hf_io.copy_companions(companions, aside)
+        hf_io.complete(companions, aside)
         _set_dtype(aside / CONFIG, set(types.values()))
         safetensors_files.write(tensors(), layout, aside)
         if check:

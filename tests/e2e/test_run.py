@@ -12,7 +12,8 @@ import pytest
 import torch
 from e2e.runs import brorl, rows, start
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from sentencepiece import SentencePieceProcessor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_brorl.data.tokenizers import train_sentencepiece
 from megatron_brorl.models.random_init import qwen2_config, write_random_model
@@ -65,6 +66,10 @@ def test_run_leaves_what_is_promised(finished, warm):
     before = load_file(warm / "model.safetensors")
     assert any(not torch.equal(p, before[n]) for n, p in trained.named_parameters() if n in before)
     assert (directory / "model" / "tokenizer.model").read_bytes() == (warm / "tokenizer.model").read_bytes()
+    theirs = AutoTokenizer.from_pretrained(directory / "model")
+    library = SentencePieceProcessor(model_file=str(warm / "tokenizer.model"))
+    assert theirs("12, 18=").input_ids == library.encode("12, 18=")
+    assert trained.generation_config.eos_token_id == library.eos_id()
 
 
 def test_verify_reshard_changes_nothing_and_tells_the_gap(finished, config, warm, tmp_path):
@@ -284,6 +289,7 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     assert one.returncode == 0, one.stderr
     two = brorl("evaluate", "--processes", "2", config, model, f"run.dir={tmp_path / 'two'}", *ask)
     assert two.returncode == 0, two.stderr
+    assert f"evaluate.benchmarks: 6 prompts from {sums}" in one.stderr
     answers = (tmp_path / "one" / "evaluation.jsonl").read_text()
     assert (tmp_path / "two" / "evaluation.jsonl").read_text() == answers
     found = [json.loads(line) for line in answers.splitlines()]
