@@ -75,6 +75,7 @@ def validate(config: Config, where: str) -> None:
     for key in _NOT_NEGATIVE.split():
         section, name = key.split(".")
         need(getattr(getattr(config, section), name) >= 0, key, "must not be negative")
+    need(bool(config.run.dir.strip()), "run.dir", "results need a folder; the working directory is '.'")
     need(config.rollout.temperature > 0, "rollout.temperature", "must be above 0 (sampling needs randomness)")
     need(0 < config.rollout.top_p <= 1, "rollout.top_p", "must be in (0, 1]")
     need(all(config.rollout.stop_strings), "rollout.stop_strings", "an empty string would stop everything")
