@@ -15,11 +15,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_brorl.checkpoints import compare, hugging_face
-from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import WEIGHTS, read_shape
+from megatron_brorl.models import critic
 from megatron_brorl.models.gpt import build_actor
-from megatron_brorl.train.worker import CriticWorker, StageOptions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
@@ -92,9 +91,11 @@ def test_a_head_of_another_shape_is_named(another, processes):
 
 def test_a_critic_leaves_the_head_of_an_untied_model_aside(another, processes):
     set_tied(another, False)
-    worker = CriticWorker(read_shape(another), processes, StageOptions(64), OptimConfig())
-    worker.load_hf(another)
-    assert torch.equal(worker.critic.embedding.word_embeddings.weight[: tiny.VOCAB], tiny.weights(another)[EMBEDDING])
+    shape = read_shape(another)
+    built = critic.build_critic(shape, processes, torch.float32)
+    own = ["output_layer.weight"]
+    hugging_face.load(built, critic.body(shape), processes, another, built.fused_norms, own)
+    assert torch.equal(built.embedding.word_embeddings.weight[: tiny.VOCAB], tiny.weights(another)[EMBEDDING])
 
 
 def test_the_converter_names_the_folder_of_its_user(tmp_path, monkeypatch):
