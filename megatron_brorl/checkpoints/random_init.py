@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.model_shape import CONFIG, parse_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.models.hf_names import hf_inits, hf_shapes
 
 
 def qwen2_config(
@@ -56,18 +56,18 @@ def write_random_model(
     scaled by 1 / sqrt(2 layers) (Radford et al. 2019, section 2.3); norms are one, biases zero. Without `defaults`
     norms and biases are drawn around those, so that a test sees where each of them goes.
     """
-    shape = parse_shape(config, str(directory / "config.json"))
+    shape = parse_shape(config, str(directory / CONFIG))
+    sizes, inits = hf_shapes(shape), hf_inits(shape)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, size: tuple[int, ...]) -> Tensor:
-        mean, std = (1.0 if name.endswith("norm.weight") else 0.0), shape.init_std
-        if name.endswith(("norm.weight", ".bias")) and defaults:
+        mean, std = (1.0 if inits[name] == "ones" else 0.0), shape.init_std
+        if inits[name] in ("ones", "zeros") and defaults:
             return torch.full(size, mean)
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if inits[name] == "residual":
             std /= (2 * shape.layers) ** 0.5
         return torch.randn(size, generator=generator).mul_(std).add_(mean)
 
-    sizes = hf_shapes(shape)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     layout = {name: (size, dtype) for name, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""The actor of one pipeline stage: Megatron-Core's GPTModel for the dense Llama, Qwen2 and Qwen3 families."""
+"""The actor of one pipeline stage: Megatron-Core's GPTModel for the dense families of families/."""
 
 from __future__ import annotations
 
