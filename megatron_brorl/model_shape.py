@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.families import dense, llama, qwen2, qwen3
+from megatron_brorl.families import dense, gemma3, llama, qwen2, qwen3
 from megatron_brorl.families.family import ConfigJson, Dimension, ModelFamily
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
-FAMILIES = {f.architecture: f for f in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
+FAMILIES = {f.architecture: f for f in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, gemma3.FAMILY)}
 _BY_NAME = {f.name: f for f in FAMILIES.values()}
 
 
@@ -36,6 +36,12 @@ class ModelShape:
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None  # the rope_scaling object, with "rope_type"
     init_std: float
+    # What few families have. None is part of a run's fingerprint, and of that of runs from before there was a field.
+    activation: str | None = None  # of the MLP's gate: "gelu_tanh"; None: silu
+    embedding_scale: float | None = None  # None: 1
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    local_layers: tuple[int, ...] | None = None  # that have a rotation of their own
+    local_rope_theta: float | None = None  # theirs, without scaling
 
     @property
     def facts(self) -> ModelFamily:
@@ -51,6 +57,28 @@ class ModelShape:
     def qk_norm(self) -> bool:
         """Whether query and key heads are normed."""
         return self.facts.find(dense.Q_NORM) is not None
+
+    @property
+    def zero_centred_norms(self) -> bool:
+        """Whether norms scale by 1 + weight: so do those that begin with a weight of zeros."""
+        return self.facts.final_norm.init == "zeros"
+
+    @property
+    def post_norms(self) -> bool:
+        """Whether what attention and MLP give is normed, before it is added to the residual stream."""
+        return self.facts.find(gemma3.POST_ATTENTION_NORM) is not None
+
+    @property
+    def llama_layers(self) -> bool:
+        """Whether a layer computes what Llama's does, up to biases and head norms: what fused layers are made for."""
+        others = self.activation, self.embedding_scale, self.attention_scale, self.local_layers
+        return others == (None,) * 4 and not self.zero_centred_norms and not self.post_norms
+
+    @property
+    def of_local_layers(self) -> ModelShape:
+        """The same with the rotation of the local layers."""
+        assert self.local_rope_theta is not None
+        return replace(self, rope_theta=self.local_rope_theta, rope_scaling=None)
 
     @property
     def dimensions(self) -> Mapping[Dimension, int]:

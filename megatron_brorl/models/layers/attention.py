@@ -28,6 +28,8 @@ class Segments(PackedSeqParams):
     groups: tuple[Group, ...] = ()
     cos: Tensor | None = None  # [T, d / 2], float32 or float64: one table for all layers, queries and keys
     sin: Tensor | None = None
+    local: tuple[Tensor, Tensor] | None = None  # the same of local_layers, where a model has some
+    local_layers: tuple[int, ...] = ()
     mask: BlockMask | None = None  # of groups, made where it is first needed
     table: Tensor | None = None  # of groups, likewise (models.layers.fused_attention.segment_table)
     context: dist.ProcessGroup | None = None  # over which every segment is cut (parallel.context); T is this rank's
@@ -37,11 +39,12 @@ class Segments(PackedSeqParams):
         """Whether segments attend to a prompt that stands once in the stream."""
         return any(g.prefix for g in self.groups)
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """x [T, heads, d], a query or key, turned by its position."""
+    def rotate(self, x: Tensor, layer: int) -> Tensor:
+        """x [T, heads, d], a query or key of a layer (from 0, of the whole model), turned by its position."""
         assert self.cos is not None
         assert self.sin is not None
-        cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(1).to(x.dtype) for half in (self.cos, self.sin))
+        halves = self.local if self.local and layer in self.local_layers else (self.cos, self.sin)
+        cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(1).to(x.dtype) for half in halves)
         return rope.rotate(x, cos, sin)
 
     def attend_on_gpu(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -57,9 +60,12 @@ class PackedAttention(torch.nn.Module):
     On a CPU runs of segments of equal length are one batched call.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, layer_number: int = 1, **_: Any
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.layer = layer_number - 1
 
     def forward(
         self,
@@ -72,7 +78,7 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d], not yet rotated -> [T, 1, heads * d]."""
-        query, key = (packed_seq_params.rotate(x.squeeze(1)) for x in (query, key))
+        query, key = (packed_seq_params.rotate(x.squeeze(1), self.layer) for x in (query, key))
         value, dtype = value.squeeze(1), query.dtype
         if query.is_cuda and packed_seq_params.shared:
             return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
