@@ -43,6 +43,7 @@ class Part:
 
     @property
     def prefix(self) -> str:
+        """What stands before the names of its tensors in the checkpoint."""
         return f"{self.name}." if self.name else ""
 
     def state(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
@@ -55,6 +56,7 @@ class Part:
         return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading)}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave and Megatron filled; an optimizer without a state gets the module's weights."""
         model = {k.removeprefix(self.prefix): v for k, v in state["model"].items()}
         if self.weights is not None:
             for name, weight in self.weights.items():
@@ -79,6 +81,7 @@ def save(
 
     run: JSON that read_run gives back. add: called on every rank to put files of its own into the directory.
     """
+    # Everything is written beside the place that it will take.
     target = root / f"step_{step:08d}"
     aside = root / f".{target.name}.writing"
     if dist.get_rank() == 0:
@@ -86,6 +89,8 @@ def save(
             shutil.rmtree(stale)
         aside.mkdir(parents=True)
     dist.barrier()
+
+    # Every rank its shards. An optimizer that has not stepped yet has no state that Megatron could save.
     stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
     # Megatron starts a process that imports torch (190 MiB, seconds) for a queue that asynchronous saves alone need.
     filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
@@ -93,6 +98,8 @@ def save(
         dist_checkpointing.save(_states(parts, stepped), str(aside))
     add(aside)
     dist.barrier()
+
+    # Complete: hashed, renamed, pointed to, and only then older ones go.
     if dist.get_rank() == 0:
         (aside / RUN).write_text(json.dumps({**run, STEPPED: stepped}, indent=1), encoding="utf-8")
         manifest.write(aside)
@@ -124,6 +131,7 @@ def find(root: Path) -> Path | None:
 
 
 def read_run(directory: Path) -> dict[str, Any]:
+    """What save was given as `run`, and the names of the optimizers that had stepped."""
     return json.loads((directory / RUN).read_text(encoding="utf-8"))
 
 

@@ -55,6 +55,7 @@ class Actor(GPTModel):
             position_embedding_type="none",
             pg_collection=grid.groups,
         )
+
         self.shape = shape
         self.fused_norms = _engine_layers(shape)  # the names of the norms in models.hf_names
         self.fused_layers = fused_layers(ops) and shape.llama_layers
@@ -92,6 +93,7 @@ class Actor(GPTModel):
 
         wrapper is the DistributedDataParallel around this module, where there is one.
         """
+        # Rotations are the same for all layers of a kind, so they are made here.
         where = device.default_device()
         positions = batch.position_ids.to(where)
         angles = positions.to(self._frequencies().dtype).unsqueeze(-1) * self._frequencies()
@@ -99,6 +101,7 @@ class Actor(GPTModel):
         if self.shape.local_layers:
             of_local = positions.to(angles.dtype).unsqueeze(-1) * self._local_inv_freq.to(angles.dtype)
             local = (of_local.cos(), of_local.sin())
+
         return (wrapper or self)(
             input_ids=batch.input_ids.to(where).unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -218,12 +221,14 @@ def transformer_config(
     _, rope_factor = rope.inverse_frequencies(shape)
     gpu = device.on_gpu()
     return TransformerConfig(
+        # Sizes.
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn,
+        # What its family makes of them.
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         layernorm_zero_centered_gamma=shape.zero_centred_norms,
@@ -237,9 +242,11 @@ def transformer_config(
         init_method_std=shape.init_std,
         # The factor that YaRN puts on cos and sin of both query and key is one factor on their product.
         softmax_scale=rope_factor**2 * (shape.attention_scale or shape.head_dim**-0.5),
+        # Arithmetic.
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        # Ranks.
         tensor_model_parallel_size=grid.tensor,
         pipeline_model_parallel_size=grid.pipeline,
         context_parallel_size=grid.context,
@@ -247,6 +254,7 @@ def transformer_config(
         variable_seq_lengths=True,  # packed streams differ in length
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts
         calculate_per_token_loss=True,  # losses arrive divided by the global count: gradients are summed, not averaged
+        # What can be done in one kernel here.
         use_cpu_initialization=not gpu,
         perform_initialization=False,  # weights always come from a Hugging Face directory
         gradient_accumulation_fusion=False,
@@ -307,12 +315,16 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
         return te.layers(shape.qk_norm, count)
     if config.fp8:
         raise UserError(f'fp8.recipe = "{config.fp8_recipe}": {shape.family} has no layers of Transformer Engine here')
+
+    # Norms, and the MLP's products with norm and activation.
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer, norm = spec.submodules, FusedRmsNorm if fused else RmsNorm
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if fused:
         mlp = layer.mlp.submodules
         mlp.linear_fc1, mlp.activation_func, mlp.linear_fc2 = FusedColumnLinear, TakenActivation, FusedSwiGluLinear
+
+    # Attention.
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     if fused:
@@ -321,6 +333,8 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
             layer.self_attention.module, attention.core_attention = FusedSelfAttention, FusedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
+
+    # The norm of what either part gives comes with its last product.
     if shape.post_norms:
         attention.linear_proj = layer.mlp.submodules.linear_fc2 = PostNormRowLinear
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)

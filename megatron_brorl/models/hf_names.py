@@ -20,10 +20,13 @@ def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list
     table = []
     for layer, parameter in _parameters(shape):
         of_hf = _in_layer("model.layers", layer)
+
+        # Stages hold equally many layers; the embedding stands before the first, norm and head after the last.
         if layer is None:
             stage = 0 if parameter is shape.facts.embedding else pipeline - 1
         else:
             stage = layer * pipeline // shape.layers
+
         table.append(
             Entry(
                 _in_layer("decoder.layers", layer) + parameter.name(fused_norms),

@@ -34,6 +34,8 @@ class PackedTeAttention(TEDotProductAttention):
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
         if packed_seq_params.shared:
             return packed_seq_params.attend_on_gpu(query.squeeze(1), key.squeeze(1), value.squeeze(1), None)
+
+        # One boundary per segment, as Transformer Engine wants them.
         lengths = segment_lengths(packed_seq_params.groups)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
         packing = PackedSeqParams(
@@ -45,13 +47,14 @@ class PackedTeAttention(TEDotProductAttention):
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         )
+
         streams = (x.squeeze(1) for x in (query, key, value))
         out = super().forward(*streams, attention_mask, packed_seq_params=packing, **kwargs)
         return out.reshape(len(query), 1, -1)
 
 
 def layers(qk_norm: bool, count: int) -> TransformerBlockSubmodules:
-    """`count` layers with fused norms and linears."""
+    """`count` layers with fused norms and linears. qk_norm: whether query and key heads are normed."""
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
     spec.submodules.self_attention.submodules.core_attention = PackedTeAttention
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=TENorm)

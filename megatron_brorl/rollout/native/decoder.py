@@ -90,6 +90,7 @@ class Decoder:
             found = find(part)
             return None if found is None else self._scale(found).to(self.dtype)
 
+        # What only some families have.
         bias, q_norm, k_norm = find(dense.QKV_BIAS), find(dense.Q_NORM), find(dense.K_NORM)
         norms = None
         if q_norm is not None and k_norm is not None:
