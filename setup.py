@@ -2,8 +2,8 @@
 
 It needs the torch that will be used at run time, so install with --no-build-isolation (tools/install.sh does).
 BRORL_NATIVE=0 builds for any x86-64 or ARM processor instead of for this one. BRORL_CUDA=1 builds the CUDA kernels, 0
-leaves them out; unset, they are built where there is a CUDA toolkit and a torch with CUDA. BRORL_SANITIZE=1 builds for
-`make sanitize`.
+leaves them out; unset, they are built where torch has CUDA and a whole CUDA toolkit stands in CUDA_HOME.
+BRORL_SANITIZE=1 builds for `make sanitize`.
 """
 
 from __future__ import annotations
@@ -44,15 +44,32 @@ def switch(name: str, default: bool, meaning: dict[bool, str]) -> bool:
 
 # torch leaves its own unset where it was built without CUDA.
 CUDA_HOME = os.environ.get("CUDA_HOME") or TORCH_CUDA_HOME
+LIBRARY_FOLDERS = [Path(CUDA_HOME, x) for x in ("lib64", "lib") if Path(CUDA_HOME, x).is_dir()] if CUDA_HOME else []
+
+
+def lack_of_cuda() -> str:
+    """What the kernels lack to be built and used, in words; empty where nothing."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    if CUDA_HOME is None:
+        return "there is no CUDA toolkit (CUDA_HOME is not set)"
+    places = [Path(CUDA_HOME, "bin"), Path(CUDA_HOME, "include"), *LIBRARY_FOLDERS]
+    for name in ("nvcc", "cublas_v2.h", "libcudart.so", "libcublas.so"):
+        if not any((place / name).exists() for place in places):
+            return f"the CUDA toolkit in {CUDA_HOME} (CUDA_HOME) has no {name}"
+    return ""
+
+
+LACK_OF_CUDA = lack_of_cuda()
 NATIVE = switch("BRORL_NATIVE", True, {True: "CPU code for this processor", False: "CPU code for any processor"})
 CUDA = switch(
     "BRORL_CUDA",
-    CUDA_HOME is not None and torch.version.cuda is not None,
-    {True: "with CUDA kernels", False: "without CUDA kernels"},
+    not LACK_OF_CUDA,
+    {True: "with CUDA kernels", False: f"without CUDA kernels{': ' * bool(LACK_OF_CUDA)}{LACK_OF_CUDA}"},
 )
 SANITIZE = switch("BRORL_SANITIZE", False, {True: "with sanitizers", False: "without sanitizers"})
-if CUDA and CUDA_HOME is None:
-    raise SystemExit("setup.py: BRORL_CUDA=1 needs the CUDA toolkit: set CUDA_HOME to it, or BRORL_CUDA to 0")
+if CUDA and LACK_OF_CUDA:
+    raise SystemExit(f"setup.py: BRORL_CUDA=1, but {LACK_OF_CUDA}: install what is missing, or set BRORL_CUDA to 0")
 
 # Contraction to fused multiply-adds is off by default under -std=c++17; math errno would keep loops scalar.
 FLAGS = ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
@@ -88,8 +105,8 @@ setup(
             depends=sorted(str(p) for p in (*Path("csrc").rglob("*.h"), *Path("csrc").rglob("*.cu"))),
             include_dirs=[str(Path(__file__).parent.absolute() / "csrc")],
             define_macros=[("BRORL_CUDA", "1")] if CUDA else [],
-            library_dirs=[f"{CUDA_HOME}/lib64"] if CUDA else [],
-            libraries=["cudart"] if CUDA else [],
+            library_dirs=[str(p) for p in LIBRARY_FOLDERS] if CUDA else [],
+            libraries=["cudart", "cublas"] if CUDA else [],
             extra_compile_args=FLAGS + SANITIZERS,
             extra_link_args=["-fopenmp", *SANITIZERS],
         )

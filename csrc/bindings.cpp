@@ -8,7 +8,7 @@
 #include "policy/advantages.h"
 #include "cpu/bfloat16_gemm.h"
 #include "cpu/decode_attention.h"
-#include "cpu/gemm.h"
+#include "common/gemm.h"
 #include "cpu/layer_ops.h"
 #include "policy/moments.h"
 #include "common/philox.h"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Where N = 512 wins at small scale: 24 prompts that a model answers rightly between once in 512 times and once in 16,
-# seventy times as long as their answers, asked again and again with N = 16 or N = 512 for the same time.
+# A small setting in which N = 512 came out ahead (docs/results): 24 prompts that a model answers rightly between once
+# in 512 times and once in 16, seventy times as long as their answers, asked again and again with N = 16 or N = 512 for
+# the same time.
 # Usage: [RUN=directory] [PROCESSES=2] bash examples/hard_prompts_tiny.sh [--seconds S] [--seeds ...] [section.key=value ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -71,6 +71,7 @@ class OpenGroup:
     prompt: Prompt
     step: int | str  # that it was taken up in, which names its random stream
     place: int  # among the prompts of that step
+    occurrence: int = 0  # earlier places of that step that have the same prompt; names the stream as well
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import fakes
@@ -26,8 +26,13 @@ def responses(seed: int, prompt: Prompt, n: int, tokens: int, lost: Iterable[tup
     ]
 
 
-def update(model: Any, groups: Sequence[Group], cap: float) -> tuple[float, float, int]:
-    """Loss, norm of its gradient and tokens of one optimizer step over these groups (BroRL, section 3.1)."""
+def update(
+    model: Any, groups: Sequence[Group], cap: float, left_out: Collection[tuple[str, int]] = ()
+) -> tuple[float, float, int]:
+    """Loss, norm of its gradient and tokens of one optimizer step over these groups (BroRL, section 3.1).
+
+    left_out: (prompt id, sibling) of rows whose reward counts and which are not trained on.
+    """
     raw = [r - sum(rewards) / len(rewards) for _, _, rewards in groups for r in rewards]
     mean = math.fsum(raw) / len(raw)
     std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw) / len(raw))
@@ -38,8 +43,10 @@ def update(model: Any, groups: Sequence[Group], cap: float) -> tuple[float, floa
         start, longest = len(prompt.token_ids), max(map(len, rows))
         padded = torch.tensor([[*prompt.token_ids, *row, *[0] * (longest - len(row))] for row in rows])
         log_probs = model(padded).logits[:, start - 1 : -1].log_softmax(-1)
-        for row, found in zip(rows, log_probs, strict=True):
+        for sibling, (row, found) in enumerate(zip(rows, log_probs, strict=True)):
             advantage = next(advantages)
+            if (prompt.id, sibling) in left_out:
+                continue
             lp = found[torch.arange(len(row)), torch.tensor(row)]
             sampled = torch.tensor([fakes.log_prob(t, 0) for t in row])
             weight = (lp.detach() - sampled).exp().clamp(max=cap)

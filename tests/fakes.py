@@ -73,10 +73,12 @@ class Engine:
 
     lose: set[tuple[str, int]] = field(default_factory=set)  # die with what would have delivered them
     stall: set[tuple[str, int]] = field(default_factory=set)  # make no progress until the call is cancelled
+    nonfinite: dict[tuple[str, int], float] = field(default_factory=dict)  # what the log-prob of their last token is
     deaf: threading.Event | None = None  # a call that stalls ends when this is set, whatever it is told
     version: int = -1
     calls: list[list[Request]] = field(default_factory=list)
     verbs: list[str] = field(default_factory=list)  # in the order in which they were called
+    if_repeating: str = "the fake engine"
 
     def sleep(self) -> None:
         self.verbs.append("sleep")
@@ -109,6 +111,8 @@ class Engine:
                 start = begun.get(sibling, Rollout(sibling, torch.zeros(0, dtype=torch.int64), torch.zeros(0), "cut"))
                 stalled |= name in self.stall
                 rollout = start if name in self.stall else self._go_on(start, drawn[sibling], sampling)
+                if name in self.nonfinite:
+                    rollout.log_probs[-1] = self.nonfinite[name]
                 found.append(rollout)
                 if rollout.finish != "cut":
                     watch.finished(number, rollout)

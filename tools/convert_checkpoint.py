@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         def check(written: Path) -> None:
             from megatron_brorl.checkpoints.compare import verify
 
-            gap = verify(args.source, written, shape)
+            gap = verify(args.source, written, shape, args.target)
             p.note(f"{args.target}: logits equal those of {args.source} within {gap:.2e}")
 
         verification = check if args.verify else None

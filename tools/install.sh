@@ -1,28 +1,67 @@
 #!/usr/bin/env bash
 # Make $VENV and install the project with its test tools into it. Called by the Makefile.
+#   PYTHON, VENV   interpreter (python3) and folder (.venv)
+#   BRORL_TORCH    where there is no CUDA: what pip installs as torch, instead of the CPU build of PyTorch's or pip's own
+#                  index: a wheel of a CPU build, or "--index-url URL torch==VERSION"
 set -euo pipefail
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+# The version's "+cpu" is that of PyTorch's CPU builds alone: an index that has none of them finds nothing, where
+# "torch==2.13.0" would be answered with a CUDA build and its gigabytes of libraries.
+CPU_TORCH=torch==2.13.0+cpu
 
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
-  echo "install: $("$PYTHON" --version) is too old: set PYTHON to a Python of 3.10 or newer" >&2
+refuse() {
+  echo "install: $1" >&2
   exit 2
 }
+pip_install() {
+  "$VENV/bin/pip" install --quiet --disable-pip-version-check "$@"
+}
+# The environment's torch: its version, and its CUDA version or "none". Without importing it, which its dependencies and
+# libraries would have to be there for. Nothing where there is none.
+torch_of_venv() {
+  "$VENV/bin/python" - <<'EOF'
+import importlib.metadata, importlib.util, runpy
+spec = importlib.util.find_spec("torch")
+if spec:
+    built = runpy.run_path(spec.submodule_search_locations[0] + "/version.py")
+    print(importlib.metadata.version("torch"), built.get("cuda") or "none")
+EOF
+}
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+  refuse "$("$PYTHON" --version) is too old: set PYTHON to a Python of 3.10 or newer"
+
 if "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
   echo "install: CUDA found; the environment uses the torch that is installed"
   "$PYTHON" -m venv --system-site-packages "$VENV"
+  read -r version _ < <(torch_of_venv) ||
+    refuse "$VENV does not see the torch of $PYTHON, a virtual environment: set PYTHON to the Python it was made with"
 else
   echo "install: no CUDA; the environment gets the CPU build of torch"
+  export BRORL_CUDA=${BRORL_CUDA:-0} # a toolkit alone runs nothing
   "$PYTHON" -m venv "$VENV"
+
   # Its dependencies come below, from the index that pip is configured for.
-  "$VENV/bin/pip" install --quiet --disable-pip-version-check --no-deps --retries 1 \
-    --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0" || {
-    echo "install: PyTorch's CPU index did not answer; taking torch 2.13.0 from pip's own index" >&2
-    "$VENV/bin/pip" install --quiet --disable-pip-version-check "torch==2.13.0"
-  }
+  BRORL_TORCH=${BRORL_TORCH:-}
+  if [[ -n $BRORL_TORCH ]]; then
+    read -ra wanted <<<"$BRORL_TORCH"
+    pip_install --no-deps "${wanted[@]}" || refuse "pip cannot install BRORL_TORCH=$BRORL_TORCH (it says why above)"
+  else
+    pip_install --no-deps --retries 1 --index-url "$CPU_INDEX" "$CPU_TORCH" 2>"$VENV/torch.log" ||
+      pip_install --no-deps "$CPU_TORCH" 2>>"$VENV/torch.log" ||
+      refuse "no $CPU_TORCH for $("$PYTHON" --version) in $CPU_INDEX or pip's own index ($VENV/torch.log): set \
+BRORL_TORCH to the wheel of a CPU build or to \"--index-url URL torch==VERSION\", or PYTHON to another Python"
+  fi
+
+  read -r version cuda < <(torch_of_venv) || refuse "BRORL_TORCH=$BRORL_TORCH has brought no torch"
+  [[ $cuda == none ]] ||
+    refuse "torch $version is a build for CUDA $cuda, which this machine has not: set BRORL_TORCH to a CPU build"
 fi
+
 # The extension is compiled against the torch of this environment, so pip must not build in one of its own; what the
 # build needs is then ours to install. Naming torch brings the dependencies it came without, and leaves it as it is.
-"$VENV/bin/pip" install --quiet --disable-pip-version-check torch numpy 'setuptools>=77' ninja
+pip_install "torch==$version" numpy 'setuptools>=77' ninja
 PATH="$(cd "$VENV/bin" && pwd):$PATH" MAX_JOBS=${MAX_JOBS:-$(nproc)} \
-  "$VENV/bin/pip" install --quiet --disable-pip-version-check --no-build-isolation --editable '.[test]'
+  pip_install --no-build-isolation --editable '.[test]' "torch==$version"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,15 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ValueError(f"k = {k}: must be in [1, n = {n}]")
     subsets = math.comb(n, k)
     return (subsets - math.comb(n - c, k)) / subsets
+
+
+def widest(passes: Mapping[str, float]) -> tuple[int, float] | None:
+    """The largest k above 1 and its pass@k, of {str(k): pass@k}; None where there is none.
+
+    It stands beside pass@1 everywhere: training that sharpens a policy raises pass@1 and may lower pass@k.
+    """
+    k = max((int(k) for k in passes), default=1)
+    return (k, passes[str(k)]) if k > 1 else None
 
 
 def bootstrap_mean(values: Sequence[float], resamples: int, seed: int) -> Interval:

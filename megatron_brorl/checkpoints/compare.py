@@ -20,15 +20,17 @@ TOLERANCE = 1e-4  # of the largest logit, or absolute below 1
 ROWS, TOKENS = 4, 24
 
 
-def verify(first: Path, second: Path, shape: ModelShape) -> float:
+def verify(first: Path, second: Path, shape: ModelShape, target: Path | None = None) -> float:
     """The largest difference of logits in float32 between two checkpoints of either format.
 
-    One model is in memory at a time. Raises UserError where they differ by more than TOLERANCE.
+    One model is in memory at a time. Raises UserError where they differ by more than TOLERANCE. target: where `second`
+    will stand when it is complete, the path that its user knows.
     """
     a, b = logits(first, shape), logits(second, shape)
     gap, limit = float((a - b).abs().max()), TOLERANCE * max(1.0, float(a.abs().max()))
     if not gap <= limit:
-        raise UserError(f"{second}: its logits differ from those of {first} by {gap:.2e}, more than {limit:.2e}")
+        where = target or second
+        raise UserError(f"{where}: its logits differ from those of {first} by {gap:.2e}, more than {limit:.2e}")
     return gap
 
 

@@ -55,6 +55,7 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
     shape = read_shape(directory)
     source = hugging_face.Checkpoint(directory)
     source.check(hf_names.hf_shapes(shape))
+    source.check_tied(shape)
     return source, shape, directory
 
 

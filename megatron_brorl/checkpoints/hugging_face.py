@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from megatron_brorl.model_shape import CONFIG, WEIGHTS, ModelShape, read_shape
 from megatron_brorl.models import hf_names
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.layout import Entry, to_local
+
+HEAD = "lm_head.weight"
 
 
 class Checkpoint:
@@ -54,16 +57,32 @@ class Checkpoint:
         return file
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise UserError unless the files hold exactly these tensors (a tied lm_head may be stored as well)."""
+        """Raise UserError unless the files hold exactly these tensors (an LM head may be stored all the same)."""
         missing = [name for name in shapes if name not in self.files]
         if missing:
             raise UserError(
                 f"{self.directory}: {len(missing)} tensors of config.json's model are missing, for example {missing[0]}"
             )
-        known = {"lm_head.weight"} | shapes.keys()
+        known = {HEAD} | shapes.keys()
         unknown = [n for n in self.files if n not in known and not n.endswith("rotary_emb.inv_freq")]
         if unknown:
             raise UserError(f"{self.directory}: unknown tensor {unknown[0]}; does config.json belong to it?")
+
+    def check_tied(self, shape: ModelShape) -> None:
+        """Raise UserError where config.json ties the LM head to the embedding, but another one is stored.
+
+        Transformers 5 would use both, earlier versions the embedding alone. Equal values are one matrix to either.
+        """
+        if not shape.tied or HEAD not in self.files:
+            return
+        entry = hf_names.entries(shape, pipeline=1)[0]
+        embedding, head = (self.read(e)[0] for e in (entry, replace(entry, hf=(HEAD,))))
+        common = torch.promote_types(embedding.dtype, head.dtype)
+        if not torch.equal(embedding.to(common), head.to(common)):
+            raise UserError(
+                f"{self.directory}: stores a {HEAD} unlike {entry.hf[0]}, but config.json says tie_word_embeddings = "
+                f"true: set that to false to use both, as transformers 5 does, or take {HEAD} out of the files"
+            )
 
     def dtype(self, entry: Entry) -> torch.dtype:
         """The type of an entry's tensors. Raises UserError where they differ, or are not floats of 16 bits or more."""
@@ -100,10 +119,12 @@ def load(
     """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype.
 
     fused_norms: whether the actor's norms are in Transformer Engine's linear layers. own: parameters that no directory
-    holds, which stay as they are. Raises UserError where a tensor is missing, unknown or of another shape.
+    holds, which stay as they are. Raises UserError where the directory does not hold the model of its config.json.
     """
     checkpoint = Checkpoint(Path(directory))
     checkpoint.check(hf_names.hf_shapes(shape))
+    if "output_layer.weight" not in own:  # the head of the directory is used
+        checkpoint.check_tied(shape)
     parameters = {k: v for k, v in hf_names.global_parameters(actor).items() if k not in own}
 
     # Each rank reads the entries that its stage holds, and keeps its part of them.

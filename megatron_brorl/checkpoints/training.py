@@ -25,6 +25,8 @@ from torch import Tensor
 from megatron_brorl.checkpoints import manifest
 from megatron_brorl.checkpoints.hugging_face import replace_directory
 from megatron_brorl.errors import UserError
+from megatron_brorl.models.finite import require_finite
+from megatron_brorl.models.hf_names import global_parameters
 from megatron_brorl.parallel import device
 
 LATEST = "latest"
@@ -45,6 +47,11 @@ class Part:
     def prefix(self) -> str:
         """What stands before the names of its tensors in the checkpoint."""
         return f"{self.name}." if self.name else ""
+
+    def require_finite(self, what: str, then: str) -> None:
+        """Raise UserError where a weight is NaN or infinite; a collective. what, then: around its name."""
+        named = global_parameters(self.module) if self.weights is None else self.weights
+        require_finite(named, f"{what}, {self.name or 'actor'}", then)
 
     def state(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
         """Megatron's sharded state; an optimizer that has not stepped yet has none."""
@@ -69,6 +76,16 @@ class Part:
             self.optimizer.reload_model_params()
 
 
+def check(parts: Sequence[Part], step: int) -> None:
+    """Raise UserError where the state after `step` steps is not finite and must not be written; a collective."""
+    for part in parts:
+        part.require_finite(
+            f"step {step}",
+            "no checkpoint is written, and those before stay; start anew from the last one's weights "
+            "(tools/convert_checkpoint.py to-hf) with a lower learning rate",
+        )
+
+
 def save(
     root: Path,
     step: int,
@@ -79,8 +96,11 @@ def save(
 ) -> Path:
     """Write the state after `step` steps; a collective. Keeps the newest `keep`.
 
-    run: JSON that read_run gives back. add: called on every rank to put files of its own into the directory.
+    run: JSON that read_run gives back. add: called on every rank to put files of its own into the directory. Raises
+    UserError, and leaves everything as it is, where a weight is not finite.
     """
+    check(parts, step)
+
     # Everything is written beside the place that it will take.
     target = root / f"step_{step:08d}"
     aside = root / f".{target.name}.writing"
@@ -136,12 +156,19 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def load(directory: Path, parts: Sequence[Part]) -> None:
-    """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one."""
+    """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one.
+
+    Raises UserError where a weight is not finite.
+    """
     stepped = read_run(directory)[STEPPED]
     with device.bridge():
         state = dist_checkpointing.load(_states(parts, stepped, loading=True), str(directory))
         for part in parts:
             part.restore(state[part.name] if part.name else state)
+    for part in parts:
+        part.require_finite(
+            str(directory), f"delete it and {directory.parent / LATEST} to go on from an older checkpoint"
+        )
 
 
 def _states(parts: Sequence[Part], stepped: Sequence[str], loading: bool = False) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def overrides(args: argparse.Namespace) -> list[str]:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Sample, score and write evaluation.json, .jsonl (one line per prompt), .md and .png into run.dir."""
+    from megatron_brorl.algo.estimators import widest
     from megatron_brorl.cli.build import Session
     from megatron_brorl.report.benchmarks import markdown, plot_benchmarks
     from megatron_brorl.rollout.engine import Sampling
@@ -60,15 +61,16 @@ def evaluate(args: argparse.Namespace) -> int:
             "model": config.model.path,
             "sampling": {"temperature": e.temperature, "top_p": e.top_p, "top_k": e.top_k, "max_tokens": r.max_tokens},
         }
-        if session.speaks:
+        if session.is_main_rank:
             lines = [{"benchmark": name, **a.as_dict()} for name, part in answers.items() for a in part]
             write_text(session.dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines))
             write_json(session.dir / "evaluation.json", result)
             table = markdown(result)
             write_text(session.dir / "evaluation.md", table)
             figure = plot_benchmarks(result, session.dir / "evaluation.png")
-            p = result["pass_at_1"]
-            print(f"pass@1 {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}")
+            p, k = result["pass_at_1"], widest(result["pass_at_k"])
+            more = f"   pass@{k[0]} {k[1]:.4f}" if k else ""
+            print(f"pass@1 {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
             print(table)
             if whole.lost:
                 print(whole.remark())

@@ -16,9 +16,11 @@ from megatron_brorl.cli import evaluate as evaluate_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.cli.evaluate import write_json
 from megatron_brorl.config.load import load
-from megatron_brorl.config.schema import OptimConfig
+from megatron_brorl.config.renamed import with_names_of_now
 from megatron_brorl.errors import UserError
 
+# What runs did before a key decided it: checkpoints that are older than the key were written with this.
+BEFORE_THE_KEY: dict[str, dict[str, Any]] = {"optim": {"decay_norms_and_biases": True}}
 PREEMPTED = 75  # EX_TEMPFAIL: the state was saved; start the same command again to go on
 
 
@@ -115,6 +117,7 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_brorl.theory.agreement import agreement
     from megatron_brorl.train.loop import Trainer
     from megatron_brorl.train.reference import Reference
+    from megatron_brorl.train.shown import percent
     from megatron_brorl.train.stall import Stall
 
     begun = time.time()
@@ -141,7 +144,7 @@ def _train(args: argparse.Namespace) -> int:
             trainer.restore(found)
         writer = session.writer(trainer.step if found else None)
         trainer.rollout_log = session.rollout_log(trainer.step if found else None)
-        with progress(config.train.steps, "train", session.speaks, start=trainer.step) as p:
+        with progress(config.train.steps, "train", session.is_main_rank, start=trainer.step) as p:
             p.note(session.sources.report)
             if found:
                 p.note(f"resumed from {found}")
@@ -149,14 +152,18 @@ def _train(args: argparse.Namespace) -> int:
                 p.note("stopped by a signal; the state is saved: start the same command again to go on")
                 return PREEMPTED
             after = trainer.evaluate(p).as_dict() if trainer.held_out else None
+            if after:
+                p.note(f"held-out after: {percent(after)}")
         session.export(worker)
         peak = session.peak_rss_mib()
-        if session.speaks:
+        if session.is_main_rank:
             write_json(
                 session.dir / "summary.json",
                 {
                     "pass_at_1_before": trainer.before["pass_at_1"] if trainer.before else None,
                     "pass_at_1_after": after["pass_at_1"] if after else None,
+                    **_widest("before", trainer.before),
+                    **_widest("after", after),
                     "held_out_prompts": len(trainer.held_out),
                     "rollouts_per_prompt": config.rollout.n,
                     "steps": trainer.step,
@@ -174,21 +181,14 @@ def _train(args: argparse.Namespace) -> int:
 def _sft(args: argparse.Namespace) -> int:
     from megatron_brorl.cli.build import Session
     from megatron_brorl.progress import progress
-    from megatron_brorl.train.sft import sft
+    from megatron_brorl.train.sft import sft, sft_optim
 
     config = load(args.config, args.overrides)
-    optim = OptimConfig(
-        lr=config.sft.lr,
-        warmup_steps=config.sft.warmup_steps,
-        weight_decay=config.sft.weight_decay,
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        clip_grad=config.optim.clip_grad,
-    )
+    optim = sft_optim(config.sft, config.optim)
     with Session(config) as session:
         worker = session.worker(optim)
         writer = session.writer(None)
-        with progress(config.sft.steps, "sft", session.speaks) as p:
+        with progress(config.sft.steps, "sft", session.is_main_rank) as p:
             p.note(session.sources.report)
             sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p, session.stop_requested)
         session.export(worker)
@@ -211,8 +211,17 @@ def _doctor(_: argparse.Namespace) -> int:
     return status
 
 
+def _widest(when: str, evaluation: dict[str, Any] | None) -> dict[str, float]:
+    """{"pass_at_8_before": ...}: pass@k of the largest k, which belongs beside pass@1."""
+    from megatron_brorl.algo.estimators import widest
+
+    found = widest(evaluation["pass_at_k"]) if evaluation else None
+    return {f"pass_at_{found[0]}_{when}": found[1]} if found else {}
+
+
 def _show(directory: Path) -> None:
     """Draw the plot and print the summary of a finished run."""
+    from megatron_brorl.algo.estimators import widest
     from megatron_brorl.report.plot import plot_run
     from megatron_brorl.report.theory import plot_theory
     from megatron_brorl.theory.agreement import agreement_lines
@@ -225,7 +234,9 @@ def _show(directory: Path) -> None:
         print(f"{s['steps']} steps, N = {s['rollouts_per_prompt']} rollouts, {s['held_out_prompts']} held-out prompts")
         for name in ("before", "after"):
             p = s[f"pass_at_1_{name}"] or {"mean": math.nan, "low": math.nan, "high": math.nan}
-            print(f"pass@1 {name:6}  {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}")
+            k = widest((s[name] or {}).get("pass_at_k", {}))
+            more = f"   pass@{k[0]}  {k[1]:.4f}" if k else ""
+            print(f"pass@1 {name:6}  {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
         if s.get("theory"):
             print("\n".join(agreement_lines(s["theory"])))
         print(f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes")
@@ -237,8 +248,9 @@ def _show(directory: Path) -> None:
 
 def _check_fingerprint(saved: dict[str, Any], current: dict[str, Any], where: Path) -> None:
     for section, values in current.items():
+        found = {**BEFORE_THE_KEY.get(section, {}), **with_names_of_now(section, saved.get(section, {}))}
         for key, value in values.items():
-            old = saved.get(section, {}).get(key)
+            old = found.get(key)
             if old != value:
                 raise UserError(
                     f"{where}: was written with {section}.{key} = {old!r}, now {value!r}: set it back, or start anew "

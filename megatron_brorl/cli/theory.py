@@ -237,15 +237,23 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
     ]
     for c in advice.candidates:
         names = ("kept", "coupling", "efficiency")
-        mark = {"unbiased": " ", "extrapolated": "~", "bound": "<"}
+        mark = {"unbiased": " ", "ratio": "/", "extrapolated": "~", "bound": "<"}
         kept = f"{mark[c.kept_known]}{c.kept.mean:6.1%} ({c.kept.low:.1%} to {c.kept.high:.1%})"
-        left = "not logged"
+        left = " unknown"
         if c.coupling is not None and c.coupling_known is not None:
             left = f"{mark[c.coupling_known]}{c.coupling.mean:7.2%} ({c.coupling.low:.2%} to {c.coupling.high:.2%})"
-        met = ", ".join(name for name, ok in zip(names, c.meets, strict=True) if ok) or "none"
+        known = [name for name in names if name != "coupling" or c.coupling is not None]
+        met = ", ".join(name for name, ok in zip(names, c.meets, strict=True) if ok and name in known) or "none"
         seconds = f"{c.seconds.mean:.4g} ({c.seconds.low:.4g} to {c.seconds.high:.4g})"
         lines.append(f"{c.n:>5}  {kept:<26}{left:<28}{c.variance.mean:<10.2e}{seconds:<34}{c.efficiency:<13.1%}{met}")
     lines.append("~ extrapolated beyond the pilot's rollouts   < at most")
+    if any(c.coupling is None for c in advice.candidates):
+        lines.append(
+            "unknown: no answers in the log, fewer than 5 rollouts of a prompt, or no answer that came twice; the "
+            "recommendation leaves the coupling out"
+        )
+    else:
+        lines.append("/ a ratio of two unbiased estimates, not unbiased itself: few prompts or rollouts bias it")
     if advice.recommended is None:
         lines.append(
             f"no N up to {advice.candidates[-1].n} keeps {targets.kept:.0%} of what is ever kept, leaves at most "

@@ -8,7 +8,6 @@ are known (`parallel.grid`, `models.gpt`).
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ else:
 
 _AT_LEAST_ONE = (
     "rollout.n rollout.prompts rollout.max_tokens rollout.max_rows reward.workers reward.max_chars algo.mini_batches "
-    "algo.epochs parallel.tensor parallel.pipeline parallel.context train.keep_checkpoints "
+    "algo.epochs parallel.tensor parallel.pipeline parallel.context train.keep_checkpoints train.max_nonfinite_steps "
     "evaluate.samples evaluate.bootstrap sft.examples_per_step data.held_out_prompts "
     "trtllm.tensor trtllm.max_num_tokens fp8.amax_history theory.prompts theory.depth theory.measure_samples"
 )
@@ -32,7 +31,7 @@ _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
     "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature algo.entropy_coef "
     "critic.lr critic.lr_warmup_steps critic.steps_alone critic.clip algo.aggregation_tokens rollout.memory_mib "
-    "rollout.partial_tokens rollout.most_carried rollout.refills rollout.adaptive_first reward.cut_off_factor "
+    "rollout.partial_tokens rollout.max_carried_steps rollout.refills rollout.adaptive_first reward.cut_off_factor "
     "shaping.overlong_tokens shaping.cosine_on shaping.cosine_off shaping.repetition_ngram "
     "shaping.repetition_penalty algo.kl_coef algo.mismatch_low optim.lr_for_rollouts "
     "reference.reset_every reference.reset_after_stalls "
@@ -80,12 +79,8 @@ def validate(config: Config, where: str) -> None:
     need(0 < config.rollout.top_p <= 1, "rollout.top_p", "must be in (0, 1]")
     need(all(config.rollout.stop_strings), "rollout.stop_strings", "an empty string would stop everything")
     need(0 < config.evaluate.top_p <= 1, "evaluate.top_p", "must be in (0, 1]")
-    need(
-        0 < config.rollout.timeout_s < math.inf,
-        "rollout.timeout_s",
-        "must be above 0 and finite: no step waits for ever",
-    )
-    need(0 <= config.rollout.most_lost <= 1, "rollout.most_lost", "must be in [0, 1]")
+    need(config.rollout.timeout_s > 0, "rollout.timeout_s", "must be above 0")
+    need(0 <= config.rollout.max_lost_share <= 1, "rollout.max_lost_share", "must be in [0, 1]")
     _validate_partial(config, need)
     _validate_adaptive(config, need)
     _validate_trtllm(config, need)
@@ -205,8 +200,8 @@ def _validate_partial(config: Config, need: Callable[[bool, str, str], None]) ->
         return
     steps = -(-rollout.max_tokens // rollout.partial_tokens)
     need(
-        rollout.most_carried >= steps - 1,
-        "rollout.most_carried",
+        rollout.max_carried_steps >= steps - 1,
+        "rollout.max_carried_steps",
         f"a response of rollout.max_tokens = {rollout.max_tokens} at {rollout.partial_tokens} tokens per step "
         f"(rollout.partial_tokens) is carried over {steps - 1} steps: all long responses would be lost",
     )

@@ -60,7 +60,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: tuple[str, ...] = ()  # JSONL or Parquet files
+    train: tuple[str, ...] = ()  # JSONL or Parquet files, over and over, each epoch in an order of its own
     held_out: tuple[str, ...] = ()
     tasks: tuple[TaskConfig, ...] = ()  # generated instead of files
     train_seed: int = 1
@@ -74,7 +74,9 @@ class DataConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     n: int = 512  # rollouts per prompt
-    prompts: int = 128  # prompts per step, over all ranks
+    # Prompts per step, over all ranks. A step may span epochs of data.train, and take more prompts than there are: one
+    # that it takes twice is two groups of n, each with its own random numbers and its own baseline.
+    prompts: int = 128
     engine: Literal["torch", "trtllm"] = "torch"  # built in, or TensorRT-LLM (section trtllm)
     temperature: float = 1.0
     top_p: float = 1.0
@@ -87,7 +89,7 @@ class RolloutConfig:
     # A step's sampling on one rank; rollouts that have not ended half-way are named. Then it is told to stop, and what
     # does not end is lost, or carried to the next step where there are partial rollouts.
     timeout_s: float = 1800.0
-    most_lost: float = 0.1  # share of a step's rollouts; the others are trained on. More end the run; 0: any does
+    max_lost_share: float = 0.1  # share of a step's rollouts; the others are trained on. More end the run; 0: any does
     # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
     # when its last sibling has ended. 0 = responses are sampled whole.
     partial_tokens: int = 0
@@ -99,7 +101,7 @@ class RolloutConfig:
     # keep the expected gradient that of n rollouts for every prompt.
     adaptive: Literal["off", "kept", "variance"] = "off"
     adaptive_first: int = 0  # 0 = a quarter of n
-    most_carried: int = 8  # steps that a group is carried over at most; what has not ended then is lost
+    max_carried_steps: int = 8  # steps that a group is carried over at most; what has not ended then is lost
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    decay_norms_and_biases: bool = False  # false: weight_decay spares one-dimensional parameters, as in Megatron-LM
     clip_grad: float = 1.0
 
 
@@ -238,6 +241,9 @@ class TrainConfig:
     checkpoint_every: int = 50  # steps; 0 = only at the end
     keep_checkpoints: int = 2
     resume: Literal["auto", "never"] = "auto"
+    # Steps in a row that skip an update (its gradient is not finite), or leave out more rows than they train on (their
+    # log-probabilities are not finite), after which the run ends. The state is saved.
+    max_nonfinite_steps: int = 5
     verify_reshard: bool = False  # after each refit, compare log-probs of a probe batch on engine and actor
     verify_tolerance: float = 1e-4  # nats that they may differ by; bf16 on either side needs more
 

@@ -8,12 +8,15 @@ import types
 import typing
 from typing import Any, Literal
 
+from megatron_brorl.config.renamed import RENAMED
 from megatron_brorl.errors import UserError
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+MOST = 1e30  # of a float; float32, in which most of them are used, ends at 3.4e38
 
 
 def override(table: dict[str, Any], item: str) -> None:
@@ -39,6 +42,8 @@ def build(cls: type, table: Any, where: str, prefix: str) -> Any:
     hints = typing.get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls)]
     for key in table:
+        if f"{prefix}{key}" in RENAMED:
+            raise UserError(f"{where}: {prefix}{key} is now called {prefix}{RENAMED[f'{prefix}{key}']}; rename it")
         if key not in known:
             raise UserError(f"{where}: unknown key {prefix}{key}; known here: {', '.join(known)}")
     try:
@@ -72,8 +77,15 @@ def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
         if not isinstance(value, dict):
             raise UserError(f"{where}: {key} = {value!r}: must be a table")
         return value
-    if hint is float and type(value) is int:
-        return float(value)
+    if hint is float and type(value) in (int, float):
+        return _finite(value, where, key)
     if type(value) is not hint:
         raise UserError(f"{where}: {key} = {value!r}: must be of type {hint.__name__}")
     return value
+
+
+def _finite(value: float, where: str, key: str) -> float:
+    """TOML has inf, nan and numbers that float32 does not hold; no key has a use for them."""
+    if not -MOST <= value <= MOST:
+        raise UserError(f"{where}: {key} = {value!r}: must be finite, and within +-{MOST:g}")
+    return float(value)

@@ -35,7 +35,7 @@ class SentencePieceTokenizer:
         self.bos_id = _optional(self._model.bos_id())
         self.pad_id = _optional(self._model.pad_id())
         self.unk_id = _optional(self._model.unk_id())
-        self._control = {i for i in range(self.vocab_size) if self._model.is_control(i)}
+        self._visible = {i for i in range(self.vocab_size) if not self._model.is_control(i)}
         self._leads_with_bos = self.bos_id is not None and _adds_bos(directory / "tokenizer_config.json")
 
     def encode(self, text: str) -> list[int]:
@@ -52,7 +52,7 @@ class SentencePieceTokenizer:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        kept = [int(i) for i in ids if int(i) not in self._control]
+        kept = [int(i) for i in ids if int(i) in self._visible]  # sentencepiece raises on ids that it does not have
         return str(self._model.decode(kept)) if kept else ""
 
 

@@ -37,7 +37,7 @@ class GeneratedSource:
 
 
 class FileSource:
-    """The rows of files, over and over, each epoch in an order of its own; a step may span epochs."""
+    """The rows of files, over and over, each epoch in an order of its own; a step may span epochs, and repeat rows."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         self._prompts = prompts

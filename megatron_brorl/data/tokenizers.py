@@ -50,7 +50,11 @@ class Tokenizer(Protocol):
         """The chat template around one user message, up to where the assistant begins: as text and as ids."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens are left out."""
+        """The text of the ids; special tokens are left out, and so are ids that the tokenizer does not have.
+
+        A model whose vocabulary is padded samples the latter. They are tokens like any other to engine, trainer and
+        exported model, which therefore agree on every log-probability; they only add nothing to a text.
+        """
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

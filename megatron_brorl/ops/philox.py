@@ -1,8 +1,9 @@
 """Keyed random numbers: Philox4x32-10 (Salmon et al., SC 2011), the same on every device and in any order.
 
 The uniform of a rollout's next token is a function of (key, rollout index, position) alone, where the key is a hash
-of (run seed, step, prompt id). So a rollout does not depend on the batch it was decoded in, siblings never share a
-stream, and a resumed step draws the same numbers again.
+of (run seed, step, prompt id), and of the occurrence of a prompt that a step has taken before. So the numbers do not
+depend on the batch that a rollout is decoded in (the logits' last bits may), siblings never share a stream, and a
+resumed step draws the same numbers again.
 """
 
 from __future__ import annotations

@@ -78,8 +78,9 @@ class _LinearLogProbs(torch.autograd.Function):
         start, live, rows, temperature, group = ctx.settings
         grad_hidden = torch.zeros_like(hidden, dtype=_compute_dtype(hidden))
         grad_weight = torch.zeros_like(weight, dtype=_compute_dtype(weight))
-        for i in range(0, len(hidden) if live else 0, rows):
-            chunk = slice(i, i + rows)
+        # Rows without a gradient are left out, not multiplied by 0: what they hold may be NaN.
+        counted = ((grads[0] != 0) | (grads[1] != 0)).nonzero().squeeze(-1)
+        for chunk in counted.split(rows) if live else ():
             h = hidden[chunk]
             log_p = _logits(h, weight[:live], temperature) - log_norm[chunk].unsqueeze(-1)
             # d log p(t) / d logits = onehot(t) - p and dH / d logits = -p (log p + H), then through the temperature.

@@ -22,7 +22,7 @@ def plot_advice(advice: Advice, targets: Targets, unit: str, path: Path) -> Path
 
 
 def build_figure(advice: Advice, targets: Targets, unit: str) -> Figure:
-    """Four panels, in reading order in `figure.axes`. Full markers: unbiased; hollow: beyond the pilot's n."""
+    """Four panels, in reading order in `figure.axes`. Full markers: up to the pilot's n; hollow: beyond."""
     figure = Figure(figsize=(10.5, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     found, c = advice.candidates, advice.recommended
     choice = "no N meets the targets" if c is None else f"recommended N = {c}"
@@ -40,7 +40,7 @@ def build_figure(advice: Advice, targets: Targets, unit: str) -> Figure:
     panel(left, "Unsampled coupling", "left of the whole", "N (rollouts per prompt)")
     shares = [x.coupling for x in found if x.coupling is not None]
     if shares:
-        _curve(left, advice, shares, [x.coupling_known == "unbiased" for x in found], RED, "at most")
+        _curve(left, advice, shares, [x.coupling_known == "ratio" for x in found], RED, "at most")
         left.axhline(targets.coupling, color=GREY, linestyle="--", linewidth=1)
         left.set_ylim(bottom=0)
         left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
@@ -71,7 +71,7 @@ def build_figure(advice: Advice, targets: Targets, unit: str) -> Figure:
 def _curve(
     axes: Axes, advice: Advice, values: list[Interval], sure: list[bool], color: str, beyond: str | None = None
 ) -> None:
-    """Means with their intervals; hollow where the value is no unbiased estimate."""
+    """Means with their intervals; hollow where the pilot has too few rollouts to estimate the value."""
     n = np.array([x.n for x in advice.candidates])
     mean, low, high = np.array([(v.mean, v.low, v.high) for v in values]).T
     known = np.array(sure)

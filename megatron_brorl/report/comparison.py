@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, PercentFormatter
 
-from megatron_brorl.algo.estimators import bootstrap_mean
+from megatron_brorl.algo.estimators import bootstrap_mean, pass_at_k, widest
 from megatron_brorl.algo.paired import paired
 from megatron_brorl.errors import UserError
 from megatron_brorl.report.benchmarks import table
@@ -66,23 +66,32 @@ def compare(
         raise UserError(f"{name}: a comparison needs at least 2 prompts")
     names = sorted({benchmark for benchmark, _ in keys})
     groups = {n: [k for k in keys if k[0] == n] for n in names}
+    most = min(row["samples"] for row in (*before.values(), *after.values()))
     return {
         "before": name,
         "after": other,
-        "all": _compared(before, after, keys, resamples, seed),
-        "benchmarks": {n: _compared(before, after, part, resamples, seed) for n, part in groups.items()},
+        "all": _compared(before, after, keys, most, resamples, seed),
+        "benchmarks": {n: _compared(before, after, part, most, resamples, seed) for n, part in groups.items()},
     }
 
 
 def _compared(
-    before: dict[Key, Any], after: dict[Key, Any], keys: list[Key], resamples: int, seed: int
+    before: dict[Key, Any], after: dict[Key, Any], keys: list[Key], most: int, resamples: int, seed: int
 ) -> dict[str, Any]:
+    """most: samples that every prompt has at least, on both sides; the k of pass@k beside pass@1."""
     sides: dict[str, Any] = {"prompts": len(keys)}
     scores = {}
     for side, answers in (("before", before), ("after", after)):
         scores[side] = [answers[k]["right"] / answers[k]["samples"] for k in keys]
         tokens = float(np.mean([answers[k]["tokens"] for k in keys]))
-        sides[side] = {"pass_at_1": bootstrap_mean(scores[side], resamples, seed).as_dict(), "response_tokens": tokens}
+        wide = float(np.mean([pass_at_k(answers[k]["samples"], answers[k]["right"], most) for k in keys]))
+        sides[side] = {
+            "pass_at_1": bootstrap_mean(scores[side], resamples, seed).as_dict(),
+            "pass_at_k": {"1": float(np.mean(scores[side])), str(most): wide},
+            "response_tokens": tokens,
+        }
+    sides["lost"] = sum(before[k]["right"] > 0 == after[k]["right"] for k in keys)
+    sides["gained"] = sum(after[k]["right"] > 0 == before[k]["right"] for k in keys)
     if len(keys) > 1:
         sides["paired"] = paired(scores["before"], scores["after"], resamples, seed).as_dict()
     return sides
@@ -90,8 +99,10 @@ def _compared(
 
 def markdown(result: dict[str, Any]) -> str:
     """Scores and tokens of both per benchmark, and what the paired tests say of all prompts."""
-    head = ["benchmark", "prompts", "A pass@1", "B pass@1", "B - A (95% interval)", "A tokens", "B tokens", "p (B > A)"]
-    rows = [head]
+    k = widest(result["all"]["before"]["pass_at_k"])
+    wide = [f"{side} pass@{k[0]}" for side in "AB"] if k else []
+    head = ["benchmark", "prompts", "A pass@1", "B pass@1", "B - A (95% interval)", *wide, "A tokens", "B tokens"]
+    rows = [[*head, "p (B > A)"]]
     for name, part in [*result["benchmarks"].items(), ("all prompts", result["all"])]:
         a, b, test = part["before"], part["after"], part.get("paired")
         gap = f"{b['pass_at_1']['mean'] - a['pass_at_1']['mean']:+.2%}"
@@ -103,6 +114,7 @@ def markdown(result: dict[str, Any]) -> str:
                 str(part["prompts"]),
                 *(f"{x['pass_at_1']['mean']:.2%}" for x in (a, b)),
                 gap,
+                *(f"{x['pass_at_k'][str(k[0])]:.2%}" for x in (a, b) if k),
                 *(f"{x['response_tokens']:.1f}" for x in (a, b)),
                 f"{test['one_tailed']:.2g}" if test else "-",
             ]
@@ -113,7 +125,11 @@ def markdown(result: dict[str, Any]) -> str:
         f"t = {t['t']:.2f} with {t['degrees']} degrees of freedom, one-tailed p = {t['one_tailed']:.2g}, "
         f"two-tailed p = {t['two_tailed']:.2g}. Intervals are of the paired bootstrap over prompts."
     )
-    return f"A = {result['before']}\n\nB = {result['after']}\n\n{table(rows)}\n{said}\n"
+    lost = (
+        f"Prompts with a right answer among their samples in A alone: {result['all']['lost']}, in B alone: "
+        f"{result['all']['gained']}."
+    )
+    return f"A = {result['before']}\n\nB = {result['after']}\n\n{table(rows)}\n{said}\n\n{lost}\n"
 
 
 def plot_comparison(result: dict[str, Any], path: Path) -> Path:

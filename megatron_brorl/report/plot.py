@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
+from megatron_brorl.algo.estimators import widest
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, panel, save, say
@@ -44,7 +45,7 @@ def build_figure(rows: list[Row], summary: dict[str, Any]) -> Figure:
     panel(reward, "Training reward", "mean reward")
     _curve(reward, steps, _column(rows, "reward"), BLUE)
 
-    panel(accuracy, "Held-out accuracy", "pass@1")
+    panel(accuracy, "Held-out accuracy", "pass@1 and pass@k")
     _accuracy(accuracy, rows, summary)
 
     panel(length, "Response length", "mean length (tokens)")
@@ -86,6 +87,9 @@ def _title(rows: list[Row], summary: dict[str, Any]) -> str:
     before, after = summary.get("pass_at_1_before"), summary.get("pass_at_1_after")
     if before and after:
         change = f"held-out pass@1 {before['mean']:.1%} → {after['mean']:.1%}"
+        k, wide = _wide([], summary)
+        if len(wide) == 2:
+            change += f", pass@{k} {wide[0]:.1%} → {wide[steps]:.1%}"
         if "held_out_prompts" in summary:
             change += f" ({summary['held_out_prompts']} prompts)"
         parts.append(change)
@@ -148,6 +152,19 @@ def _evaluations(rows: list[Row], summary: dict[str, Any]) -> dict[int, tuple[fl
     return dict(sorted(found.items()))
 
 
+def _wide(rows: list[Row], summary: dict[str, Any]) -> tuple[int, dict[int, float]]:
+    """The largest k that was evaluated, and steps done -> pass@k, as in _evaluations."""
+    found: dict[int, dict[str, float]] = {}
+    for row in rows:
+        passes = {key.removeprefix("pass_at_"): value for key, value in row.items() if key.startswith("pass_at_")}
+        found[row["step"] + 1] = {k: v for k, v in passes.items() if k.isdigit() and v is not None}
+    for name, step in {"before": 0, "after": summary.get("steps", rows[-1]["step"] + 1 if rows else 0)}.items():
+        if summary.get(name):
+            found[step] = summary[name]["pass_at_k"]
+    k = max((most[0] for passes in found.values() if (most := widest(passes))), default=1)
+    return k, {step: passes[str(k)] for step, passes in sorted(found.items()) if k > 1 and str(k) in passes}
+
+
 def _accuracy(axes: Axes, rows: list[Row], summary: dict[str, Any]) -> None:
     found = _evaluations(rows, summary)
     if not found:
@@ -164,8 +181,13 @@ def _accuracy(axes: Axes, rows: list[Row], summary: dict[str, Any]) -> None:
         linewidth=1.6,
         elinewidth=1.4,
         capsize=4,
-        label="mean and 95% interval",
+        label="pass@1 and 95% interval",
     )
+    k, wide = _wide(rows, summary)
+    if wide:
+        axes.plot(
+            list(wide), list(wide.values()), color=SKY, marker="s", markersize=4, linewidth=1.4, label=f"pass@{k}"
+        )
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.legend(frameon=False, fontsize=9)

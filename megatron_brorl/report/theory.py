@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
-from megatron_brorl.report.style import BLUE, GREEN, ORANGE, panel, save, say
+from megatron_brorl.report.style import BLUE, GREEN, GREY, ORANGE, panel, save, say
 
 Row = dict[str, Any]
 _SHOWN = "answers"  # the prediction that is drawn: the one that every measured step has
@@ -34,7 +34,8 @@ def build_figure(rows: list[Row]) -> Figure:
     low, middle, high = (_column(rows, f"theory_good_turing/{k}") for k in ("low", "unseen_mass", "high"))
     if np.isfinite(middle).any():
         mass.fill_between(steps, low, high, color=BLUE, alpha=0.2, linewidth=0)
-        mass.plot(steps, middle, color=BLUE, label="answers (Good-Turing, 95%)")
+        unknown = "\ninterval unknown where all of a group's differ" if np.isfinite(middle[np.isnan(low)]).any() else ""
+        mass.plot(steps, middle, color=BLUE, label=f"answers (Good-Turing, 95%){unknown}")
         mass.plot(steps, _column(rows, "theory_exact/unsampled_mass"), color=ORANGE, label="next tokens (exact)")
         mass.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         mass.set_ylim(bottom=0)
@@ -60,8 +61,8 @@ def _hold_out(axes: Axes, rows: list[Row]) -> None:
     for row in reversed(rows):
         held = sorted(int(k.removeprefix(prefix)) for k in row if k.startswith(prefix) and not k.endswith("_se"))
         if held:
-            values = np.array([row[f"{prefix}{h}"] for h in held])
-            errors = np.array([row[f"{prefix}{h}_se"] for h in held])
+            values = np.concatenate([_column([row], f"{prefix}{h}") for h in held])
+            errors = np.concatenate([_column([row], f"{prefix}{h}_se") for h in held])
             axes.errorbar(held, values, yerr=1.96 * errors, fmt="o-", color=BLUE, markersize=4, capsize=3)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_locator(FixedLocator(held))
@@ -69,6 +70,9 @@ def _hold_out(axes: Axes, rows: list[Row]) -> None:
             axes.set_xticklabels([str(h) for h in held])
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
             axes.set_ylim(bottom=0)
+            if np.isnan(errors).any():
+                note = "without a bar: interval unknown, nothing seen"
+                axes.text(0.98, 0.03, note, transform=axes.transAxes, ha="right", fontsize=9, color=GREY)
             return
     say(axes, "not recorded")
 

@@ -11,7 +11,7 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_brorl.errors import UserError
@@ -19,7 +19,7 @@ from megatron_brorl.rewards.process import WorkerProcess
 from megatron_brorl.rewards.protocol import READY, STATUSES, Item
 from megatron_brorl.types import Prompt
 
-Status = Literal["ok", "timeout", "error", "invalid", "crash", "no_answer"]
+Status = Literal["ok", "timeout", "error", "broken", "invalid", "crash", "no_answer"]
 
 REGISTRY = "megatron_brorl.rewards.registry:verifier"
 _START_S = 120.0  # for the imports of a worker
@@ -37,12 +37,14 @@ class ScoreRequest:
 class Verdict:
     """The reward of one request; 0 unless the status is ok.
 
-    timeout: took longer than the deadline. error: the verifier raised. invalid: it returned something other than a
-    number in [0, 1]. crash: its process died, twice. no_answer: there was nothing to score.
+    timeout: took longer than the deadline. error: the verifier raised on the answer. broken: it raises on the prompt's
+    reference answer too. invalid: it returned something other than a number in [0, 1]. crash: its process died, twice.
+    no_answer: there was nothing to score.
     """
 
     reward: float
     status: Status
+    reason: str = field(default="", compare=False)  # of error and broken: the exception's type and first line
 
 
 class RewardPool:
@@ -169,12 +171,13 @@ class _Run:
         if records is None:
             self._bury(lane)
             return False
-        for status, reward in records:
+        for status, reward, reason in records:
             if status == READY:
                 lane.ready = lane.proven = True
                 self._pool._failed_starts = 0
             else:
-                self._verdicts[lane.pending.popleft()] = Verdict(reward, STATUSES[status])  # type: ignore[arg-type]
+                why = reason.rstrip(b"\0").decode("utf-8", "ignore")  # it may be cut in the middle of a character
+                self._verdicts[lane.pending.popleft()] = Verdict(reward, STATUSES[status], why)  # type: ignore[arg-type]
         lane.deadline = time.monotonic() + self._pool._timeout_s if lane.pending else float("inf")
         return True
 

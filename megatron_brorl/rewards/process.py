@@ -57,8 +57,8 @@ class WorkerProcess:
         except BrokenPipeError:
             pass
 
-    def receive(self) -> list[tuple[int, float]] | None:
-        """The records (status, reward) that have arrived; None when the process is gone."""
+    def receive(self) -> list[tuple[int, float, bytes]] | None:
+        """The records (status, reward, reason) that have arrived; None when the process is gone."""
         data = os.read(self._verdicts.fileno(), 1 << 16)
         if not data:
             return None

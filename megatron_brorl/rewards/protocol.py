@@ -15,8 +15,8 @@ from typing import Any
 Item = tuple[str, str | None, Mapping[str, Any], str]  # verifier, reference, metadata, answer
 
 LENGTH = struct.Struct("<Q")
-RECORD = struct.Struct("<Bd")  # status, reward
+RECORD = struct.Struct("<Bd120s")  # status, reward, the exception's first line in UTF-8 and zeros
 
 READY = 255
-STATUSES = ("ok", "error", "invalid")  # by their code
-OK, ERROR, INVALID = range(3)
+STATUSES = ("ok", "error", "invalid", "broken")  # by their code
+OK, ERROR, INVALID, BROKEN = range(4)

@@ -11,17 +11,22 @@ import torch
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest, Status
-from megatron_brorl.types import CORRECT, RolloutGroup, ScoredGroup
+from megatron_brorl.types import CORRECT, Prompt, RolloutGroup, ScoredGroup
+
+_RAISED = {
+    "error": "verifier {} raised on an answer, which scores 0 (figure verdict_errors)",
+    "broken": "verifier {} is broken: it raises on a reference answer too",
+}
 
 
 def score_groups(
     groups: Sequence[RolloutGroup], texts: Sequence[Sequence[str]], pool: RewardPool, config: RewardConfig
-) -> tuple[list[ScoredGroup], dict[str, int]]:
+) -> tuple[list[ScoredGroup], dict[str, int], dict[str, str]]:
     """Score rollout j of group i by texts[i][j], its decoded response without the end-of-sequence token.
 
     Strict: partial credit is none. A response cut off at the length limit scores cut_off_factor of its reward, and is
     not looked at where that is 0. Also returns how many rollouts had each status of pool.Verdict, or "length" for those
-    not looked at.
+    not looked at, and of each verifier that raised, in words, the first exception.
     """
     requests = []
     unseen: list[bool] = []
@@ -43,4 +48,13 @@ def score_groups(
         ScoredGroup(group, part.clone(), tuple(next(answers) for _ in group.rollouts))
         for group, part in zip(groups, parts, strict=True)
     ]
-    return scored, dict(counts)
+    raised: dict[str, str] = {}
+    for request, verdict in zip(requests, verdicts, strict=True):
+        if verdict.status in _RAISED:
+            raised.setdefault(_RAISED[verdict.status].format(_name(request.prompt)), verdict.reason)
+    return scored, dict(counts), raised
+
+
+def _name(prompt: Prompt) -> str:
+    task = prompt.metadata.get("source_dataset")
+    return f"{prompt.verifier} ({task})" if task else prompt.verifier

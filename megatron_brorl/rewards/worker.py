@@ -15,7 +15,7 @@ import signal
 import sys
 from numbers import Real
 
-from megatron_brorl.rewards.protocol import ERROR, INVALID, LENGTH, OK, READY, RECORD, Item
+from megatron_brorl.rewards.protocol import BROKEN, ERROR, INVALID, LENGTH, OK, READY, RECORD, Item
 from megatron_brorl.rewards.registry import Verifier
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -41,23 +41,41 @@ def main(resolve_path: str, timeout_s: float, memory_mb: int, parent: int) -> No
         for name in {item[0] for item in items} - known.keys():
             known[name] = resolve(name)
         os.dup2(silence, 2)  # what went wrong until here is for the pool to read; from here on, verdicts say it
-        os.write(verdicts, RECORD.pack(READY, 0.0))
+        os.write(verdicts, RECORD.pack(READY, 0.0, b""))
         for item in items:
             signal.setitimer(signal.ITIMER_REAL, timeout_s + _ALARM_SLACK_S)
             os.write(verdicts, RECORD.pack(*judge(known[item[0]], item)))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def judge(verify: Verifier, item: Item) -> tuple[int, float]:
-    """Status and reward of one item; only a real number in [0, 1] is a reward."""
+def judge(verify: Verifier, item: Item) -> tuple[int, float, bytes]:
+    """Status, reward and reason of one item; only a real number in [0, 1] is a reward."""
     _, reference, metadata, answer = item
     try:
         reward = verify(answer, reference, metadata)
         if isinstance(reward, Real) and 0 <= reward <= 1:
-            return OK, float(reward)
-        return INVALID, 0.0
-    except BaseException:  # SystemExit too: a verifier cannot end its worker
-        return ERROR, 0.0
+            return OK, float(reward), b""
+        return INVALID, 0.0, b""
+    except BaseException as e:  # SystemExit too: a verifier cannot end its worker
+        reason = _first_line(e)
+
+    # Many scorers raise on answers that they did not expect. One that raises on the reference too judges nothing.
+    try:
+        if reference is not None:
+            verify(reference, reference, metadata)
+    except BaseException as e:
+        return BROKEN, 0.0, _first_line(e)
+    return ERROR, 0.0, reason
+
+
+def _first_line(error: BaseException) -> bytes:
+    """Type and first line of an exception, without control characters: it may quote what a policy wrote."""
+    try:
+        text = "".join(str(error).strip().splitlines()[:1])
+    except BaseException:  # of a verifier's own class of exceptions
+        text = ""
+    line = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return "".join(c if c.isprintable() else "?" for c in line).encode("utf-8", "replace")
 
 
 def _limit(what: int, value: int) -> None:

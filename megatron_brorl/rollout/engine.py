@@ -55,6 +55,10 @@ class RolloutEngine(Protocol):
 
     version: int  # of the weights it holds; -1 before the first update
 
+    @property
+    def if_repeating(self) -> str:
+        """Which engine this is, and what to do where it draws several rollouts by the same random numbers."""
+
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take full tensors by Hugging Face name, or nothing at all.
 

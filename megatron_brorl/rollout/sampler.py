@@ -2,13 +2,17 @@
 
 A step's new rollouts, in (prompt, sibling) order, are cut into one run per data-parallel replica, and the work of a
 replica into one run per rank of the tensor x context x pipeline group that holds its copy of the model. So the siblings
-of a prompt may span ranks and replicas, and ranks differ by one rollout at most. What is drawn does not depend on the
-cuts: random numbers are keyed by (seed, step, prompt, sibling, position). A replica trains on what it sampled: its
+of a prompt may span ranks and replicas, and ranks differ by one rollout at most. Random numbers do not depend on the
+cuts: they are keyed by (seed, step, prompt, sibling, position). A replica trains on what it sampled: its
 ranks share their rows, and between replicas no rollout ever travels.
+
+A step takes a prompt more than once where it spans epochs, or where there are fewer prompts than it takes. Each time is
+a group of its own with a random stream of its own, which the occurrence names.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -19,9 +23,19 @@ from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.rollout.rows import from_tensors, to_tensors
-from megatron_brorl.types import OpenGroup, Rollout, Row
+from megatron_brorl.types import OpenGroup, Prompt, Rollout, Row
 
 Slot = tuple[int, int]  # a rollout to sample: (index of its open group, sibling)
+
+
+def open_groups(prompts: Sequence[Prompt], step: int | str) -> list[OpenGroup]:
+    """One group per prompt that a step takes up, in order; a pure function, so that a resumed run opens the same."""
+    taken: Counter[str] = Counter()
+    groups = []
+    for place, prompt in enumerate(prompts):
+        groups.append(OpenGroup(prompt, step, place, taken[prompt.id]))
+        taken[prompt.id] += 1
+    return groups
 
 
 def even_cuts(total: int, loads: Sequence[int]) -> list[int]:
@@ -55,8 +69,9 @@ def own_slots(begun: Sequence[Slot], new: Sequence[Slot], loads: Sequence[int], 
 def requests(
     slots: Sequence[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], seed: int
 ) -> tuple[list[Request], list[int]]:
-    """One request per run of consecutive siblings, and the group of each; keyed by (seed, step, prompt id).
+    """One request per run of consecutive siblings, and the group of each.
 
+    Keyed by (seed, step, prompt id), and by the occurrence too for all but a prompt's first group in a step.
     begun: "cut" rollouts among the slots, which go on from their tokens.
     """
     runs: list[list[Slot]] = []
@@ -70,7 +85,8 @@ def requests(
         group, first = run[0]
         g = groups[group]
         going_on = tuple(begun[slot] for slot in run if slot in begun)
-        asked.append(Request(g.prompt, stream_key(seed, g.step, g.prompt.id), len(run), first, going_on))
+        key = stream_key(seed, g.step, *([g.occurrence] if g.occurrence else []), g.prompt.id)
+        asked.append(Request(g.prompt, key, len(run), first, going_on))
     return asked, [run[0][0] for run in runs]
 
 

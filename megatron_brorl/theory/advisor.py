@@ -3,6 +3,7 @@
 Every figure is a mean over groups with a 95% bootstrap interval over prompts, and says how it is known:
 
 unbiased       a U-statistic of the counts, possible up to the pilot's own number of rollouts
+ratio          of two such means, over prompts: consistent, but biased where the pilot has few prompts or rollouts
 extrapolated   from the distribution of success rates that fits the counts; its interval holds whatever distributions
                the counts do not contradict, which is wide far beyond the pilot's n, and has to be
 bound          the most that the pilot's outcomes allow; the interval begins at the least
@@ -27,7 +28,7 @@ from megatron_brorl.theory.targets import CANDIDATES, TARGETS, Targets
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Known = Literal["unbiased", "extrapolated", "bound"]
+Known = Literal["unbiased", "ratio", "extrapolated", "bound"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Candidate:
     kept: Interval  # share of prompts with at least one right and one wrong rollout
     kept_known: Known
     variance: Interval  # of the gradient with a group baseline, per prompt, in units of E|grad log p|^2
-    coupling: Interval | None  # unsampled coupling over that of no draws at all; None: the log has no outcomes
+    coupling: Interval | None  # unsampled coupling over that of no draws; None: unknown, no outcomes or none twice
     coupling_known: Known | None
     seconds: Interval  # per step, in costs.unit
     efficiency: float  # (N - 1) per time of a prompt, over the best candidate's
@@ -222,7 +223,7 @@ def _couplings(
         if c <= last:
             rows.append(second[:, 3 + i] / whole)
             ranges.append(None)
-            known.append("unbiased")
+            known.append("ratio")
             continue
         gap = c - last
         largest = (1 / (gap + 1)) * (1 - 1 / (gap + 1)) ** gap

@@ -120,7 +120,10 @@ def known_mass(responses: Ints, log_probs: Floats, right: npt.NDArray[np.bool_])
 
 @dataclass(frozen=True)
 class GoodTuring:
-    """The unseen outcomes of one group. Estimate, with the 95% interval of the mass that this group has not seen."""
+    """The unseen outcomes of one group. Estimate, with the 95% interval of the mass that this group has not seen.
+
+    low and high are nan, unknown, where all outcomes differ.
+    """
 
     distinct: int
     singletons: int
@@ -137,7 +140,8 @@ def good_turing(outcomes: Ints, right: npt.NDArray[np.bool_]) -> GoodTuring:
 
     outcomes [N]: equal numbers are equal outcomes. n_1 / N is unbiased for the mass unseen by N - 1 siblings. The
     interval is Esty's (1983), half-width 1.96 sqrt(n_1 (1 - n_1 / N) + 2 n_2) / N for n_1 outcomes seen once and n_2
-    seen twice; its upper end is never below 1 - 0.025^(1/N), as N siblings cannot rule out a smaller mass.
+    seen twice; its upper end is never below 1 - 0.025^(1/N), as N siblings cannot rule out a smaller mass. Where all
+    outcomes differ the formula gives [1, 1]: a certainty that N draws without a repetition do not have, so nan.
     """
     counts, share = _counts(outcomes, right)
     n = len(outcomes)
@@ -145,8 +149,10 @@ def good_turing(outcomes: Ints, right: npt.NDArray[np.bool_]) -> GoodTuring:
     mass = once / n
     half = Z95 * (once * (1 - mass) + 2 * twice) ** 0.5 / n
     right_mass = float(share[counts == 1].sum()) / n
-    high = min(1.0, max(mass + half, 1 - 0.025 ** (1 / n)))
-    return GoodTuring(len(counts), once, twice, mass, max(0.0, mass - half), high, right_mass, mass - right_mass)
+    low, high = max(0.0, mass - half), min(1.0, max(mass + half, 1 - 0.025 ** (1 / n)))
+    if once == n:
+        low = high = float("nan")
+    return GoodTuring(len(counts), once, twice, mass, low, high, right_mass, mass - right_mass)
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ class HoldOut:
 
     Each is unbiased for its expectation over N - held_out fresh siblings: sum p (1 - p)^m, and sum p^2 (1 - p)^m over
     right and over wrong outcomes. The standard errors are of the sampling of siblings, given the prompts, and rather
-    too large than too small.
+    too large than too small; nan, unknown, where nothing was seen that they could be estimated from.
     """
 
     held_out: Ints
@@ -176,7 +182,8 @@ def hold_out(groups: Sequence[tuple[Ints, npt.NDArray[np.bool_]]], held_out: Seq
     siblings, is sum_j (c_j / N) C(N - c_j, m) / C(N - 1, m) for outcomes seen c_j times. With pairs of equal held-out
     siblings instead, it is sum_j c_j (c_j - 1) / (N (N - 1)) C(N - c_j, m) / C(N - 2, m). Either is a sum of functions
     g(c_j). The standard errors are those of independent Poisson counts, whose variance is at most E[sum_j g(c_j)^2];
-    multinomial counts vary less in all cases that the tests try.
+    multinomial counts vary less in all cases that the tests try. Where no held-out sibling, or no pair of them, was new
+    to the others, that sum has no terms: an estimate of 0 whose error is unknown, not 0.
     """
     held = np.asarray(held_out, dtype=np.int64)
     if not groups or held.size == 0:
@@ -195,12 +202,17 @@ def hold_out(groups: Sequence[tuple[Ints, npt.NDArray[np.bool_]]], held_out: Seq
     return HoldOut(
         held_out=held,
         unsampled_mass=sums["u"] / g,
-        unsampled_mass_se=np.sqrt(sums["u_var"]) / g,
+        unsampled_mass_se=_errors(sums["u_var"]) / g,
         u_pos2=sums["pos"] / g,
-        u_pos2_se=np.sqrt(sums["pos_var"]) / g,
+        u_pos2_se=_errors(sums["pos_var"]) / g,
         u_neg2=sums["neg"] / g,
-        u_neg2_se=np.sqrt(sums["neg_var"]) / g,
+        u_neg2_se=_errors(sums["neg_var"]) / g,
     )
+
+
+def _errors(variances: Floats) -> Floats:
+    """Standard errors of sums; nan where nothing was added up."""
+    return np.sqrt(np.where(variances > 0, variances, np.nan))
 
 
 @dataclass(frozen=True)
@@ -247,7 +259,8 @@ def coupling(outcomes: Ints, right: npt.NDArray[np.bool_], sampled: Ints, order:
 
     The third term of Theorem 1 is (step / N) S_R (Q_pos U_neg,2 - Q_neg U_pos,2): no larger than |S_R| times this.
     Three siblings are held out, two of them with one outcome, the third outside it and of the other verdict. With
-    order = 1 only one sibling has the outcome, and the second moments become masses.
+    order = 1 only one sibling has the outcome, and the second moments become masses. A share of the whole coupling is a
+    ratio of two such estimates and no longer unbiased.
     """
     n = len(outcomes)
     if sampled.max() > n - 1 - order:

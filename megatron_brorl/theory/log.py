@@ -9,7 +9,8 @@ JSON Lines, UTF-8, one object per line. Either one rollout per line:
     answer         string, the final answer: what counts as the same outcome. Or, in its place or beside it,
     token_ids      list of integers, the whole response
     log_probs      optional: list of one number per token of token_ids, natural logarithms
-    step           optional integer: rollouts of one prompt at different steps, under different weights, are two groups
+    step           optional integer: rollouts of one prompt at different steps, under different weights, are two groups;
+                   those at one step are one, also where the step took the prompt twice
     tokens         optional integer: length of the response, where token_ids is not there to count
 
 or one group per line, with lists under the plural names "rewards", "answers", "responses" (lists of token ids) and

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_brorl.algo.advantage import Moments, explained_variance, merge, moments, whiten
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.ops.reference import linear as reference
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.train.groups import Outcomes
 
 
@@ -128,4 +128,4 @@ def _whiten(values: Tensor, batch: Moments, ops: str) -> Tensor:
 
 
 def _over_replicas(own: Moments, replicas: dist.ProcessGroup | None) -> Moments:
-    return merge([Moments(*part) for part in collect.each([own.count, own.mean, own.m2], replicas)])
+    return merge([Moments(*part) for part in collectives.all_gather([own.count, own.mean, own.m2], replicas)])

@@ -122,9 +122,9 @@ class Look:
         prompts = [self.groups[g].prompt for g in self.chosen]
         sampling = replace(self.sampling, budget=0, log_probs=False)
         answers = sample_answers(self.rollouts, prompts, self.config.measure_samples, sampling, f"theory {self.step}")
-        rates = {a.prompt.id: a.right / a.samples for a in answers}
+        rates = {a.place: a.right / a.samples for a in answers}
         self.seconds["measure"] += time.monotonic() - begun
-        return np.array([rates.get(p.id, np.nan) for p in prompts])
+        return np.array([rates.get(place, np.nan) for place in range(len(prompts))])
 
     def _token_figures(self) -> dict[str, float]:
         """Means over the chosen groups' shared tokens; also predicts for each of these groups."""

@@ -9,11 +9,12 @@ from typing import Any
 from megatron_brorl.algo.estimators import Interval, bootstrap_mean, pass_at_k
 from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
+from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.sampler import even_cuts
+from megatron_brorl.rollout.sampler import even_cuts, open_groups
 from megatron_brorl.train.groups import gather
-from megatron_brorl.train.rollouts import Rollouts, check_lost
-from megatron_brorl.types import CORRECT, OpenGroup, Prompt
+from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
+from megatron_brorl.types import CORRECT, Prompt
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Answers:
     """What one prompt's samples came to."""
 
     prompt: Prompt
+    place: int  # among the prompts that were asked, of which one may occur twice
     samples: int  # that were not lost; at least 1
     right: int
     reward: float  # mean
@@ -75,22 +77,26 @@ def sample_answers(
     """n samples of every prompt, shared over all ranks; the same result on every rank.
 
     The random streams are named by `stream` and not by the step, so that evaluations of two policies are paired. Lost
-    samples are left out, and so is a prompt that lost all of its. Raises UserError where too many were lost, or all.
+    samples are left out, and so is a prompt that lost all of its. Raises UserError where too many were lost, or
+    all, and where the verifiers failed on most.
     """
     grid = rollouts.grid
-    groups = [OpenGroup(prompt, stream, place) for place, prompt in enumerate(prompts)]
+    groups = open_groups(prompts, stream)
     own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
     sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
     outcomes = gather(sampled.rows, len(groups), n, None)
-    check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.most_lost)
+    sums = collectives.all_reduce_sum(sampled.counts())
+    check_scored("evaluation", sums["unscored"], sums["scored"])
+    check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
     found = []
-    for prompt, ended, rewards, tokens in zip(
-        prompts, outcomes.ended, outcomes.rewards.double(), outcomes.tokens.double(), strict=True
+    for g, ended, rewards, tokens in zip(
+        groups, outcomes.ended, outcomes.rewards.double(), outcomes.tokens.double(), strict=True
     ):
         if ended.any():
             reward, length = rewards[ended], tokens[ended]
             right = int((reward >= CORRECT).sum())
-            found.append(Answers(prompt, int(ended.sum()), right, float(reward.mean()), float(length.mean())))
+            figures = right, float(reward.mean()), float(length.mean())
+            found.append(Answers(g.prompt, g.place, int(ended.sum()), *figures))
     if not found:
         raise UserError("evaluation: every sample was lost, so there is nothing to report")
     return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +13,9 @@ from torch import Tensor
 from megatron_brorl.algo.loss import kl_estimate
 from megatron_brorl.algo.mismatch import mismatch_mask
 from megatron_brorl.config.schema import AlgoConfig
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.train.advantages import kl_in_reward, of_tokens
+from megatron_brorl.train.finite import finite_rows
 from megatron_brorl.train.reference import Reference
 from megatron_brorl.train.worker import CriticWorker, Worker
 from megatron_brorl.types import CORRECT, Experience, OpenGroup, Row
@@ -37,10 +40,12 @@ def make_experience(
     algo: AlgoConfig,
     temperature: float,
     weights: Tensor | None = None,
-) -> tuple[Experience, dict[str, float]]:
-    """Experience of this replica's rows, in their order, and figures that are the same on every rank; a collective.
+) -> tuple[list[Row], Experience, dict[str, float]]:
+    """Those of this replica's rows that are finite, their experience, and figures that are the same on every rank.
 
-    earned: [groups, N] of the whole step (advantages.of_rollouts). weights: [groups, N] likewise (adaptive.of_rounds).
+    A row is left out, and counted, where a log-probability or value of it is NaN or infinite (train.finite). A
+    collective. earned: [groups, N] of the whole step (advantages.of_rollouts). weights: [groups, N] likewise
+    (adaptive.of_rounds).
     """
     actor = models.actor
     ids = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {row.group for row in rows}}
@@ -53,7 +58,14 @@ def make_experience(
     reference = tuple(models.reference.log_probs(prompts, responses, temperature)) if models.reference else None
     values = tuple(models.critic.values(prompts, responses)) if models.critic else None
 
-    kl, mask, figures = None, None, {}
+    # Before anything is computed over rows: one NaN in a moment or a mean would reach all of them.
+    known = [column for column in (sampled, old, reference, values) if column is not None]
+    finite = finite_rows(known, actor.grid)
+    rows, prompts, responses, sampled = (_those(x, finite) for x in (rows, prompts, responses, sampled))
+    old, reference, values = (None if x is None else _those(x, finite) for x in (old, reference, values))
+    counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
+
+    kl, mask, figures = None, None, collectives.all_reduce_sum(counts, actor.grid.groups.dp)
     if kl_in_reward(algo) and old is not None and reference is not None:
         kl = tuple(kl_estimate(o - r, algo.kl_estimator) for o, r in zip(old, reference, strict=True))
         figures["reference_kl"] = _token_mean(kl, actor)
@@ -80,7 +92,11 @@ def make_experience(
         weights=None if weights is None else tuple(float(weights[row.group, row.rollout.index]) for row in rows),
         mask=mask,
     )
-    return experience, figures | credit.figures
+    return list(rows), experience, figures | credit.figures
+
+
+def _those(column: Sequence[Any], chosen: Sequence[bool]) -> tuple[Any, ...]:
+    return tuple(compress(column, chosen))
 
 
 def _needs_old(algo: AlgoConfig) -> bool:
@@ -90,5 +106,5 @@ def _needs_old(algo: AlgoConfig) -> bool:
 
 def _token_mean(per_row: Rows, worker: Worker) -> float:
     own = {"sum": float(sum(x.double().sum() for x in per_row)), "tokens": float(sum(map(len, per_row)))}
-    found = collect.total(own, worker.grid.groups.dp)
+    found = collectives.all_reduce_sum(own, worker.grid.groups.dp)
     return found["sum"] / found["tokens"] if found["tokens"] else float("nan")

@@ -107,8 +107,8 @@ def mini_batches(
 
     of = "prompts": whole groups, group i of them in mini-batch i mod count. of = "siblings": sibling i of every group
     in mini-batch i mod count, so that each optimizer step sees every prompt, with N / count of its rollouts. Either
-    way an optimizer step has the same rows however many ranks share the work, and neighbours, which one replica
-    holds, are spread over the steps, so that every replica has work in each.
+    way an optimizer step has the same rows however many ranks share the work. Neighbours, which one replica holds, are
+    spread over the steps; a replica with fewer groups (or siblings) than mini-batches has no rows in some of them.
     """
     place = {group: i for i, group in enumerate(kept)}
     batches: list[list[int]] = [[] for _ in range(count)]

@@ -22,18 +22,19 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import Lines, MetricsWriter
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.rows import in_order
-from megatron_brorl.rollout.sampler import Slot, own_slots, share_with_model_group
+from megatron_brorl.rollout.sampler import Slot, open_groups, own_slots, share_with_model_group
 from megatron_brorl.train import adaptive
 from megatron_brorl.train.advantages import of_rollouts
 from megatron_brorl.train.carried import Carried, carry, read, staleness, write
 from megatron_brorl.train.diagnose import Look
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import Models, make_experience
+from megatron_brorl.train.finite import check_steps, nonfinite_steps
 from megatron_brorl.train.groups import (
     CUT,
     Outcomes,
@@ -48,15 +49,13 @@ from megatron_brorl.train.groups import (
 from megatron_brorl.train.policy import scaled, update_policy
 from megatron_brorl.train.reference import Reference
 from megatron_brorl.train.refit import refit
-from megatron_brorl.train.rollouts import Rollouts, check_lost
+from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
 from megatron_brorl.train.shown import flat, percent, watched
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.value import critic_optim, update_critic
 from megatron_brorl.train.verify import verify_reshard
 from megatron_brorl.train.worker import CriticWorker, Stage, Worker
 from megatron_brorl.types import OpenGroup, Prompt, Rollout, Row
-
-MOST_UNSCORED = 0.5  # with a larger share of failed verdicts a run would train on noise
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,7 @@ class Trainer:
     spent: float = 0.0  # seconds of the processes that this one goes on from
     critic: CriticWorker | None = None  # of algo.advantage = "gae"
     critic_updates: int = 0  # its optimizer steps done
+    nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
     reference: Reference | None = None  # of algo.kl_coef
     rollout_log: Lines | None = None  # of theory.log_rollouts, on one rank
 
@@ -101,31 +101,34 @@ class Trainer:
         """Train to train.steps, with checkpoints, or until train.seconds or train.stalls end it.
 
         False where stop() (asked at step boundaries) ended it early. Raises UserError, after saving, where a rollout
-        engine hangs.
+        engine hangs or train.max_nonfinite_steps is reached.
         """
-        every, steps = self.config.train.checkpoint_every, self.config.train.steps
+        t = self.config.train
         self.refit()
         if self.before is None and self.held_out:
             self.before = self.evaluate(progress).as_dict()
-            progress.note(f"held-out pass@1 before: {percent(self.before)}")
+            progress.note(f"held-out before: {percent(self.before)}")
             self.check_engines("nothing is lost: no step was done")
-        while self.step < steps and not self.over():
+        while self.step < t.steps and not self.over():
             values, seconds = self.train_step()
-            self.trained_s += collect.greatest({"step": seconds["step"]})["step"]
+            self.trained_s += collectives.all_reduce_max({"step": seconds["step"]})["step"]
             due = self.config.evaluate.every and self.step % self.config.evaluate.every == 0
-            if due and self.held_out and self.step < steps and not self.over() and not self.stuck():
+            if due and self.held_out and self.step < t.steps and not self.over() and not self.stuck():
                 begun = time.monotonic()
                 values |= flat(self.evaluate(progress))
                 seconds["evaluate"] = time.monotonic() - begun
-                self.stall.saw(values["pass_at_1"])
+                self.stall.record(values["pass_at_1"])
             self._reset_reference(values, progress)
             if writer:
                 writer.write(self.step - 1, values, seconds)
             progress.update(self.step, watched(values, seconds))
-            stopping, stuck, ending = stop(), self.stuck(), self.step == steps or self.over()
-            if stopping or stuck or ending or (every and self.step % every == 0):
+            self.nonfinite_steps, most = nonfinite_steps(self.nonfinite_steps, values), t.max_nonfinite_steps
+            stopping, stuck, ending = stop(), self.stuck(), self.step == t.steps or self.over()
+            last = stopping or stuck or ending or self.nonfinite_steps >= most
+            if last or (t.checkpoint_every and self.step % t.checkpoint_every == 0):
                 self.save()
             self.check_engines(f"the state after step {self.step} is saved")
+            check_steps(self.nonfinite_steps, most, f"the state after step {self.step} is saved")
             if stopping and not ending:
                 return False
         return True
@@ -154,10 +157,10 @@ class Trainer:
         else:
             earned = of_rollouts(outcomes, got.selection.kept, c.algo, c.ops.implementation)
         models = Models(self.worker, self.critic, self.reference)
-        experience, values = make_experience(
+        rows, experience, values = make_experience(
             got.rows, got.groups, earned, models, c.algo, c.rollout.temperature, weights
         )
-        batches = mini_batches(got.rows, got.selection.kept, c.algo.mini_batches, c.algo.mini_batch_of) * c.algo.epochs
+        batches = mini_batches(rows, got.selection.kept, c.algo.mini_batches, c.algo.mini_batch_of) * c.algo.epochs
         if self.critic:
             rates = critic_optim(c.critic, c.optim)
             values |= update_critic(self.critic, experience, batches, c.critic.clip, rates, self.critic_updates)
@@ -165,19 +168,23 @@ class Trainer:
             if self.step < c.critic.steps_alone:
                 batches = []
         optim = scaled(c.optim, c.rollout.prompts * c.rollout.n)
-        values |= update_policy(self.worker, experience, batches, c.algo, optim, c.rollout.temperature, self.updates)
-        values |= got.values | diagnosed
+        updated = update_policy(self.worker, experience, batches, c.algo, optim, c.rollout.temperature, self.updates)
+        updated["nonfinite_rows"] += values["nonfinite_rows"]
+        values |= updated | got.values | diagnosed
         if is_on(c.shaping):
             values["shaped_reward"] = figures(outcomes, got.selection)["reward"]
         trained_at = time.monotonic()
         self.step += 1
         self.updates += len(batches)
+        checkpoint.check(self._parts(), self.step)  # neither saved nor handed to an engine
         values |= self.refit()
         refitted = time.monotonic()
         if look:
             values |= look.after(values["lr"] * values["updates"])
         done = time.monotonic()
-        tokens = collect.total(self.worker.tokens(experience.prompts, experience.responses), self.grid.groups.dp)
+        tokens = collectives.all_reduce_sum(
+            self.worker.tokens(experience.prompts, experience.responses), self.grid.groups.dp
+        )
         values["token_gain"] = tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
         seconds = {
             **got.seconds,
@@ -197,14 +204,15 @@ class Trainer:
         kept: list[int] = []
         for _ in range(1 + c.rollout.refills):
             prompts = self.train_source.take(self.taken, target)
-            groups += [OpenGroup(p, self.taken, place) for place, p in enumerate(prompts)]
+            groups += open_groups(prompts, self.taken)
             self.taken += 1
             rows = self._sample(rows, groups, len(prompts), sums, seconds)
             outcomes, too_old = give_up(
                 self._gather(rows, groups),
-                [i for i, g in enumerate(groups) if self.step - int(g.step) >= c.rollout.most_carried],
+                [i for i, g in enumerate(groups) if self.step - int(g.step) >= c.rollout.max_carried_steps],
             )
-            self._check(sums, too_old)
+            check_lost(f"step {self.step}", sums["lost"] + too_old, sums["asked"], c.rollout.max_lost_share)
+            check_scored(f"step {self.step}", sums["unscored"], sums["scored"])
             selection = select(outcomes, c.algo.dynamic_sampling)
             kept = selection.kept
             if len(kept) >= target:
@@ -220,6 +228,7 @@ class Trainer:
             **figures(outcomes, selection),
             **adaptive.even_figures(outcomes, selection, adaptive.rounds_of(c.rollout)),
             "unscored_share": sums["unscored"] / (sums["scored"] or 1.0),
+            "verdict_errors": sums["errors"],
             "lost_share": (sums["lost"] + too_old) / sums["asked"],
             "late": sums["late"],
         }
@@ -261,7 +270,7 @@ class Trainer:
             mine = own_slots(list(begun), slots, loads, grid)
             sampled = self.rollouts.sample(mine, groups, self.sampling(), begun)
             rows.extend(share_with_model_group(sampled.rows, grid))
-            sums.update(collect.total(sampled.counts()))
+            sums.update(collectives.all_reduce_sum(sampled.counts()))
             seconds.update(sampled.seconds)
 
         n = rounds.first if rounds else c.n
@@ -274,17 +283,8 @@ class Trainer:
         """What became of the rollouts so far; a collective."""
         c, n = self.config, self.config.rollout.n
         if c.rollout.adaptive != "off":  # as many columns as the largest group has siblings
-            n = int(collect.greatest({"n": max((row.rollout.index + 1.0 for row in rows), default=1.0)})["n"])
+            n = int(collectives.all_reduce_max({"n": max((row.rollout.index + 1.0 for row in rows), default=1.0)})["n"])
         return gather(rows, len(groups), n, self.grid.groups.dp, c.shaping.repetition_ngram)
-
-    def _check(self, sums: Mapping[str, float], too_old: int) -> None:
-        """Raise UserError where what is left of the step's rollouts would teach nothing; sums of all ranks."""
-        check_lost(f"step {self.step}", sums["lost"] + too_old, sums["asked"], self.config.rollout.most_lost)
-        if sums["unscored"] > MOST_UNSCORED * sums["scored"]:
-            raise UserError(
-                f"step {self.step}: the verifiers failed on {sums['unscored']:.0f} of {sums['scored']:.0f} responses "
-                "(timeout, crash, exception): most rewards mean nothing; mend the verifier or raise reward.timeout_s"
-            )
 
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
@@ -300,13 +300,13 @@ class Trainer:
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines, and check that they compute the same where that is asked for."""
         for model in self._models():  # the actor's weights are streamed next
-            model.away(weights=model is not self.worker)
+            model.offload(weights=model is not self.worker)
         self.rollouts.engine.wake()
         figures = {"refit_again": float(refit(self.worker, self.rollouts.engine, self.updates))}
         if self.config.train.verify_reshard:
             tolerance = self.config.train.verify_tolerance
             figures["reshard_gap_max"] = verify_reshard(self.worker, self.rollouts.engine, self.updates, tolerance)
-        self.worker.away()
+        self.worker.offload()
         return figures
 
     def _models(self) -> list[Stage]:
@@ -341,8 +341,6 @@ class Trainer:
             "spent": self.seconds(),
         }
         root = Path(self.config.run.dir) / "checkpoints"
-        for model in self._models():
-            model.back()
         checkpoint.save(
             root,
             self.step,
@@ -367,7 +365,7 @@ class Trainer:
         if self.reference is None:
             return
         if "pass_at_1" in values:
-            self.reference.stall.saw(values["pass_at_1"])
+            self.reference.stall.record(values["pass_at_1"])
         why = self.reference.due(self.step, values["reference_kl"])
         values["reference_reset"] = float(bool(why))
         if why:
@@ -378,6 +376,8 @@ class Trainer:
         return [self.stall, *([self.reference.stall] if self.reference else [])]
 
     def _parts(self) -> list[checkpoint.Part]:
+        for model in self._models():
+            model.reload()
         parts = [checkpoint.Part("", self.worker.actor, self.worker.optimizer)]
         if self.critic:
             parts.append(checkpoint.Part("critic", self.critic.critic, self.critic.optimizer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from megatron_brorl.algo import loss as losses
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig
 from megatron_brorl.models.gpt import Head
 from megatron_brorl.ops.reference.linear import compute_dtype
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
-from megatron_brorl.train.worker import LossFunction, Worker
+from megatron_brorl.train.finite import train_on_finite
+from megatron_brorl.train.worker import LossFunction, Update, Worker
 from megatron_brorl.types import Experience
 
 
@@ -44,28 +46,25 @@ def update_policy(
 
     mini_batches: this rank's rows of each, epoch by epoch, as many as on every rank. first_update: optimizer steps done
     before. Figures are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where the actor
-    still has the weights that the engine sampled the newest tokens from.
+    still has the weights that the engine sampled the newest tokens from. nonfinite_rows are those that had to be left
+    out of an update, and of those after it, because the actor's log-probabilities of them are not finite.
     """
     sums = dict.fromkeys(losses.SUMS, 0.0)
     ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
-    for i, rows in enumerate(mini_batches):
+    broken: set[int] = set()
+
+    def score(rows: list[int]) -> list[Tensor]:
         part = experience.take(rows)
-        lengths = [len(r) for r in part.responses]
-        shares = part.weights or (1.0,) * len(lengths)
-        own = {
-            "tokens": sum(w * n for w, n in zip(shares, lengths, strict=True)),
-            "sequences": sum(w for w, n in zip(shares, lengths, strict=True) if n),
-        }
-        size = collect.total(own, worker.grid.groups.dp)
-        if not size["tokens"]:
+        return worker.log_probs(part.prompts, part.responses, temperature)
+
+    for i, rows in enumerate(mini_batches):
+        rate = learning_rate(optim, first_update + i)
+        attempt = partial(_attempt, worker, experience, algo, temperature, rate)
+        done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, worker.grid)
+        broken |= set(left_out)
+        if done is None:
             continue  # every rank's share of this mini-batch was dropped
-        weights = losses.token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
-        weights = [w * share for w, share in zip(weights, shares, strict=True)]
-        lr = learning_rate(optim, first_update + i)
-        update, values = worker.train(
-            part.prompts, part.responses, _loss_function(part, algo, weights), temperature, lr
-        )
-        found = _over_ranks(worker, values)
+        lr, (update, found) = rate, done
         for key in losses.SUMS:
             sums[key] += found[key]
         ratio_max = max(ratio_max, found["ratio_max"])
@@ -92,7 +91,28 @@ def update_policy(
         "logprob_gap_mean": gap["mean"],
         "logprob_gap_max": gap["max"],
         "trained_tokens": sums["tokens"],
+        "nonfinite_rows": collectives.all_reduce_sum({"rows": float(len(broken))}, worker.grid.groups.dp)["rows"],
     }
+
+
+def _attempt(
+    worker: Worker, experience: Experience, algo: AlgoConfig, temperature: float, lr: float, rows: list[int]
+) -> tuple[Update, dict[str, float]] | None:
+    """One optimizer step on these rows with its figures over all ranks; None where no replica has a token."""
+    part = experience.take(rows)
+    lengths = [len(r) for r in part.responses]
+    shares = part.weights or (1.0,) * len(lengths)
+    own = {
+        "tokens": sum(w * n for w, n in zip(shares, lengths, strict=True)),
+        "sequences": sum(w for w, n in zip(shares, lengths, strict=True) if n),
+    }
+    size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
+    if not size["tokens"]:
+        return None
+    weights = losses.token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
+    weights = [w * share for w, share in zip(weights, shares, strict=True)]
+    update, values = worker.train(part.prompts, part.responses, _loss_function(part, algo, weights), temperature, lr)
+    return update, _over_ranks(worker, values)
 
 
 def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> LossFunction:
@@ -135,4 +155,4 @@ def _over_ranks(worker: Worker, values: list[losses.PolicyLoss]) -> dict[str, fl
     sums = {k: sum((v.sums[k] for v in values), 0.0) for k in losses.SUMS}
     maxima = {k: max((v.maxima[k] for v in values), default=0.0) for k in losses.MAXIMA}
     groups = (grid.groups.pp, grid.groups.dp_cp)
-    return collect.total(sums, *groups) | collect.greatest(maxima, *groups)
+    return collectives.all_reduce_sum(sums, *groups) | collectives.all_reduce_max(maxima, *groups)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.pool import RewardPool
@@ -20,7 +24,8 @@ from megatron_brorl.rollout.sampler import Slot, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.types import OpenGroup, Rollout, RolloutGroup, Row
 
-_FAILED = ("timeout", "error", "invalid", "crash")
+MOST_UNSCORED = 0.5  # with a larger share of failed verdicts rewards mean nothing
+_FAILED = ("timeout", "broken", "invalid", "crash")
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,15 @@ class Sampled:
     late: int
     scored: int  # responses
     unscored: int  # of which the verifier failed
+    errors: int  # answers that it raised on, although it can judge: wrong ones
     seconds: dict[str, float]  # "generate", "score"
 
     def counts(self) -> dict[str, float]:
         """What adds up over ranks."""
         lost = self.asked - len(self.rows)
         counts = {"asked": self.asked, "lost": lost, "late": self.late}
-        return {k: float(v) for k, v in {**counts, "scored": self.scored, "unscored": self.unscored}.items()}
+        verdicts = {"scored": self.scored, "unscored": self.unscored, "errors": self.errors}
+        return {k: float(v) for k, v in {**counts, **verdicts}.items()}
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,8 @@ class Rollouts:
     reward: RewardConfig
     seed: int
     grid: Grid
-    most_lost: float  # config key rollout.most_lost
+    max_lost_share: float  # config key rollout.max_lost_share
+    told: set[int] = field(default_factory=set)  # codes of what was said of verifiers that raise
 
     def sample(
         self,
@@ -67,34 +75,46 @@ class Rollouts:
         """
         start = time.monotonic()
         asked, numbers = requests(slots, groups, begun or {}, self.seed)
-        harvest = self.engine.generate(asked, sampling)
-        _check_distinct(asked, harvest.rollouts)
+        result = self.engine.generate(asked, sampling)
+        _check_distinct(asked, result.rollouts, self.engine.engine.if_repeating)
         middle = time.monotonic()
         ended, texts, rows = [], [], []
-        for number, request, rollouts in zip(numbers, asked, harvest.rollouts, strict=True):
+        for number, request, rollouts in zip(numbers, asked, result.rollouts, strict=True):
             done = tuple(r for r in rollouts if r.finish != "cut")
             ended.append(RolloutGroup(request.prompt, done, self.engine.engine.version))
             texts.append(self._texts(done, sampling.stop_ids))
             if sampling.budget:
                 rows += [Row(number, r, float("nan")) for r in rollouts if r.finish == "cut"]
-        scored, verdicts = score_groups(ended, texts, self.pool, self.reward)
+        scored, verdicts, raised = score_groups(ended, texts, self.pool, self.reward)
         for number, group in zip(numbers, scored, strict=True):
             found = zip(group.group.rollouts, group.rewards.tolist(), group.answers, strict=True)
             rows += [Row(number, rollout, reward, code(answer)) for rollout, reward, answer in found]
         score = time.monotonic() - middle
-        self.grid.meet()
+        self.grid.barrier()
+        self._tell(raised)
         return Sampled(
             rows=rows,
             asked=len(slots),
-            late=harvest.late,
+            late=result.late,
             scored=sum(len(g.rollouts) for g in ended),
             unscored=sum(verdicts[s] for s in _FAILED),
+            errors=verdicts["error"],
             seconds={"generate": middle - start, "score": score},
         )
 
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
-        return bool(collect.greatest({"stuck": float(self.engine.stuck)})["stuck"])
+        return bool(collectives.all_reduce_max({"stuck": float(self.engine.stuck)})["stuck"])
+
+    def _tell(self, raised: Mapping[str, str]) -> None:
+        """Say on stderr, once in a run, which verifiers raised; the first rank that met it speaks. A collective."""
+        what = {code(text): f"{text}: {reason}" for text, reason in raised.items()}
+        own = torch.tensor([(self.grid.rank, key) for key in what if key not in self.told], dtype=torch.int64)
+        for rank, key in collectives.all_gather_ids(own.flatten()).view(-1, 2).tolist():
+            if key not in self.told and rank == self.grid.rank:
+                with contextlib.suppress(OSError):  # nobody reads the pipe any more
+                    print(what[key], file=sys.stderr, flush=True)
+            self.told.add(key)
 
     def _texts(self, rollouts: Sequence[Rollout], stop_ids: tuple[int, ...]) -> list[str]:
         """Responses as text without their stop token. Siblings repeat one another, so each text is decoded once."""
@@ -110,23 +130,33 @@ class Rollouts:
         return texts
 
 
-def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]]) -> None:
-    """Raise UserError, on every rank, where siblings of any ranks were drawn by the same random numbers."""
+def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], if_repeating: str) -> None:
+    """Raise UserError, on every rank, where rollouts of any ranks were drawn by the same random numbers."""
     hashes, names = improbable(asked, rollouts)
-    found, counts = collect.everything(hashes).unique(return_counts=True)
+    found, counts = collectives.all_gather_ids(hashes).unique(return_counts=True)
     again = set(found[counts > 1].tolist())
     if again:
         own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in again]
         raise UserError(
-            f"{len(again)} responses came from several siblings, which chance forbids: engines draw the same random "
-            f"numbers; choose another trtllm.sampler{f' ({own[0]})' if own else ''}"
+            f"{len(again)} responses came several times for one prompt, which chance forbids"
+            f"{f' ({own[0]})' if own else ''}: the same random numbers were drawn by {if_repeating}"
         )
 
 
 def check_lost(what: str, lost: float, asked: float, most: float) -> None:
-    """Raise UserError where more than the share `most` (config key rollout.most_lost) of the rollouts was lost."""
+    """Raise UserError where more than the share `most` (config key rollout.max_lost_share) of the rollouts was lost."""
     if lost > most * asked:
         raise UserError(
-            f"{what}: {lost:.0f} of {asked:.0f} rollouts were lost, more than rollout.most_lost = {most:g} of them: "
+            f"{what}: {lost:.0f} of {asked:.0f} rollouts were lost, more than rollout.max_lost_share = {most:g}: "
             "see which were late (above), mend the engine or raise rollout.timeout_s"
+        )
+
+
+def check_scored(what: str, unscored: float, scored: float) -> None:
+    """Raise UserError where more than the share MOST_UNSCORED of the responses has no verdict."""
+    if unscored > MOST_UNSCORED * scored:
+        raise UserError(
+            f"{what}: the verifiers failed on {unscored:.0f} of {scored:.0f} responses (timeout, crash, no number in "
+            "[0, 1], or an exception on the reference answer too): most rewards mean nothing; mend the verifier or "
+            "raise reward.timeout_s"
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +16,19 @@ from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.data.solved import solved_examples
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.data.tokenizers import Tokenizer
+from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.models.gpt import Head
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.progress import Progress
 from megatron_brorl.train.policy import learning_rate
 from megatron_brorl.train.worker import Worker
+
+
+def sft_optim(config: SftConfig, optim: OptimConfig) -> OptimConfig:
+    """The optimizer of supervised training: that of [optim] at the rates of [sft]."""
+    return replace(optim, lr=config.lr, warmup_steps=config.warmup_steps, weight_decay=config.weight_decay)
 
 
 def sft(
@@ -35,7 +43,8 @@ def sft(
 ) -> None:
     """config.steps optimizer steps of next-token training on the reference answers, each followed by EOS.
 
-    stop() is asked after every step, on every rank alike; training ends early where it says so.
+    stop() is asked after every step, on every rank alike; training ends early where it says so. Raises UserError where
+    loss, gradient or weights are not finite.
     """
     grid = worker.grid
     for step in range(config.steps):
@@ -44,10 +53,16 @@ def sft(
         prompts = [torch.tensor(p) for p, _ in examples]
         responses = [torch.tensor(r) for _, r in examples]
         own = float(sum(map(len, responses)))
-        tokens = collect.total({"tokens": own}, grid.groups.dp)["tokens"]
+        tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
         lr = learning_rate(optim, step)
         update, losses = worker.train(prompts, responses, _loss(tokens), 1.0, lr)
-        loss = collect.total({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
+        loss = collectives.all_reduce_sum({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
+        if not (update.applied and math.isfinite(loss)):
+            raise UserError(
+                f"sft step {step}: loss {loss}, gradient norm {update.grad_norm}: not finite; nothing is exported: "
+                "lower sft.lr, or raise sft.warmup_steps"
+            )
+        worker.require_finite(f"sft step {step}", "nothing is exported: lower sft.lr, or raise sft.warmup_steps")
         seconds = {"step": time.monotonic() - start}
         if writer:
             writer.write(step, {"loss": loss, "grad_norm": update.grad_norm, "lr": lr, "tokens": tokens}, seconds)

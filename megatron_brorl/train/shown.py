@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_brorl.algo.estimators import widest
 from megatron_brorl.train.evaluate import Evaluation
 
 
 def percent(evaluation: dict[str, Any]) -> str:
-    p = evaluation["pass_at_1"]
-    return f"{100 * p['mean']:.1f}% (95% interval {100 * p['low']:.1f} to {100 * p['high']:.1f})"
+    """pass@1 with its interval, and pass@k of the largest k."""
+    p, more = evaluation["pass_at_1"], widest(evaluation["pass_at_k"])
+    text = f"pass@1 {100 * p['mean']:.1f}% (95% interval {100 * p['low']:.1f} to {100 * p['high']:.1f})"
+    return f"{text}, pass@{more[0]} {100 * more[1]:.1f}%" if more else text
 
 
 def flat(evaluation: Evaluation) -> dict[str, float]:
@@ -28,6 +31,10 @@ def watched(values: dict[str, float], seconds: dict[str, float]) -> dict[str, st
     }
     if values["updates_skipped"]:
         shown["updates skipped (gradient not finite)"] = f"{values['updates_skipped']:.0f}"
+    if values["verdict_errors"]:
+        shown["verifier raised"] = f"{values['verdict_errors']:.0f}x"
+    if values["nonfinite_rows"]:
+        shown["rows left out (not finite)"] = f"{values['nonfinite_rows']:.0f}"
     if values["lost_share"]:
         shown["lost"] = f"{100 * values['lost_share']:.2g}%"
     if "explained_variance" in values:
@@ -36,4 +43,7 @@ def watched(values: dict[str, float], seconds: dict[str, float]) -> dict[str, st
         shown["carried"] = f"{values['carried']:.0f}"
     if "pass_at_1" in values:
         shown["pass@1"] = f"{100 * values['pass_at_1']:.1f}%"
+        passes = {k: v for key, v in values.items() if (k := key.removeprefix("pass_at_")).isdigit()}
+        if more := widest(passes):
+            shown[f"pass@{more[0]}"] = f"{100 * more[1]:.1f}%"
     return shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from megatron_brorl.config.schema import CriticConfig, OptimConfig
 from megatron_brorl.ops.reference import linear as reference
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.train.finite import train_on_finite
 from megatron_brorl.train.policy import learning_rate
-from megatron_brorl.train.worker import CriticWorker, LossFunction
+from megatron_brorl.train.worker import CriticWorker, LossFunction, Update
 from megatron_brorl.types import Experience
+
+_SUMS = ("loss", "clipped", "tokens")  # of ops.reference.ValueLoss
 
 
 def critic_optim(critic: CriticConfig, optim: OptimConfig) -> OptimConfig:
@@ -36,20 +40,24 @@ def update_critic(
 
     mini_batches: this rank's rows of each, as many as on every rank. clip: config key critic.clip. first_update: the
     critic's steps done before. value_loss is the mean over steps of the token mean, value_clipped the share of tokens
-    whose gradient the clipping removed.
+    whose gradient the clipping removed. critic_nonfinite_rows are those that had to be left out of an update, and of
+    those after it, because the critic's values of them are not finite.
     """
-    totals, norms, skipped, lr = dict.fromkeys(("loss", "clipped", "tokens"), 0.0), [], 0, 0.0
-    for i, rows in enumerate(mini_batches):
+    totals, norms, skipped, lr = dict.fromkeys(_SUMS, 0.0), [], 0, 0.0
+    broken: set[int] = set()
+
+    def score(rows: list[int]) -> list[Tensor]:
         part = experience.take(rows)
-        lengths = [len(r) for r in part.responses]
-        tokens = collect.total({"tokens": float(sum(lengths))}, critic.grid.groups.dp)["tokens"]
-        if not tokens:
+        return critic.values(part.prompts, part.responses)
+
+    for i, rows in enumerate(mini_batches):
+        rate = learning_rate(optim, first_update + i)
+        attempt = partial(_attempt, critic, experience, clip, rate)
+        done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, critic.grid)
+        broken |= set(left_out)
+        if done is None:
             continue  # every rank's share of this mini-batch was dropped
-        lr = learning_rate(optim, first_update + i)
-        loss = _loss_function(part, clip or math.inf, 1 / tokens, critic.options.ops)
-        update, values = critic.train(part.prompts, part.responses, loss, lr)
-        own = {key: sum((v.sums[key] for v in values), 0.0) for key in totals}
-        found = collect.total(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
+        lr, (update, found) = rate, done
         totals = {key: totals[key] + found[key] for key in totals}
         norms.append(update.grad_norm)
         skipped += not update.applied
@@ -61,7 +69,25 @@ def update_critic(
         "critic_updates": float(len(norms)),
         "critic_updates_skipped": float(skipped),
         "critic_lr": lr,
+        "critic_nonfinite_rows": collectives.all_reduce_sum({"rows": float(len(broken))}, critic.grid.groups.dp)[
+            "rows"
+        ],
     }
+
+
+def _attempt(
+    critic: CriticWorker, experience: Experience, clip: float, lr: float, rows: list[int]
+) -> tuple[Update, dict[str, float]] | None:
+    """One optimizer step on these rows with its sums over all ranks; None where no replica has a token."""
+    part = experience.take(rows)
+    own_tokens = float(sum(len(r) for r in part.responses))
+    tokens = collectives.all_reduce_sum({"tokens": own_tokens}, critic.grid.groups.dp)["tokens"]
+    if not tokens:
+        return None
+    loss = _loss_function(part, clip or math.inf, 1 / tokens, critic.options.ops)
+    update, values = critic.train(part.prompts, part.responses, loss, lr)
+    own = {key: sum((v.sums[key] for v in values), 0.0) for key in _SUMS}
+    return update, collectives.all_reduce_sum(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
 
 
 def _loss_function(part: Experience, clip: float, weight: float, ops: str) -> LossFunction:

@@ -26,6 +26,7 @@ from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models import hf_names
 from megatron_brorl.models.critic import body, build_critic
+from megatron_brorl.models.finite import require_finite
 from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.ops.reference.linear import compute_dtype
@@ -117,25 +118,37 @@ class Stage:
         config.finalize_model_grads_func = lambda models, _tokens, **kwargs: finalize_model_grads(models, **kwargs)
         config.no_sync_func = self.model.no_sync
 
-    def away(self, weights: bool = True) -> None:
+    def offload(self, weights: bool = True) -> None:
         """Move the optimizer's state, and the weights, to host memory; gradients are dropped. Training, scoring and
         streaming bring back what they need."""
         self._finish_gather()
         for part in (self._state, self._weights if weights else None):
             if part:
-                part.away()
+                part.offload()
         if device.on_gpu() and self._weights:
             torch.cuda.empty_cache()  # for the engine, which is another process
 
-    def back(self) -> None:
+    def reload(self) -> None:
         """Undo `away`, for whoever reads weights or optimizer directly."""
         self._finish_gather()
         self._take_back()
 
+    def require_finite(self, what: str, then: str) -> None:
+        """Raise UserError, on every rank, where a weight is NaN or infinite; a collective. what, then: around its
+        name."""
+        require_finite(self._named(), what, then)
+
+    def _named(self) -> Mapping[str, Tensor]:
+        """The parameters with global names, in memory and whole."""
+        self._finish_gather()
+        if self._weights:
+            self._weights.reload()
+        return hf_names.global_parameters(self.module)
+
     def _take_back(self) -> None:
         for part in (self._weights, self._state):
             if part:
-                part.back()
+                part.reload()
 
     def _finish_gather(self) -> None:
         """Weights that the last optimizer step left to be gathered as layers ask for them (overlap_param_gather)."""
@@ -197,6 +210,8 @@ class Stage:
         return result
 
     def _step(self, lr: float) -> Update:
+        optim = self.optim
+        assert optim is not None
         with device.bridge():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
@@ -204,9 +219,12 @@ class Stage:
                 return Update(norm, applied=False)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            if self.optim is not None and self.optim.clip_grad:
+                # Megatron only marks the one-dimensional parameters; its scheduler, which is not used, spares them.
+                decayed = optim.decay_norms_and_biases or group["wd_mult"]
+                group["weight_decay"] = optim.weight_decay if decayed else 0.0
+            if optim.clip_grad:
                 for optimizer in self.optimizer.chained_optimizers:
-                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.optim.clip_grad, norm)
+                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optim.clip_grad, norm)
             self.optimizer.step_with_ready_grads()
         return Update(norm, applied=True)
 
@@ -234,7 +252,7 @@ class Stage:
 
     def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:
         if self._weights:
-            self._weights.back()
+            self._weights.reload()
 
         def gathered(hidden: Tensor, batch: Packed) -> Any:
             self._finish_gather()  # of the head, whose module is not called
@@ -271,11 +289,8 @@ class Worker(Stage):
 
     def hf_tensors(self) -> Iterator[Sealed]:
         """The full weights as (Hugging Face name, tensor), with checksums, the same on every rank; a collective."""
-        self._finish_gather()
-        if self._weights:
-            self._weights.back()
-        named = hf_names.global_parameters(self.actor)
-        plain = {n: dequantize_fp8_tensor(p) if is_float8tensor(p) else p for n, p in named.items()}
+        named = self._named().items()
+        plain = {n: dequantize_fp8_tensor(p) if is_float8tensor(p) else p for n, p in named}
         return stream(self.plan, plain, self.grid, self.options.dtype)
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:

@@ -262,6 +262,8 @@ def test_replicas_that_repeat_one_another_are_seen(model, start, monkeypatch):
     assert len(first) > 4
     assert len(hashes) == 2 * len(first)
     assert len(set(hashes.tolist())) == len(first)
+    named = f"TensorRT-LLM {engine.capabilities.tensorrt_llm} with TorchSampler; choose another trtllm.sampler, "
+    assert engine.if_repeating == named + 'or start anew with rollout.engine = "torch"'
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def ppo(
             all_rows.append(Row(group, Rollout(sibling, responses[i], sampled[i], "stop"), rewards[i]))
             earned[group, sibling] = rewards[i]
         own = all_rows[24 * grid.dp_rank // grid.data : 24 * (grid.dp_rank + 1) // grid.data]
-        experience, credit = make_experience(own, groups, earned, models, ALGO, TEMPERATURE)
+        own, experience, credit = make_experience(own, groups, earned, models, ALGO, TEMPERATURE)
         batches = mini_batches(own, [0, 1, 2, 3], ALGO.mini_batches, "siblings") * ALGO.epochs
         valued = update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
         figures.append({**credit, **valued, **update_policy(worker, experience, batches, ALGO, OPTIM, TEMPERATURE, 4 * step)})

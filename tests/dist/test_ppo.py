@@ -33,8 +33,10 @@ class Critic(torch.nn.Module):
 
 
 def optimizer(module, config):
-    settings = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
-    return torch.optim.AdamW(module.parameters(), lr=config.lr, **settings)
+    """Norm weights and biases are not decayed."""
+    kinds = {kind: [p for p in module.parameters() if (p.dim() > 1) == kind] for kind in (True, False)}
+    groups = [{"params": kinds[True], "weight_decay": config.weight_decay}, {"params": kinds[False], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
 def descend(module, adam, loss, config):

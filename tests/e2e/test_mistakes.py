@@ -10,6 +10,9 @@ import sys
 
 import pytest
 from e2e.runs import ENVIRONMENT, brorl
+from safetensors.torch import load_file, save_file
+
+from megatron_brorl.model_shape import WEIGHTS
 
 LINES = [
     '{"prompt": "1+1=", "answer": "2"}',
@@ -54,6 +57,13 @@ def test_one_rollout(config, model, tmp_path):
 
 def test_missing_model(config, tmp_path):
     fails(train(config, tmp_path / "nowhere", tmp_path), "nowhere: no such Hugging Face directory")
+
+
+def test_a_stored_head_beside_a_tied_one(config, model, tmp_path):
+    weights = load_file(model / WEIGHTS)
+    weights["lm_head.weight"] = 2 * weights["model.embed_tokens.weight"]
+    save_file(weights, model / WEIGHTS)
+    fails(train(config, model, tmp_path), f"{model}: stores a lm_head.weight", "tie_word_embeddings = true")
 
 
 def test_unsupported_architecture(config, model, tmp_path):
@@ -113,6 +123,26 @@ def test_loss_settings_that_make_no_sense(config, model, tmp_path):
     fails(train(config, model, tmp_path, "algo.dual_clip=1.1"), "algo.dual_clip = 1.1", "above 1 + algo.eps_high")
     done = train(config, model, tmp_path, "algo.aggregation=fixed")
     fails(done, "algo.aggregation_tokens = 0", "give the tokens per sequence")
+
+
+def test_supervised_training_that_diverges_exports_nothing(config, model, tmp_path):
+    """No rate at all is told before anything is built; a far too high one where the loss shows it."""
+    command = ("sft", config, f"model.path={model}", f"run.dir={tmp_path / 'run'}", "sft.steps=3")
+    fails(brorl(*command, "sft.lr=inf"), "sft.lr = inf: must be finite")
+    done = brorl(*command, "sft.lr=1e29", "sft.warmup_steps=0")
+    assert done.returncode == 2
+    assert "nothing is exported" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_model_with_nan_in_it(config, model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, model / "model.safetensors")
+    fails(train(config, model, tmp_path), f"model.path = {model}: weights that are not finite: decoder.final_layernorm")
 
 
 def test_unsafe_task(config, model, tmp_path):

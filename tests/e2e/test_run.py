@@ -14,6 +14,9 @@ from e2e.runs import brorl, rows, start
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
+from megatron_brorl.data.tokenizers import train_sentencepiece
+
 
 @pytest.fixture(scope="module")
 def finished(config, warm, tmp_path_factory):
@@ -42,6 +45,14 @@ def test_run_leaves_what_is_promised(finished, warm):
     summary = json.loads((directory / "summary.json").read_text())
     for key in ("pass_at_1_before", "pass_at_1_after"):
         assert 0 <= summary[key]["low"] <= summary[key]["mean"] <= summary[key]["high"] <= 1
+    for when in ("before", "after"):  # pass@k wherever pass@1 stands
+        wide = summary[when]["pass_at_k"]["2"]
+        assert summary[f"pass_at_2_{when}"] == wide >= summary[f"pass_at_1_{when}"]["mean"]
+        assert f"held-out {when}: pass@1 {100 * summary[f'pass_at_1_{when}']['mean']:.1f}%" in done.stderr
+        assert f", pass@2 {100 * wide:.1f}%" in done.stderr
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"pass@1 {when}"))
+        assert line.endswith(f"pass@2  {wide:.4f}")
+    assert f"pass@2 {100 * lines[3]['pass_at_2']:.1f}%" in done.stderr
     assert (summary["held_out_prompts"], summary["rollouts_per_prompt"], summary["steps"]) == (24, 32, 8)
     assert summary["job_seconds"] > 0
     assert summary["peak_rss_mib"] > 100
@@ -144,7 +155,7 @@ def test_a_rank_that_is_killed_ends_the_run_by_name(config, warm, tmp_path):
 
 def test_partial_rollouts_resumed(config, warm, tmp_path):
     """Responses of up to 6 tokens at 2 per step; a run that stops while some wait goes on with the same bits."""
-    options = ["rollout.partial_tokens=2", "rollout.most_carried=2", "evaluate.every=0"]
+    options = ["rollout.partial_tokens=2", "rollout.max_carried_steps=2", "evaluate.every=0"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for directory, steps in ((whole, 5), (parts, 2), (parts, 5)):
         command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", *options]
@@ -223,6 +234,40 @@ def test_evaluate_repeats_the_run_s_own_evaluation(finished, config, tmp_path):
     assert f"pass@1 {result['pass_at_1']['mean']:.4f}" in done.stdout
     assert set(result["pass_at_k"]) == {"1", "2"}
     assert result["pass_at_k"]["1"] == pytest.approx(result["pass_at_1"]["mean"])
+
+
+def test_a_step_that_spans_two_epochs(config, init, tmp_path):
+    """Ten rows in steps of four: with this seed the third step holds one row as the last of an epoch and a first."""
+    data = tmp_path / "rows.jsonl"
+    lines = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "verifier": "exact"} for i in range(10)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sizes = ("run.seed=3", "rollout.prompts=4", "rollout.n=8", "rollout.max_tokens=24", "train.steps=4")
+    files = ("data.tasks=[]", f'data.train=["{data}"]', "theory.log_rollouts=true")
+    run = tmp_path / "run"
+    done = brorl("train", config, f"model.path={init}", f"run.dir={run}", *sizes, *files)
+    assert done.returncode == 0, done.stderr
+    assert [line["rollouts"] for line in rows(run)] == [4 * 8] * 4
+    logged = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    steps = [[(g["prompt_id"], *g["answers"]) for g in logged if g["step"] == step] for step in range(4)]
+    assert [len({name for name, *_ in groups}) for groups in steps] == [4, 4, 3, 4]
+    assert len(set(steps[2])) == 4  # both groups of the row, with answers of their own
+
+
+@pytest.mark.parametrize("implementation", ["reference", "fused"])
+def test_a_vocabulary_padded_beyond_the_tokenizers(config, tmp_path, implementation):
+    """512 pieces padded to 576, as many published models are: engine and trainer agree on every token, and go on."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    words = [f"{i * i} {i:x} {'abcdefgh'[i % 8 :]}{'hgfedcba'[i // 8 % 8 :]} naïve" for i in range(2000)]
+    tokenizer = train_sentencepiece(words, model, 512)
+    assert tokenizer.vocab_size == 512
+    sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64, "context": 64}
+    write_random_model(qwen2_config(**sizes, vocab=576, eos_token_id=tokenizer.eos_id), model, 0)
+    options = ("rollout.max_tokens=16", 'rollout.stop_strings=["7"]', "algo.dynamic_sampling=false", "train.steps=2")
+    command = ("train", config, f"model.path={model}", f"run.dir={run}", f"ops.implementation={implementation}")
+    done = brorl(*command, *options, "--verify-reshard")
+    assert done.returncode == 0, done.stderr
+    assert all(0 < line["reshard_gap_max"] < 1e-4 for line in rows(run))
+    assert all(line["trained_tokens"] > 1000 and line["logprob_gap_max"] < 1e-4 for line in rows(run))
 
 
 def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):

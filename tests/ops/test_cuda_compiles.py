@@ -15,8 +15,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
 from nvcc_flags import ARCHITECTURES, NVCC_FLAGS  # noqa: E402  that setup.py uses too
 
-NVCC = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin:{os.environ['PATH']}")
-SOURCES = sorted(str(p.relative_to(ROOT / "csrc")) for p in (ROOT / "csrc").rglob("*.cu"))
+CUDA_HOME = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+NVCC = shutil.which("nvcc", path=f"{CUDA_HOME}/bin:{os.environ['PATH']}")
+HOST = "common/gemm.cu"  # calls cuBLAS and has no kernel; its arithmetic is tested in test_cublas_gemm.py
+SOURCES = sorted(p for p in (str(p.relative_to(ROOT / "csrc")) for p in (ROOT / "csrc").rglob("*.cu")) if p != HOST)
 REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -31,6 +33,14 @@ def test_compiles_without_spills(source, tmp_path):
     for architecture, kernels in found.items():
         assert kernels, f"{source}: ptxas reports no kernel for {architecture}"
         assert set(kernels) == {("0", "0", "0")}, f"{source} on {architecture}: {kernels}"
+
+
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc, of the CUDA toolkit")
+@pytest.mark.skipif(not Path(CUDA_HOME, "include", "cublas_v2.h").is_file(), reason="this CUDA toolkit has no cuBLAS")
+def test_the_call_of_cublas_compiles(tmp_path):
+    command = [NVCC, *NVCC_FLAGS, "-c", str(ROOT / "csrc" / HOST), "-o", str(tmp_path / "out.o")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_there_are_kernels():

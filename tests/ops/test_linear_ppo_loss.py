@@ -137,8 +137,10 @@ def test_an_impossible_rollout_stays_out_of_the_gradient():
 
 @pytest.mark.parametrize("settings", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_masked_token_counts_for_nothing(dtype, settings):
-    """Whatever its entries hold, the results are those of the batch without it."""
+@pytest.mark.parametrize("op", [fused.linear_ppo_loss, reference.linear_ppo_loss], ids=["fused", "reference"])
+@pytest.mark.parametrize("rows", ["finite rows", "rows of NaN"])
+def test_a_masked_token_counts_for_nothing(dtype, settings, op, rows):
+    """Whatever its entries hold, and its hidden state, the results are those of the batch without it."""
     case = make(80, 12, 70)
     live = case.tokens.weights != 0
     poison = {
@@ -146,7 +148,11 @@ def test_a_masked_token_counts_for_nothing(dtype, settings):
         for name, value in vars(case.tokens).items()
         if name not in ("weights", "sequences")
     }
-    got, grad_hidden, grad_weight = case.change(**poison).call(fused.linear_ppo_loss, dtype, settings)
+    poisoned = case.change(**poison)
+    if rows == "rows of NaN":
+        hidden = torch.where(live[:, None], case.hidden, poison["advantages"][:, None])
+        poisoned = dataclasses.replace(poisoned, hidden=hidden)
+    got, grad_hidden, grad_weight = poisoned.call(op, dtype, settings)
     alone = Case(case.hidden[live], case.weight, case.ids[live], case.tokens.where(live))
     expected, live_hidden, expected_weight = alone.call(reference.linear_ppo_loss, settings=settings)
     assert torch.count_nonzero(grad_hidden[~live]) == 0

@@ -13,6 +13,7 @@ RULES: dict[str, Callable[[list[int]], float]] = {
     "share": lambda ids: sum(i % 2 == 0 for i in ids) / max(len(ids), 1),  # partial credit
     "holes": lambda ids: math.nan if sum(ids) % 3 == 0 else float(sum(ids) % 2),
     "nan": lambda ids: math.nan,
+    "picky": lambda ids: float(1 / (sum(ids) % 2 - 1) < 0),  # raises on odd sums
 }
 
 

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 
+from megatron_brorl.cli.theory import advice_text
 from megatron_brorl.errors import UserError
 from megatron_brorl.report.advice import build_figure
 from megatron_brorl.theory import mixture
@@ -106,7 +107,7 @@ def test_the_range_of_what_counts_do_not_decide():
 
 
 def test_coupling_bounds_hold_the_truth():
-    """Outcomes of known distributions: unbiased up to n - 3, and beyond it between the two bounds."""
+    """Outcomes of known distributions: a ratio of estimates up to n - 3, and beyond it between the two bounds."""
     rng = np.random.default_rng(1)
     policies = []
     for _ in range(60):
@@ -125,7 +126,7 @@ def test_coupling_bounds_hold_the_truth():
             x = rng.choice(len(p), size=64, p=p)
             groups.append(_group(str(i), right[x], x))
         advice = advise(groups, 1.0, UNMEASURED, 10, 60, seed, candidates=candidates)
-        assert [c.coupling_known for c in advice.candidates] == ["unbiased", "unbiased", "bound", "bound"]
+        assert [c.coupling_known for c in advice.candidates] == ["ratio", "ratio", "bound", "bound"]
         shares = [c.coupling for c in advice.candidates]
         first.append(shares[0].mean)
         for i, n in enumerate(candidates):
@@ -153,6 +154,33 @@ def test_the_recommendation_is_the_smallest_n_that_meets_the_targets():
         assert c.coupling is None
     nothing = advise(_pilot(right, 1024), 1.0, costs, 50, 50, 0, Targets(efficiency=1.01))
     assert nothing.recommended is None
+
+
+def test_the_coupling_is_called_what_it_is():
+    """A ratio, which few rollouts bias; unknown, and no target that is met, where no answer came twice."""
+    p, right = np.array([0.4, 0.2, 0.1, 0.1, 0.1, 0.1]), np.array([True, False, False, True, False, True])
+    rng, found = np.random.default_rng(7), []
+    for _ in range(400):
+        x = rng.choice(len(p), size=(2, 6), p=p)
+        pilot = [_group(str(i), right[row], row) for i, row in enumerate(x)]
+        if any(g.rewards.any() for g in pilot):
+            (c,) = advise(pilot, 1.0, UNMEASURED, 1, 20, candidates=(3,)).candidates
+            found += [c.coupling.mean] if c.coupling else []
+    e = [expected_masses(p, right, n) for n in (3, 0)]
+    true = [x.q_pos * x.u_neg2 + x.q_neg * x.u_pos2 for x in e]
+    error = np.mean(found) - true[0] / true[1]
+    assert abs(error) > 4 * np.std(found) / np.sqrt(len(found))  # 2 prompts, 6 rollouts: far from unbiased
+
+    def text(outcomes):
+        groups = [_group(str(i), np.arange(8) % 2 == 0, outcomes + 10 * i) for i in range(5)]
+        advice = advise(groups, 1.0, UNMEASURED, 5, 20, candidates=(4, 8))
+        return advice_text(advice, Targets(), UNMEASURED, 5).splitlines()
+
+    known, unknown = text(np.array([0, 1, 0, 1, 2, 3, 4, 5])), text(np.arange(8))
+    assert [line.count("/") for line in known[2:4]] == [1, 0]  # N = 8 is beyond 8 - 3 draws: a bound
+    assert "/ a ratio of two unbiased estimates, not unbiased itself: few prompts or rollouts bias it" in known
+    assert all("unknown" in line and "coupling" not in line for line in unknown[2:4])
+    assert any(line.startswith("unknown: no answers in the log") for line in unknown)
 
 
 def test_prompts_are_resampled_with_all_their_groups():

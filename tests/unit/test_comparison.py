@@ -51,6 +51,12 @@ def test_comparison_by_hand(tmp_path):
     assert "| code | 2 | 50.00% | 75.00% | +25.00%" in text
     assert "| all prompts | 5 | 35.00% | 45.00% | +10.00%" in text
     assert "mean difference +0.1000" in text
+    # 4 samples: pass@4 is the share of prompts with a right one. math/b lost its two, math/c gained one.
+    assert [everything[side]["pass_at_k"]["4"] for side in ("before", "after")] == [4 / 5, 4 / 5]
+    assert (everything["lost"], everything["gained"]) == (1, 1)
+    assert "A pass@4 | B pass@4" in text
+    assert "| 66.67% | 66.67% |" in text
+    assert "right answer among their samples in A alone: 1, in B alone: 1." in text
     figure = comparison.build_figure(result)
     bars = [bar.get_height() for bar in figure.axes[0].patches]
     assert bars == pytest.approx([0.5, 0.75, 0.25, 0.25, 0.35, 0.45])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_brorl.cli.main import _check_fingerprint
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 
@@ -41,7 +42,15 @@ def test_file_then_overrides(tmp_path):
         ("[rollout]\nn = 1", [], "rollout.n = 1: a group baseline needs at least 2 rollouts per prompt"),
         ("[rollout]\nengine = 'vllm'", [], "rollout.engine = 'vllm': must be one of 'torch'"),
         ("[optim]\nbetas = [0.9]", [], "optim.betas = [0.9]: must have 2 values"),
-        ("[optim]\nlr = nan", [], "optim.lr = nan: must not be negative"),
+        ("[optim]\nlr = nan", [], "optim.lr = nan: must be finite"),
+        ("", ["sft.lr=inf"], "sft.lr = inf: must be finite"),
+        ("[algo]\neps_high = -inf", [], "algo.eps_high = -inf: must be finite"),
+        ("[optim]\nbetas = [0.9, nan]", [], "optim.betas[1] = nan: must be finite"),
+        ("[optim]\nlr = 1e999", [], "optim.lr = inf: must be finite"),
+        ("[optim]\neps = 1e300", [], "optim.eps = 1e+300: must be finite, and within +-1e+30"),
+        (f"[optim]\nlr = 1{'0' * 400}", [], "0: must be finite"),
+        ("[[data.tasks]]\nname = 'gcd'\nweight = inf", [], "data.tasks[0].weight = inf: must be finite"),
+        ("[train]\nmax_nonfinite_steps = 0", [], "train.max_nonfinite_steps = 0: must be at least 1"),
         ("[data]\ntrain = 'a.jsonl'", [], "data.train = 'a.jsonl': must be a list"),
         ("[[data.tasks]]\nweight = 2", [], "data.tasks[0].name is missing"),
         ("[[data.tasks]]\nname = 'gcd'\nwheight = 2", [], "unknown key data.tasks[0].wheight"),
@@ -60,9 +69,11 @@ def test_file_then_overrides(tmp_path):
             "parallel.overlap_param_gather = True: weights are gathered with parallel.distributed_optimizer = true",
         ),
         ("[algo]\nmini_batches = 9\n[rollout]\nprompts = 8", [], "algo.mini_batches = 9: cannot cut 8 prompts"),
-        ("[rollout]\ntimeout_s = 0", [], "rollout.timeout_s = 0.0: must be above 0 and finite"),
-        ("[rollout]\ntimeout_s = inf", [], "rollout.timeout_s = inf: must be above 0 and finite"),
-        ("[rollout]\nmost_lost = 1.5", [], "rollout.most_lost = 1.5: must be in [0, 1]"),
+        ("[rollout]\ntimeout_s = 0", [], "rollout.timeout_s = 0.0: must be above 0"),
+        ("[rollout]\ntimeout_s = inf", [], "rollout.timeout_s = inf: must be finite"),
+        ("[rollout]\nmax_lost_share = 1.5", [], "rollout.max_lost_share = 1.5: must be in [0, 1]"),
+        ("[rollout]\nmost_lost = 0.5", [], "rollout.most_lost is now called rollout.max_lost_share; rename it"),
+        ("", ["rollout.most_carried=3"], "rollout.most_carried is now called rollout.max_carried_steps; rename it"),
         ("[theory]\nprompts = 0", [], "theory.prompts = 0: must be at least 1"),
         (
             "[theory]\nevery = 2\nmeasure_every = 3",
@@ -87,9 +98,9 @@ def test_file_then_overrides(tmp_path):
         ),
         ("[rollout]\npartial_tokens = -1", [], "rollout.partial_tokens = -1: must not be negative"),
         (
-            "[rollout]\npartial_tokens = 100\nmax_tokens = 1001\nmost_carried = 9",
+            "[rollout]\npartial_tokens = 100\nmax_tokens = 1001\nmax_carried_steps = 9",
             [],
-            "rollout.most_carried = 9: a response of rollout.max_tokens = 1001 at 100 tokens per step "
+            "rollout.max_carried_steps = 9: a response of rollout.max_tokens = 1001 at 100 tokens per step "
             "(rollout.partial_tokens) is carried over 10 steps",
         ),
         (
@@ -144,3 +155,11 @@ def test_every_shipped_file_loads():
     assert files
     for path in files:
         load(path)
+
+
+def test_older_checkpoints_are_read_by_the_names_of_now():
+    _check_fingerprint(
+        {"rollout": {"n": 8, "most_carried": 3}}, {"rollout": {"n": 8, "max_carried_steps": 3}}, Path("x")
+    )
+    with pytest.raises(UserError, match=r"rollout\.max_carried_steps = 3, now 4"):
+        _check_fingerprint({"rollout": {"most_carried": 3}}, {"rollout": {"max_carried_steps": 4}}, Path("x"))

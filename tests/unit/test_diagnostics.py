@@ -94,6 +94,29 @@ def test_good_turing_by_hand():
     assert (1 - same.high) ** 8 == pytest.approx(0.025)
 
 
+def test_what_shows_no_repetition_has_no_interval():
+    """64 draws from 4,096 equal outcomes: often all differ, and the mass not seen is 1 - 64 / 4,096, not 1."""
+    right = np.arange(64) % 2 == 0
+    g = good_turing(np.arange(64), right)
+    assert (g.unseen_mass, g.unseen_right, g.singletons) == (1, 0.5, 64)
+    assert np.isnan([g.low, g.high]).all()
+    one_pair = good_turing(np.maximum(np.arange(64), 1), right)
+    assert 0 < one_pair.low < 1 - 63 / 4096 < one_pair.high
+    # No pair of siblings had one outcome: the second moments are 0, with an error that nobody knows. The mass has one.
+    curve = hold_out([(np.arange(64), right)], [2, 32])
+    assert (curve.u_pos2 == 0).all()
+    assert (curve.u_neg2 == 0).all()
+    assert np.isnan([curve.u_pos2_se, curve.u_neg2_se]).all()
+    assert curve.unsampled_mass_se == pytest.approx(1 / 8)
+    # All alike: no held-out sibling was new, so neither has the mass an error.
+    same = hold_out([(np.zeros(64, dtype=np.int64), right)], [2])
+    assert np.isnan([same.unsampled_mass_se, same.u_pos2_se, same.u_neg2_se]).all()
+    # A pair of right ones only: the wrong ones' error stays unknown.
+    pair = hold_out([(np.maximum(np.arange(8), 1), np.ones(8, dtype=bool))], [2])
+    assert pair.u_pos2_se[0] > 0
+    assert np.isnan(pair.u_neg2_se[0])
+
+
 def test_hold_out_is_the_average_over_all_splits():
     outcomes = np.array([0, 0, 1, 2, 2, 2, 3])
     right = np.isin(outcomes, [0, 3])

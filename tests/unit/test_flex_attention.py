@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
+from megatron.core.extensions import transformer_engine
 from megatron.core.transformer import TransformerConfig
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
+from megatron_brorl.model_shape import parse_shape
+from megatron_brorl.models.gpt import transformer_config
+from megatron_brorl.models.layers import attention
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
+from megatron_brorl.ops import rope
 from megatron_brorl.parallel.batch import Group
 
 GROUPS = [
@@ -34,3 +44,70 @@ def test_forward_agrees_with_the_attention_of_the_cpu(groups):
     changed[first.prefix] += 1.0
     moved = (packing.attend_on_gpu(q, k, changed, None) != got).flatten(1).any(1).nonzero().flatten().tolist()
     assert moved == list(range(first.prefix, first.prefix + first.segments[0][1]))
+
+
+class NoTransformerEngine(torch.nn.Module):
+    """Megatron's wrapper of Transformer Engine's attention, of which a shared prompt needs the configuration alone."""
+
+    def __init__(self, config, **_):
+        super().__init__()
+        self.config = config
+
+
+@pytest.fixture
+def te_attention(monkeypatch):
+    """models/te.py's attention, which cannot be imported where Transformer Engine cannot."""
+    monkeypatch.setattr(transformer_engine, "TEDotProductAttention", NoTransformerEngine)
+    place = Path(attention.__file__).with_name("te.py")
+    spec = importlib.util.spec_from_file_location("te_without_transformer_engine", place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.PackedTeAttention
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("more", [{}, {"attention_factor": 0.6}, {"mscale": 0.707, "mscale_all_dim": 1.5}])
+@pytest.mark.parametrize("on_gpu", [True, False], ids=["FlexAttention", "of the CPU"])
+def test_yarn_scales_attention_as_in_transformers(te_attention, processes, on_gpu, more):
+    """Its factor on cos and sin reaches what computes the products, which alone is given it."""
+    reference = Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rope_parameters=YARN | more,
+    )
+    shape = parse_shape(reference.to_dict(), "config.json")
+    group = Group(5, ((2, 3), (1, 4)))
+    ends = [(5, 8), (8, 11), (11, 15)]
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (2 * torch.randn(15, heads, 16, generator=g) for heads in (4, 2, 2))
+
+    # Each response behind its prompt, as transformers sees it: its rotation, then softmax(q k / sqrt(d)) v.
+    embedding = Qwen2RotaryEmbedding(reference)
+    expected = torch.empty(15, 4, 16)
+    for begin, end in ends:
+        rows = torch.cat((torch.arange(5), torch.arange(begin, end)))
+        cos, sin = embedding(v, torch.arange(len(rows))[None])
+        rotated = apply_rotary_pos_emb(*(x[rows].transpose(0, 1)[None] for x in (q, k)), cos, sin)
+        query, key = rotated[0][0], rotated[1][0].repeat_interleave(2, 0)
+        scores = (query @ key.transpose(1, 2) / 4).masked_fill(torch.ones(len(rows), len(rows)).triu(1) > 0, -torch.inf)
+        expected[rows] = (scores.softmax(-1) @ v[rows].transpose(0, 1).repeat_interleave(2, 0)).transpose(0, 1)
+
+    positions = torch.cat((torch.arange(5), *(torch.arange(5, 5 + end - begin) for begin, end in ends)))
+    inv_freq, factor = rope.inverse_frequencies(shape)
+    assert abs(factor - 1) > 0.05
+    angles = positions[:, None] * inv_freq
+    packing = Segments(groups=(group,), cos=angles.cos(), sin=angles.sin())
+    config = transformer_config(shape, processes, torch.float32, False, "reference")
+    if on_gpu:  # Megatron has rotated what Transformer Engine's attention gets
+        q, k = packing.rotate(q), packing.rotate(k)
+        core = te_attention(config=config)
+    else:
+        core = PackedAttention(config, softmax_scale=config.softmax_scale)  # as Megatron builds it
+    got = core(*(x.unsqueeze(1) for x in (q, k, v)), None, packed_seq_params=packing)
+    torch.testing.assert_close(got.view(15, 4, 16), expected, rtol=1e-4, atol=1e-5)

@@ -109,6 +109,23 @@ def test_accuracy_joins_the_evaluations_and_the_summary() -> None:
     np.testing.assert_allclose(intervals, [[0.13, 0.18], [0.35, 0.5], [0.6, 0.67]])
 
 
+def test_pass_at_k_stands_beside_pass_at_1() -> None:
+    """The largest k, from the rows and from both ends of the summary; never pass@1 alone in title and panel."""
+    rows = _rows(6)
+    rows[2].update(pass_at_1=0.4, pass_at_1_low=0.35, pass_at_1_high=0.5, pass_at_4=0.6, pass_at_8=0.82)
+    summary = {
+        **SUMMARY,
+        "before": {"pass_at_k": {"1": 0.153, "4": 0.7, "8": 0.857}},
+        "after": {"pass_at_k": {"1": 0.637, "4": 0.72, "8": 0.77}},
+    }
+    figure = build_figure(rows, summary)
+    handles, labels = figure.axes[ACCURACY].get_legend_handles_labels()
+    (line,) = (h for h, name in zip(handles, labels, strict=True) if name == "pass@8")
+    assert np.asarray(line.get_xdata()).tolist() == [0, 3, 6]  # type: ignore[attr-defined]
+    assert np.asarray(line.get_ydata()).tolist() == [0.857, 0.82, 0.77]  # type: ignore[attr-defined]
+    assert "held-out pass@1 15.3% → 63.7%, pass@8 85.7% → 77.0% (256 prompts)" in figure.get_suptitle()
+
+
 def test_accuracy_of_a_run_on_its_way() -> None:
     rows = _rows(3)
     rows[1].update(pass_at_1=0.4)

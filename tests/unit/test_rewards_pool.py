@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import gym_tasks, gym_verifier
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest, Verdict
 from megatron_brorl.types import Prompt
 
@@ -74,9 +77,34 @@ def test_a_crash_that_does_not_come_back_is_forgiven(pool: RewardPool, tmp_path:
 def test_exceptions_are_counted_and_the_worker_lives(pool: RewardPool) -> None:
     pool.score(ask("echo", "1"))
     before = pool.pids
-    verdicts = pool.score(ask("raises", "value", "exit", "recurse", "memory"))
-    assert verdicts == [Verdict(0.0, "error")] * 4
+    answers = ask("raises", "value", "exit", "recurse", "memory")
+    verdicts = pool.score([*answers, *(replace(r, prompt=replace(r.prompt, answer="fine")) for r in answers)])
+    assert verdicts == [Verdict(0.0, "broken")] * 4 + [Verdict(0.0, "error")] * 4  # the reference raises, or does not
+    assert [v.reason for v in verdicts[4:6]] == ["ValueError: with ?[31m", "SystemExit: 0"]
+    assert verdicts[6].reason.startswith("RecursionError: maximum recursion depth exceeded")
     assert pool.pids == before
+
+
+def test_without_a_reference_an_exception_is_the_answers(pool: RewardPool) -> None:
+    request = ScoreRequest(replace(prompt("raises"), answer=None), "value")
+    assert pool.score([request]) == [Verdict(0.0, "error")]
+
+
+# What scorers of allowed tasks raise on; the reference of each is judged.
+HARD = [("prime_factorization", "banana"), ("prime_factorization", "2 x 3"), ("game_of_life", "{}"), ("boxnet", "-1")]
+
+
+@pytest.mark.parametrize(("task", "answer"), HARD)
+def test_what_an_allowed_scorer_raises_on_is_a_wrong_answer(task: str, answer: str) -> None:
+    entry = json.loads(json.dumps(gym_tasks.create(task, 11, {}, "test")[5]))
+    metadata = {"source_dataset": task, "entry": entry}
+    with pytest.raises((ValueError, KeyError, TypeError)) as error:  # of the library itself
+        gym_verifier.score(answer, entry["answer"], metadata)
+    with RewardPool(1, 20.0) as pool:
+        asked = Prompt("p", "t", (1,), entry["answer"], "reasoning_gym", metadata)
+        verdicts = pool.score([ScoreRequest(asked, a) for a in (answer, entry["answer"])])
+    assert verdicts == [Verdict(0.0, "error"), Verdict(1.0, "ok") if entry["answer"] else Verdict(0.0, "no_answer")]
+    assert verdicts[0].reason == f"{error.type.__name__}: {error.value}"
 
 
 def test_only_numbers_between_0_and_1_are_rewards(pool: RewardPool) -> None:
@@ -139,7 +167,7 @@ def test_verdicts_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None
             results.append(pool.score(requests))
     assert results[0] == results[1] == results[2]
     assert [v.status for v in results[0][200:208]] == [
-        *("error", "no_answer", "invalid", "ok", "timeout", "ok", "crash", "ok")
+        *("broken", "no_answer", "invalid", "ok", "timeout", "ok", "crash", "ok")
     ]
 
 

@@ -33,7 +33,7 @@ def test_strict_rewards(pool: RewardPool) -> None:
     exact = Prompt("e", "?", (1,), "yes", "exact")
     groups = [group(exact, ["stop", "length", "stop"]), group(gym("3"), ["stop", "stop", "stop", "length"])]
     texts = [["yes\n", "yes", "no"], ["3", "13", "x" * 5000, "3"]]
-    scored, counts = score_groups(groups, texts, pool, RewardConfig())
+    scored, counts, raised = score_groups(groups, texts, pool, RewardConfig())
     assert [s.group for s in scored] == groups
     assert [s.rewards.tolist() for s in scored] == [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
     assert all(s.rewards.dtype == torch.float32 for s in scored)
@@ -43,12 +43,13 @@ def test_strict_rewards(pool: RewardPool) -> None:
         "ok": 4,
         "no_answer": 1,
         "length": 2,
-        **dict.fromkeys(["timeout", "error", "invalid", "crash"], 0),
+        **dict.fromkeys(["timeout", "error", "broken", "invalid", "crash"], 0),
     }
+    assert raised == {}
 
 
 def test_partial_credit(pool: RewardPool) -> None:
-    scored, counts = score_groups(
+    scored, counts, _ = score_groups(
         [group(gym("3"), ["stop", "stop", "length"])],
         [["3", "13", "3"]],
         pool,
@@ -60,7 +61,7 @@ def test_partial_credit(pool: RewardPool) -> None:
 
 
 def test_extraction_is_applied(pool: RewardPool) -> None:
-    scored, counts = score_groups(
+    scored, counts, _ = score_groups(
         [group(gym("3"), ["stop"] * 3)],
         [[r"\boxed{3}", r"\boxed{3} or \boxed{4}", "3"]],
         pool,
@@ -76,9 +77,31 @@ def test_texts_must_match_rollouts(pool: RewardPool) -> None:
 
 
 def test_no_groups(pool: RewardPool) -> None:
-    scored, counts = score_groups([], [], pool, RewardConfig())
+    scored, counts, raised = score_groups([], [], pool, RewardConfig())
     assert scored == []
     assert set(counts.values()) == {0}
+    assert raised == {}
+
+
+def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:
+    entry = {"question": "?", "answer": "2 \u00d7 3", "metadata": {"number": 6, "factors": [2, 3]}}
+    data = {"source_dataset": "prime_factorization", "entry": entry}
+    primes = Prompt("p", "?", (1,), "2 \u00d7 3", "reasoning_gym", data)
+    hollow = Prompt("h", "?", (1,), "3", "reasoning_gym", {**data, "source_dataset": "maze", "entry": {}})
+    scored, counts, raised = score_groups(
+        [group(primes, ["stop"] * 4), group(hollow, ["stop"] * 2)],
+        [["six", "2 \u00d7 3", "seven", "3 \u00d7 2"], ["3", "4"]],
+        pool,
+        RewardConfig(),
+    )
+    assert scored[0].rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert (counts["ok"], counts["error"], counts["broken"]) == (2, 2, 2)
+    assert raised == {
+        "verifier reasoning_gym (prime_factorization) raised on an answer, which scores 0 (figure verdict_errors)": (
+            "ValueError: invalid literal for int() with base 10: 'six'"
+        ),
+        "verifier reasoning_gym (maze) is broken: it raises on a reference answer too": "KeyError: 'answer'",
+    }
 
 
 def test_exact() -> None:

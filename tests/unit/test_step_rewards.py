@@ -14,6 +14,7 @@ from step_verifiers import RULES
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.pool import RewardPool
+from megatron_brorl.train.shown import watched
 
 N, TOKENS = 32, 12
 # The verifier of each prompt of a step.
@@ -107,6 +108,61 @@ def test_a_step_of_nothing_but_nan_ends_the_run_in_one_line(processes, pool, mod
     with pytest.raises(UserError, match="step 0: the verifiers failed on 96 of 96 responses"):
         trainer.train_step()
     assert trainer.worker.optimizer.optimizer.state == {}  # and nothing was trained on them
+
+
+def with_reference(trainer, answer):
+    """The trainer's prompts, with this reference answer."""
+    source = trainer.train_source
+    source.prompts = [replace(p, answer=answer) for p in source.prompts]
+
+
+def test_exceptions_on_answers_are_counted_zeros_and_told_once(processes, pool, model, capfd):
+    """However many there are."""
+    trainer = trainer_of(model, processes, pool, ["picky"] * 3, {})
+    with_reference(trainer, "4")
+    values, _ = trainer.train_step()
+    prompts = fakes.prompts(3)
+    rows = [row for p in prompts for row in responses(trainer.config.run.seed, p, N, TOKENS)]
+    odd = sum(sum(row[:-1] if row[-1] == fakes.STOP else row) % 2 for row in rows)
+    assert values["verdict_errors"] == odd > 0
+    assert values["unscored_share"] == 0
+    assert values["reward"] == pytest.approx(1 - odd / (3 * N))
+    assert watched(values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
+    trainer.train_step()
+    said = [line for line in capfd.readouterr().err.splitlines() if "verifier" in line]
+    what = "verifier picky raised on an answer, which scores 0 (figure verdict_errors)"
+    assert said == [f"{what}: ZeroDivisionError: division by zero"]
+
+
+def test_a_task_whose_scorer_raises_on_words_does_not_end_the_run(processes, model):
+    """prime_factorization, and a policy that has not learned the form of an answer yet: all of its responses raise."""
+    entry = {"question": "6", "answer": "2 \u00d7 3", "metadata": {"number": 6, "factors": [2, 3]}}
+    with RewardPool(1, 20.0) as pool:
+        trainer = trainer_of(model, processes, pool, ["reasoning_gym"] * 3, {})
+        data = {"source_dataset": "prime_factorization", "entry": entry}
+        source = trainer.train_source
+        source.prompts = [replace(p, answer=entry["answer"], metadata=data) for p in source.prompts]
+        trainer.rollouts = replace(trainer.rollouts, tokenizer=Words())
+        values, _ = trainer.train_step()
+    assert (values["verdict_errors"], values["unscored_share"], values["reward"]) == (3 * N, 0.0, 0.0)
+
+
+class Words:
+    def decode(self, ids):
+        return "factors " + " ".join(map(str, ids))
+
+
+def test_a_verifier_that_raises_on_the_reference_too_ends_the_run(processes, pool, model, capfd):
+    trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
+    with_reference(trainer, "4")
+    with pytest.raises(UserError, match=r"^step 0: the verifiers failed on 96 of 96 responses .*exception on the ref"):
+        trainer.train_step()
+    assert "verifier nonsense is broken: it raises on a reference answer too: KeyError: 'nonsense'" in (
+        capfd.readouterr().err
+    )
+    trainer.held_out = trainer.train_source.prompts
+    with pytest.raises(UserError, match=r"^evaluation: the verifiers failed on"):
+        trainer.evaluate(None)
 
 
 def test_strict_rewards_take_nan_for_wrong(processes, pool, model):

@@ -40,6 +40,21 @@ def test_drawn_is_what_is_written():
     assert np.isnan(y[1])
 
 
+def test_unknown_intervals_are_said_and_not_drawn():
+    made = rows()
+    labels = [t.get_text() for t in build_figure(made).axes[0].get_legend().get_texts()]
+    assert labels[0] == "answers (Good-Turing, 95%)"
+    assert not build_figure(made).axes[1].texts
+    made[1] |= {"theory_good_turing/low": None, "theory_good_turing/high": None}  # as NaN is written
+    made[2] |= {"theory_hold_out/unsampled_mass_4_se": None}
+    mass, curve, _ = build_figure(made).axes
+    labels = [t.get_text() for t in mass.get_legend().get_texts()]
+    assert labels[0] == "answers (Good-Turing, 95%)\ninterval unknown where all of a group's differ"
+    assert [t.get_text() for t in curve.texts] == ["without a bar: interval unknown, nothing seen"]
+    bars = [s for s in curve.containers[0].lines[2][0].get_segments() if np.size(s) and np.isfinite(s).all()]
+    assert [bar[0, 0] for bar in bars] == [2, 16]
+
+
 def test_gaps_and_runs_without_diagnostics(tmp_path):
     mass, curve, change = build_figure([{"step": 0, "theory_predicted/answers": 1.0}]).axes
     said = [axes.texts[0].get_text() for axes in (mass, curve, change)]

@@ -163,7 +163,9 @@ def test_duplicates_are_told_from_likely_repeats():
     hashes, names = improbable(prompts, [first, [*second, nan]])
     assert names == [f"prompt 4: sibling {i}" for i in range(3)] + ["prompt 5: sibling 0"]
     assert hashes[0] == hashes[1]
-    assert len(set(hashes.tolist())) == 3  # another prompt's random numbers are others
+    assert len(set(hashes.tolist())) == 3  # another prompt's rollouts are others
+    again = Request(prompts[0].prompt, 6, 3)  # a second group of the prompt, by a key of its own
+    assert improbable([again], [first[:1]])[0] == hashes[0]
 
 
 def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):

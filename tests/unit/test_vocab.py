@@ -75,3 +75,21 @@ def test_no_rows(group):
     got.sum().backward()
     assert torch.count_nonzero(w.grad) == 0
     assert dist.is_initialized()
+
+
+def test_rows_without_a_gradient_may_hold_anything(group):
+    """NaN and infinities in hidden states that no loss reads: the gradients are those without them."""
+    g = torch.Generator().manual_seed(2)
+    h, w = torch.randn(9, 4, generator=g), torch.randn(7, 4, generator=g)
+    h[2], h[5, 1] = float("nan"), float("inf")
+    read = torch.tensor([i not in (2, 5) for i in range(9)])
+    targets = torch.randint(0, 7, (9,), generator=g)
+    expected_inputs = [h[read].clone().requires_grad_(), w.clone().requires_grad_()]
+    expected, expected_entropy = reference(*expected_inputs, targets[read], 0.7)
+    (expected.sum() + expected_entropy.square().sum()).backward()
+    inputs = [h.requires_grad_(), w.requires_grad_()]
+    got, entropy = vocab.linear_log_probs(*inputs, targets, 7, 0.7, group)
+    (got[read].sum() + entropy[read].square().sum()).backward()
+    torch.testing.assert_close(h.grad[read], expected_inputs[0].grad)
+    assert torch.count_nonzero(h.grad[~read]) == 0
+    torch.testing.assert_close(w.grad, expected_inputs[1].grad)

@@ -33,7 +33,8 @@ class PackedTeAttention(TEDotProductAttention):
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
         if packed_seq_params.shared:
-            return packed_seq_params.attend_on_gpu(query.squeeze(1), key.squeeze(1), value.squeeze(1), None)
+            streams = (x.squeeze(1) for x in (query, key, value))
+            return packed_seq_params.attend_on_gpu(*streams, self.config.softmax_scale)  # YaRN's factor is in it
 
         # One boundary per segment, as Transformer Engine wants them.
         lengths = segment_lengths(packed_seq_params.groups)

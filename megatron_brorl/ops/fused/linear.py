@@ -131,7 +131,8 @@ def _check_tokens(tokens: PolicyTokens, hidden: Tensor) -> None:
 def _figures(columns: Tensor, entropy: Tensor, weights: Tensor) -> tuple[dict[str, float], dict[str, float]]:
     """Sums and maxima [SUMS, MAXIMA] from the columns of ppo_tokens [R, 8], in one transfer from the device."""
     live = weights != 0
-    values = torch.cat((columns.double(), (entropy * live).unsqueeze(1), live.unsqueeze(1)), dim=1)
+    counted = torch.where(live, entropy, 0.0)  # not multiplied: 0 * nan is nan
+    values = torch.cat((columns.double(), counted.unsqueeze(1), live.unsqueeze(1)), dim=1)
     largest = values.max(dim=0).values if len(values) else values.new_zeros(len(SUMS))
     ratio, gap = SUMS.index("ratio"), SUMS.index("rollout_gap")
     flat = torch.cat((values.sum(dim=0), largest[[ratio, gap]])).tolist()

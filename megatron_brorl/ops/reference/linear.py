@@ -52,9 +52,12 @@ def linear_ppo_loss(
 
     hidden [R, H], weight [V, H], ids [R] as in linear_log_probs; the tensors of tokens are [R] in the compute dtype.
     """
-    log_probs, entropy = linear_log_probs(hidden, weight, ids, temperature)
-    result = policy_loss(log_probs, entropy, tokens, settings)
-    return LinearPpoLoss(result.loss, log_probs.detach(), entropy.detach(), result.sums, result.maxima)
+    live = tokens.weights != 0  # selected before the softmax, whose gradient would be nan where a masked logit is
+    found = linear_log_probs(hidden[live], weight, ids[live], temperature)
+    result = policy_loss(*found, tokens.where(live), settings)
+    with torch.no_grad():
+        log_probs, entropy = linear_log_probs(hidden, weight, ids, temperature)
+    return LinearPpoLoss(result.loss, log_probs, entropy, result.sums, result.maxima)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,14 @@ class TorchEngine:
         self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
         self.version = version
 
+    @property
+    def if_repeating(self) -> str:
+        """See RolloutEngine. Keys never repeat, so the fault is the sampler's, of which there are two."""
+        return (
+            'the built-in engine (rollout.engine = "torch"); install megatron-brorl again, or start anew with the '
+            "other ops.implementation"
+        )
+
     def kv_bytes(self) -> int:
         """Keys and values of the tokens alive now, in whole pages."""
         pool = self._pool

@@ -82,6 +82,15 @@ class TrtLlmEngine:
             self.close()
             raise
 
+    @property
+    def if_repeating(self) -> str:
+        """See RolloutEngine."""
+        c = self.capabilities
+        return (
+            f"TensorRT-LLM {c.tensorrt_llm} with {c.sampler}; choose another trtllm.sampler, or start anew with "
+            'rollout.engine = "torch"'
+        )
+
     def _meet(self) -> Capabilities:
         deadline = time.monotonic() + self.config.start_timeout_s
         while self._link.capabilities is None:

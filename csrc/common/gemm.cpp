@@ -1,9 +1,11 @@
-#include "cpu/gemm.h"
+#include "common/gemm.h"
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <c10/util/Exception.h>
 
+#include "common/cuda_launch.h"
+#include "common/gemm_cuda.h"
 #include "cpu/bfloat16_gemm.h"
 #include "cpu/float_gemm.h"
 
@@ -42,7 +44,10 @@ void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accum
   }
 #ifdef BRORL_CUDA
   if (narrow && out.is_cuda()) {
-    accumulate ? at::addmm_out(out, out, a, b, at::kFloat) : at::mm_out(out, a, b, at::kFloat);
+    const c10::DeviceGuard guard(out.device());
+    check_launch("gemm_", bfloat16_gemm_launch(
+        out.mutable_data_ptr<float>(), out.stride(0), operand<uint16_t>(a), operand<uint16_t>(b), out.size(0),
+        out.size(1), a.size(1), accumulate, out.device().index(), current_stream(out)));
     return;
   }
 #endif

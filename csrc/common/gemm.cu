@@ -1,0 +1,62 @@
+// Products of bfloat16 matrices with float32 results, by cuBLAS itself: torch offers them from 2.8 on, added to a
+// float32 matrix only from 2.10 on. No kernel of ours, and nothing that is compiled for the device.
+#include "common/gemm_cuda.h"
+
+#include <climits>
+#include <unordered_map>
+
+#include <cublas_v2.h>
+
+namespace brorl {
+namespace {
+
+// A row-major matrix as cuBLAS takes it, which counts by columns: as its transpose, turned or not.
+struct Operand {
+  cublasOperation_t turned;
+  int64_t ld;
+};
+
+// A matrix of one row (or column) has no distance between rows (or columns); any that is long enough will do.
+Operand operand(const Matrix<uint16_t>& x, int64_t rows, int64_t columns) {
+  if (x.column == 1) return {CUBLAS_OP_N, rows > 1 ? x.row : columns};
+  return {CUBLAS_OP_T, columns > 1 ? x.column : rows};
+}
+
+// One handle per thread and device, as torch has them. They live as long as the process: at its end the driver may be
+// gone before them.
+cublasStatus_t handle_on(int device, cublasHandle_t& handle) {
+  thread_local std::unordered_map<int, cublasHandle_t> handles;
+  const auto found = handles.find(device);
+  if (found != handles.end()) {
+    handle = found->second;
+    return CUBLAS_STATUS_SUCCESS;
+  }
+  const cublasStatus_t status = cublasCreate(&handle);
+  if (status == CUBLAS_STATUS_SUCCESS) handles[device] = handle;
+  return status;
+}
+
+}  // namespace
+
+const char* bfloat16_gemm_launch(
+    float* out, int64_t ld, Matrix<uint16_t> a, Matrix<uint16_t> b, int64_t m, int64_t n, int64_t k, bool accumulate,
+    int device, CUstream_st* stream) {
+  const Operand left = operand(b, k, n), right = operand(a, m, k);  // out^T = b^T a^T
+  if (m == 1) ld = n;
+  for (const int64_t size : {m, n, k, left.ld, right.ld, ld}) {
+    if (size > INT_MAX) return "a dimension of more than 2^31 - 1";
+  }
+
+  cublasHandle_t handle = nullptr;
+  cublasStatus_t status = handle_on(device, handle);
+  if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetStream(handle, stream);
+  const float one = 1, kept = accumulate ? 1 : 0;
+  if (status == CUBLAS_STATUS_SUCCESS) {
+    status = cublasGemmEx(
+        handle, left.turned, right.turned, int(n), int(m), int(k), &one, b.data, CUDA_R_16BF, int(left.ld), a.data,
+        CUDA_R_16BF, int(right.ld), &kept, out, CUDA_R_32F, int(ld), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+  }
+  return status == CUBLAS_STATUS_SUCCESS ? nullptr : cublasGetStatusString(status);
+}
+
+}  // namespace brorl

@@ -1,0 +1,47 @@
+"""Steps in which something is not finite on one rank or in some rows, in any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fakes
+import torch
+from dist.jobs import grid_of
+from dist.steps import configured, make_trainer
+
+from megatron_brorl.errors import UserError
+
+NAN = float("nan")
+
+
+def steps(
+    _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], token: int, rows: list[tuple[str, int]]
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Two steps in which the embedding of `token` comes to NaN and the engine gives no log-prob of `rows`."""
+    engine = fakes.Engine(nonfinite=dict.fromkeys(rows, NAN))
+    trainer = make_trainer(directory, grid_of(**parallel), configured(changes), engine)
+
+    def hook(_module: Any, _args: Any, kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill(kwargs["input_ids"].T.eq(token)[..., None], NAN)
+
+    if trainer.grid.first_stage:
+        trainer.worker.actor.embedding.register_forward_hook(hook, with_kwargs=True)
+    trainer.refit()
+    figures = [trainer.train_step()[0] for _ in range(2)]
+    return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+
+
+def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> str:
+    """What a checkpoint of weights says of which the last rank alone has a NaN, in its last layer."""
+    trainer = make_trainer(directory, grid_of(**parallel), configured({"run": {"dir": root}}), fakes.Engine())
+    trainer.step = 1
+    trainer.save()
+    if rank == torch.distributed.get_world_size() - 1:
+        with torch.no_grad():
+            trainer.worker.actor.decoder.layers[-1].mlp.linear_fc1.weight[-1, -1] = NAN
+    trainer.step = 2
+    try:
+        trainer.save()
+    except UserError as e:
+        return str(e)
+    return "saved"

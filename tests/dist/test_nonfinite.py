@@ -1,0 +1,41 @@
+"""All ranks take the same decision where rows, or one rank's weights, are not finite."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+from dist.test_steps import UNEVEN, assert_same
+
+LAYOUTS = [(2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"pipeline": 2}), (4, {"context": 2})]
+ENGINE = [("p/0", 5), ("p/1", 15), ("p/1", 16), ("p/2", 31), ("p/4", 0)]
+TOKEN = 40
+# Found in the update itself, and in the pass before several updates.
+CHANGES = [UNEVEN, UNEVEN | {"algo": {"mini_batches": 2, "epochs": 2}, "theory": {"every": 0}}]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    made = tmp_path_factory.mktemp("model")
+    tiny.make_model(made, "qwen2", True)
+    return str(made)
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=["one update", "four updates"])
+def test_rows_are_left_out_alike(worlds, directory, changes):
+    expected = worlds(1).run("nonfinite_jobs:steps", directory, {}, changes, TOKEN, ENGINE)[0]
+    for figures in expected[0]:
+        assert figures["nonfinite_rows"] > 4
+        assert (figures["updates_skipped"], figures["updates"]) == (0, 1 if changes is UNEVEN else 4)
+    for size, parallel in LAYOUTS:
+        assert_same(worlds(size).run("nonfinite_jobs:steps", directory, parallel, changes, TOKEN, ENGINE), expected)
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(2, {"tensor": 2}), (4, {"pipeline": 2})])
+def test_one_rank_s_weights_keep_all_from_saving(worlds, directory, tmp_path, size, parallel):
+    """In one line that is the same on every rank, with the layer's number in the whole model."""
+    said = set(worlds(size).run("nonfinite_jobs:refused", directory, parallel, str(tmp_path)))
+    assert len(said) == 1
+    wanted = "step 2, actor: weights that are not finite: decoder.layers.3.mlp.linear_fc1.weight; no checkpoint is written"
+    assert said.pop().startswith(wanted)
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_00000001"
+    assert [p.name for p in sorted((tmp_path / "checkpoints").glob("*step_*"))] == ["step_00000001"]

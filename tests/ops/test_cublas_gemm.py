@@ -1,0 +1,113 @@
+"""bfloat16 products on a GPU: csrc/common/gemm.cu calls cuBLAS, here a double of it for a CPU (double/cublas_v2.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+SHIM = """
+#include "common/gemm_cuda.h"
+#include <cublas_v2.h>
+
+extern "C" const char* product(
+    float* out, int64_t ld, const uint16_t* a, int64_t a_row, int64_t a_column, const uint16_t* b, int64_t b_row,
+    int64_t b_column, int64_t m, int64_t n, int64_t k, int accumulate, int device, CUstream_st* stream) {
+  return brorl::bfloat16_gemm_launch(
+      out, ld, {a, a_row, a_column}, {b, b_row, b_column}, m, n, k, accumulate, device, stream);
+}
+extern "C" int handles() { return cublas_handles; }
+extern "C" CUstream_st* stream() { return cublas_stream; }
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    root = tmp_path_factory.mktemp("cublas")
+    (root / "shim.cpp").write_text(SHIM)
+    command = ["c++", "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{HERE / 'double'}", f"-I{CSRC}"]
+    sources = ["-x", "c++", str(CSRC / "common" / "gemm.cu"), str(root / "shim.cpp")]
+    subprocess.run([*command, *sources, "-o", str(root / "gemm.so")], check=True)
+    loaded = ctypes.CDLL(str(root / "gemm.so"))
+    loaded.product.restype = ctypes.c_char_p
+    loaded.stream.restype = ctypes.c_void_p
+    return loaded
+
+
+def product(library, out, a, b, accumulate, device=0, stream=0) -> str | None:
+    """gemm_'s call of the launcher: of a dimension of size 1 the stride is given as 1."""
+
+    def strides(x):
+        return [ctypes.c_int64(1 if n == 1 else s) for n, s in zip(x.shape, x.stride(), strict=True)]
+
+    sizes = [ctypes.c_int64(n) for n in (*out.shape, a.shape[1])]
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (out, a, b)]
+    ld = ctypes.c_int64(out.stride(0))
+    found = library.product(
+        *(pointers[0], ld, pointers[1], *strides(a), pointers[2], *strides(b), *sizes),
+        *(int(accumulate), device, ctypes.c_void_p(stream)),
+    )
+    return found.decode() if found else None
+
+
+def random(rows, columns, by_columns, apart, seed):
+    """[rows, columns] bfloat16 with `apart` elements more than needed from one row (or column) to the next."""
+    g = torch.Generator().manual_seed(seed)
+    long, short = (columns, rows) if by_columns else (rows, columns)
+    x = torch.randn(long, short + apart, generator=g).bfloat16()[:, :short]
+    return x.t() if by_columns else x
+
+
+@pytest.mark.parametrize("sizes", [(5, 7, 3), (1, 7, 3), (5, 1, 3), (5, 7, 1), (1, 1, 1), (1, 4, 1), (16, 16, 16)])
+@pytest.mark.parametrize("a_by_columns", [False, True])
+@pytest.mark.parametrize("b_by_columns", [False, True])
+@pytest.mark.parametrize("apart", [0, 5])
+def test_every_layout_agrees_with_float64(library, sizes, a_by_columns, b_by_columns, apart):
+    m, n, k = sizes
+    a, b = random(m, k, a_by_columns, apart, 1), random(k, n, b_by_columns, apart, 2)
+    whole = torch.full((m, n + apart), 0.5)
+    out = whole[:, :n]
+    expected = a.double() @ b.double()
+    for times, accumulate in [(1, False), (2, True), (3, True), (1, False)]:
+        assert product(library, out, a, b, accumulate) is None
+        torch.testing.assert_close(out.double(), times * expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(whole[:, n:], torch.full((m, apart), 0.5))
+
+
+def test_what_was_not_set_is_not_read(library):
+    out = torch.full((2, 3), torch.nan)
+    assert product(library, out, torch.ones(2, 4).bfloat16(), torch.ones(4, 3).bfloat16(), False) is None
+    assert torch.equal(out, torch.full((2, 3), 4.0))
+
+
+def test_a_device_has_one_handle_and_a_product_the_stream_it_is_given(library):
+    out, a = torch.zeros(2, 2), torch.ones(2, 2).bfloat16()
+    product(library, out, a, a, False)
+    before = library.handles()
+    for device, stream, new in [(0, 0x10, 0), (5, 0x20, 1), (5, 0x30, 1), (0, 0x40, 1)]:
+        assert product(library, out, a, a, False, device, stream) is None
+        assert library.stream() == stream
+        assert library.handles() == before + new
+
+
+def test_refusals_are_words(library):
+    out, a = torch.zeros(3, 2), torch.ones(2, 2).bfloat16()
+    overlapping = torch.ones(1, 2).bfloat16().expand(3, 2)
+    assert product(library, out, overlapping, a, False) == "CUBLAS_STATUS_INVALID_VALUE"
+    huge = torch.empty_strided((2, 2), (2**31, 1), dtype=torch.bfloat16, device="meta")
+    assert product(library, out[:2], huge, a, False) == "a dimension of more than 2^31 - 1"
+
+
+def test_the_op_compiles_for_cuda(tmp_path):
+    """gemm.cpp with the branch that the CPU build leaves out."""
+    includes = [f"-isystem{p}" for p in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
+    command = ["c++", "-std=c++17", "-Wall", "-Werror", "-fsyntax-only", "-DBRORL_CUDA=1", *includes]
+    done = subprocess.run([*command, str(CSRC / "gemm.cpp")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,241 @@
+"""tools/install.sh under stand-ins of Python and pip, setup.py under ones of torch and the CUDA toolkit, and a copy
+that is installed beside the sources. No network, nothing is compiled."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# The interpreter that PYTHON names: has a torch with CUDA or none, makes environments with the stand-ins below.
+PYTHON = """#!/bin/bash
+case "$*" in
+  *version_info*) exit "${OLD:-0}" ;;
+  --version) echo "Python 3.12.1" ;;
+  *cuda.is_available*) [[ -n ${GPU:-} ]] ;;
+  "-m venv"*)
+    venv="${@: -1}"
+    mkdir -p "$venv/bin" "$venv/site"
+    cp "$STANDINS/pip" "$venv/bin/pip"
+    printf '#!/bin/bash\\nPYTHONPATH=%s exec %s -S "$@"\\n' "$venv/site" "$REAL_PYTHON" >"$venv/bin/python"
+    chmod +x "$venv/bin/python"
+    [[ $* == *system-site* && -n ${VISIBLE:-} ]] && "$STANDINS/torch" "$venv" 2.9.0 '"12.8"'
+    echo "venv $*" >>"$LOG" ;;
+  *) echo "unexpected: $*" >&2; exit 99 ;;
+esac
+"""
+# REACHED: "up" where the CPU index is. OWN: what pip's own index has of torch, "cuda" (as PyPI does), "cpu" or nothing.
+PIP = """#!/bin/bash
+echo "pip BRORL_CUDA=${BRORL_CUDA-unset} $*" >>"$LOG"
+venv="$(dirname "$(dirname "$0")")"
+fail() { printf 'WARNING: one\\nERROR: %s\\n' "$1" >&2; exit 1; }
+case "$*" in
+  *--editable*) ;;
+  *--index-url\\ https://download.pytorch.org/whl/cpu*)
+    [[ ${REACHED:-} == up ]] || fail "the index does not answer"
+    "$STANDINS/torch" "$venv" 2.13.0+cpu None ;;
+  *wheels/cpu.whl*) "$STANDINS/torch" "$venv" 2.12.0+cpu None ;;
+  *wheels/cuda.whl*) "$STANDINS/torch" "$venv" 2.12.0 '"13.0"' ;;
+  *torch==*)
+    [[ -d $venv/site/torch && $* == *torch==$(cat "$venv/site/torch/whole")* ]] && exit 0
+    [[ ${OWN:-} == cpu ]] && exec "$STANDINS/torch" "$venv" 2.13.0+cpu None
+    [[ ${OWN:-} == cuda && $* != *+cpu* ]] && exec "$STANDINS/torch" "$venv" 2.13.0 '"13.0"'
+    fail "No matching distribution found" ;;
+  *) fail "unexpected: $*" ;;
+esac
+"""
+TORCH = """#!/bin/bash
+rm -rf "$1"/site/torch*
+mkdir -p "$1/site/torch" "$1/site/torch-$2.dist-info"
+echo 'raise ImportError("its dependencies are not there yet")' >"$1/site/torch/__init__.py"
+printf '__version__ = "%s"\\ncuda = %s\\n' "$2" "$3" >"$1/site/torch/version.py"
+printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: %s\\n' "$2" >"$1/site/torch-$2.dist-info/METADATA"
+echo "$2" >"$1/site/torch/whole"
+echo "torch $2" >>"$LOG"
+"""
+
+
+@pytest.fixture
+def install(tmp_path):
+    """Runs the script; returns it with what was called and which torch was brought, in order."""
+    for name, text in {"python": PYTHON, "pip": PIP, "torch": TORCH}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    log = tmp_path / "log"
+    log.touch()
+
+    def run(**given: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("BRORL_", "PIP_"))}
+        own = {"PYTHON": tmp_path / "python", "VENV": tmp_path / "venv", "STANDINS": tmp_path, "LOG": log}
+        env = kept | {k: str(v) for k, v in own.items()} | {"REAL_PYTHON": sys.executable} | given
+        script = ROOT / "tools" / "install.sh"
+        done = subprocess.run(["bash", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return done, log.read_text().splitlines()
+
+    return run
+
+
+def brought(log: list[str]) -> list[str]:
+    return [line.removeprefix("torch ") for line in log if line.startswith("torch ")]
+
+
+def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("install: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize("found", [{"REACHED": "up", "OWN": "cuda"}, {"OWN": "cpu"}], ids=["index", "pip's own"])
+def test_without_cuda_the_cpu_build_is_taken_and_kept_and_no_kernels_are_built(install, found):
+    done, log = install(**found)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert brought(log) == ["2.13.0+cpu"]
+    assert "--system-site-packages" not in log[0]
+    later = [line for line in log if "--no-deps" not in line and line.startswith("pip ")]
+    assert len(later) == 2
+    assert all("torch==2.13.0+cpu" in line for line in later)  # which no other package can then exchange
+    assert "--no-build-isolation --editable .[test]" in later[-1]
+    assert later[-1].startswith("pip BRORL_CUDA=0 ")
+
+
+def test_a_cuda_build_is_refused_before_it_is_brought(install):
+    """Python 3.12, the CPU index out of reach: pip's own index answered with 4.7 GB."""
+    done, log = install(OWN="cuda")
+    refused(done, "no torch==2.13.0+cpu for Python 3.12.1", "BRORL_TORCH", "PYTHON")
+    assert brought(log) == []
+    assert not any("--editable" in line for line in log)
+
+
+def test_brorl_torch_names_another_cpu_build(install, tmp_path):
+    done, log = install(OWN="cuda", BRORL_TORCH="--no-index wheels/cpu.whl")
+    assert done.returncode == 0, done.stderr
+    assert brought(log) == ["2.12.0+cpu"]
+    assert "--no-deps --no-index wheels/cpu.whl" in log[1]
+    assert not any("download.pytorch.org" in line for line in log)
+    assert "torch==2.12.0+cpu" in log[-1]
+
+
+def test_brorl_torch_with_cuda_is_refused_before_its_libraries_come(install):
+    done, log = install(BRORL_TORCH="wheels/cuda.whl")
+    refused(done, "torch 2.12.0 is a build for CUDA 13.0", "BRORL_TORCH")
+    assert [line.split(" install ")[0] for line in log if line.startswith("pip ")] == ["pip BRORL_CUDA=0"]
+
+
+def test_the_build_s_own_switch_is_kept(install):
+    _, log = install(REACHED="up", BRORL_CUDA="1")  # setup.py then says what it lacks
+    assert log[-1].startswith("pip BRORL_CUDA=1 ")
+
+
+def test_with_cuda_the_torch_that_is_there_is_kept(install):
+    done, log = install(GPU="1", VISIBLE="1", OWN="cuda")
+    assert done.returncode == 0, done.stderr
+    assert brought(log) == ["2.9.0"]  # by the environment
+    assert "--system-site-packages" in "".join(log)
+    assert "torch==2.9.0" in log[-1]
+    assert log[-1].startswith("pip BRORL_CUDA=unset ")
+
+
+def test_a_torch_that_the_environment_does_not_see_is_named(install):
+    done, log = install(GPU="1", OWN="cuda")
+    refused(done, "does not see the torch of", "set PYTHON")
+    assert brought(log) == []
+
+
+def test_an_old_python_is_refused(install):
+    done, _ = install(OLD="1")
+    refused(done, "Python 3.12.1 is too old")
+
+
+# ---- setup.py
+
+
+def setup(folder: Path, torch: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """setup.py as far as its choices; torch: the source of a stand-in."""
+    for name, text in {
+        "torch/__init__.py": torch,
+        "torch/utils/__init__.py": "",
+        "torch/utils/cpp_extension.py": "from setuptools import Extension as CppExtension\n"
+        "from setuptools.command.build_ext import build_ext as BuildExtension\nCUDA_HOME = None\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("BRORL_") and k != "CUDA_HOME"}
+    env = kept | {"PYTHONPATH": str(folder)} | environment
+    command = [sys.executable, "setup.py", "--name"]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+def fake_torch(cuda: str | None) -> str:
+    return f"from types import SimpleNamespace\n__version__ = '2.9.1'\nversion = SimpleNamespace(cuda={cuda!r})\n"
+
+
+@pytest.fixture
+def toolkit(tmp_path):
+    for name in ("bin/nvcc", "include/cublas_v2.h", "lib64/libcudart.so", "lib64/libcublas.so"):
+        (tmp_path / "cuda" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cuda" / name).touch()
+    return tmp_path / "cuda"
+
+
+def test_kernels_are_built_where_torch_has_cuda_and_the_toolkit_is_whole(toolkit, tmp_path):
+    done = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
+    assert done.returncode == 0, done.stderr
+    assert "setup.py: with CUDA kernels (BRORL_CUDA=1, default)" in done.stdout
+
+
+@pytest.mark.parametrize("lost", ["bin/nvcc", "include/cublas_v2.h", "lib64/libcudart.so", "lib64/libcublas.so"])
+def test_a_part_of_the_toolkit_that_lacks_is_named(toolkit, tmp_path, lost):
+    """Without libcudart the build went on to `cannot find -lcudart`."""
+    (toolkit / lost).unlink()
+    done = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
+    assert done.returncode == 0, done.stderr
+    assert f"without CUDA kernels: the CUDA toolkit in {toolkit} (CUDA_HOME) has no {Path(lost).name}" in done.stdout
+    done = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit), BRORL_CUDA="1")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert f"BRORL_CUDA=1, but the CUDA toolkit in {toolkit} (CUDA_HOME) has no {Path(lost).name}" in done.stderr
+
+
+def test_a_toolkit_beside_a_cpu_build_of_torch_builds_no_kernels(toolkit, tmp_path):
+    done = setup(tmp_path, fake_torch(None), CUDA_HOME=str(toolkit))
+    assert "without CUDA kernels: torch 2.9.1 is a build without CUDA (BRORL_CUDA=0, default)" in done.stdout
+
+
+def test_building_without_torch_is_one_line(tmp_path):
+    done = setup(tmp_path, "raise ImportError(\"No module named 'torch'\")")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "needs torch" in done.stderr
+    assert "--no-build-isolation" in done.stderr
+
+
+# ---- a copy that is installed, hidden by the sources
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_sources_that_hide_the_installed_copy_are_named(tmp_path, installed):
+    """`pip install .`, then a command from inside the checkout: the ranks import the folder they are started in."""
+    sources, copy = tmp_path / "checkout" / "megatron_brorl", tmp_path / "site" / "megatron_brorl"
+    shutil.copytree(ROOT / "megatron_brorl", sources, ignore=shutil.ignore_patterns("_C.*.so", "__pycache__"))
+    copy.mkdir(parents=True)
+    if installed:
+        (copy / "_C.cpython-311-x86_64-linux-gnu.so").touch()
+    # -S leaves out the hook of an editable install, which this environment may have; its packages are needed.
+    env = {**os.environ, "PYTHONPATH": f"{copy.parent}{os.pathsep}{sysconfig.get_paths()['purelib']}"}
+    command = [sys.executable, "-S", "-m", "megatron_brorl", "doctor"]
+    done = subprocess.run(command, cwd=sources.parent, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "pip install --no-build-isolation -e ." in done.stderr
+    assert (f"from the sources in {sources}" in done.stderr) == installed
+    assert (str(copy) in done.stderr) == installed

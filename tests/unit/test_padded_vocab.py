@@ -1,0 +1,118 @@
+"""A vocabulary padded beyond the tokenizer's: the ids too many are sampled as they are and decode to nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import sentencepiece
+import tiny
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.decode import Reference
+from megatron_brorl.ops.fused import sampling as fused_sampling
+from megatron_brorl.ops.fused.decode import Fused
+from megatron_brorl.ops.reference import sampling
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.stopping import Stops
+from megatron_brorl.types import Prompt
+
+SIZE, PADDED = 512, 576
+STOP_STRINGS = ("ab", "7", "é")
+
+
+def texts():
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 7))) for _ in range(400)]
+    return [f"{w} {draw.randint(0, 999)} naïve é 你好" for w in words]
+
+
+def make_sentencepiece(directory):
+    """The directory's decoder, written with the library alone."""
+    assert train_sentencepiece(texts(), directory, SIZE).vocab_size == SIZE
+    library = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+    return lambda ids: library.decode([i for i in ids if i < SIZE and not library.is_control(i)])
+
+
+def make_hf(directory):
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SIZE, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(texts(), trainer)
+    directory.mkdir(exist_ok=True)
+    inner.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}'
+    )
+    assert inner.get_vocab_size() == SIZE
+    return lambda ids: inner.decode([i for i in ids if i < SIZE], skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module", params=[make_sentencepiece, make_hf], ids=["sentencepiece", "hf"])
+def padded(request, tmp_path_factory):
+    """A tokenizer, the library's decoder of the ids that it has, and a model with more."""
+    directory = tmp_path_factory.mktemp("padded")
+    module = tiny.make_model(directory, "qwen2", True, vocab_size=PADDED)
+    decode = request.param(directory)
+    return directory, load_tokenizer(directory), decode, module
+
+
+def test_ids_that_the_tokenizer_does_not_have_decode_to_nothing(padded):
+    """At every place of a text, inside of a character of several bytes too."""
+    _, tokenizer, decode, _ = padded
+    for text in ("abc 12", "naïve é", "", "\U0001f642 x"):
+        ids = tokenizer.encode(text)
+        assert decode(ids) == text
+        for place in range(len(ids) + 1):
+            assert tokenizer.decode([*ids[:place], SIZE, PADDED - 1, 10**6, *ids[place:]]) == text
+    assert tokenizer.decode([SIZE]) == tokenizer.decode([PADDED - 1, SIZE]) == ""
+
+
+def test_stop_strings_are_found_around_such_ids(padded):
+    _, tokenizer, _, _ = padded
+    a, b = (tokenizer.encode("x" + c)[-1] for c in "ab")
+    tokens = torch.tensor([[a, SIZE, SIZE + 1, b, SIZE, 0], [SIZE, a, a, SIZE, PADDED - 1, SIZE]])
+    stops = Stops((), ("ab",), tokenizer.decode)
+    hits = [
+        stops.hit(tokens[:, i], torch.arange(2), tokens, torch.full((2,), i + 1)).tolist()
+        for i in range(tokens.shape[1] - 1)
+    ]
+    assert hits == [[False, False], [False, False], [False, False], [True, False], [False, False]]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "fused"])
+def test_the_engine_samples_them_with_the_models_probabilities(padded, implementation):
+    """Log-probs are those of transformers' softmax over the whole vocabulary; what is padded stops nothing."""
+    directory, tokenizer, decode, module = padded
+    fused = implementation == "fused"
+    sample, ops = (fused_sampling.sample_tokens, Fused()) if fused else (sampling.sample_tokens, Reference())
+    shape = read_shape(directory)
+    names = hf_shapes(shape)
+    cpu = torch.device("cpu")
+    engine = TorchEngine(shape, names, cpu, torch.float32, 100, sample, ops, decode=tokenizer.decode)
+    engine.update_weights([(n, p) for n, p in module.state_dict().items() if n in names], 0)
+    prompt = Prompt("p", "", (5, 9, 14), None, "exact")
+    asked = [Request(prompt, 7, 64)]
+    (free,) = engine.generate(asked, Sampling(1.0, 1.0, 0, 24, ()))
+    (group,) = engine.generate(asked, Sampling(1.0, 1.0, 0, 24, (), STOP_STRINGS))
+    for a, b in zip(free.rollouts, group.rollouts, strict=True):
+        ids = a.token_ids.tolist()
+        ends = [t for t in range(1, 25) if any(s in decode(ids[:t]) for s in STOP_STRINGS)]
+        assert b.token_ids.tolist() == ids[: min(ends, default=24)]
+        assert b.finish == ("stop" if ends else "length")
+        with torch.no_grad():
+            logits = module(torch.tensor([[*prompt.token_ids, *ids]])).logits[0, 2:-1]
+        assert logits.shape == (24, PADDED)
+        expected = logits.log_softmax(-1).gather(-1, a.token_ids[:, None]).squeeze(-1)
+        torch.testing.assert_close(a.log_probs, expected, atol=1e-4, rtol=0)
+    assert {b.finish for b in group.rollouts} == {"stop", "length"}
+    assert sum(int((r.token_ids >= SIZE).sum()) for r in free.rollouts) > 50

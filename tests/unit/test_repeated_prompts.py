@@ -1,0 +1,154 @@
+"""A prompt that a step takes twice has two groups with random streams of their own, carried, resumed and measured."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import fakes
+import numpy as np
+import pytest
+import torch
+from dist.steps import configured, make_trainer
+
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.data.source import FileSource
+from megatron_brorl.errors import UserError
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.ops.reference.sampling import sample_tokens
+from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.sampler import open_groups, requests
+from megatron_brorl.train.evaluate import sample_answers
+
+SEED = 3  # of dist.steps.BASE
+TOKENS = 12
+
+
+@pytest.mark.parametrize(("rows", "prompts"), [(10, 4), (7, 5), (3, 8), (1, 4)])
+def test_no_two_groups_of_a_run_draw_the_same(rows, prompts):
+    """20 seeds over several epochs, where steps span epochs or hold all rows and more."""
+    repeats = 0
+    for seed in range(20):
+        source = FileSource(fakes.prompts(rows), seed)
+        drawn = []
+        for step in range(3 * rows // prompts + 3):
+            taken = source.take(step, prompts)
+            asked, _ = requests([(g, 0) for g in range(prompts)], open_groups(taken, step), {}, seed)
+            assert [r.prompt for r in asked] == taken
+            seen = set()
+            for request in asked:
+                # A prompt that does not repeat has the stream that runs always gave it.
+                plain = stream_key(seed, step, request.prompt.id)
+                assert (request.key == plain) == (request.prompt.id not in seen)
+                seen.add(request.prompt.id)
+                drawn += map(tuple, fakes.draws(request.key, range(2), TOKENS))
+            repeats += prompts - len(seen)
+        assert len(set(drawn)) == len(drawn)
+    assert repeats >= 5
+
+
+def test_an_id_cannot_pose_as_another_occurrence():
+    """Ids are a user's text and may hold what separates the parts of a key."""
+    names = ["a", "a", "a", "int:1\0str:a", "a\0int:1", "1\0str:a"]
+    prompts = [replace(fakes.prompts(1)[0], id=name) for name in names]
+    asked, _ = requests([(g, 0) for g in range(len(names))], open_groups(prompts, 0), {}, 0)
+    assert len({r.key for r in asked}) == len(names)
+
+
+def trainer_of(model, processes, tmp_path, rows, **rollout):
+    changes = {"rollout": {"n": 16, "prompts": 4, **rollout}, "run": {"dir": str(tmp_path)}}
+    trainer = make_trainer(model[0], processes, configured(changes), fakes.Engine())
+    trainer.train_source = FileSource(fakes.prompts(rows), SEED)
+    return trainer
+
+
+def asked(trainer) -> list[list[tuple[str, int, int, int, list[int]]]]:
+    """What the engine was asked for in each call."""
+    return [
+        [(r.prompt.id, r.key, r.first, r.n, [b.index for b in r.begun]) for r in c]
+        for c in trainer.rollouts.engine.engine.calls
+    ]
+
+
+@pytest.mark.parametrize("rollout", [{}, {"partial_tokens": 5}, {"refills": 2}], ids=["whole", "partial", "refilled"])
+def test_steps_with_repeated_prompts_are_trained_and_resumed(processes, model, tmp_path, rollout):
+    """Three rows in groups of four: every step repeats one. Resumed after two steps, it is the same bit for bit."""
+    whole = trainer_of(model, processes, tmp_path, 3, **rollout)
+    whole.refit()
+    figures = [whole.train_step()[0] for _ in range(5)]
+    for call in whole.rollouts.engine.engine.calls:
+        for request in call:
+            for begun in request.begun:  # by the key of the step that began it
+                (stream,) = fakes.draws(request.key, [begun.index], TOKENS)
+                assert begun.token_ids.tolist() == stream[: len(begun.token_ids)]
+    assert any(r.begun for call in whole.rollouts.engine.engine.calls for r in call) == ("partial_tokens" in rollout)
+
+    first = trainer_of(model, processes, tmp_path, 3, **rollout)
+    first.refit()
+    got = [first.train_step()[0] for _ in range(2)]
+    first.save()
+    second = trainer_of(model, processes, tmp_path, 3, **rollout)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
+        second.restore(checkpoint.find(tmp_path / "checkpoints"))
+    assert second.carried.groups == first.carried.groups
+    second.refit()
+    got += [second.train_step()[0] for _ in range(3)]
+    assert list(map(repr, got)) == list(map(repr, figures))  # nan equals nan, and nothing else is let pass
+    assert asked(first) + asked(second) == asked(whole)
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(whole.worker.hf_tensors(), second.worker.hf_tensors(), strict=True)
+    )
+
+
+def rate(key: int, samples: int) -> float:
+    """Share of right responses of a stream."""
+    rows = fakes.draws(key, range(samples), TOKENS)
+    return float(np.mean([fakes.STOP in r and sum(r[: r.index(fakes.STOP)]) % 2 == 0 for r in rows]))
+
+
+def test_evaluations_tell_groups_of_one_prompt_apart(processes, model, tmp_path):
+    trainer = trainer_of(model, processes, tmp_path, 3)
+    trainer.refit()
+    a, b = fakes.prompts(2)
+    sampling = Sampling(1.0, 1.0, 0, TOKENS, (fakes.STOP,))
+    found = sample_answers(trainer.rollouts, [a, b, a], 40, sampling, "s")
+    keys = [stream_key(SEED, "s", "p/0"), stream_key(SEED, "s", "p/1"), stream_key(SEED, "s", 1, "p/0")]
+    assert [(x.prompt.id, x.place) for x in found] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
+    assert [x.right / x.samples for x in found] == [rate(key, 40) for key in keys]
+    assert found[0].right != found[2].right
+
+
+def test_what_an_update_did_is_measured_for_each_group(processes, model):
+    """Both groups of one prompt are chosen, and measured by streams of their own."""
+    theory = {"prompts": 4, "positions": 0, "measure_every": 1, "measure_samples": 16}
+    config = configured({"rollout": {"n": 64, "prompts": 4}, "theory": theory})
+    trainer = make_trainer(model[0], processes, config, fakes.Engine())
+    trainer.train_source = FileSource(fakes.prompts(2), SEED)
+    trainer.refit()
+    values, _ = trainer.train_step()
+    assert values["kept_share"] == 1
+    keys = [stream_key(SEED, "theory 0", *o, p.id) for p in fakes.prompts(2) for o in ((), (1,))]
+    expected = np.mean([rate(key, 16) for key in keys])
+    assert values["theory_measured/before"] == values["theory_measured/after"] == pytest.approx(expected)
+
+
+def test_an_engine_that_repeats_itself_is_named(processes, model):
+    """The built-in engine with a sampler that takes all siblings for one."""
+
+    def same(logits, keys, index, *rest):
+        return sample_tokens(logits, keys, torch.zeros_like(index), *rest)
+
+    trainer = make_trainer(model[0], processes, configured({"rollout": {"n": 4}}), None)
+    shape = trainer.worker.shape
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, same)
+    trainer.rollouts = replace(trainer.rollouts, engine=type(trainer.rollouts.engine)(engine, 60.0))
+    trainer.stop_ids = ()
+    trainer.refit()
+    with pytest.raises(UserError, match=r"came several times for one prompt.* \(prompt p/\d: sibling 0\)") as caught:
+        trainer.train_step()
+    assert 'rollout.engine = "torch"' in str(caught.value)
+    assert "start anew with the other ops.implementation" in str(caught.value)
+    assert "trtllm" not in str(caught.value)

@@ -1,0 +1,113 @@
+"""A Hugging Face directory that ties the LM head to the embedding and stores a head all the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from conversions import to_hf, to_megatron
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_brorl.checkpoints import compare, hugging_face
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import WEIGHTS, read_shape
+from megatron_brorl.models import critic
+from megatron_brorl.models.gpt import build_actor
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+
+
+def store(directory: Path, embedding, head) -> None:
+    tensors = tiny.weights(directory) | {EMBEDDING: embedding, HEAD: head}
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+def set_tied(directory: Path, tied: bool) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": tied}))
+
+
+@pytest.fixture
+def another(tmp_path):
+    """A directory with a head unlike its embedding."""
+    tiny.make_model(tmp_path / "hf", "qwen2", True)
+    embedding = tiny.weights(tmp_path / "hf")[EMBEDDING]
+    store(tmp_path / "hf", embedding, torch.randn(embedding.shape, generator=torch.Generator().manual_seed(1)))
+    return tmp_path / "hf"
+
+
+def load(directory: Path, processes) -> torch.nn.Module:
+    shape = read_shape(directory)
+    actor = build_actor(shape, processes, torch.float32)
+    hugging_face.load(actor, shape, processes, directory, fused_norms=False)
+    return actor
+
+
+def test_another_head_is_refused_in_one_line_and_untying_gives_the_logits_of_transformers(another, processes):
+    for use in (lambda: load(another, processes), lambda: to_megatron(another, another.parent / "megatron", 1, 1)):
+        with pytest.raises(UserError) as caught:
+            use()
+        assert str(caught.value).startswith(f"{another}: stores a {HEAD} unlike {EMBEDDING}")
+        assert "tie_word_embeddings" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert [p.name for p in another.parent.iterdir()] == ["hf"]
+    # Transformers 5 leaves the two untied with the config as it is; the remedy makes the same model of them here.
+    model = AutoModelForCausalLM.from_pretrained(another)
+    assert torch.equal(model.lm_head.weight, tiny.weights(another)[HEAD])
+    assert torch.equal(model.model.embed_tokens.weight, tiny.weights(another)[EMBEDDING])
+    expected = compare.logits(another, read_shape(another))
+    set_tied(another, False)
+    to_megatron(another, another.parent / "megatron", 1, 1)
+    found = compare.logits(another.parent / "megatron", read_shape(another))
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["bit for bit", "equal values in another type"])
+def test_an_equal_head_is_accepted(tmp_path, processes, narrow):
+    tiny.make_model(tmp_path / "hf", "llama", True)
+    embedding = tiny.weights(tmp_path / "hf")[EMBEDDING].bfloat16()
+    store(tmp_path / "hf", embedding.float(), embedding if narrow else embedding.float())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # transformers takes them for one as well
+    assert torch.equal(load(tmp_path / "hf", processes).head_weight()[: tiny.VOCAB], embedding.float())
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", 1, 1)
+    compare.verify(tmp_path / "hf", tmp_path / "megatron", read_shape(tmp_path / "hf"))
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert HEAD not in tiny.weights(tmp_path / "back")
+
+
+def test_a_head_of_another_shape_is_named(another, processes):
+    store(another, tiny.weights(another)[EMBEDDING], torch.zeros(7, 48))
+    with pytest.raises(UserError, match=r"lm_head\.weight has shape \[7, 48\], config\.json implies \[103, 48\]"):
+        load(another, processes)
+
+
+def test_a_critic_leaves_the_head_of_an_untied_model_aside(another, processes):
+    set_tied(another, False)
+    shape = read_shape(another)
+    built = critic.build_critic(shape, processes, torch.float32)
+    critic.load_body(built, shape, processes, another)
+    assert torch.equal(built.embedding.word_embeddings.weight[: tiny.VOCAB], tiny.weights(another)[EMBEDDING])
+
+
+def test_the_converter_names_the_folder_of_its_user(tmp_path, monkeypatch):
+    """What --verify refuses still stands beside its place, under a name that nobody gave."""
+    tiny.make_model(tmp_path / "hf", "llama", True)
+    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    found = iter([torch.zeros(1), torch.ones(1)])
+    monkeypatch.setattr(compare, "logits", lambda *_: next(found))
+    target = tmp_path / "out"
+    options = {"command": "to-megatron", "config": None, "tensor": 1, "pipeline": 1, "verify": True, "overwrite": False}
+    with pytest.raises(UserError) as caught:
+        tool.run(Namespace(source=tmp_path / "hf", target=target, **options))
+    assert str(caught.value).startswith(f"{target}: its logits differ from those of {tmp_path / 'hf'} by 1.00e+00")
+    assert "writing" not in str(caught.value)

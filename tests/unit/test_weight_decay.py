@@ -1,0 +1,106 @@
+"""What weight decay reaches: AdamW steps without a gradient against p (1 - lr wd) in float64, and what resumes do."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.cli.main import _check_fingerprint
+from megatron_brorl.config.schema import OptimConfig, SftConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.train.sft import sft_optim
+from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # inside Megatron
+PROMPTS, RESPONSES = [torch.tensor([5, 9])], [torch.tensor([7, 4, 2])]
+OPTIM = OptimConfig(lr=0.5, weight_decay=0.25, clip_grad=1.0)
+LR = 0.125  # of the steps: what schedules make of OPTIM.lr
+
+
+def stage_of(kind, directory, processes, optim, distributed=False):
+    options = StageOptions(1000, distributed_optimizer=distributed)
+    stage = kind(read_shape(directory), processes, options, optim)
+    stage.load_hf(directory)
+    return stage
+
+
+def step(stage):
+    """One optimizer step with a gradient of zero; parameters before and after it."""
+
+    def loss(_batch, head):
+        found = head if isinstance(stage, CriticWorker) else head.log_probs()[0]
+        return 0.0 * found.sum(), None
+
+    before = {name: p.detach().clone() for name, p in stage.module.named_parameters()}
+    temperature = () if isinstance(stage, CriticWorker) else (1.0,)
+    update, _ = stage.train(PROMPTS, RESPONSES, loss, *temperature, LR)
+    assert (update.applied, update.grad_norm) == (True, 0.0)
+    return before, dict(stage.module.named_parameters())
+
+
+def assert_decayed(before, after, everything=False):
+    kinds = {True: 0, False: 0}
+    for name, old in before.items():
+        spared = old.dim() == 1 and not everything
+        kinds[spared] += 1
+        expected = old.double() * (1.0 if spared else 1 - LR * OPTIM.weight_decay)
+        torch.testing.assert_close(after[name].double(), expected, rtol=0 if spared else 1e-6, atol=0, msg=name)
+    assert kinds[False] > 10
+    assert (kinds[True] > 0) != everything
+    return {name for name, old in before.items() if old.dim() == 1}
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["", "distributed optimizer"])
+@pytest.mark.parametrize(("family", "some"), [("qwen2", "linear_qkv.bias"), ("qwen3", "q_layernorm.weight")])
+@pytest.mark.parametrize("kind", [Worker, CriticWorker])
+def test_norm_weights_and_biases_stay_put_and_matrices_shrink(processes, tmp_path, kind, family, some, distributed):
+    tiny.make_model(tmp_path, family, tied=False)
+    spared = assert_decayed(*step(stage_of(kind, tmp_path, processes, OPTIM, distributed)))
+    assert {"decoder.final_layernorm.weight", f"decoder.layers.3.self_attention.{some}"} <= spared
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["", "distributed optimizer"])
+def test_the_key_decays_them_too(processes, model, distributed):
+    optim = replace(OPTIM, decay_norms_and_biases=True)
+    assert_decayed(*step(stage_of(Worker, model[0], processes, optim, distributed)), everything=True)
+
+
+def test_supervised_training_takes_the_rule_of_optim():
+    optim = OptimConfig(lr=1.0, betas=(0.5, 0.6), eps=1e-3, decay_norms_and_biases=True, clip_grad=7.0)
+    found = sft_optim(SftConfig(lr=0.25, warmup_steps=3, weight_decay=0.5), optim)
+    differing = {f.name for f in dataclasses.fields(optim) if getattr(found, f.name) != getattr(optim, f.name)}
+    assert differing == {"lr", "warmup_steps", "weight_decay"}
+    assert (found.lr, found.warmup_steps, found.weight_decay) == (0.25, 3, 0.5)
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_an_older_checkpoint_goes_on_under_the_rule_of_the_configuration(processes, model, tmp_path, everything):
+    """Its groups say that all of them decay; the same Adam state loads under either rule."""
+    older = stage_of(Worker, model[0], processes, replace(OPTIM, decay_norms_and_biases=True))
+    step(older)
+    assert {group["weight_decay"] for group in older.optimizer.param_groups} == {OPTIM.weight_decay}
+    saved = checkpoint.save(tmp_path, 1, [checkpoint.Part("", older.actor, older.optimizer)], {}, 1)
+    newer = stage_of(Worker, model[0], processes, replace(OPTIM, decay_norms_and_biases=everything))
+    checkpoint.load(saved, [checkpoint.Part("", newer.actor, newer.optimizer)])
+    assert_decayed(*step(newer), everything)
+    assert {int(state["step"]) for state in newer.optimizer.optimizer.state.values()} == {2}
+
+
+def test_a_fingerprint_without_the_key_asks_for_the_rule_it_was_trained_under():
+    now = {"optim": {"lr": 1e-6, "decay_norms_and_biases": False}}
+    with pytest.raises(UserError) as caught:
+        _check_fingerprint({"optim": {"lr": 1e-6}}, now, Path("runs/x/checkpoints/step_00000003"))
+    assert str(caught.value).startswith(
+        "runs/x/checkpoints/step_00000003: was written with optim.decay_norms_and_biases = True, now False: set it back"
+    )
+    now["optim"]["decay_norms_and_biases"] = True
+    _check_fingerprint({"optim": {"lr": 1e-6}}, now, Path("x"))
+    with pytest.raises(UserError, match=r"optim\.decay_norms_and_biases = False, now True"):
+        _check_fingerprint({"optim": {"lr": 1e-6, "decay_norms_and_biases": False}}, now, Path("x"))
