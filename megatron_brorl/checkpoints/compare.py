@@ -35,7 +35,7 @@ def verify(first: Path, second: Path, shape: ModelShape, target: Path | None = N
 
 
 def logits(directory: Path, shape: ModelShape) -> Tensor:
-    """[ROWS * TOKENS, V] float32 on random tokens that depend on the vocabulary alone."""
+    """[ROWS * (TOKENS - 1), V] float32 after all tokens but the last of random rows, which V alone decides."""
     length = min(TOKENS, shape.context)
     ids = torch.randint(0, shape.vocab, (ROWS, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

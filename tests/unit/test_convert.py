@@ -60,6 +60,7 @@ SHAPES = {
     "llama 3 rope": (("llama", False, {"rope_parameters": LLAMA3}), 2, 1),
     "yarn": (("qwen2", True, {"rope_parameters": YARN}), 2, 2),
     "one kv head": (("llama", True, {"num_key_value_heads": 1}), 1, 2),
+    **{family: ((family, True, {}), 2, 2) for family in tiny.FAMILIES},
     "as many kv heads as heads": (("llama", False, {"num_key_value_heads": 4}), 4, 2),
 }
 
