@@ -116,6 +116,11 @@ def validate(config: Config, where: str) -> None:
         "must be 0 (off) or above 1 + algo.eps_high",
     )
     need(
+        config.algo.dual_clip == 0 or config.algo.policy_loss == "clip",
+        "algo.dual_clip",
+        f'algo.policy_loss = "{config.algo.policy_loss}" has no such bound: must be 0 (off)',
+    )
+    need(
         config.algo.aggregation != "fixed" or config.algo.aggregation_tokens > 0,
         "algo.aggregation_tokens",
         'algo.aggregation = "fixed" divides by it: give the tokens per sequence, for example rollout.max_tokens',

@@ -163,9 +163,12 @@ class AlgoConfig:
     kl_coef: float = 0.0  # of the KL to the reference policy; 0 = no reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"  # in the loss only k2's gradient is that of KL(pi || reference)
     kl_in: Literal["loss", "reward"] = "loss"
-    eps_low: float = 0.2
-    eps_high: float = 0.28
-    dual_clip: float = 0.0  # bound above 1 on the ratio of tokens with negative advantage; 0 = none
+    # What the loss makes of a token's importance ratio and advantage: "clip": PPO's clipped surrogate with its bounds
+    # apart (DAPO)
+    policy_loss: Literal["clip"] = "clip"
+    eps_low: float = 0.2  # the ratio's lower bound is 1 - eps_low ...
+    eps_high: float = 0.28  # ... and its upper one 1 + eps_high
+    dual_clip: float = 0.0  # bound above 1 on the ratio of tokens with negative advantage ("clip" alone); 0 = none
     ratio: Literal["token", "sequence"] = "token"  # importance ratio of each token, or one per sequence (GSPO)
     is_cap: float = 2.0  # truncated importance sampling between engine and trainer; 0 = off
     # Tokens, or whole sequences by the geometric mean of theirs, whose pi_old / pi_rollout lies outside

@@ -1,0 +1,24 @@
+// Dual numbers: a value with its derivative, so that no formula's derivative is written by hand.
+#pragma once
+
+#include "common/host_device.h"
+
+namespace brorl {
+
+template <typename S>
+struct Dual {
+  S value, slope;
+};
+
+// A number that does not move: its own constant, or what a formula takes without gradient.
+template <typename S>
+BRORL_HOST_DEVICE Dual<S> constant(S x) {
+  return {x, S(0)};
+}
+
+template <typename S>
+BRORL_HOST_DEVICE Dual<S> operator*(const Dual<S>& x, S factor) {
+  return {x.value * factor, x.slope * factor};
+}
+
+}  // namespace brorl
