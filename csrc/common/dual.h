@@ -1,6 +1,8 @@
 // Dual numbers: a value with its derivative, so that no formula's derivative is written by hand.
 #pragma once
 
+#include <cmath>
+
 #include "common/host_device.h"
 
 namespace brorl {
@@ -19,6 +21,11 @@ BRORL_HOST_DEVICE Dual<S> constant(S x) {
 template <typename S>
 BRORL_HOST_DEVICE Dual<S> operator*(const Dual<S>& x, S factor) {
   return {x.value * factor, x.slope * factor};
+}
+
+template <typename S>
+BRORL_HOST_DEVICE Dual<S> log(const Dual<S>& x) {
+  return {std::log(x.value), x.slope / x.value};
 }
 
 }  // namespace brorl

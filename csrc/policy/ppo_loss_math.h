@@ -10,7 +10,8 @@ namespace brorl {
 
 // Every policy loss: its name in algo.policy_losses.POLICY_LOSSES and how many constants its function below takes.
 #define BRORL_POLICY_LOSSES(ENTRY) \
-  ENTRY(clip, 3)
+  ENTRY(clip, 3)                    \
+  ENTRY(cispo, 2)
 
 #define BRORL_POLICY_LOSS_NAME(name, count) name,
 enum class PolicyLoss : int { BRORL_POLICY_LOSSES(BRORL_POLICY_LOSS_NAME) };
@@ -86,6 +87,15 @@ BRORL_HOST_DEVICE Objective<S> clip_objective(const Dual<S>& ratio, S advantage,
   const bool dual = bound != 0 && advantage < 0 && ratio.value > bound;
   const Dual<S> clipped = low ? constant(below) : high ? constant(above) : dual ? constant(bound) : ratio;
   return {clipped * advantage, low, high, dual};
+}
+
+// The importance weight clip(r), without gradient, times A log r (MiniMax-M1, Chen et al. 2025, eq. 4 and 5).
+// Constants: 1 - eps_low, 1 + eps_high.
+template <typename S>
+BRORL_HOST_DEVICE Objective<S> cispo_objective(const Dual<S>& ratio, S advantage, const S* constants) {
+  const S below = constants[0], above = constants[1];
+  const S weight = clamp(ratio.value, below, above);
+  return {log(ratio) * (weight * advantage), ratio.value < below, ratio.value > above, false};
 }
 
 template <typename S>

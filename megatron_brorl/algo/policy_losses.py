@@ -83,3 +83,15 @@ def clip(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Obj
         dual = (advantages < 0) & (ratio > settings.dual_clip)
         value = torch.where(dual, settings.dual_clip * advantages, value)
     return Objective(value, (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0), dual)
+
+
+@_register("cispo", lambda s: (1 - s.eps_low, 1 + s.eps_high))
+def cispo(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Objective:
+    """sg(clip(r, 1 - eps_low, 1 + eps_high)) A log r, all [R] (MiniMax-M1, Chen et al. 2025, eq. 4 and 5).
+
+    The importance weight is clipped and has no gradient, so that every token keeps one. log r is the paper's log pi but
+    for log pi_old, which does not move.
+    """
+    low, high = 1 - settings.eps_low, 1 + settings.eps_high
+    value = ratio.detach().clamp(low, high) * advantages * ratio.log()
+    return Objective(value, ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))

@@ -164,8 +164,8 @@ class AlgoConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"  # in the loss only k2's gradient is that of KL(pi || reference)
     kl_in: Literal["loss", "reward"] = "loss"
     # What the loss makes of a token's importance ratio and advantage: "clip": PPO's clipped surrogate with its bounds
-    # apart (DAPO)
-    policy_loss: Literal["clip"] = "clip"
+    # apart (DAPO); "cispo": bounds on the importance weight alone, so that no token loses its gradient (MiniMax-M1)
+    policy_loss: Literal["clip", "cispo"] = "clip"
     eps_low: float = 0.2  # the ratio's lower bound is 1 - eps_low ...
     eps_high: float = 0.28  # ... and its upper one 1 + eps_high
     dual_clip: float = 0.0  # bound above 1 on the ratio of tokens with negative advantage ("clip" alone); 0 = none

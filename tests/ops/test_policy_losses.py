@@ -22,7 +22,12 @@ def clip(r, a):
     return torch.where(stopped, r.detach().clamp(1 - EPS_LOW, 1 + EPS_HIGH), r) * a
 
 
-BY_HAND = {"clip": clip}  # of ratio and advantage; with autograd's derivative in log pi
+def cispo(r, a):
+    """A log pi weighted by the clipped ratio without gradient (MiniMax-M1, eq. 4)."""
+    return r.detach().clamp(1 - EPS_LOW, 1 + EPS_HIGH) * a * r.log()
+
+
+BY_HAND = {"clip": clip, "cispo": cispo}  # of ratio and advantage; with autograd's derivative in log pi
 
 
 def test_the_names_are_those_of_the_configuration_and_of_this_file():
