@@ -24,8 +24,19 @@ BRORL_HOST_DEVICE Dual<S> operator*(const Dual<S>& x, S factor) {
 }
 
 template <typename S>
+BRORL_HOST_DEVICE Dual<S> operator-(const Dual<S>& x, S shift) {
+  return {x.value - shift, x.slope};
+}
+
+template <typename S>
 BRORL_HOST_DEVICE Dual<S> log(const Dual<S>& x) {
   return {std::log(x.value), x.slope / x.value};
+}
+
+template <typename S>
+BRORL_HOST_DEVICE Dual<S> sigmoid(const Dual<S>& x) {
+  const S p = 1 / (1 + std::exp(-x.value));
+  return {p, p * (1 - p) * x.slope};
 }
 
 }  // namespace brorl

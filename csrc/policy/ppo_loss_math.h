@@ -11,7 +11,8 @@ namespace brorl {
 // Every policy loss: its name in algo.policy_losses.POLICY_LOSSES and how many constants its function below takes.
 #define BRORL_POLICY_LOSSES(ENTRY) \
   ENTRY(clip, 3)                    \
-  ENTRY(cispo, 2)
+  ENTRY(cispo, 2)                   \
+  ENTRY(sapo, 2)
 
 #define BRORL_POLICY_LOSS_NAME(name, count) name,
 enum class PolicyLoss : int { BRORL_POLICY_LOSSES(BRORL_POLICY_LOSS_NAME) };
@@ -96,6 +97,14 @@ BRORL_HOST_DEVICE Objective<S> cispo_objective(const Dual<S>& ratio, S advantage
   const S below = constants[0], above = constants[1];
   const S weight = clamp(ratio.value, below, above);
   return {log(ratio) * (weight * advantage), ratio.value < below, ratio.value > above, false};
+}
+
+// 4 / tau sigmoid(tau (r - 1)) A: a gate in place of bounds (SAPO, Gao et al. 2025).
+// Constants: tau where the advantage is above 0, tau elsewhere.
+template <typename S>
+BRORL_HOST_DEVICE Objective<S> sapo_objective(const Dual<S>& ratio, S advantage, const S* constants) {
+  const S tau = advantage > 0 ? constants[0] : constants[1];
+  return {sigmoid((ratio - S(1)) * tau) * (4 / tau * advantage), false, false, false};
 }
 
 template <typename S>

@@ -110,6 +110,8 @@ def validate(config: Config, where: str) -> None:
     _validate_recipe(config, need)
     need(0 < config.algo.eps_low < 1, "algo.eps_low", "must be in (0, 1)")
     need(config.algo.eps_high > 0, "algo.eps_high", "must be above 0")
+    need(config.algo.tau_pos > 0, "algo.tau_pos", "must be above 0")
+    need(config.algo.tau_neg > 0, "algo.tau_neg", "must be above 0")
     need(
         config.algo.dual_clip == 0 or config.algo.dual_clip > 1 + config.algo.eps_high,
         "algo.dual_clip",

@@ -27,7 +27,13 @@ def cispo(r, a):
     return r.detach().clamp(1 - EPS_LOW, 1 + EPS_HIGH) * a * r.log()
 
 
-BY_HAND = {"clip": clip, "cispo": cispo}  # of ratio and advantage; with autograd's derivative in log pi
+def sapo(r, a):
+    """4 / tau sigmoid(tau (r - 1)) A (SAPO, Gao et al. 2025), where sigmoid(x) = (1 + tanh(x / 2)) / 2."""
+    tau = 1.05 - 0.05 * (a > 0).double()
+    return 2 / tau * (1 + (tau * (r - 1) / 2).tanh()) * a
+
+
+BY_HAND = {"clip": clip, "cispo": cispo, "sapo": sapo}  # of ratio and advantage; with autograd's derivative in log pi
 
 
 def test_the_names_are_those_of_the_configuration_and_of_this_file():
