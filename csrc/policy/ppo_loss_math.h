@@ -117,8 +117,8 @@ BRORL_HOST_DEVICE Objective<S> objective_of(const Dual<S>& ratio, S advantage, c
   return {};
 }
 
-// -w (u f(r, A) - kl_coef KL + entropy_coef H) with f the chosen policy loss, the truncated importance weight u of Yao et
-// al. 2025 and an entropy bonus.
+// -w (u f(r, A) - kl_coef KL + entropy_coef H) with f the chosen policy loss and u the truncated importance weight of
+// Yao et al. 2025.
 //
 // old = log_prob where the actor is its own old policy. Derivatives treat old, rollout, reference and u as constants;
 // that of the ratio is zero where its logarithm has left +-20: exp(20) is far outside any clip range and far inside
