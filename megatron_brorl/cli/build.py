@@ -28,7 +28,7 @@ from megatron_brorl.models import fp8, memory
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.parallel import collect, device, grid
+from megatron_brorl.parallel import collectives, device, grid
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
@@ -75,7 +75,7 @@ class Session:
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
         self.grid = grid.build(config.parallel, config.run.seed, config.rollout.timeout_s + GRACE_S)
-        self.speaks = self.grid.rank == 0
+        self.is_main_rank = self.grid.rank == 0
         self._closing: list[Callable[[], Any]] = [grid.leave]
         self._signalled_at: float | None = None
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -100,7 +100,7 @@ class Session:
 
     def _lock(self) -> None:
         """Refuse a second run in the same directory."""
-        if not self.speaks:
+        if not self.is_main_rank:
             return
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class Session:
         self._closing.append(pool.close)
         engine = self._trtllm() if c.rollout.engine == "trtllm" else self._torch_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
-        return Rollouts(watchdog, pool, self.tokenizer, c.reward, c.run.seed, self.grid, c.rollout.most_lost)
+        return Rollouts(watchdog, pool, self.tokenizer, c.reward, c.run.seed, self.grid, c.rollout.max_lost_share)
 
     def _torch_engine(self) -> RolloutEngine:
         c = self.config
@@ -179,7 +179,7 @@ class Session:
         root = self.dir / "checkpoints"
         if self.config.train.resume == "auto":
             return checkpoint.find(root)
-        if self.speaks and root.exists():
+        if self.is_main_rank and root.exists():
             number = 1
             while (aside := root.with_name(f"checkpoints.{number}")).exists():
                 number += 1
@@ -188,7 +188,7 @@ class Session:
         return None
 
     def writer(self, resume_step: int | None) -> Any:
-        if not self.speaks:
+        if not self.is_main_rank:
             return None
         writer = MetricsWriter(self.dir, resume_step=resume_step)
         self._closing.append(writer.close)
@@ -196,7 +196,7 @@ class Session:
 
     def rollout_log(self, resume_step: int | None) -> Lines | None:
         """Where theory.log_rollouts sends the rollouts, on the rank that speaks."""
-        if not (self.config.theory.log_rollouts and self.speaks):
+        if not (self.config.theory.log_rollouts and self.is_main_rank):
             return None
         lines = Lines(self.dir / ROLLOUTS_FILE, resume_step)
         self._closing.append(lines.close)
@@ -204,12 +204,12 @@ class Session:
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""
-        return bool(collect.greatest({"stop": float(self._signalled_at is not None)})["stop"])
+        return bool(collectives.all_reduce_max({"stop": float(self._signalled_at is not None)})["stop"])
 
     def export(self, worker: Any) -> None:
         """Write the weights as run.dir/model, a Hugging Face directory."""
         tensors = worker.hf_tensors()
-        if self.speaks:
+        if self.is_main_rank:
             dtype = str(worker.options.dtype).removeprefix("torch.")
             hugging_face.save(tensors, self.config.model.path, self.dir / "model", dtype)
         else:
@@ -225,7 +225,7 @@ class Session:
             name: plain[name]
             for name in ("data", "rollout", "reward", "shaping", "algo", "critic", "reference", "ops", "optim")
         }
-        for key in ("timeout_s", "most_lost"):
+        for key in ("timeout_s", "max_lost_share"):
             del kept["rollout"][key]  # they decide when a run ends, not what it computes
         kept["run"] = {"seed": c.run.seed}
         kept["model"] = {**dataclasses.asdict(self.shape), "dtype": c.model.dtype}
@@ -236,4 +236,4 @@ class Session:
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         # A forked process shares most of its pages with its parent; counting them again would be wrong.
         children = sum(p.memory_full_info().uss for p in psutil.Process().children(recursive=True)) / 2**20
-        return collect.total({"mib": own + children})["mib"]
+        return collectives.all_reduce_sum({"mib": own + children})["mib"]

@@ -60,7 +60,7 @@ def evaluate(args: argparse.Namespace) -> int:
             "model": config.model.path,
             "sampling": {"temperature": e.temperature, "top_p": e.top_p, "top_k": e.top_k, "max_tokens": r.max_tokens},
         }
-        if session.speaks:
+        if session.is_main_rank:
             lines = [{"benchmark": name, **a.as_dict()} for name, part in answers.items() for a in part]
             write_text(session.dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines))
             write_json(session.dir / "evaluation.json", result)

@@ -141,7 +141,7 @@ def _train(args: argparse.Namespace) -> int:
             trainer.restore(found)
         writer = session.writer(trainer.step if found else None)
         trainer.rollout_log = session.rollout_log(trainer.step if found else None)
-        with progress(config.train.steps, "train", session.speaks, start=trainer.step) as p:
+        with progress(config.train.steps, "train", session.is_main_rank, start=trainer.step) as p:
             p.note(session.sources.report)
             if found:
                 p.note(f"resumed from {found}")
@@ -151,7 +151,7 @@ def _train(args: argparse.Namespace) -> int:
             after = trainer.evaluate(p).as_dict() if trainer.held_out else None
         session.export(worker)
         peak = session.peak_rss_mib()
-        if session.speaks:
+        if session.is_main_rank:
             write_json(
                 session.dir / "summary.json",
                 {
@@ -188,7 +188,7 @@ def _sft(args: argparse.Namespace) -> int:
     with Session(config) as session:
         worker = session.worker(optim)
         writer = session.writer(None)
-        with progress(config.sft.steps, "sft", session.speaks) as p:
+        with progress(config.sft.steps, "sft", session.is_main_rank) as p:
             p.note(session.sources.report)
             sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p, session.stop_requested)
         session.export(worker)

@@ -32,7 +32,7 @@ _NOT_NEGATIVE = (
     "train.steps train.checkpoint_every evaluate.every optim.warmup_steps sft.steps sft.warmup_steps rollout.top_k "
     "evaluate.top_k model.context algo.is_cap optim.lr optim.clip_grad sft.lr evaluate.temperature algo.entropy_coef "
     "critic.lr critic.lr_warmup_steps critic.steps_alone critic.clip algo.aggregation_tokens rollout.memory_mib "
-    "rollout.partial_tokens rollout.most_carried rollout.refills rollout.adaptive_first reward.cut_off_factor "
+    "rollout.partial_tokens rollout.max_carried_steps rollout.refills rollout.adaptive_first reward.cut_off_factor "
     "shaping.overlong_tokens shaping.cosine_on shaping.cosine_off shaping.repetition_ngram "
     "shaping.repetition_penalty algo.kl_coef algo.mismatch_low optim.lr_for_rollouts "
     "reference.reset_every reference.reset_after_stalls "
@@ -85,7 +85,7 @@ def validate(config: Config, where: str) -> None:
         "rollout.timeout_s",
         "must be above 0 and finite: no step waits for ever",
     )
-    need(0 <= config.rollout.most_lost <= 1, "rollout.most_lost", "must be in [0, 1]")
+    need(0 <= config.rollout.max_lost_share <= 1, "rollout.max_lost_share", "must be in [0, 1]")
     _validate_partial(config, need)
     _validate_adaptive(config, need)
     _validate_trtllm(config, need)
@@ -212,8 +212,8 @@ def _validate_partial(config: Config, need: Callable[[bool, str, str], None]) ->
         return
     steps = -(-rollout.max_tokens // rollout.partial_tokens)
     need(
-        rollout.most_carried >= steps - 1,
-        "rollout.most_carried",
+        rollout.max_carried_steps >= steps - 1,
+        "rollout.max_carried_steps",
         f"a response of rollout.max_tokens = {rollout.max_tokens} at {rollout.partial_tokens} tokens per step "
         f"(rollout.partial_tokens) is carried over {steps - 1} steps: all long responses would be lost",
     )

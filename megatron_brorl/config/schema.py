@@ -87,7 +87,7 @@ class RolloutConfig:
     # A step's sampling on one rank; rollouts that have not ended half-way are named. Then it is told to stop, and what
     # does not end is lost, or carried to the next step where there are partial rollouts.
     timeout_s: float = 1800.0
-    most_lost: float = 0.1  # share of a step's rollouts; the others are trained on. More end the run; 0: any does
+    max_lost_share: float = 0.1  # share of a step's rollouts; the others are trained on. More end the run; 0: any does
     # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
     # when its last sibling has ended. 0 = responses are sampled whole.
     partial_tokens: int = 0
@@ -99,7 +99,7 @@ class RolloutConfig:
     # keep the expected gradient that of n rollouts for every prompt.
     adaptive: Literal["off", "kept", "variance"] = "off"
     adaptive_first: int = 0  # 0 = a quarter of n
-    most_carried: int = 8  # steps that a group is carried over at most; what has not ended then is lost
+    max_carried_steps: int = 8  # steps that a group is carried over at most; what has not ended then is lost
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Grid:
     def mp_size(self) -> int:
         return self.tensor * self.context * self.pipeline
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks after a phase in which they may be further apart than parallel.timeout_s allows.
 
         Raises RuntimeError, on rank 0 with the ranks that are missing, when `patience` is over.

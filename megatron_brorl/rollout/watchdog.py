@@ -27,7 +27,7 @@ _NAMED = 8  # prompts of late rollouts that a message names
 
 
 @dataclass(frozen=True)
-class Harvest:
+class GenerationResult:
     """What came of one call of generate."""
 
     rollouts: list[list[Rollout]]  # per request, by index; what was not delivered is missing
@@ -47,7 +47,7 @@ class Watchdog:
             target=_serve, args=(engine, self._calls, device.default_device()), name="rollouts", daemon=True
         )
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Harvest:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> GenerationResult:
         """What the engine made of the requests within the limit; its exceptions are raised here.
 
         Ends within timeout_s + grace_s, whatever the engine does. Raises UserError where an earlier call never ended.
@@ -59,7 +59,7 @@ class Watchdog:
             )
         call = _Call(requests, sampling)
         if not requests:
-            return call.harvest(0)
+            return call.result(0)
         if not self._thread.is_alive():
             self._thread.start()
         self._calls.put(call)
@@ -72,7 +72,7 @@ class Watchdog:
                 if not call.done.wait(self.grace_s):
                     self.stuck = True
                     self._name_missing(call, self.timeout_s + self.grace_s, "the engine did not stop and is given up")
-        return call.harvest(late)
+        return call.result(late)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """As RolloutEngine.update_weights. An engine that is stuck takes no weights; it is not asked again either."""
@@ -151,11 +151,11 @@ class _Call:
                 for r, found in zip(self.requests, self._found, strict=True)
             ]
 
-    def harvest(self, late: int) -> Harvest:
+    def result(self, late: int) -> GenerationResult:
         if self.done.is_set() and self._error is not None:
             raise self._error
         with self._lock:
-            return Harvest([[found[i] for i in sorted(found)] for found in self._found], late)
+            return GenerationResult([[found[i] for i in sorted(found)] for found in self._found], late)
 
 
 def _serve(engine: RolloutEngine, calls: SimpleQueue[_Call], where: torch.device) -> None:

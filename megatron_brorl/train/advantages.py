@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_brorl.algo.advantage import Moments, explained_variance, merge
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.ops.backend import Backend
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.train.groups import Outcomes
 
 
@@ -96,4 +96,4 @@ def of_tokens(
 
 
 def _over_replicas(own: Moments, replicas: dist.ProcessGroup | None) -> Moments:
-    return merge([Moments(*part) for part in collect.each([own.count, own.mean, own.m2], replicas)])
+    return merge([Moments(*part) for part in collectives.all_gather([own.count, own.mean, own.m2], replicas)])

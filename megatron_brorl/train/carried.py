@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_brorl.data.source import PromptSource
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
 from megatron_brorl.rollout.sampler import Slot, even_cuts
@@ -42,7 +42,7 @@ class Carried:
         """How many rollouts go on, per replica; a collective."""
         own = len(self.begun())
         counts = {str(i): float(own) if i == grid.dp_rank else 0.0 for i in range(grid.data)}
-        return [int(count) for count in collect.total(counts, grid.groups.dp).values()]
+        return [int(count) for count in collectives.all_reduce_sum(counts, grid.groups.dp).values()]
 
 
 def carry(groups: Sequence[OpenGroup], rows: Sequence[Row], closed: Sequence[int]) -> Carried:
@@ -66,8 +66,8 @@ def staleness(rows: Sequence[Row], version: int, grid: Grid) -> dict[str, float]
     """
     behind = [(version - v, tokens) for row in rows for v, tokens in row.rollout.spans]
     sums = {"steps": float(sum(b * t for b, t in behind)), "tokens": float(sum(t for _, t in behind))}
-    sums = collect.total(sums, grid.groups.dp)
-    most = collect.greatest({"most": float(max((b for b, _ in behind), default=0))}, grid.groups.dp)["most"]
+    sums = collectives.all_reduce_sum(sums, grid.groups.dp)
+    most = collectives.all_reduce_max({"most": float(max((b for b, _ in behind), default=0))}, grid.groups.dp)["most"]
     return {"staleness_mean": sums["steps"] / (sums["tokens"] or 1.0), "staleness_max": most}
 
 

@@ -82,7 +82,7 @@ def sample_answers(
     own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
     sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
     outcomes = gather(sampled.rows, len(groups), n, None)
-    check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.most_lost)
+    check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
     found = []
     for prompt, ended, rewards, tokens in zip(
         prompts, outcomes.ended, outcomes.rewards.double(), outcomes.tokens.double(), strict=True

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_brorl.algo.kl import kl_estimate
 from megatron_brorl.algo.mismatch import mismatch_mask
 from megatron_brorl.config.schema import AlgoConfig
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.train.advantages import kl_in_reward, of_tokens
 from megatron_brorl.train.reference import Reference
 from megatron_brorl.train.worker import CriticWorker, Worker
@@ -90,5 +90,5 @@ def _needs_old(algo: AlgoConfig) -> bool:
 
 def _token_mean(per_row: Rows, worker: Worker) -> float:
     own = {"sum": float(sum(x.double().sum() for x in per_row)), "tokens": float(sum(map(len, per_row)))}
-    found = collect.total(own, worker.grid.groups.dp)
+    found = collectives.all_reduce_sum(own, worker.grid.groups.dp)
     return found["sum"] / found["tokens"] if found["tokens"] else float("nan")

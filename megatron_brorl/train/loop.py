@@ -22,7 +22,7 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import Lines, MetricsWriter
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
 from megatron_brorl.rollout.engine import Sampling
@@ -111,13 +111,13 @@ class Trainer:
             self.check_engines("nothing is lost: no step was done")
         while self.step < steps and not self.over():
             values, seconds = self.train_step()
-            self.trained_s += collect.greatest({"step": seconds["step"]})["step"]
+            self.trained_s += collectives.all_reduce_max({"step": seconds["step"]})["step"]
             due = self.config.evaluate.every and self.step % self.config.evaluate.every == 0
             if due and self.held_out and self.step < steps and not self.over() and not self.stuck():
                 begun = time.monotonic()
                 values |= flat(self.evaluate(progress))
                 seconds["evaluate"] = time.monotonic() - begun
-                self.stall.saw(values["pass_at_1"])
+                self.stall.record(values["pass_at_1"])
             self._reset_reference(values, progress)
             if writer:
                 writer.write(self.step - 1, values, seconds)
@@ -177,7 +177,9 @@ class Trainer:
         if look:
             values |= look.after(values["lr"] * values["updates"])
         done = time.monotonic()
-        tokens = collect.total(self.worker.tokens(experience.prompts, experience.responses), self.grid.groups.dp)
+        tokens = collectives.all_reduce_sum(
+            self.worker.tokens(experience.prompts, experience.responses), self.grid.groups.dp
+        )
         values["token_gain"] = tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
         seconds = {
             **got.seconds,
@@ -202,7 +204,7 @@ class Trainer:
             rows = self._sample(rows, groups, len(prompts), sums, seconds)
             outcomes, too_old = give_up(
                 self._gather(rows, groups),
-                [i for i, g in enumerate(groups) if self.step - int(g.step) >= c.rollout.most_carried],
+                [i for i, g in enumerate(groups) if self.step - int(g.step) >= c.rollout.max_carried_steps],
             )
             self._check(sums, too_old)
             selection = select(outcomes, c.algo.dynamic_sampling)
@@ -261,7 +263,7 @@ class Trainer:
             mine = own_slots(list(begun), slots, loads, grid)
             sampled = self.rollouts.sample(mine, groups, self.sampling(), begun)
             rows.extend(share_with_model_group(sampled.rows, grid))
-            sums.update(collect.total(sampled.counts()))
+            sums.update(collectives.all_reduce_sum(sampled.counts()))
             seconds.update(sampled.seconds)
 
         n = rounds.first if rounds else c.n
@@ -274,12 +276,12 @@ class Trainer:
         """What became of the rollouts so far; a collective."""
         c, n = self.config, self.config.rollout.n
         if c.rollout.adaptive != "off":  # as many columns as the largest group has siblings
-            n = int(collect.greatest({"n": max((row.rollout.index + 1.0 for row in rows), default=1.0)})["n"])
+            n = int(collectives.all_reduce_max({"n": max((row.rollout.index + 1.0 for row in rows), default=1.0)})["n"])
         return gather(rows, len(groups), n, self.grid.groups.dp, c.shaping.repetition_ngram)
 
     def _check(self, sums: Mapping[str, float], too_old: int) -> None:
         """Raise UserError where what is left of the step's rollouts would teach nothing; sums of all ranks."""
-        check_lost(f"step {self.step}", sums["lost"] + too_old, sums["asked"], self.config.rollout.most_lost)
+        check_lost(f"step {self.step}", sums["lost"] + too_old, sums["asked"], self.config.rollout.max_lost_share)
         if sums["unscored"] > MOST_UNSCORED * sums["scored"]:
             raise UserError(
                 f"step {self.step}: the verifiers failed on {sums['unscored']:.0f} of {sums['scored']:.0f} responses "
@@ -300,13 +302,13 @@ class Trainer:
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines, and check that they compute the same where that is asked for."""
         for model in self._models():  # the actor's weights are streamed next
-            model.away(weights=model is not self.worker)
+            model.offload(weights=model is not self.worker)
         self.rollouts.engine.wake()
         figures = {"refit_again": float(refit(self.worker, self.rollouts.engine, self.updates))}
         if self.config.train.verify_reshard:
             tolerance = self.config.train.verify_tolerance
             figures["reshard_gap_max"] = verify_reshard(self.worker, self.rollouts.engine, self.updates, tolerance)
-        self.worker.away()
+        self.worker.offload()
         return figures
 
     def _models(self) -> list[Stage]:
@@ -342,7 +344,7 @@ class Trainer:
         }
         root = Path(self.config.run.dir) / "checkpoints"
         for model in self._models():
-            model.back()
+            model.reload()
         checkpoint.save(
             root,
             self.step,
@@ -367,7 +369,7 @@ class Trainer:
         if self.reference is None:
             return
         if "pass_at_1" in values:
-            self.reference.stall.saw(values["pass_at_1"])
+            self.reference.stall.record(values["pass_at_1"])
         why = self.reference.due(self.step, values["reference_kl"])
         values["reference_reset"] = float(bool(why))
         if why:

@@ -19,7 +19,7 @@ class Offload:
         self._host: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._empty: list[tuple[torch.UntypedStorage, int]] = []
 
-    def away(self) -> None:
+    def offload(self) -> None:
         """Copy to host memory and free the device's; nothing happens where they are away already."""
         if self._host or self._empty:
             return
@@ -31,7 +31,7 @@ class Offload:
         for storage, _ in (*self._host, *self._empty):
             storage.resize_(0)
 
-    def back(self) -> None:
+    def reload(self) -> None:
         """Take the device's memory again."""
         for storage, host in self._host:
             storage.resize_(len(host))

@@ -15,7 +15,7 @@ from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig
 from megatron_brorl.models.gpt import Head
 from megatron_brorl.ops.dtypes import compute_dtype
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.worker import LossFunction, Worker
 from megatron_brorl.types import Experience
@@ -58,7 +58,7 @@ def update_policy(
             "tokens": sum(w * n for w, n in zip(shares, lengths, strict=True)),
             "sequences": sum(w for w, n in zip(shares, lengths, strict=True) if n),
         }
-        size = collect.total(own, worker.grid.groups.dp)
+        size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
         if not size["tokens"]:
             continue  # every rank's share of this mini-batch was dropped
         weights = token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
@@ -130,4 +130,4 @@ def _over_ranks(worker: Worker, values: list[losses.PolicyLoss]) -> dict[str, fl
     sums = {k: sum((v.sums[k] for v in values), 0.0) for k in losses.SUMS}
     maxima = {k: max((v.maxima[k] for v in values), default=0.0) for k in losses.MAXIMA}
     groups = (grid.groups.pp, grid.groups.dp_cp)
-    return collect.total(sums, *groups) | collect.greatest(maxima, *groups)
+    return collectives.all_reduce_sum(sums, *groups) | collectives.all_reduce_max(maxima, *groups)

@@ -41,7 +41,7 @@ class Reference:
 
     def reset(self) -> None:
         """Make the actor as it is now the reference; the count of stalls begins anew."""
-        self.worker.back()
+        self.worker.reload()
         for name, p in self.worker.actor.named_parameters():
             self.weights[name].copy_(p.detach())
         if self.config.reset_optimizer:
@@ -49,7 +49,7 @@ class Reference:
         self.stall.count = 0
 
     def _exchange(self) -> None:
-        self.worker.back()
+        self.worker.reload()
         with torch.no_grad():
             for name, p in self.worker.actor.named_parameters():
                 own = p.clone()

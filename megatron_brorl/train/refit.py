@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from megatron_brorl.ops.checksum import Sealed
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.receive import UpdateRefused
@@ -53,7 +53,9 @@ def _agree(grid: Grid, total: int, refused: bool) -> str:
     """What is wrong over all ranks, or "" where all of them hold the same bytes."""
     # Halves of 32 bits, which float64 holds exactly; the least value is minus the greatest negated one.
     low, high = float(total & 0xFFFFFFFF), float(total >> 32)
-    most = collect.greatest({"refused": float(refused), "low": low, "-low": -low, "high": high, "-high": -high})
+    most = collectives.all_reduce_max(
+        {"refused": float(refused), "low": low, "-low": -low, "high": high, "-high": -high}
+    )
     if most["refused"]:
         return f"refused by the engine of another rank of {grid.world}"
     if most["low"] != -most["-low"] or most["high"] != -most["-high"]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.pool import RewardPool
@@ -51,7 +51,7 @@ class Rollouts:
     reward: RewardConfig
     seed: int
     grid: Grid
-    most_lost: float  # config key rollout.most_lost
+    max_lost_share: float  # config key rollout.max_lost_share
 
     def sample(
         self,
@@ -67,11 +67,11 @@ class Rollouts:
         """
         start = time.monotonic()
         asked, numbers = requests(slots, groups, begun or {}, self.seed)
-        harvest = self.engine.generate(asked, sampling)
-        _check_distinct(asked, harvest.rollouts)
+        result = self.engine.generate(asked, sampling)
+        _check_distinct(asked, result.rollouts)
         middle = time.monotonic()
         ended, texts, rows = [], [], []
-        for number, request, rollouts in zip(numbers, asked, harvest.rollouts, strict=True):
+        for number, request, rollouts in zip(numbers, asked, result.rollouts, strict=True):
             done = tuple(r for r in rollouts if r.finish != "cut")
             ended.append(RolloutGroup(request.prompt, done, self.engine.engine.version))
             texts.append(self._texts(done, sampling.stop_ids))
@@ -82,11 +82,11 @@ class Rollouts:
             found = zip(group.group.rollouts, group.rewards.tolist(), group.answers, strict=True)
             rows += [Row(number, rollout, reward, code(answer)) for rollout, reward, answer in found]
         score = time.monotonic() - middle
-        self.grid.meet()
+        self.grid.barrier()
         return Sampled(
             rows=rows,
             asked=len(slots),
-            late=harvest.late,
+            late=result.late,
             scored=sum(len(g.rollouts) for g in ended),
             unscored=sum(verdicts[s] for s in _FAILED),
             seconds={"generate": middle - start, "score": score},
@@ -94,7 +94,7 @@ class Rollouts:
 
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
-        return bool(collect.greatest({"stuck": float(self.engine.stuck)})["stuck"])
+        return bool(collectives.all_reduce_max({"stuck": float(self.engine.stuck)})["stuck"])
 
     def _texts(self, rollouts: Sequence[Rollout], stop_ids: tuple[int, ...]) -> list[str]:
         """Responses as text without their stop token. Siblings repeat one another, so each text is decoded once."""
@@ -113,7 +113,7 @@ class Rollouts:
 def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]]) -> None:
     """Raise UserError, on every rank, where siblings of any ranks were drawn by the same random numbers."""
     hashes, names = improbable(asked, rollouts)
-    found, counts = collect.everything(hashes).unique(return_counts=True)
+    found, counts = collectives.all_gather_ids(hashes).unique(return_counts=True)
     again = set(found[counts > 1].tolist())
     if again:
         own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in again]
@@ -124,9 +124,9 @@ def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollou
 
 
 def check_lost(what: str, lost: float, asked: float, most: float) -> None:
-    """Raise UserError where more than the share `most` (config key rollout.most_lost) of the rollouts was lost."""
+    """Raise UserError where more than the share `most` (config key rollout.max_lost_share) of the rollouts was lost."""
     if lost > most * asked:
         raise UserError(
-            f"{what}: {lost:.0f} of {asked:.0f} rollouts were lost, more than rollout.most_lost = {most:g} of them: "
+            f"{what}: {lost:.0f} of {asked:.0f} rollouts were lost, more than rollout.max_lost_share = {most:g} of them: "
             "see which were late (above), mend the engine or raise rollout.timeout_s"
         )

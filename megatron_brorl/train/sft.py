@@ -16,7 +16,7 @@ from megatron_brorl.data.source import PromptSource
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.models.gpt import Head
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.progress import Progress
 from megatron_brorl.train.policy import learning_rate
@@ -44,10 +44,10 @@ def sft(
         prompts = [torch.tensor(p) for p, _ in examples]
         responses = [torch.tensor(r) for _, r in examples]
         own = float(sum(map(len, responses)))
-        tokens = collect.total({"tokens": own}, grid.groups.dp)["tokens"]
+        tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
         lr = learning_rate(optim, step)
         update, losses = worker.train(prompts, responses, _loss(tokens), 1.0, lr)
-        loss = collect.total({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
+        loss = collectives.all_reduce_sum({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
         seconds = {"step": time.monotonic() - start}
         if writer:
             writer.write(step, {"loss": loss, "grad_norm": update.grad_norm, "lr": lr, "tokens": tokens}, seconds)

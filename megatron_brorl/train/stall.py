@@ -13,6 +13,6 @@ class Stall:
     best: float | None = None
     count: int = 0
 
-    def saw(self, score: float) -> None:
+    def record(self, score: float) -> None:
         better = self.best is None or score > self.best + self.margin
         self.best, self.count = (score, 0) if better else (self.best, self.count + 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_brorl.config.schema import CriticConfig, OptimConfig
 from megatron_brorl.ops.backend import Backend
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.policy import learning_rate
 from megatron_brorl.train.worker import CriticWorker, LossFunction
@@ -41,14 +41,14 @@ def update_critic(
     for i, rows in enumerate(mini_batches):
         part = experience.take(rows)
         lengths = [len(r) for r in part.responses]
-        tokens = collect.total({"tokens": float(sum(lengths))}, critic.grid.groups.dp)["tokens"]
+        tokens = collectives.all_reduce_sum({"tokens": float(sum(lengths))}, critic.grid.groups.dp)["tokens"]
         if not tokens:
             continue  # every rank's share of this mini-batch was dropped
         lr = learning_rate(optim, first_update + i)
         loss = _loss_function(part, clip or math.inf, 1 / tokens, critic.options.ops)
         update, values = critic.train(part.prompts, part.responses, loss, lr)
         own = {key: sum((v.sums[key] for v in values), 0.0) for key in totals}
-        found = collect.total(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
+        found = collectives.all_reduce_sum(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
         totals = {key: totals[key] + found[key] for key in totals}
         norms.append(update.grad_norm)
         skipped += not update.applied

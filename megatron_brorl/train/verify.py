@@ -8,7 +8,7 @@ import torch
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key, uniforms
-from megatron_brorl.parallel import collect
+from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import own_slots, requests, share_with_model_group
 from megatron_brorl.rollout.watchdog import Watchdog
@@ -39,14 +39,14 @@ def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: fl
     slots = own_slots([], list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.data, grid)
     asked, group_of = requests(slots, groups, {}, 0)
     sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())
-    harvest = engine.generate(asked, sampling)
-    own = [Row(g, r, 0.0) for g, rollouts in zip(group_of, harvest.rollouts, strict=True) for r in rollouts]
+    result = engine.generate(asked, sampling)
+    own = [Row(g, r, 0.0) for g, rollouts in zip(group_of, result.rollouts, strict=True) for r in rollouts]
     rows = [(prompts[row.group], row.rollout) for row in share_with_model_group(own, grid)]
     inputs = [torch.tensor(p.token_ids) for p, _ in rows]
     actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], 1.0)
     gaps = torch.cat([a - r.log_probs for a, (_, r) in zip(actual, rows, strict=True)]).abs()
     # Not a number must not lose in a maximum.
-    gap = collect.greatest({"gap": float(gaps.nan_to_num(nan=float("inf")).max())})["gap"]
+    gap = collectives.all_reduce_max({"gap": float(gaps.nan_to_num(nan=float("inf")).max())})["gap"]
     if not gap <= tolerance:
         raise UserError(
             f"train.verify_reshard: after version {version} an engine's log-probs differ from the actor's by {gap:.2e} "

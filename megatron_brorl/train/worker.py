@@ -118,17 +118,17 @@ class Stage:
         config.finalize_model_grads_func = lambda models, _tokens, **kwargs: finalize_model_grads(models, **kwargs)
         config.no_sync_func = self.model.no_sync
 
-    def away(self, weights: bool = True) -> None:
+    def offload(self, weights: bool = True) -> None:
         """Move the optimizer's state, and the weights, to host memory; gradients are dropped. Training, scoring and
         streaming bring back what they need."""
         self._finish_gather()
         for part in (self._state, self._weights if weights else None):
             if part:
-                part.away()
+                part.offload()
         if device.on_gpu() and self._weights:
             torch.cuda.empty_cache()  # for the engine, which is another process
 
-    def back(self) -> None:
+    def reload(self) -> None:
         """Undo `away`, for whoever reads weights or optimizer directly."""
         self._finish_gather()
         self._take_back()
@@ -136,7 +136,7 @@ class Stage:
     def _take_back(self) -> None:
         for part in (self._weights, self._state):
             if part:
-                part.back()
+                part.reload()
 
     def _finish_gather(self) -> None:
         """Weights that the last optimizer step left to be gathered as layers ask for them (overlap_param_gather)."""
@@ -235,7 +235,7 @@ class Stage:
 
     def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:
         if self._weights:
-            self._weights.back()
+            self._weights.reload()
 
         def gathered(hidden: Tensor, batch: Packed) -> Any:
             self._finish_gather()  # of the head, whose module is not called
@@ -274,7 +274,7 @@ class Worker(Stage):
         """The full weights as (Hugging Face name, tensor), with checksums, the same on every rank; a collective."""
         self._finish_gather()
         if self._weights:
-            self._weights.back()
+            self._weights.reload()
         named = hf_names.global_parameters(self.actor)
         plain = {n: dequantize_fp8_tensor(p) if is_float8tensor(p) else p for n, p in named.items()}
         return stream(self.plan, plain, self.grid, self.options.dtype)

@@ -128,7 +128,7 @@ def train_steps(
     algo = AlgoConfig(**({"eps_low": 0.9, "eps_high": 4.0} | options.get("algo", {})))
     figures = []
     for update in range(2):
-        worker.away()
+        worker.offload()
         assert any(p.untyped_storage().nbytes() for p in worker.actor.parameters()) != bool(options.get("offload"))
         figures.append(update_policy(worker, experience, [list(range(len(own)))], algo, optim, 0.9, update))
     return figures, {name: tensor.cpu().clone() for name, tensor in worker.hf_tensors()}

@@ -36,7 +36,7 @@ from megatron_brorl.types import OpenGroup
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
 BASE = Config(
     run=RunConfig(seed=3),
-    rollout=RolloutConfig(n=32, prompts=4, max_tokens=12, timeout_s=60.0, most_lost=1.0),
+    rollout=RolloutConfig(n=32, prompts=4, max_tokens=12, timeout_s=60.0, max_lost_share=1.0),
     optim=OptimConfig(lr=2e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3),
     train=TrainConfig(tokens_per_micro_batch=600, checkpoint_every=0),
     evaluate=EvaluateConfig(samples=4, bootstrap=100),
@@ -56,8 +56,8 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
     worker = Worker(read_shape(directory), grid, _options(config, grid), config.optim)
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
-    tokenizer, most_lost = fakes.Tokenizer(), config.rollout.most_lost
-    rollouts = Rollouts(watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, most_lost)
+    tokenizer, max_lost_share = fakes.Tokenizer(), config.rollout.max_lost_share
+    rollouts = Rollouts(watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share)
     held_out = fakes.prompts(5, 1000)
     return Trainer(
         config,
@@ -175,9 +175,9 @@ def draw(
     groups = [OpenGroup(fakes.prompts(1, i)[0], 7, place) for place, i in enumerate(asked)]
     slots = own_slots([], list(product(range(len(groups)), range(n))), [0] * worker.grid.data, worker.grid)
     wanted, numbers = requests(slots, groups, {}, seed=1)
-    harvest = Watchdog(engine, 300.0).generate(wanted, Sampling(1.0, 1.0, 0, 24, (2, 5, 7, 11)))
+    result = Watchdog(engine, 300.0).generate(wanted, Sampling(1.0, 1.0, 0, 24, (2, 5, 7, 11)))
     found = {}
-    for number, request, rollouts in zip(numbers, wanted, harvest.rollouts, strict=True):
+    for number, request, rollouts in zip(numbers, wanted, result.rollouts, strict=True):
         for r in rollouts:
             places = [seen[request.key, r.index, position] for position in range(len(r.token_ids))]
             uniforms, logits = [u for u, _ in places], torch.stack([row for _, row in places])
@@ -191,12 +191,12 @@ def meeting(rank: int) -> str:
     grid = grids.build(ParallelConfig(timeout_s=0.5), phase_s=3.0)
     if rank == 1:
         time.sleep(1.0)
-    grid.meet()
+    grid.barrier()
     if rank == 1:
         time.sleep(8.0)
         return ""
     try:
-        grid.meet()
+        grid.barrier()
     except RuntimeError as e:
         return str(e)
     return "nobody was missed"

@@ -46,7 +46,7 @@ def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel
     """Five steps with the real engine: the weights keep their bits, ratios are 1, and the mismatch does not drift."""
     algo = {"mini_batches": 2, "epochs": 2, "entropy_coef": 0.01, "kl_coef": 0.1, "dynamic_sampling": False}
     changes = {
-        "rollout": {"prompts": 3, "n": 8, "timeout_s": 60.0, "most_lost": 1.0, "max_tokens": 12},
+        "rollout": {"prompts": 3, "n": 8, "timeout_s": 60.0, "max_lost_share": 1.0, "max_tokens": 12},
         "algo": algo | ({"advantage": "gae"} if critic else {}),
         "optim": {"lr": 0.0, "weight_decay": 0.1},
         "critic": {"lr": 1e-3},

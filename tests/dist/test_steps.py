@@ -40,7 +40,7 @@ VARIANTS = {
         "algo": {"kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1", "mini_batches": 2, "mismatch_mask": "sequence"},
         "optim": {"lr_for_rollouts": 24},
     },
-    "partial": {"rollout": {"prompts": 3, "partial_tokens": 4, "most_carried": 2}, "algo": {"mini_batches": 2}},
+    "partial": {"rollout": {"prompts": 3, "partial_tokens": 4, "max_carried_steps": 2}, "algo": {"mini_batches": 2}},
 }
 LOST = {("p/0", 5), ("p/1", 15), ("p/1", 16), ("p/2", 31), ("p/4", 0)}
 STEPS = {"partial": 5, "critic": 3}

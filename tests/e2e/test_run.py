@@ -144,7 +144,7 @@ def test_a_rank_that_is_killed_ends_the_run_by_name(config, warm, tmp_path):
 
 def test_partial_rollouts_resumed(config, warm, tmp_path):
     """Responses of up to 6 tokens at 2 per step; a run that stops while some wait goes on with the same bits."""
-    options = ["rollout.partial_tokens=2", "rollout.most_carried=2", "evaluate.every=0"]
+    options = ["rollout.partial_tokens=2", "rollout.max_carried_steps=2", "evaluate.every=0"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for directory, steps in ((whole, 5), (parts, 2), (parts, 5)):
         command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", *options]

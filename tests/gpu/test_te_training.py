@@ -43,7 +43,7 @@ def test_a_step_is_near_the_one_in_fp32(config, offload, tmp_path):
     worker = Worker(shape, grid.build(ParallelConfig()), options, OptimConfig(lr=1e-4))
     worker.load_hf(tmp_path)
     prompts, responses = rows(2)
-    worker.away()
+    worker.offload()
     found = worker.log_probs(prompts, responses, 1.0)
     for p, r, lp in zip(prompts, responses, found, strict=True):
         logits = model(torch.cat((p, r))[None]).logits[0, len(p) - 1 : -1]
@@ -53,7 +53,7 @@ def test_a_step_is_near_the_one_in_fp32(config, offload, tmp_path):
     experience = Experience(tuple(prompts), tuple(responses), tuple(found), None, advantages)
     before = {n: x.clone() for n, x in worker.hf_tensors()}
     for update in range(3):
-        worker.away()
+        worker.offload()
         figures = update_policy(worker, experience, [list(range(24))], AlgoConfig(), OptimConfig(lr=1e-4), 1.0, update)
         assert figures["updates_skipped"] == 0
         assert 0 < figures["grad_norm"] < 1e4

@@ -62,7 +62,7 @@ def test_file_then_overrides(tmp_path):
         ("[algo]\nmini_batches = 9\n[rollout]\nprompts = 8", [], "algo.mini_batches = 9: cannot cut 8 prompts"),
         ("[rollout]\ntimeout_s = 0", [], "rollout.timeout_s = 0.0: must be above 0 and finite"),
         ("[rollout]\ntimeout_s = inf", [], "rollout.timeout_s = inf: must be above 0 and finite"),
-        ("[rollout]\nmost_lost = 1.5", [], "rollout.most_lost = 1.5: must be in [0, 1]"),
+        ("[rollout]\nmost_lost = 1.5", [], "rollout.max_lost_share = 1.5: must be in [0, 1]"),
         ("[theory]\nprompts = 0", [], "theory.prompts = 0: must be at least 1"),
         (
             "[theory]\nevery = 2\nmeasure_every = 3",
@@ -89,7 +89,7 @@ def test_file_then_overrides(tmp_path):
         (
             "[rollout]\npartial_tokens = 100\nmax_tokens = 1001\nmost_carried = 9",
             [],
-            "rollout.most_carried = 9: a response of rollout.max_tokens = 1001 at 100 tokens per step "
+            "rollout.max_carried_steps = 9: a response of rollout.max_tokens = 1001 at 100 tokens per step "
             "(rollout.partial_tokens) is carried over 10 steps",
         ),
         (

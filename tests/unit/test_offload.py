@@ -13,11 +13,11 @@ def test_bytes_and_views_come_back():
     dropped = torch.ones(64)
     before = [v.clone() for v in views]
     offload = Offload(lambda: views, lambda: [dropped])
-    offload.away()
-    offload.away()  # the second one finds nothing
+    offload.offload()
+    offload.offload()  # the second one finds nothing
     assert [v.untyped_storage().nbytes() for v in (base, *views, dropped)] == [0] * 6
-    offload.back()
-    offload.back()
+    offload.reload()
+    offload.reload()
     assert all(torch.equal(v, b) for v, b in zip(views, before, strict=True))
     assert torch.equal(base[10:20], before[0])
     base[10] = 7.0
@@ -28,10 +28,10 @@ def test_bytes_and_views_come_back():
 def test_tensors_that_came_since_are_found():
     tensors = [torch.ones(3)]
     offload = Offload(lambda: tensors)
-    offload.away()
-    offload.back()
+    offload.offload()
+    offload.reload()
     tensors.append(torch.full((4,), 2.0))
-    offload.away()
+    offload.offload()
     assert tensors[1].untyped_storage().nbytes() == 0
-    offload.back()
+    offload.reload()
     assert tensors[1].tolist() == [2.0] * 4

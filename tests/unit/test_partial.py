@@ -27,7 +27,7 @@ def log_probs(model, prompt: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("updates", [1, 2])
 def test_stale_tokens_are_weighted_by_what_they_were_sampled_with(processes, model, monkeypatch, updates):
     """Loss (one update) and old log-probs (two) of every step against transformers with the weights at its start."""
-    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": BUDGET, "most_carried": 2}
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": BUDGET, "max_carried_steps": 2}
     config = configured({"rollout": rollout, "algo": {"mini_batches": updates}})
     trainer = make_trainer(model[0], processes, config, fakes.Engine())
     trainer.refit()
@@ -69,7 +69,7 @@ def test_stale_tokens_are_weighted_by_what_they_were_sampled_with(processes, mod
 
 def test_what_the_watchdog_cuts_goes_on(processes, model):
     """A sibling that makes no progress in two steps is asked for again, and ends in the third."""
-    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "most_carried": 3, "timeout_s": 0.5}
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "max_carried_steps": 3, "timeout_s": 0.5}
     engine = fakes.Engine(stall={("p/1", 5)})
     trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
     trainer.refit()
@@ -87,7 +87,7 @@ def test_what_the_watchdog_cuts_goes_on(processes, model):
 
 
 def test_a_group_that_is_carried_too_long_closes_without_the_rest(processes, model):
-    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "most_carried": 1, "timeout_s": 0.5}
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "max_carried_steps": 1, "timeout_s": 0.5}
     engine = fakes.Engine(stall={("p/1", 5)})
     trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
     trainer.refit()

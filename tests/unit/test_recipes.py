@@ -22,7 +22,7 @@ else:
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 # What a machine or a run decides, and not the method.
 NOT_OF_THE_METHOD = {
-    "rollout": {"engine", "max_rows", "memory_mib", "timeout_s", "most_lost"},
+    "rollout": {"engine", "max_rows", "memory_mib", "timeout_s", "max_lost_share"},
     "reward": {"workers", "timeout_s"},
     "evaluate": {"bootstrap", "pass_at", "benchmarks"},
 }

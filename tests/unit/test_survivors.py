@@ -33,7 +33,7 @@ def test_one_of_512_killed_and_another_stalled(processes, model, deaf, capfd):
     """The step ends within the watchdog's limit, and its loss is that over the survivors, divided by their tokens."""
     grace, release = 0.5, threading.Event()
     engine = fakes.Engine(lose={KILLED}, stall={STALLED}, deaf=release if deaf else None)
-    config = configured({"rollout": {"n": N, "prompts": 2, "timeout_s": LIMIT, "most_lost": 0.01}})
+    config = configured({"rollout": {"n": N, "prompts": 2, "timeout_s": LIMIT, "max_lost_share": 0.01}})
     trainer = make_trainer(model[0], processes, config, engine, grace)
     trainer.refit()
     values, seconds = trainer.train_step()
@@ -78,10 +78,12 @@ def test_no_micro_batch_keeps_its_graph(processes, model, monkeypatch):
 
 def test_too_many_lost_end_the_run_in_one_line(processes, model):
     lose = {("p/1", i) for i in range(5)}
-    config = configured({"rollout": {"n": 32, "prompts": 2, "most_lost": 4 / 64}})
+    config = configured({"rollout": {"n": 32, "prompts": 2, "max_lost_share": 4 / 64}})
     trainer = make_trainer(model[0], processes, config, fakes.Engine(lose=lose))
     trainer.refit()
-    with pytest.raises(UserError, match=r"step 0: 5 of 64 rollouts were lost, more than rollout\.most_lost = 0\.0625"):
+    with pytest.raises(
+        UserError, match=r"step 0: 5 of 64 rollouts were lost, more than rollout\.max_lost_share = 0\.0625"
+    ):
         trainer.train_step()
 
 

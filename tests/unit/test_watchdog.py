@@ -20,16 +20,16 @@ FIRST, SECOND = fakes.prompts(2)
 REQUESTS = [Request(FIRST, 11, 40), Request(SECOND, 12, 8, first=32)]
 
 
-def indices(harvest):
-    return [[r.index for r in rollouts] for rollouts in harvest.rollouts]
+def indices(result):
+    return [[r.index for r in rollouts] for rollouts in result.rollouts]
 
 
 def test_an_engine_in_time_is_left_alone(capfd):
     engine = fakes.Engine(version=4)
-    harvest = Watchdog(engine, 60.0).generate(REQUESTS, SAMPLING)
-    assert indices(harvest) == [list(range(40)), list(range(32, 40))]
-    assert harvest.late == 0
-    for request, rollouts in zip(REQUESTS, harvest.rollouts, strict=True):
+    result = Watchdog(engine, 60.0).generate(REQUESTS, SAMPLING)
+    assert indices(result) == [list(range(40)), list(range(32, 40))]
+    assert result.late == 0
+    for request, rollouts in zip(REQUESTS, result.rollouts, strict=True):
         for rollout in rollouts:
             (drawn,) = fakes.draws(request.key, [rollout.index], 12)
             end = drawn.index(fakes.STOP) + 1 if fakes.STOP in drawn else 12
@@ -39,16 +39,16 @@ def test_an_engine_in_time_is_left_alone(capfd):
 
 def test_lost_rollouts_are_missing():
     engine = fakes.Engine(lose={("p/0", 0), ("p/1", 39)})
-    harvest = Watchdog(engine, 60.0).generate(REQUESTS, SAMPLING)
-    assert indices(harvest) == [list(range(1, 40)), list(range(32, 39))]
+    result = Watchdog(engine, 60.0).generate(REQUESTS, SAMPLING)
+    assert indices(result) == [list(range(1, 40)), list(range(32, 39))]
 
 
 def test_late_rollouts_are_named_and_come_back_unfinished(capfd):
     """The engine hears of the limit; what had begun comes back "cut", with its tokens."""
     engine = fakes.Engine(stall={("p/0", 3), *(("p/1", i) for i in range(34, 40))}, lose={("p/0", 7)})
-    harvest = Watchdog(engine, 0.4, rank=5).generate(REQUESTS, SAMPLING)
-    assert harvest.late == 8
-    finishes = {(i, r.index): r.finish for i, rollouts in enumerate(harvest.rollouts) for r in rollouts}
+    result = Watchdog(engine, 0.4, rank=5).generate(REQUESTS, SAMPLING)
+    assert result.late == 8
+    finishes = {(i, r.index): r.finish for i, rollouts in enumerate(result.rollouts) for r in rollouts}
     assert len(finishes) == 47
     assert {place for place, finish in finishes.items() if finish == "cut"} == {
         (0, 3),
@@ -66,9 +66,9 @@ def test_a_stuck_engine_is_given_up(capfd):
     engine = fakes.Engine(stall={("p/0", 3)}, deaf=release, version=1)
     dog = Watchdog(engine, 0.2, grace_s=0.2)
     begun = time.monotonic()
-    harvest = dog.generate(REQUESTS, SAMPLING)
+    result = dog.generate(REQUESTS, SAMPLING)
     assert time.monotonic() - begun < 30  # not for ever
-    assert indices(harvest) == [[i for i in range(40) if i != 3], list(range(32, 40))]
+    assert indices(result) == [[i for i in range(40) if i != 3], list(range(32, 40))]
     assert dog.stuck
     assert "the engine did not stop and is given up: prompt p/0: sibling 3" in capfd.readouterr().err
     sent = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])

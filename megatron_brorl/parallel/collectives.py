@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_brorl.parallel import device
 
 
-def combine(values: Mapping[str, float], op: Any, *groups: dist.ProcessGroup | None) -> dict[str, float]:
+def all_reduce(values: Mapping[str, float], op: Any, *groups: dist.ProcessGroup | None) -> dict[str, float]:
     """Reduce every value over each group in turn (None = all ranks) in float64; every rank must name the same keys."""
     packed = torch.tensor(list(values.values()), dtype=torch.float64, device=device.default_device())
     for group in groups:
@@ -20,7 +20,7 @@ def combine(values: Mapping[str, float], op: Any, *groups: dist.ProcessGroup | N
     return dict(zip(values, packed.tolist(), strict=True))
 
 
-def each(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
+def all_gather(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
     """The numbers of every rank of the group in rank order, in float64; as many on every rank."""
     own = torch.tensor(values, dtype=torch.float64, device=device.default_device())
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -28,15 +28,15 @@ def each(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[
     return [part.tolist() for part in found]
 
 
-def total(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dict[str, float]:
-    return combine(values, dist.ReduceOp.SUM, *(groups or (None,)))
+def all_reduce_sum(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dict[str, float]:
+    return all_reduce(values, dist.ReduceOp.SUM, *(groups or (None,)))
 
 
-def greatest(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dict[str, float]:
-    return combine(values, dist.ReduceOp.MAX, *(groups or (None,)))
+def all_reduce_max(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dict[str, float]:
+    return all_reduce(values, dist.ReduceOp.MAX, *(groups or (None,)))
 
 
-def everything(values: Tensor) -> Tensor:
+def all_gather_ids(values: Tensor) -> Tensor:
     """The values [K] int64 of all ranks, in rank order; K may differ."""
     where = device.default_device()
     lengths = [torch.zeros(1, dtype=torch.int64, device=where) for _ in range(dist.get_world_size())]
