@@ -96,6 +96,15 @@ def test_heavy_packages_stay_in_their_rooms():
                 assert may(module), f"{module} imports {package}"
 
 
+def test_ops_are_chosen_in_one_place():
+    """ops.backend chooses; layers of csrc are built where the backend says so, and `brorl doctor` looks for csrc."""
+    fused = "megatron_brorl.ops.fused"
+    for module, targets in GRAPH.items():
+        if any(t.startswith(fused) for t in targets) and not module.startswith(fused):
+            may = module in ("megatron_brorl.ops.backend", "megatron_brorl.cli.doctor")
+            assert may or module.startswith("megatron_brorl.models.layers."), f"{module} imports {fused}"
+
+
 def test_package_inits_are_empty():
     for path in PACKAGE.rglob("__init__.py"):
         if path.parent != PACKAGE:

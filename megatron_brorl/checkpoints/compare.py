@@ -13,6 +13,7 @@ from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models.gpt import build_actor
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import device, grid
 from megatron_brorl.parallel.batch import pack
 
@@ -57,7 +58,7 @@ def _hugging_face(directory: Path, ids: Tensor) -> Tensor:
 def _megatron(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
     """Megatron-Core's own loader into its own model, on this process alone."""
     processes = grid.build(ParallelConfig())
-    actor = build_actor(shape, processes, torch.float32).eval()
+    actor = build_actor(shape, processes, torch.float32, backend("fused", device.default_device())).eval()
     with device.bridge():
         state = dist_checkpointing.load({"model": actor.sharded_state_dict(prefix="")}, str(directory))
         actor.load_state_dict(state["model"])

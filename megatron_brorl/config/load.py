@@ -106,10 +106,17 @@ def validate(config: Config, where: str) -> None:
     _validate_recipe(config, need)
     need(0 < config.algo.eps_low < 1, "algo.eps_low", "must be in (0, 1)")
     need(config.algo.eps_high > 0, "algo.eps_high", "must be above 0")
+    need(config.algo.tau_pos > 0, "algo.tau_pos", "must be above 0")
+    need(config.algo.tau_neg > 0, "algo.tau_neg", "must be above 0")
     need(
         config.algo.dual_clip == 0 or config.algo.dual_clip > 1 + config.algo.eps_high,
         "algo.dual_clip",
         "must be 0 (off) or above 1 + algo.eps_high",
+    )
+    need(
+        config.algo.dual_clip == 0 or config.algo.policy_loss == "clip",
+        "algo.dual_clip",
+        f'algo.policy_loss = "{config.algo.policy_loss}" has no such bound: must be 0 (off)',
     )
     need(
         config.algo.aggregation != "fixed" or config.algo.aggregation_tokens > 0,

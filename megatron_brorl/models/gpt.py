@@ -16,7 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from megatron_brorl.algo.loss import PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
+from megatron_brorl.algo.loss import PolicyLoss, PolicyTokens
+from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models.hf_names import entries, global_parameters
@@ -25,11 +26,11 @@ from megatron_brorl.models.layers.fused_attention import FusedAttention, FusedSe
 from megatron_brorl.models.layers.linear import FusedColumnLinear, FusedRowLinear, FusedSwiGluLinear, TakenActivation
 from megatron_brorl.models.layers.norm import FusedRmsNorm, PostNormRowLinear, RmsNorm
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.reference.linear import LinearPpoLoss, compute_dtype
+from megatron_brorl.ops.backend import Backend
+from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.parallel.vocab import linear_log_probs
 from megatron_brorl.reshard.layout import Entry
 
 _ACTIVATIONS = {None: torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
@@ -42,11 +43,11 @@ class Actor(GPTModel):
     The LM head is applied by `Head` to the predicting positions alone, so that prompt tokens cost no logits.
     """
 
-    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: str) -> None:
+    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: Backend) -> None:
         inv_freq, _ = rope.inverse_frequencies(shape)
         super().__init__(
             config=config,
-            transformer_layer_spec=_layers(shape, config, grid, fused_layers(ops) and shape.llama_layers),
+            transformer_layer_spec=_layers(shape, config, grid, ops.fused_layers and shape.llama_layers),
             vocab_size=padded_vocab(shape.vocab, grid.tensor),
             max_sequence_length=shape.context,
             pre_process=grid.first_stage,
@@ -58,9 +59,9 @@ class Actor(GPTModel):
 
         self.shape = shape
         self.fused_norms = _engine_layers(shape)  # the names of the norms in models.hf_names
-        self.fused_layers = fused_layers(ops) and shape.llama_layers
+        self.fused_layers = ops.fused_layers and shape.llama_layers
         self.grid = grid
-        self.ops = ops  # config key ops.implementation
+        self.ops = ops
         self._inv_freq = inv_freq.to(device.default_device())
         if shape.local_layers:
             self._local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(device.default_device())
@@ -145,41 +146,25 @@ class Head:
     vocab: int  # without padding
     temperature: float
     group: dist.ProcessGroup  # tensor parallel
-    ops: str  # "fused" (ops.fused) or "reference" (parallel.vocab, algo.loss)
+    ops: Backend
 
     def log_probs(self) -> tuple[Tensor, Tensor]:
         """Log-probability of each target and entropy of each row [R], both differentiable."""
-        if self.ops == "fused":
-            from megatron_brorl.ops.fused import linear as fused
-
-            return fused.linear_log_probs(
-                self.rows, self.weight, self.targets, self.temperature, self.group, self.vocab
-            )
-        return linear_log_probs(self.rows, self.weight, self.targets, self.vocab, self.temperature, self.group)
+        return self.ops.linear_log_probs(self.rows, self.weight, self.targets, self.temperature, self.group, self.vocab)
 
     def logits(self, at: Tensor) -> Tensor:
         """Logits [K, V] of the rows `at` [K] at temperature 1, in at least float32; a collective of the group."""
         rows = self.rows.index_select(0, at.to(self.rows.device))
-        if self.ops == "fused":
-            from megatron_brorl.ops.fused.softmax import gemm_
-
-            part = rows.new_empty(len(rows), len(self.weight), dtype=compute_dtype(rows.dtype))
-            gemm_(part, rows, self.weight.t(), accumulate=False)
-        else:
-            part = rows.to(compute_dtype(rows.dtype)) @ self.weight.to(compute_dtype(rows.dtype)).t()
+        part = self.ops.linear_logits(rows, self.weight)
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, part, group=self.group)
         return torch.cat(parts, dim=-1)[:, : self.vocab]
 
-    def policy_loss(self, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss | LinearPpoLoss:
+    def policy_loss(self, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss:
         """algo.loss.policy_loss of the targets; one backward pass."""
-        if self.ops == "fused":
-            from megatron_brorl.ops.fused import linear as fused
-
-            return fused.linear_ppo_loss(
-                self.rows, self.weight, self.targets, tokens, settings, self.temperature, self.group, self.vocab
-            )
-        return policy_loss(*self.log_probs(), tokens, settings)
+        return self.ops.linear_ppo_loss(
+            self.rows, self.weight, self.targets, tokens, settings, self.temperature, self.group, self.vocab
+        )
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
@@ -202,17 +187,12 @@ def check_layout(
         raise UserError(f"{keys[1]} = {pipeline} does not divide num_hidden_layers = {shape.layers} of the model")
 
 
-def fused_layers(ops: str) -> bool:
-    """Whether layers use ops.fused.layers, which is for CPUs. ops: config key ops.implementation."""
-    return ops == "fused" and not device.on_gpu()
-
-
 def transformer_config(
     shape: ModelShape,
     grid: Grid,
     dtype: torch.dtype,
     recompute: bool,
-    ops: str,
+    ops: Backend,
     fields: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
     """Megatron's description of the model. dtype is that of weights and activations, ops what build_actor gets. fields:
@@ -261,7 +241,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=gpu and shape.activation is None,
         # A module of ours between the products of an MLP, see _layers.
-        use_te_activation_func=fused_layers(ops) and shape.llama_layers,
+        use_te_activation_func=ops.fused_layers and shape.llama_layers,
         bias_dropout_fusion=gpu,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -274,11 +254,11 @@ def build_actor(
     shape: ModelShape,
     grid: Grid,
     dtype: torch.dtype,
+    ops: Backend,
     recompute: bool = False,
-    ops: str = "fused",
     fields: Mapping[str, Any] | None = None,
 ) -> Actor:
-    """This rank's stage with uninitialised weights (checkpoints.hugging_face fills them). ops: see Head. fields: see
+    """This rank's stage with uninitialised weights (checkpoints.hugging_face fills them). fields: see
     transformer_config."""
     check_layout(shape, grid.tensor, grid.pipeline)
     with device.bridge():

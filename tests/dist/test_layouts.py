@@ -10,7 +10,7 @@ import pytest
 import torch
 from dist.jobs import rows
 from dist.world import World
-from ops.linear_cases import EVERYTHING, SETTINGS, assert_agree, make
+from ops.linear_cases import EVERYTHING, OTHER_LOSSES, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -196,7 +196,7 @@ def test_bf16_trains_with_fp32_masters(worlds, models):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("settings", [SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence")])
+@pytest.mark.parametrize("settings", [SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence"), *OTHER_LOSSES])
 def test_fused_loss_over_a_sharded_vocabulary(worlds, world, settings):
     """Values, figures and gradients of 2 and 4 tensor-parallel ranks equal the float64 reference of one."""
     expected = make(150, 16, 1001, seed=7).call(reference.linear_ppo_loss, settings=settings, upstream=-1.5)

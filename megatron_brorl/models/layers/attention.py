@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_brorl.models.layers import flex_attention
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.reference.linear import compute_dtype
+from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel.batch import Group
 from megatron_brorl.parallel.context import own_tokens
 
