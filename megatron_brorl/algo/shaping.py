@@ -21,7 +21,7 @@ def shaped(
     result = rewards
     if config.overlong_tokens:
         result = result + soft_overlong(tokens, max_tokens, config.overlong_tokens).to(rewards.dtype)
-    if config.cosine_coef and cycle_is_on(step, config.cosine_on, config.cosine_off):
+    if config.cosine_coef and cycle_is_on(step, config.cosine_on_steps, config.cosine_off_steps):
         bonus = config.cosine_coef * cosine_length(tokens, max_tokens, config.cosine_min, config.cosine_max)
         result = torch.where(rewards >= CORRECT, result + bonus.to(rewards.dtype), result)
     if config.repetition_ngram:

@@ -162,10 +162,10 @@ class Session:
             hf_shapes(self.shape),
             device.default_device(),
             DTYPES[c.rollout.dtype],
-            c.rollout.max_rows,
+            c.rollout.max_num_seqs,
             sample,
             ops,
-            c.rollout.memory_mib * 2**20,
+            c.rollout.kv_cache_mib * 2**20,
             self.tokenizer.decode,
         )
 

@@ -134,7 +134,7 @@ def _train(args: argparse.Namespace) -> int:
             session.stop_ids,
             session.fingerprint(),
             config.run.started or begun,
-            stall=Stall(config.train.stall_margin),
+            stall=Stall(config.train.min_delta),
             critic=session.critic(),
             reference=Reference(worker, config.reference) if config.algo.kl_coef else None,
         )
