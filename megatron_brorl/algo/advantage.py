@@ -29,7 +29,7 @@ class Moments:
 
 
 def moments(values: Tensor) -> Moments:
-    """Moments of a tensor of any shape, in float64."""
+    """Moments of a tensor [...] of any shape, in float64."""
     x = values.double()
     if not x.numel():
         return Moments(0.0, 0.0, 0.0)
@@ -75,7 +75,7 @@ def explained_variance(returns: Moments, residuals: Moments) -> float:
 
 
 def whiten(values: Tensor, batch: Moments) -> Tensor:
-    """(values - mean) / std of the global batch; zero where that has no spread."""
+    """(values [...] - mean) / std of the global batch, of any shape; zero where that has no spread."""
     if batch.std == 0.0:
         return torch.zeros_like(values)
     return ((values.double() - batch.mean) / batch.std).to(values.dtype)

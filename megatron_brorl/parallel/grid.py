@@ -36,18 +36,22 @@ class Grid:
 
     @property
     def rank(self) -> int:
+        """Of this process, among all."""
         return dist.get_rank()
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return self.mp_size * self.data
 
     @property
     def first_stage(self) -> bool:
+        """Whether this rank holds the embedding, at the front of the pipeline."""
         return self.pp_rank == 0
 
     @property
     def last_stage(self) -> bool:
+        """Whether this rank holds the head, at the end of the pipeline."""
         return self.pp_rank == self.pipeline - 1
 
     @property
@@ -57,6 +61,7 @@ class Grid:
 
     @property
     def mp_size(self) -> int:
+        """Ranks of `replica`."""
         return self.tensor * self.context * self.pipeline
 
     def barrier(self) -> None:
@@ -71,9 +76,10 @@ class Grid:
 def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     """Join the processes of the launcher (torchrun, Slurm; alone without one) into a grid.
 
-    phase_s: seconds that ranks may be apart where they `meet`, beside parallel.timeout_s; 0 = they never do.
+    phase_s: seconds that ranks may be apart at a `barrier`, beside parallel.timeout_s; 0 = they never do.
     Raises UserError when the world size is not a multiple of tensor x context x pipeline.
     """
+    # The launcher's processes must fill whole replicas of the model.
     device.prepare()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     model = config.tensor * config.context * config.pipeline
@@ -84,6 +90,8 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
             f"world size {world} is not a multiple of {names} = {sizes}: start {model} processes, or a multiple "
             "(torchrun --nproc-per-node)"
         )
+
+    # Join them, and let Megatron make its groups.
     if not dist.is_initialized():
         _join(world, config.timeout_s)
     if parallel_state.is_initialized():
@@ -96,6 +104,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     # Dropout is off everywhere; Megatron still insists on seeded generators for its forks.
     model_parallel_cuda_manual_seed(seed)
+
     patience = timedelta(seconds=phase_s + config.timeout_s)
     return Grid(
         tensor=config.tensor,
