@@ -10,7 +10,7 @@ ROOT = PACKAGE.parent
 
 # A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
 FLOORS = [
-    {"errors", "types", "config", "metrics", "progress", "model_shape"},
+    {"errors", "types", "config", "outputs", "metrics", "progress", "model_shape", "ranks"},
     {"algo", "rewards"},
     {"ops", "theory"},  # the fused ops take up formulas of algo, the theory its intervals
     {"parallel"},

@@ -117,6 +117,7 @@ def to_hf(
 
     with _output(target, size) as aside:
         hugging_face.copy_companions(companions, aside)
+        hugging_face.complete(companions, aside)
         _set_dtype(aside / CONFIG, set(types.values()))
         safetensors_files.write(tensors(), layout, aside)
         if check:

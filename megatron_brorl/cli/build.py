@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import os
 import resource
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from megatron_brorl import ranks
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import Config, OptimConfig
@@ -40,7 +38,6 @@ from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import Prompt
 
 ROLLOUTS_FILE = "rollouts.jsonl"
-SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
 
 
 class Session:
@@ -48,6 +45,7 @@ class Session:
 
     sources: Sources  # not there where benchmarks are evaluated
     benchmarks: dict[str, list[Prompt]]  # what `brorl evaluate` asks, by name
+    report: str  # of data.source: what was read, and what is odd about it
 
     def __init__(self, config: Config, benchmarks: bool = False) -> None:
         """benchmarks: read the files of evaluate.benchmarks, where there are any, and nothing to train on."""
@@ -70,17 +68,16 @@ class Session:
         fp8.check(config.fp8, self.shape, config.parallel.tensor)
         limit = context(config, self.shape) - config.rollout.max_tokens
         if benchmarks and config.evaluate.benchmarks:
-            self.benchmarks = load_benchmarks(config.evaluate.benchmarks, config.data, self.tokenizer, limit)
+            files = config.evaluate.benchmarks
+            self.benchmarks, self.report = load_benchmarks(files, config.data, self.tokenizer, limit)
         else:
             self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
+            self.report = self.sources.report
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
         self.grid = grid.build(config.parallel, config.run.seed, config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0
         self._closing: list[Callable[[], Any]] = [grid.leave]
-        self._signalled_at: float | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._on_signal)
 
     def __enter__(self) -> Session:
         self._lock()
@@ -90,14 +87,6 @@ class Session:
         if kind is None:
             for close in reversed(self._closing):
                 close()
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        """The first signal asks for a save at the next step boundary; a second one, meant, ends the process at once."""
-        now = time.monotonic()
-        if self._signalled_at is None:
-            self._signalled_at = now
-        elif now - self._signalled_at > SECOND_SIGNAL_S:
-            os._exit(128 + number)
 
     def _lock(self) -> None:
         """Refuse a second run in the same directory."""
@@ -207,7 +196,7 @@ class Session:
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""
-        return bool(collectives.all_reduce_max({"stop": float(self._signalled_at is not None)})["stop"])
+        return bool(collectives.all_reduce_max({"stop": float(ranks.stop_requested())})["stop"])
 
     def export(self, worker: Any) -> None:
         """Write the weights as run.dir/model, a Hugging Face directory. Raises UserError where one is not finite."""

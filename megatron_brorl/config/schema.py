@@ -13,7 +13,7 @@ from megatron_brorl.config.bounds import above, at_least, within
 
 @dataclass(frozen=True)
 class RunConfig:
-    dir: str = "runs/default"  # metrics, checkpoints, plots and the trained model go here
+    dir: str = "runs/default"  # metrics, checkpoints, plots and model/ go here; none of them may replace an input
     seed: int = 0  # the only seed: data order and every random stream derive from it
     started: float = 0.0  # Unix time at which the whole job began, where this command is not its first; 0 = now
 

@@ -19,7 +19,7 @@ def validate(config: Config, where: str) -> None:
             _refuse(config, where, f"{section.name}.{key}", message)
 
     # Later rules may count on earlier ones.
-    for rules in (_rollout, _trtllm, _parallel, _fp8, _train, _evaluation, _algo, _recipe, _data):
+    for rules in (_run, _rollout, _trtllm, _parallel, _fp8, _train, _evaluation, _algo, _recipe, _data):
         for kept, key, message in rules(config):
             if not kept:
                 _refuse(config, where, key, message)
@@ -28,6 +28,10 @@ def validate(config: Config, where: str) -> None:
 def _refuse(config: Config, where: str, key: str, message: str) -> None:
     section, name = key.split(".")
     raise UserError(f"{where}: {key} = {getattr(getattr(config, section), name)!r}: {message}")
+
+
+def _run(config: Config) -> Iterator[Rule]:
+    yield bool(config.run.dir.strip()), "run.dir", "results need a folder; the working directory is '.'"
 
 
 def _rollout(config: Config) -> Iterator[Rule]:

@@ -331,7 +331,6 @@ class Trainer:
 
     def save(self) -> None:
         run = {
-            "step": self.step,
             "updates": self.updates,
             "critic_updates": self.critic_updates,
             "taken": self.taken,
@@ -355,7 +354,8 @@ class Trainer:
         """Go on from a checkpoint whose fingerprint the caller has checked."""
         run = checkpoint.read_run(directory)
         checkpoint.load(directory, self._parts())
-        self.step, self.updates, self.before, self.spent = run["step"], run["updates"], run["before"], run["spent"]
+        self.step, self.updates = run[checkpoint.STEP], run["updates"]
+        self.before, self.spent = run["before"], run["spent"]
         self.critic_updates, self.taken = run["critic_updates"], run["taken"]
         self.trained_s = run["trained_s"]
         for stall, found in zip(self._stalls(), run["stalls"], strict=True):

@@ -140,6 +140,7 @@ def test_file_then_overrides(tmp_path):
         ),
         ("[reference]\nreset_every = 3", [], "reference.reset_every = 3: without algo.kl_coef there is no reference"),
         ("[rollout]\nrefills = 1\npartial_tokens = 512", [], "rollout.refills = 1: needs algo.dynamic_sampling"),
+        ("", ["run.dir="], "run.dir = '': results need a folder; the working directory is '.'"),
         ("rollout = 3", [], "rollout must be a table"),
         ("[rollout", [], "not valid TOML"),
         ("", ["rollout=3"], "override 'rollout=3': expected section.key=value"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_brorl.cli import main
+from megatron_brorl.cli.main import main
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.extract import code
 from megatron_brorl.theory.diagnostics import known_mass

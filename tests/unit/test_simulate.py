@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_brorl.cli import main
 from megatron_brorl.cli import theory as theory_cli
+from megatron_brorl.cli.main import main
 from megatron_brorl.errors import UserError
 from megatron_brorl.report.simulation import build_figure
 from megatron_brorl.theory import simulate as module
