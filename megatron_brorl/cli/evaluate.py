@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.cli.files import write_json, write_text
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 
@@ -109,14 +110,3 @@ def _compare(args: argparse.Namespace) -> int:
     print(table)
     print(f"written to {out / 'compare.json'}, compare.md and {figure.name}")
     return 0
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """The file is the old one or the new one at any instant."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    aside.rename(path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import typing
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from megatron_brorl.cli.files import make_folder, write_json
 from megatron_brorl.errors import UserError
 from megatron_brorl.outputs import check_output
 from megatron_brorl.theory.simulate import Curves, Settings, simulate, write_csv
@@ -270,19 +270,3 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
             f"x {factor:.2f} against the pilot's N = {advice.pilot_n[1]} with as many prompts"
         )
     return "\n".join(lines)
-
-
-def make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be made: {e.strerror}; give a writable folder with --out") from None
-
-
-def write_json(path: Path, value: Any) -> None:
-    aside = path.with_name(f".{path.name}.writing")
-    try:
-        aside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        aside.replace(path)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror}; give a file in a writable folder") from None

@@ -29,6 +29,7 @@ def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
         raise UserError(f"{path}: no such file; give the run.dir of a `brorl evaluate`") from None
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: cannot be read: {e}") from None
+
     found: dict[Key, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         try:
@@ -39,6 +40,7 @@ def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
         if missing or row["samples"] < 1:
             raise UserError(f"{path}:{number}: {missing[0] if missing else 'samples'} is wrong; evaluate again")
         found[row["benchmark"], row["id"]] = row
+
     if not found:
         raise UserError(f"{path}: holds no prompts; evaluate again")
     return found
@@ -53,6 +55,7 @@ def compare(
     seed: int,
 ) -> dict[str, Any]:
     """JSON of the comparison over all prompts and per benchmark. Raises UserError unless the prompts are the same."""
+    # A pair needs both sides.
     alone = sorted(before.keys() ^ after.keys())
     if alone:
         benchmark, prompt = alone[0]
@@ -64,9 +67,12 @@ def compare(
     keys = sorted(before)
     if len(keys) < 2:
         raise UserError(f"{name}: a comparison needs at least 2 prompts")
+
+    # pass@k at the largest k that every prompt has samples for, on both sides.
     names = sorted({benchmark for benchmark, _ in keys})
     groups = {n: [k for k in keys if k[0] == n] for n in names}
     most = min(row["samples"] for row in (*before.values(), *after.values()))
+
     return {
         "before": name,
         "after": other,
@@ -81,6 +87,8 @@ def _compared(
     """most: samples that every prompt has at least, on both sides; the k of pass@k beside pass@1."""
     sides: dict[str, Any] = {"prompts": len(keys)}
     scores = {}
+
+    # Each side by itself.
     for side, answers in (("before", before), ("after", after)):
         scores[side] = [answers[k]["right"] / answers[k]["samples"] for k in keys]
         tokens = float(np.mean([answers[k]["tokens"] for k in keys]))
@@ -90,6 +98,8 @@ def _compared(
             "pass_at_k": {"1": float(np.mean(scores[side])), str(most): wide},
             "response_tokens": tokens,
         }
+
+    # Both, prompt by prompt.
     sides["lost"] = sum(before[k]["right"] > 0 == after[k]["right"] for k in keys)
     sides["gained"] = sum(after[k]["right"] > 0 == before[k]["right"] for k in keys)
     if len(keys) > 1:
@@ -102,12 +112,15 @@ def markdown(result: dict[str, Any]) -> str:
     k = widest(result["all"]["before"]["pass_at_k"])
     wide = [f"{side} pass@{k[0]}" for side in "AB"] if k else []
     head = ["benchmark", "prompts", "A pass@1", "B pass@1", "B - A (95% interval)", *wide, "A tokens", "B tokens"]
+
     rows = [[*head, "p (B > A)"]]
     for name, part in [*result["benchmarks"].items(), ("all prompts", result["all"])]:
         a, b, test = part["before"], part["after"], part.get("paired")
+        # The gap with its interval, where there are prompts enough for one.
         gap = f"{b['pass_at_1']['mean'] - a['pass_at_1']['mean']:+.2%}"
         if test:
             gap += f" ({test['difference']['low']:+.2%} to {test['difference']['high']:+.2%})"
+
         rows.append(
             [
                 name,
@@ -119,12 +132,15 @@ def markdown(result: dict[str, Any]) -> str:
                 f"{test['one_tailed']:.2g}" if test else "-",
             ]
         )
+
+    # What the tests say of all prompts together.
     t = result["all"]["paired"]
     said = (
         f"Paired t-test over {result['all']['prompts']} prompts: mean difference {t['difference']['mean']:+.4f}, "
         f"t = {t['t']:.2f} with {t['degrees']} degrees of freedom, one-tailed p = {t['one_tailed']:.2g}, "
         f"two-tailed p = {t['two_tailed']:.2g}. Intervals are of the paired bootstrap over prompts."
     )
+
     lost = (
         f"Prompts with a right answer among their samples in A alone: {result['all']['lost']}, in B alone: "
         f"{result['all']['gained']}."
@@ -142,10 +158,12 @@ def build_figure(result: dict[str, Any]) -> Figure:
     parts = {**result["benchmarks"], "all prompts": result["all"]}
     figure = Figure(figsize=(13.5, 4.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     score, gap, tokens = figure.subplots(1, 3)
+
     panel(score, "Accuracy", "pass@1", "benchmark")
     panel(gap, "Difference", "B - A and 95% interval", "benchmark")
     panel(tokens, "Token efficiency", "pass@1", "mean response length (tokens)")
     for place, part in enumerate(parts.values()):
+        # Both scores side by side, and an arrow from one to the other over tokens.
         ends = []
         for side, color, shift in (("before", ORANGE, -0.2), ("after", BLUE, 0.2)):
             p = part[side]["pass_at_1"]["mean"]
@@ -155,15 +173,19 @@ def build_figure(result: dict[str, Any]) -> Figure:
             tokens.plot(part[side]["response_tokens"], p, "o", color=color)
             ends.append((part[side]["response_tokens"], p))
         tokens.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "->", "color": GREY})
+
         if "paired" in part:
             d = part["paired"]["difference"]
             error = [[max(d["mean"] - d["low"], 0.0)], [max(d["high"] - d["mean"], 0.0)]]
             gap.errorbar(place, d["mean"], yerr=error, color=BLUE, marker="o", capsize=4)
+
+    # A line where both are alike; names below, shares as percentages.
     gap.axhline(0, color=GREY, linestyle="--", linewidth=1)
     for axes in (score, gap):
         axes.xaxis.set_major_locator(FixedLocator(list(range(len(parts)))))
         axes.set_xticklabels(list(parts), rotation=20, ha="right")
     for axes in (score, gap, tokens):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+
     score.legend(frameon=False, fontsize=9)
     return figure

@@ -57,6 +57,7 @@ class Advice:
     pilot_n: tuple[int, int]  # smallest and largest group
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
         return asdict(self)
 
 
@@ -104,21 +105,28 @@ def advise(
     names = sorted({g.prompt_id for g in groups})
     if len(names) < 2:
         raise UserError("the log holds one prompt; intervals over prompts need at least 2, and advice needs dozens")
+
+    # Every group as counts: rollouts, and right ones among them.
     n = np.array([g.n for g in groups])
     right = np.array([int((g.rewards >= threshold).sum()) for g in groups])
     if right.sum() == 0:
         raise UserError(f"no rollout of the log has a reward of at least {threshold:g}; set --right lower")
+
+    # Resample prompts, each with all of its groups.
     owner = np.searchsorted(names, [g.prompt_id for g in groups])
     draw = np.random.Generator(np.random.Philox(key=seed % 2**64)).multinomial
     sizes = np.full(len(names), 1 / len(names))
     # Row 0 is the log itself; every further row one bootstrap sample, as how often each group is in it.
     times = np.vstack([np.ones(len(groups)), draw(len(names), sizes, size=resamples)[:, owner]])
 
+    # Each figure of each candidate [candidates, 1 + resamples].
     kept, ranges, known = _kept_shares(right, n, times, candidates)
     signal = _means(times, spread(right, n))
     left, left_ranges, left_known = _couplings(groups, threshold, times, candidates)
     per_time = np.stack([(c - 1) / np.array([costs.prompt(c, k) for k in kept[i]]) for i, c in enumerate(candidates)])
     efficiency = per_time / per_time.max(0)
+
+    # The smallest candidate that meets all targets, in the log and in every sample of it.
     meets = np.stack(
         [
             kept >= targets.kept * kept[-1],
@@ -127,6 +135,8 @@ def advise(
         ]
     )
     choice = _first(np.asarray(meets.all(0)))
+
+    # What there is to say of each candidate.
     found = []
     for i, c in enumerate(candidates):
         share = _interval(kept[i], ranges[i])
@@ -144,7 +154,10 @@ def advise(
                 meets=(bool(meets[0, i, 0]), bool(meets[1, i, 0]), bool(meets[2, i, 0])),
             )
         )
+
+    # And of the choice.
     low, high = np.percentile(choice[1:], [2.5, 97.5], method="nearest")
+
     return Advice(
         candidates=tuple(found),
         recommended=_name(choice[0], candidates),
@@ -171,18 +184,23 @@ def _kept_shares(
     ranges: list[tuple[float, float] | None] = []
     known: list[Known] = []
     fitted: Floats | None = None
+
     like, _, frequency = _kinds(right, n, times)
     for wanted in candidates:
+        # Subsets of the pilot's own rollouts.
         if wanted <= n.min():
             rows.append(_means(times, kept_share(right, n, wanted)))
             ranges.append(None)
             known.append("unbiased")
             continue
+
+        # Beyond them a distribution of success rates is needed, fitted once.
         values = 1 - mixture.GRID**wanted - (1 - mixture.GRID) ** wanted
         if fitted is None:
             whole = mixture.fit(like, frequency[:1])
             again = mixture.fit(like, frequency[1:], np.repeat(whole, len(times) - 1, axis=0), iterations=200)
             fitted = np.vstack([whole, again])
+
         rows.append(fitted @ values)
         ranges.append(mixture.profile(like, frequency[0], values, fitted[0]))
         known.append("extrapolated")
@@ -210,14 +228,18 @@ def _couplings(
     n = min(g.n for g in groups)
     if n < 5 or any(g.outcomes is None for g in groups):
         return None, [None] * len(candidates), known
+
+    # Estimates at no draws, at two numbers that span a chord, and at the candidates within reach.
     last = n - 3
     at = np.array([0, last // 2, last, *[c for c in candidates if c <= last]])
     pairs = [(g.outcomes, g.rewards >= threshold) for g in groups if g.outcomes is not None]
     second = _means(times, np.stack([coupling(o, r, at) for o, r in pairs]))  # [rows, at]
     first = _means(times, np.stack([coupling(o, r, np.array([last]), order=1) for o, r in pairs]))[:, 0]
+
     whole = np.where(second[:, 0] > 0, second[:, 0], np.nan)  # nan: no two siblings ever agreed
     if np.isnan(whole[0]):
         return None, [None] * len(candidates), known
+
     rows = []
     for i, c in enumerate(candidates):
         if c <= last:
@@ -225,12 +247,17 @@ def _couplings(
             ranges.append(None)
             known.append("ratio")
             continue
+
+        # Beyond the pilot: an upper bound, at most what is left at m = last ...
         gap = c - last
         largest = (1 / (gap + 1)) * (1 - 1 / (gap + 1)) ** gap
         high = np.minimum(first * largest, second[:, 2])
+
+        # ... and a lower one, by the chord.
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(second[:, 1] > 0, second[:, 2] / second[:, 1], 0.0)
         low = np.minimum(second[:, 2] * ratio ** (gap / (last - last // 2)), high)
+
         rows.append(high / whole)
         ranges.append((low / whole, high / whole))
         known.append("bound")

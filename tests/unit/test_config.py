@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.cli.main import _check_fingerprint
+from megatron_brorl.cli.fingerprint import check_fingerprint
 from megatron_brorl.config.load import load
 from megatron_brorl.config.renamed import RENAMED
 from megatron_brorl.config.schema import Config, TaskConfig
@@ -173,13 +173,13 @@ def test_every_shipped_file_loads():
 
 
 def test_older_checkpoints_are_read_by_the_names_of_now():
-    _check_fingerprint(
+    check_fingerprint(
         {"rollout": {"n": 8, "most_carried": 3}}, {"rollout": {"n": 8, "max_carried_steps": 3}}, Path("x")
     )
     with pytest.raises(UserError, match=r"rollout\.max_carried_steps = 3, now 4"):
-        _check_fingerprint({"rollout": {"most_carried": 3}}, {"rollout": {"max_carried_steps": 4}}, Path("x"))
+        check_fingerprint({"rollout": {"most_carried": 3}}, {"rollout": {"max_carried_steps": 4}}, Path("x"))
     tasks = {"tasks": [{"name": "gcd", "keep": "(.*)"}], "train": ["a.jsonl"]}
-    _check_fingerprint(
+    check_fingerprint(
         {"data": tasks}, {"data": {"tasks": [{"name": "gcd", "prompt_regex": "(.*)"}], "train": ["a.jsonl"]}}, Path("x")
     )
 

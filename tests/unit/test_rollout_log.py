@@ -98,7 +98,7 @@ def test_mistakes_name_the_row(row, says, tmp_path, capsys):
 
 def _advise(*arguments: object) -> int:
     with pytest.raises(SystemExit) as end:
-        main.main(["advise", *map(str, arguments)])
+        main(["advise", *map(str, arguments)])
     return int(end.value.code or 0)
 
 

@@ -170,7 +170,7 @@ def test_figure_says_what_the_curves_say():
 
 def _run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as end:
-        main.main(["simulate", *arguments])
+        main(["simulate", *arguments])
     return int(end.value.code or 0)
 
 
