@@ -201,11 +201,14 @@ class Session:
         root = self.dir / "checkpoints"
         if self.config.train.resume == "auto":
             return checkpoint.find(root)
+
+        # Nothing is deleted: what is there gets a number.
         if self.is_main_rank and root.exists():
             number = 1
             while (aside := root.with_name(f"checkpoints.{number}")).exists():
                 number += 1
             root.rename(aside)
+
         dist.barrier()
         return None
 

@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit: 0 done, 2 a mistake of the user's in one line, 75 stopped by a signal and resumable."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+
     args = _parse(arguments)
     try:
         status = _run_ranks(args) if hasattr(args, "processes") else args.command(args)
@@ -61,6 +62,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     unknown = [x for x in rest if x.startswith("-") or not hasattr(args, "overrides")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+
+    # Later overrides replace earlier ones, so that options come last.
     if rest:
         args.overrides += rest
     if getattr(args, "flags", None):

@@ -45,10 +45,17 @@ Commands = Any  # argparse._SubParsersAction, which is private
 
 def add_commands(commands: Commands) -> None:
     """Add both commands to the parser of `brorl`."""
+    _add_simulate(commands)
+    _add_advise(commands)
+
+
+def _add_simulate(commands: Commands) -> None:
     text = "the paper's token simulator: how N decides where probability mass goes"
     command = commands.add_parser("simulate", help=text, description=text)
     command.add_argument("--n", type=int, nargs="+", default=[4, 8, 16, 512, 51200], help="draws per step")
     command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+
+    # Every setting of the simulator is an option, of its own type.
     types = typing.get_type_hints(Settings)
     for field in fields(Settings):
         kind: Any = types[field.name]
@@ -60,23 +67,29 @@ def add_commands(commands: Commands) -> None:
         else:
             options["choices"] = get_args(kind)
         command.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
     command.add_argument("--every", type=int, default=10, help="steps per line of curves.csv (10)")
     command.add_argument("--out", type=Path, default=Path("runs/simulate"), help="folder for simulate.png, curves.csv")
     command.add_argument("--json", type=Path, help="also write one summary row per N and seed to this file")
     command.set_defaults(command=_simulate)
 
+
+def _add_advise(commands: Commands) -> None:
     text = "how many rollouts per prompt? from the rollout log of a pilot (megatron_brorl/theory/log.py has the format)"
     command = commands.add_parser("advise", help=text, description=text)
     command.add_argument("log", type=Path, help="JSON Lines: prompt_id, reward, and answer or token_ids per rollout")
     command.add_argument("--n", type=int, nargs="+", default=list(CANDIDATES), help="values of N to compare")
     command.add_argument("--right", type=float, default=1.0, help="smallest reward of a right rollout (1.0)")
     command.add_argument("--run", type=Path, action="append", default=[], help="a run.dir to take the times from")
+
+    # What a step costs, where no run is there to measure it.
     for name in ("prefill", "decode", "train", "fixed"):
         what = {"prefill": "prompt", "decode": "generated rollout", "train": "trained rollout", "fixed": "step"}[name]
         command.add_argument(f"--{name}", type=float, help=f"seconds per {what}, in place of --run")
     command.add_argument("--prompts", type=int, help="kept prompts per step (as many as the log has)")
     for target in fields(Targets):
         command.add_argument(f"--{target.name}", type=float, default=target.default, help=f"target ({target.default})")
+
     command.add_argument("--tokens", type=float, help="also spread this budget of tokens over the prompts of the log")
     command.add_argument("--objective", choices=["kept", "variance"], default="kept", help="of --tokens (kept)")
     command.add_argument("--resamples", type=int, default=500, help="bootstrap samples (500)")
@@ -92,13 +105,17 @@ def _simulate(args: argparse.Namespace) -> int:
     settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})
     if args.every < 1:
         raise UserError(f"--every {args.every}: must be at least 1")
+    # Every N with every seed, refused before any of them runs.
     jobs = [(n, seed) for n in sorted(set(args.n)) for seed in sorted(set(args.seeds))]
     for n, seed in jobs:
         if n < 1 or seed < 0:
             raise UserError(f"--n {n} --seeds {seed}: draws must be at least 1 and seeds not negative")
+
     make_folder(args.out)
     curves: list[Curves] = []
     quarter = max(1, settings.steps // 4)
+
+    # One bar over all of them.
     with progress(len(jobs) * settings.steps, "simulate", True) as p:
         for n, seed in jobs:
             done = len(curves) * settings.steps
@@ -108,6 +125,8 @@ def _simulate(args: argparse.Namespace) -> int:
                     p.update(done + step, {"N": str(n), "seed": str(seed)})
 
             curves.append(simulate(n, seed, settings, tell))
+
+    # Curves for any tool, summaries for scripts, and the figure.
     try:
         write_csv(args.out / "curves.csv", curves, args.every)
     except OSError as e:
@@ -115,6 +134,8 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, [c.summary() for c in curves])
     figure = plot_simulation(curves, settings, args.out / "simulate.png")
+
+    # A line for each, and where to look.
     print(f"{'N':>7} {'seed':>4} {'Q_pos(0)':>9} {f'Q_pos({settings.steps})':>11} {'improved':>9} {'worst drop':>11}")
     for c in curves:
         s = c.summary()
@@ -136,6 +157,7 @@ def _advise(args: argparse.Namespace) -> int:
     groups = read_log(args.log)
     costs, how = _costs(args)
     targets = Targets(**{f.name: getattr(args, f.name) for f in fields(Targets)})
+    # Options that cannot be meant.
     if args.resamples < 20:
         raise UserError(f"--resamples {args.resamples}: a 95% interval needs at least 20")
     if args.prompts is not None and args.prompts < 1:
@@ -143,12 +165,15 @@ def _advise(args: argparse.Namespace) -> int:
     candidates = sorted(set(args.n))
     if candidates[0] < 2:
         raise UserError(f"--n {candidates[0]}: a group baseline needs at least 2 rollouts")
+
+    # The advice, and the plan where a budget is given: both before anything is written.
     prompts = args.prompts or len({g.prompt_id for g in groups})
     try:
         advice = advise(groups, args.right, costs, prompts, args.resamples, args.seed, targets, candidates)
     except UserError as e:
         raise UserError(f"{args.log}: {e}") from None
     plan = _plan(args, groups) if args.tokens is not None else None  # before anything is written
+
     make_folder(args.out)
     write_json(
         args.out / "advice.json",
@@ -162,6 +187,7 @@ def _advise(args: argparse.Namespace) -> int:
         },
     )
     figure = plot_advice(advice, targets, costs.unit, args.out / "advice.png")
+
     print(advice_text(advice, targets, costs, prompts))
     print(f"times    {how}")
     if plan:
@@ -180,6 +206,7 @@ def _costs(args: argparse.Namespace) -> tuple[Costs, str]:
     given = {k: getattr(args, k) for k in ("prefill", "decode", "train", "fixed") if getattr(args, k) is not None}
     if any(not 0 <= v < float("inf") for v in given.values()) or given.get("decode") == 0:
         raise UserError("--prefill, --decode, --train, --fixed: seconds must not be negative, and --decode not 0")
+
     if args.run:
         if given:
             raise UserError("--run and --prefill/--decode/--train/--fixed exclude each other")
@@ -212,11 +239,13 @@ def _plan(args: argparse.Namespace, groups: list[LoggedGroup]) -> dict[str, Any]
     lengths = [g.tokens.mean() for g in groups if g.tokens is not None]
     if len(lengths) < len(groups):
         raise UserError(f"{args.log}: --tokens needs the length of every rollout: log token_ids or tokens")
+
     n = np.array([g.n for g in groups])
     right = np.array([int((g.rewards >= args.right).sum()) for g in groups])
     _, posterior = success_rates(right, n)
     levels = np.arange(8, 1025, 8)
     plan = allocate(posterior, np.maximum(lengths, 1.0), args.tokens, levels, args.objective)
+
     rollouts = [
         {"prompt_id": g.prompt_id, "step": g.step, "n": int(k)} for g, k in zip(groups, plan.rollouts, strict=True)
     ]
@@ -237,6 +266,7 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
         f"{'N':>5}  {'kept share':<26}{'unsampled coupling':<28}{'variance':<10}{cost:<34}{'signal/time':<13}"
         "targets met",
     ]
+    # A row per N, each figure marked by how it is known.
     for c in advice.candidates:
         names = ("kept", "coupling", "efficiency")
         mark = {"unbiased": " ", "ratio": "/", "extrapolated": "~", "bound": "<"}
@@ -244,10 +274,13 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
         left = " unknown"
         if c.coupling is not None and c.coupling_known is not None:
             left = f"{mark[c.coupling_known]}{c.coupling.mean:7.2%} ({c.coupling.low:.2%} to {c.coupling.high:.2%})"
+
         known = [name for name in names if name != "coupling" or c.coupling is not None]
         met = ", ".join(name for name, ok in zip(names, c.meets, strict=True) if ok and name in known) or "none"
         seconds = f"{c.seconds.mean:.4g} ({c.seconds.low:.4g} to {c.seconds.high:.4g})"
         lines.append(f"{c.n:>5}  {kept:<26}{left:<28}{c.variance.mean:<10.2e}{seconds:<34}{c.efficiency:<13.1%}{met}")
+
+    # What the marks mean.
     lines.append("~ extrapolated beyond the pilot's rollouts   < at most")
     if any(c.coupling is None for c in advice.candidates):
         lines.append(
@@ -256,6 +289,8 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
         )
     else:
         lines.append("/ a ratio of two unbiased estimates, not unbiased itself: few prompts or rollouts bias it")
+
+    # The recommendation, or that there is none.
     if advice.recommended is None:
         lines.append(
             f"no N up to {advice.candidates[-1].n} keeps {targets.kept:.0%} of what is ever kept, leaves at most "

@@ -112,14 +112,8 @@ def advise(
     if right.sum() == 0:
         raise UserError(f"no rollout of the log has a reward of at least {threshold:g}; set --right lower")
 
-    # Resample prompts, each with all of its groups.
-    owner = np.searchsorted(names, [g.prompt_id for g in groups])
-    draw = np.random.Generator(np.random.Philox(key=seed % 2**64)).multinomial
-    sizes = np.full(len(names), 1 / len(names))
-    # Row 0 is the log itself; every further row one bootstrap sample, as how often each group is in it.
-    times = np.vstack([np.ones(len(groups)), draw(len(names), sizes, size=resamples)[:, owner]])
-
     # Each figure of each candidate [candidates, 1 + resamples].
+    times = _resampled(np.searchsorted(names, [g.prompt_id for g in groups]), len(names), resamples, seed)
     kept, ranges, known = _kept_shares(right, n, times, candidates)
     signal = _means(times, spread(right, n))
     left, left_ranges, left_known = _couplings(groups, threshold, times, candidates)
@@ -167,6 +161,16 @@ def advise(
         groups=len(groups),
         pilot_n=(int(n.min()), int(n.max())),
     )
+
+
+def _resampled(owner: Ints, prompts: int, resamples: int, seed: int) -> Floats:
+    """How often each group is in the log and in bootstrap samples of its prompts [1 + resamples, groups].
+
+    owner [groups]: the prompt of each group; a prompt is drawn with all of its groups. Row 0 is the log itself.
+    """
+    draw = np.random.Generator(np.random.Philox(key=seed % 2**64)).multinomial
+    sizes = np.full(prompts, 1 / prompts)
+    return np.vstack([np.ones(len(owner)), draw(prompts, sizes, size=resamples)[:, owner]])
 
 
 def success_rates(right: Ints, n: Ints) -> tuple[Floats, Floats]:
