@@ -42,9 +42,9 @@ class Lines:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
-                _move_aside(path)
+                _move_aside(path)  # nothing is overwritten
             else:
-                _drop_from(path, resume_step)
+                _drop_from(path, resume_step)  # steps that will be written again
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115  held until close()
             self._size = os.fstat(self._file.fileno()).st_size  # up to here the file holds whole lines
         except OSError as e:
@@ -99,10 +99,10 @@ class MetricsWriter:
             raise ValueError(f"reserved metric names: {', '.join(sorted(clash))}")
 
         row: dict[str, Any] = {"step": step, **_finite(values)}
-        nonfinite = [key for key, value in values.items() if not math.isfinite(value)]
+        nonfinite = [key for key, value in values.items() if not math.isfinite(value)]  # JSON has no NaN
         if nonfinite:
             row["nonfinite"] = nonfinite
-        row["time"] = _finite(seconds)
+        row["time"] = _finite(seconds)  # apart from the rest, for it differs from run to run
         self._lines.append([row])
 
         if self._board is not None:

@@ -68,6 +68,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
     if x > (a + 1) / (a + b + 2):
         return 1 - incomplete_beta(b, a, 1 - x)
 
+    # The logarithm of x^a (1 - x)^b / B(a, b).
     log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
 
     # Lentz: numerator and denominator as ratios of neighbours, kept away from 0.
@@ -80,7 +81,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
             d = 1 / _away_from_zero(1 + numerator * d)
             c = _away_from_zero(1 + numerator / c)
             fraction *= d * c
-        if abs(d * c - 1) < 1e-15:
+        if abs(d * c - 1) < 1e-15:  # converged to float64
             break
 
     return math.exp(log_front) * fraction / a

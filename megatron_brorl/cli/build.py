@@ -55,7 +55,7 @@ class Session:
 
         # The model's shape and its tokenizer, without its weights.
         self.shape = read_shape(config.model.path)
-        self.tokenizer = load_tokenizer(Path(config.model.path))
+        self.tokenizer = load_tokenizer(Path(config.model.path))  # the model's own
         if self.tokenizer.vocab_size > self.shape.vocab:
             raise UserError(
                 f"{config.model.path}: the tokenizer has {self.tokenizer.vocab_size} tokens, config.json's vocab_size "
@@ -70,7 +70,7 @@ class Session:
             )
         if config.ops.implementation == "fused":
             _check_extension()
-        fp8.check(config.fp8, self.shape, config.parallel.tensor)
+        fp8.check(config.fp8, self.shape, config.parallel.tensor)  # and what FP8 asks of device and shape
 
         # Prompts that leave room for a response.
         limit = context(config, self.shape) - config.rollout.max_tokens
@@ -81,12 +81,12 @@ class Session:
             self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
             self.report = self.sources.report
-        self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
+        self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)  # any of them ends a response
 
         # Join the other ranks last: a mistake above ends each of them at once.
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
-        self.is_main_rank = self.grid.rank == 0
-        self._closing: list[Callable[[], Any]] = [grid.leave]
+        self.is_main_rank = self.grid.rank == 0  # it alone writes files and speaks
+        self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse at an orderly end
 
     def __enter__(self) -> Session:
         self._lock()

@@ -50,18 +50,18 @@ def evaluate(args: argparse.Namespace) -> int:
         names = session.benchmarks
         if not names:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
-        if session.is_main_rank:
+        if session.is_main_rank:  # stdout is for the result
             print(session.report, file=sys.stderr, flush=True)
 
         # The model goes to the engine as it would between two steps of training.
-        rollouts = session.rollouts()
+        rollouts = session.rollouts()  # engine and verifiers
         refit(session.worker(None), rollouts.engine, 0)
 
         # Sample every benchmark; the whole and its parts are summed up alike.
         e, r = config.evaluate, config.rollout
         sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
         answers = {name: sample_answers(rollouts, prompts, e.samples, sampling) for name, prompts in names.items()}
-        every = [a for part in answers.values() for a in part]
+        every = [a for part in answers.values() for a in part]  # answers of all benchmarks
         whole = sum_up(every, sum(map(len, names.values())), e, rollouts.seed)
 
         result = {
@@ -76,7 +76,7 @@ def evaluate(args: argparse.Namespace) -> int:
             lines = [{"benchmark": name, **a.as_dict()} for name, part in answers.items() for a in part]
             write_text(session.dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines))
             write_json(session.dir / "evaluation.json", result)
-            table = markdown(result)
+            table = markdown(result)  # Markdown
             write_text(session.dir / "evaluation.md", table)
             figure = plot_benchmarks(result, session.dir / "evaluation.png")
 
@@ -85,7 +85,7 @@ def evaluate(args: argparse.Namespace) -> int:
             more = f"   pass@{k[0]} {k[1]:.4f}" if k else ""
             print(f"pass@1 {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
             print(table)
-            if whole.lost:
+            if whole.lost:  # rollouts that never came back
                 print(whole.remark())
             print(f"written to {session.dir / 'evaluation.json'}, {ANSWERS}, evaluation.md and {figure.name}")
     return 0

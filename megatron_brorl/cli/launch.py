@@ -55,7 +55,7 @@ def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[
     # Rank 0 inherits the socket where the ranks meet: no one else can take the port in between.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(processes):
-            told = {
+            told = {  # what torchrun would tell them, and who started them
                 LAUNCHER: str(os.getpid()),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -70,8 +70,8 @@ def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[
             yield subprocess.Popen(
                 command,
                 env={"OMP_NUM_THREADS": threads, **kept, **told},
-                pass_fds=() if rank else (listener.fileno(),),
-                start_new_session=True,
+                pass_fds=() if rank else (listener.fileno(),),  # only rank 0 listens
+                start_new_session=True,  # what the terminal sends goes to the launcher alone
             )
 
 

@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--processes", type=int, default=0, help="start this many ranks here; leave it out under torchrun or Slurm"
         )
-        command.add_argument("config", help="TOML file")
+        command.add_argument("config", help="TOML file")  # Their one source of settings, and what replaces single ones.
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace single values")
         # Options that stand for a key of the configuration.
         if name == "train":
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "evaluate":
             evaluate_cli.add_options(command)
-        command.set_defaults(command=function, name=name)
+        command.set_defaults(command=function, name=name)  # `name`: what a launcher's ranks are started with
 
     # Commands of one process, around what those left behind.
     report = commands.add_parser("report", help="draw the curves of a run again and print its summary")
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     # The machine, and the theory.
     text = "what this machine has of what a run needs; exit code 1 where something is wrong"
     commands.add_parser("doctor", help=text, description=text).set_defaults(command=_doctor)
-    theory_cli.add_commands(commands)
+    theory_cli.add_commands(commands)  # brorl simulate, brorl advise
     return parser
 
 

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
     The model goes to run.dir/model, what came of it to run.dir/summary.json.
     """
-    begun = time.time()
+    begun = time.time()  # before model and data are loaded
     config = load(args.config, args.overrides)
     with Session(config) as session:
         trainer = _trainer(session, config.run.started or begun)
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         if found:
             check_fingerprint(checkpoint.read_run(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
-        resume_step = trainer.step if found else None
+        resume_step = trainer.step if found else None  # None starts new files
         writer = session.writer(resume_step)
         trainer.rollout_log = session.rollout_log(resume_step)
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             if not trainer.run(writer, p, session.stop_requested):
                 p.note("stopped by a signal; the state is saved: start the same command again to go on")
                 return ranks.SAVED
-            after = trainer.evaluate(p).as_dict() if trainer.held_out else None
+            after = trainer.evaluate(p).as_dict() if trainer.held_out else None  # beside trainer.before
             if after:
                 p.note(f"held-out after: {percent(after)}")
 

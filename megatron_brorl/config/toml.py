@@ -73,6 +73,7 @@ def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
         return build(typing.cast(type, hint), value, where, f"{key}.")
     if origin is tuple:
         return _tuple(args, value, where, key)
+    # A table that another program reads, such as a task's settings.
     if origin is dict or isinstance(origin, types.GenericAlias):
         if not isinstance(value, dict):
             raise UserError(f"{where}: {key} = {value!r}: must be a table")
@@ -83,7 +84,7 @@ def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
         if value not in args:
             raise UserError(f"{where}: {key} = {value!r}: must be one of {', '.join(map(repr, args))}")
         return value
-    if hint is float and type(value) in (int, float):
+    if hint is float and type(value) in (int, float):  # TOML tells 1 from 1.0; a float key takes both
         return _finite(value, where, key)
     if type(value) is not hint:
         raise UserError(f"{where}: {key} = {value!r}: must be of type {hint.__name__}")

@@ -36,11 +36,12 @@ def _run(config: Config) -> Iterator[Rule]:
 
 def _rollout(config: Config) -> Iterator[Rule]:
     rollout, algo = config.rollout, config.algo
+    # Every text contains the empty one.
     yield all(rollout.stop_strings), "rollout.stop_strings", "an empty string would stop everything"
 
     # Partial rollouts.
     if rollout.partial_tokens:
-        steps = -(-rollout.max_tokens // rollout.partial_tokens)
+        steps = -(-rollout.max_tokens // rollout.partial_tokens)  # rounded up
         yield (
             rollout.max_carried_steps >= steps - 1,
             "rollout.max_carried_steps",
@@ -90,6 +91,7 @@ def _trtllm(config: Config) -> Iterator[Rule]:
 
 def _parallel(config: Config) -> Iterator[Rule]:
     p = config.parallel
+    # It spreads over tensor-parallel ranks what they would all hold.
     yield not p.sequence or p.tensor > 1, "parallel.sequence", "sequence parallelism needs parallel.tensor > 1"
 
     # Context parallelism cuts sequences over ranks.

@@ -87,6 +87,7 @@ def pack(
     if share and segments_of > 1:
         raise ValueError("pack: a prompt that segments share cannot be padded with each of them")
 
+    # Below this gain a shared stream costs more than it saves.
     if share and token_gain(prompts, responses) >= LEAST_GAIN:
         batches_of_families = _fill_shared(_families(prompts, responses), max_tokens)
         return [_pack_shared(b, multiple_of) for b in batches_of_families]
@@ -97,7 +98,7 @@ def pack(
     used = 0
     for i in order:
         length = len(prompts[i]) + len(responses[i]) - 1
-        length += -length % segments_of
+        length += -length % segments_of  # each segment padded
         if batches[-1] and used + length > max_tokens:
             batches.append([])
             used = 0
@@ -139,7 +140,7 @@ def _fill_shared(families: list[_Family], max_tokens: int) -> list[list[_Family]
     batches: list[list[_Family]] = [[]]
     used = 0
     for prompt, siblings in families:
-        started = False
+        started = False  # whether this micro-batch holds the prompt
         for row, response in siblings:
             cost = len(response) - 1 + (0 if started else len(prompt))
             # A full micro-batch ends here; the next one holds the prompt again.
@@ -184,11 +185,11 @@ def _pack_shared(families: list[_Family], multiple_of: int) -> Packed:
 
     # Each prompt stands before its siblings, whose positions go on from its end.
     for prompt, siblings in families:
-        counts = torch.tensor([len(r) for _, r in siblings])
+        counts = torch.tensor([len(r) for _, r in siblings])  # response tokens of each sibling
         pieces += [prompt, *(r[:-1] for _, r in siblings)]
-        offsets += [0, *([len(prompt)] * len(siblings))]
+        offsets += [0, *([len(prompt)] * len(siblings))]  # positions begin here
 
-        ramps = _ramps(counts)
+        ramps = _ramps(counts)  # place of each token in its response
         end += len(prompt)
         # The prompt's last token predicts the first token of every sibling; its own tokens predict the others.
         starts = end + (counts - 1).cumsum(0) - (counts - 1)
@@ -196,7 +197,7 @@ def _pack_shared(families: list[_Family], multiple_of: int) -> Packed:
         indices[ramps == 0] = end - 1
         predict.append(indices)
 
-        end += int((counts - 1).sum())
+        end += int((counts - 1).sum())  # the last token of a response is left out
 
     return _finish(
         pieces=pieces,
@@ -224,7 +225,7 @@ def _finish(
         pieces, offsets = [*pieces, torch.zeros(pad, dtype=torch.int64)], [*offsets, 0]
         groups = [*groups, Group(0, ((1, pad),))]
 
-    lengths = torch.tensor([len(p) for p in pieces])
+    lengths = torch.tensor([len(p) for p in pieces])  # positions count within a piece
     return Packed(
         input_ids=torch.cat(pieces),
         position_ids=_ramps(lengths) + torch.tensor(offsets).repeat_interleave(lengths),

@@ -82,8 +82,9 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     # The launcher's processes must fill whole replicas of the model.
     device.prepare()
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    model = config.tensor * config.context * config.pipeline
+    model = config.tensor * config.context * config.pipeline  # ranks that hold one copy of the model
     if world % model:
+        # Context parallelism is named only where it is in use.
         axes = ["tensor", "pipeline", *(["context"] if config.context > 1 else [])]
         names, sizes = " x ".join(f"parallel.{a}" for a in axes), " x ".join(str(getattr(config, a)) for a in axes)
         raise UserError(
@@ -95,7 +96,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     if not dist.is_initialized():
         _join(world, config.timeout_s)
     if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()  # of an earlier grid in this process
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
@@ -105,7 +106,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     # Dropout is off everywhere; Megatron still insists on seeded generators for its forks.
     model_parallel_cuda_manual_seed(seed)
 
-    patience = timedelta(seconds=phase_s + config.timeout_s)
+    patience = timedelta(seconds=phase_s + config.timeout_s)  # at a barrier
     return Grid(
         tensor=config.tensor,
         pipeline=config.pipeline,
@@ -114,9 +115,11 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         groups=groups,
+        # Megatron has this group where there is no context parallelism.
         replica=groups.mp if config.context == 1 else _replica(config, world // model),
         context=config.context,
         sequence_parallel=config.sequence,
+        # Over gloo: NCCL has no barrier that names who is missing.
         meeting=dist.new_group(timeout=patience, backend="gloo") if phase_s and world > 1 else None,
         patience=patience,
     )

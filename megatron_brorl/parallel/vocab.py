@@ -45,9 +45,9 @@ class _LinearLogProbs(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
-        start = dist.get_rank(group) * weight.shape[0]
+        start = dist.get_rank(group) * weight.shape[0]  # vocabulary row of this shard's first
         live = min(max(vocab - start, 0), weight.shape[0])  # rows of this shard that are not padding
-        rows = max(1, CHUNK_BYTES // (4 * max(weight.shape[0], 1)))
+        rows = max(1, CHUNK_BYTES // (4 * max(weight.shape[0], 1)))  # positions per chunk of logits
 
         log_probs, entropies, log_norms = [], [], []
         for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
@@ -70,7 +70,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
             log_norm = peak + sums[0].log()
             log_probs.append(sums[1] - log_norm)
-            entropies.append(log_norm - sums[2] / sums[0])
+            entropies.append(log_norm - sums[2] / sums[0])  # log Z minus the mean logit
             log_norms.append(log_norm)
 
         # A rank may have no rows at all.
@@ -85,7 +85,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         hidden, weight, targets, log_norm, entropy = ctx.saved_tensors
         start, live, rows, temperature, group = ctx.settings
-        grad_hidden = torch.zeros_like(hidden, dtype=_compute_dtype(hidden))
+        grad_hidden = torch.zeros_like(hidden, dtype=_compute_dtype(hidden))  # added up in float32
         grad_weight = torch.zeros_like(weight, dtype=_compute_dtype(weight))
 
         # Rows without a gradient are left out, not multiplied by 0: what they hold may be NaN.

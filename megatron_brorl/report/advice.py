@@ -29,7 +29,7 @@ def build_figure(advice: Advice, targets: Targets, unit: str) -> Figure:
     found, c = advice.candidates, advice.recommended
     choice = "no N meets the targets" if c is None else f"recommended N = {c}"
     low, high = advice.pilot_n
-    pilot = f"{low}" if low == high else f"{low} to {high}"
+    pilot = f"{low}" if low == high else f"{low} to {high}"  # groups may differ in size
     figure.suptitle(f"{choice}   ·   pilot: {advice.prompts} prompts, n = {pilot}", fontsize=13)
     (kept, left), (work, time) = figure.subplots(2, 2)
 
@@ -40,8 +40,8 @@ def build_figure(advice: Advice, targets: Targets, unit: str) -> Figure:
     kept.set_ylim(-0.03, 1.03)
     kept.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
-    panel(left, "Unsampled coupling", "left of the whole", "N (rollouts per prompt)")
-    shares = [x.coupling for x in found if x.coupling is not None]
+    panel(left, "Unsampled coupling", "left of the whole", "N (rollouts per prompt)")  # of the third term of Theorem 1
+    shares = [x.coupling for x in found if x.coupling is not None]  # None: unknown
     if shares:
         _curve(left, advice, shares, [x.coupling_known == "ratio" for x in found], RED, "at most")
         left.axhline(targets.coupling, color=GREY, linestyle="--", linewidth=1)
@@ -52,7 +52,7 @@ def build_figure(advice: Advice, targets: Targets, unit: str) -> Figure:
 
     # What it costs.
     panel(work, "Signal per time", "share of the best N", "N (rollouts per prompt)")
-    shares = [Interval(x.efficiency, x.efficiency, x.efficiency) for x in found]
+    shares = [Interval(x.efficiency, x.efficiency, x.efficiency) for x in found]  # no interval
     _curve(work, advice, shares, [x.kept_known == "unbiased" for x in found], GREEN)
     work.axhline(targets.efficiency, color=GREY, linestyle="--", linewidth=1, label="target")
     work.set_ylim(0, 1.05)
@@ -61,7 +61,7 @@ def build_figure(advice: Advice, targets: Targets, unit: str) -> Figure:
 
     panel(time, "Cost", f"per step ({unit})", "N (rollouts per prompt)")
     _curve(time, advice, [x.seconds for x in found], [x.kept_known == "unbiased" for x in found], ORANGE)
-    time.set_yscale("log")
+    time.set_yscale("log")  # costs grow in proportion to N
 
     # One axis of N for all; a bar behind the recommended one.
     for axes in figure.axes:

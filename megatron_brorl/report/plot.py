@@ -47,7 +47,7 @@ def build_figure(rows: list[Row], summary: dict[str, Any]) -> Figure:
     _curve(reward, steps, _column(rows, "reward"), BLUE)
 
     panel(accuracy, "Held-out accuracy", "pass@1 and pass@k")
-    _accuracy(accuracy, rows, summary)
+    _accuracy(accuracy, rows, summary)  # also before the first step and after the last
 
     panel(length, "Response length", "mean length (tokens)")
     _curve(length, steps, _column(rows, "response_tokens"), PURPLE)
@@ -59,9 +59,9 @@ def build_figure(rows: list[Row], summary: dict[str, Any]) -> Figure:
     kept.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
     panel(seconds, "Step time", "time per step (s)")
-    _stack(seconds, steps, rows)
+    _stack(seconds, steps, rows)  # phases on one another
 
-    _health(health, steps, rows)
+    _health(health, steps, rows)  # or the gradient norm
 
     # One range of steps for all panels.
     last = max([*steps.tolist(), *_evaluations(rows, summary), 1])
@@ -111,12 +111,12 @@ def _column(rows: list[Row], key: str) -> np.ndarray:
 
 def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, smooth: bool = True) -> None:
     """The values as they are, and their running mean where there are many."""
-    known = np.isfinite(values)
+    known = np.isfinite(values)  # gaps stay gaps
     if not known.any():
         say(axes, "not recorded")
         return
     few = len(values) <= _FEW
-    faint = smooth and not few
+    faint = smooth and not few  # behind the running mean
     # A point between two gaps has no line to either side: without a marker it would not show.
     padded = np.concatenate([[False], known, [False]])
     marked = known if few else known & ~padded[:-2] & ~padded[2:]
@@ -133,7 +133,7 @@ def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, smooth
     )
 
     if faint:
-        half = max(2, len(values) // 40)
+        half = max(2, len(values) // 40)  # of the window, a twentieth of the run
         means = [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
         axes.plot(steps, means, color=color, linewidth=2.0, label=f"mean of {2 * half + 1} steps")
         axes.legend(frameon=False, fontsize=9)
@@ -184,7 +184,7 @@ def _accuracy(axes: Axes, rows: list[Row], summary: dict[str, Any]) -> None:
     axes.errorbar(
         list(found),
         mean,
-        yerr=np.maximum([mean - low, high - mean], 0.0),
+        yerr=np.maximum([mean - low, high - mean], 0.0),  # rounding may put an end inside
         color=RED,
         marker="o",
         markersize=5,
@@ -196,12 +196,12 @@ def _accuracy(axes: Axes, rows: list[Row], summary: dict[str, Any]) -> None:
 
     # pass@k of the largest k beside it.
     k, wide = _wide(rows, summary)
-    if wide:
+    if wide:  # where more than one sample was drawn per prompt
         axes.plot(
             list(wide), list(wide.values()), color=SKY, marker="s", markersize=4, linewidth=1.4, label=f"pass@{k}"
         )
 
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0)  # accuracies from 0, for gaps look larger otherwise
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.legend(frameon=False, fontsize=9)
 
@@ -217,7 +217,7 @@ def _stack(axes: Axes, steps: np.ndarray, rows: list[Row]) -> None:
     first = int(steps.min())
     base = np.zeros(int(steps.max()) - first + 1)
     edges = np.arange(first, first + len(base) + 1) - 0.5
-    whole = base.copy()
+    whole = base.copy()  # height of each step's column
     whole[steps - first] = np.nan_to_num(_column(times, "step"))
 
     # Bands from below; thin ones are left out.
@@ -226,9 +226,9 @@ def _stack(axes: Axes, steps: np.ndarray, rows: list[Row]) -> None:
         if phase != "other":
             height[:] = 0
             height[steps - first] = np.nan_to_num(_column(times, phase))
-        if height.max() > 0.005 * whole.max():
+        if height.max() > 0.005 * whole.max():  # thinner bands would not show
             axes.stairs(base + height, edges, baseline=base, fill=True, color=color, label=phase)
-        base = base + height
+        base = base + height  # the next band stands on this one
 
     axes.margins(y=0)
     axes.set_ylim(0, 1.25 * base.max() if base.max() > 0 else 1)  # room for the legend

@@ -35,7 +35,7 @@ def build_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
 
     # The title says what was simulated.
     figure = Figure(figsize=(13.5, 7.8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-    seeds = len(next(iter(runs.values())))
+    seeds = len(next(iter(runs.values())))  # as many for every N
     rule = f"AdamW, lr {settings.lr:g}, eps {settings.eps:g}, weight decay {settings.weight_decay:g}"
     if settings.optimizer == "sgd":
         rule = f"plain gradient steps, lr {settings.lr:g}, weight decay {settings.weight_decay:g}"
@@ -49,12 +49,12 @@ def build_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
 
     # Above, the paper's three curves.
     panel(mass, "Mass of the correct tokens", "$Q_{pos}$", "step")
-    _seeds(mass, runs, "q_pos")
+    _seeds(mass, runs, "q_pos")  # with the starting mass as a line
     panel(improved, "Correct tokens above their start", "share", "step")
     _seeds(improved, runs, "improved_share")
     improved.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     improved.set_ylim(-0.03, 1.03)
-    against = "its start" if settings.drop_against == "start" else "the step before"
+    against = "its start" if settings.drop_against == "start" else "the step before"  # of Settings.drop_against
     panel(drop, "Worst change of a correct token", f"change of p against {against}", "step")
     _seeds(drop, runs, "worst_drop")
     format_ = ScalarFormatter(useMathText=True)
@@ -67,11 +67,11 @@ def build_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
         "What moved it: AdamW's steps, split" if settings.optimizer == "adamw" else "What moved it: the steps, split"
     )
     panel(moved, title, "change of $Q_{pos}$ over the run", "N")
-    _parts(moved, runs, MOVED, with_measured=True)
+    _parts(moved, runs, MOVED, with_measured=True)  # first-order parts of the optimizer's real steps
     panel(predicted, "What Theorem 1 predicts: plain gradient", "change of $Q_{pos}$ over the run", "N")
     _parts(predicted, runs, PREDICTED, with_measured=False)
     panel(signs, "Steps that raise the mass", "share of steps", "N")
-    _signs(signs, runs)
+    _signs(signs, runs)  # prediction and measurement side by side
     return figure
 
 

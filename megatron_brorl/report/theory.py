@@ -33,6 +33,7 @@ def build_figure(rows: list[Row]) -> Figure:
 
     # Mass that no sibling had: of answers with an interval, of tokens exactly.
     panel(mass, "Not sampled", "probability mass")
+    # NaN where it is unknown.
     low, middle, high = (_column(rows, f"theory_good_turing/{k}") for k in ("low", "unseen_mass", "high"))
 
     if np.isfinite(middle).any():
@@ -53,8 +54,8 @@ def build_figure(rows: list[Row]) -> Figure:
     # Prediction against measurement, one point per measured step.
     panel(change, "Prediction and measurement", "measured change of pass@1", "predicted change (plain gradient step)")
     x, y = _column(rows, f"theory_predicted/{_SHOWN}"), _column(rows, "theory_measured/change")
-    error = np.nan_to_num(1.96 * _column(rows, "theory_measured/change_se"))
-    if np.isfinite(x * y).any():
+    error = np.nan_to_num(1.96 * _column(rows, "theory_measured/change_se"))  # 95%
+    if np.isfinite(x * y).any():  # a step that has both
         change.errorbar(x, y, yerr=error, fmt="o", color=GREEN, markersize=4, elinewidth=0.8)
         change.xaxis.get_major_formatter().set_useOffset(False)
     else:
@@ -66,11 +67,12 @@ def build_figure(rows: list[Row]) -> Figure:
 def _hold_out(axes: Axes, rows: list[Row]) -> None:
     """The curve of the last step that has one, with 95% intervals."""
     prefix = "theory_hold_out/unsampled_mass_"
-    for row in reversed(rows):
+    for row in reversed(rows):  # steps without groups have none
+        # Numbers of siblings that were held out.
         held = sorted(int(k.removeprefix(prefix)) for k in row if k.startswith(prefix) and not k.endswith("_se"))
         if held:
             values = np.concatenate([_column([row], f"{prefix}{h}") for h in held])
-            errors = np.concatenate([_column([row], f"{prefix}{h}_se") for h in held])
+            errors = np.concatenate([_column([row], f"{prefix}{h}_se") for h in held])  # nan: unknown
 
             axes.errorbar(held, values, yerr=1.96 * errors, fmt="o-", color=BLUE, markersize=4, capsize=3)
             axes.set_xscale("log", base=2)

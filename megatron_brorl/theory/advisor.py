@@ -107,7 +107,7 @@ def advise(
         raise UserError("the log holds one prompt; intervals over prompts need at least 2, and advice needs dozens")
 
     # Every group as counts: rollouts, and right ones among them.
-    n = np.array([g.n for g in groups])
+    n = np.array([g.n for g in groups])  # [groups]
     right = np.array([int((g.rewards >= threshold).sum()) for g in groups])
     if right.sum() == 0:
         raise UserError(f"no rollout of the log has a reward of at least {threshold:g}; set --right lower")
@@ -115,10 +115,10 @@ def advise(
     # Each figure of each candidate [candidates, 1 + resamples].
     times = _resampled(np.searchsorted(names, [g.prompt_id for g in groups]), len(names), resamples, seed)
     kept, ranges, known = _kept_shares(right, n, times, candidates)
-    signal = _means(times, spread(right, n))
+    signal = _means(times, spread(right, n))  # [1 + resamples]: mean s (1 - s)
     left, left_ranges, left_known = _couplings(groups, threshold, times, candidates)
     per_time = np.stack([(c - 1) / np.array([costs.prompt(c, k) for k in kept[i]]) for i, c in enumerate(candidates)])
-    efficiency = per_time / per_time.max(0)
+    efficiency = per_time / per_time.max(0)  # over the best candidate's
 
     # The smallest candidate that meets all targets, in the log and in every sample of it.
     meets = np.stack(
@@ -128,12 +128,13 @@ def advise(
             efficiency >= targets.efficiency,
         ]
     )
-    choice = _first(np.asarray(meets.all(0)))
+    choice = _first(np.asarray(meets.all(0)))  # indices [1 + resamples]
 
     # What there is to say of each candidate.
     found = []
     for i, c in enumerate(candidates):
         share = _interval(kept[i], ranges[i])
+        # The cost falls as the kept share rises.
         ends = sorted(costs.step(prompts, c, k) for k in (share.low, share.high))
         found.append(
             Candidate(
@@ -189,7 +190,7 @@ def _kept_shares(
     known: list[Known] = []
     fitted: Floats | None = None
 
-    like, _, frequency = _kinds(right, n, times)
+    like, _, frequency = _kinds(right, n, times)  # groups with equal counts are of one kind
     for wanted in candidates:
         # Subsets of the pilot's own rollouts.
         if wanted <= n.min():
@@ -199,13 +200,14 @@ def _kept_shares(
             continue
 
         # Beyond them a distribution of success rates is needed, fitted once.
-        values = 1 - mixture.GRID**wanted - (1 - mixture.GRID) ** wanted
+        values = 1 - mixture.GRID**wanted - (1 - mixture.GRID) ** wanted  # [G] kept share at each success rate
         if fitted is None:
             whole = mixture.fit(like, frequency[:1])
+            # Samples begin with the fit of the log, and need fewer iterations.
             again = mixture.fit(like, frequency[1:], np.repeat(whole, len(times) - 1, axis=0), iterations=200)
             fitted = np.vstack([whole, again])
 
-        rows.append(fitted @ values)
+        rows.append(fitted @ values)  # expectations over the fitted distribution
         ranges.append(mixture.profile(like, frequency[0], values, fitted[0]))
         known.append("extrapolated")
     return np.stack(rows), ranges, known
@@ -238,6 +240,7 @@ def _couplings(
     at = np.array([0, last // 2, last, *[c for c in candidates if c <= last]])
     pairs = [(g.outcomes, g.rewards >= threshold) for g in groups if g.outcomes is not None]
     second = _means(times, np.stack([coupling(o, r, at) for o, r in pairs]))  # [rows, at]
+    # One sibling with the outcome in place of two: masses, not second moments.
     first = _means(times, np.stack([coupling(o, r, np.array([last]), order=1) for o, r in pairs]))[:, 0]
 
     whole = np.where(second[:, 0] > 0, second[:, 0], np.nan)  # nan: no two siblings ever agreed
@@ -253,8 +256,8 @@ def _couplings(
             continue
 
         # Beyond the pilot: an upper bound, at most what is left at m = last ...
-        gap = c - last
-        largest = (1 / (gap + 1)) * (1 - 1 / (gap + 1)) ** gap
+        gap = c - last  # draws beyond reach
+        largest = (1 / (gap + 1)) * (1 - 1 / (gap + 1)) ** gap  # of p (1 - p)^gap
         high = np.minimum(first * largest, second[:, 2])
 
         # ... and a lower one, by the chord.
@@ -263,7 +266,7 @@ def _couplings(
         low = np.minimum(second[:, 2] * ratio ** (gap / (last - last // 2)), high)
 
         rows.append(high / whole)
-        ranges.append((low / whole, high / whole))
+        ranges.append((low / whole, high / whole))  # the two bounds
         known.append("bound")
     return np.stack(rows), ranges, known
 

@@ -83,9 +83,10 @@ def read_costs(runs: Sequence[Path]) -> tuple[Costs, str]:
 
         # Generation per prompt of n rollouts, training per rollout that was kept, and the rest of a step.
         points.append((n, float(np.median([(t["generate"] + t["score"]) * n / row["rollouts"] for row, t in times]))))
-        kept = sum(row["rollouts"] * row["kept_share"] for row, _ in times)
+        kept = sum(row["rollouts"] * row["kept_share"] for row, _ in times)  # rollouts
         if kept > 0:
             train.append(sum(t["train"] for _, t in times) / kept)
+        # What a step takes beside its phases.
         fixed.append(np.median([t["step"] - t["generate"] - t["score"] - t["train"] for _, t in times]))
 
     if not train:
@@ -96,7 +97,7 @@ def read_costs(runs: Sequence[Path]) -> tuple[Costs, str]:
     prefill, decode = 0.0, float(np.mean(seconds / n))
     how = "one N measured: the prompt's own share of generation is counted with its rollouts"
     if len(set(n)) > 1:
-        slope, start = np.polyfit(n, seconds, 1)
+        slope, start = np.polyfit(n, seconds, 1)  # per rollout, per prompt
         how = "prompt and rollouts separated over runs with different N"
         if start >= 0 and slope > 0:
             prefill, decode = float(start), float(slope)

@@ -54,18 +54,18 @@ def token_level(logits: Tensor, position: Tensor, token: Tensor, reward: Tensor)
     """
     # Distinct drawn tokens, each with the mean reward of the siblings that drew it.
     size, vocabulary = logits.shape
-    p = torch.softmax(logits.double(), -1)
-    pair, inverse = torch.unique(position * vocabulary + token, return_inverse=True)
+    p = torch.softmax(logits.double(), -1)  # [S, V]
+    pair, inverse = torch.unique(position * vocabulary + token, return_inverse=True)  # one number per (position, token)
     where, reward = pair // vocabulary, reward.double()
     count = torch.zeros(len(pair), dtype=torch.float64).index_add(0, inverse, torch.ones_like(reward))
     value = torch.zeros(len(pair), dtype=torch.float64).index_add(0, inverse, reward) / count
-    drawn = p[where, pair % vocabulary]
+    drawn = p[where, pair % vocabulary]  # their probabilities
 
     # Sums over the tokens of a position.
     def total(x: Tensor) -> Tensor:
         return torch.zeros(size, dtype=torch.float64).index_add(0, where, x)
 
-    n = total(count)
+    n = total(count)  # siblings at each position
     if bool((n == 0).any()):
         raise ValueError("token_level: every position needs at least one draw")
     q = total(count * value) / n
@@ -77,7 +77,7 @@ def token_level(logits: Tensor, position: Tensor, token: Tensor, reward: Tensor)
 
     # What was not: its values are unknown, so that its part has two ends.
     undrawn = _rest(p.square(), where, pair % vocabulary)
-    ends = torch.stack([-s_r * (1 - q), s_r * q]) * undrawn / n
+    ends = torch.stack([-s_r * (1 - q), s_r * q]) * undrawn / n  # f = 0 and f = 1 on every undrawn token of one class
 
     return TokenLevel(
         siblings=n,
@@ -192,7 +192,7 @@ def hold_out(groups: Sequence[tuple[Ints, npt.NDArray[np.bool_]]], held_out: Seq
     multinomial counts vary less in all cases that the tests try. Where no held-out sibling, or no pair of them, was new
     to the others, that sum has no terms: an estimate of 0 whose error is unknown, not 0.
     """
-    held = np.asarray(held_out, dtype=np.int64)
+    held = np.asarray(held_out, dtype=np.int64)  # [H]
     if not groups or held.size == 0:
         raise ValueError("hold_out: needs at least one group and one number of held-out siblings")
 
@@ -202,7 +202,7 @@ def hold_out(groups: Sequence[tuple[Ints, npt.NDArray[np.bool_]]], held_out: Seq
         n = len(outcomes)
         if held.min() < 2 or held.max() >= n:
             raise ValueError(f"hold_out: from {n} siblings 2 to {n - 1} can be held out, not {list(held_out)}")
-        counts, share = _counts(outcomes, right)
+        counts, share = _counts(outcomes, right)  # of each distinct outcome
         # Held-out siblings with new outcomes, alone and in pairs.
         one, two = unseen_weights(counts, n, n - held, 1), unseen_weights(counts, n, n - held, 2)
         for name, parts in (("u", one), ("pos", two * share), ("neg", two * (1 - share))):
@@ -260,10 +260,10 @@ def answer_level(outcomes: Ints, right: npt.NDArray[np.bool_]) -> AnswerLevel:
 
     # Unbiased estimates of the masses and second moments that enter the theorem.
     unseen = good_turing(outcomes, right)
-    pairs = counts * (counts - 1.0) / (n * (n - 1.0))
+    pairs = counts * (counts - 1.0) / (n * (n - 1.0))  # unbiased for p^2
     left = unseen_weights(counts, n, np.array([n - 2]), 2)[0]
     u_pos2, u_neg2 = float(left @ share), float(left @ (1 - share))
-    a2, b2 = float(pairs @ share) - u_pos2, float(pairs @ (1 - share)) - u_neg2
+    a2, b2 = float(pairs @ share) - u_pos2, float(pairs @ (1 - share)) - u_neg2  # of outcomes that were seen
 
     # The theorem's terms.
     s_r = (1 - s) * (s - unseen.unseen_right) - s * (1 - s - unseen.unseen_wrong)

@@ -104,17 +104,17 @@ def simulate(n: int, seed: int, settings: Settings, tell: Callable[[int], None] 
     # The start: logits, probabilities, and everything the curves compare with.
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, n])))
     z, anchor = _logits(s)
-    p = _softmax(z)
+    p = _softmax(z)  # [V]
     start, before = p[:c].copy(), p[:c].copy()
     optimizer = _Optimizer(s)
-    q = float(p[:c].sum(dtype=np.float64))
+    q = float(p[:c].sum(dtype=np.float64))  # Q_pos
     rows = np.zeros((s.steps + 1, len(COLUMNS)))
     rows[0, 1] = q
 
     for step in range(1, s.steps + 1):
         # Draw.
         tokens, counts = _draw(p, n, rng)
-        weights = _weights(tokens, counts, n, s)
+        weights = _weights(tokens, counts, n, s)  # of each distinct token in the loss
         drawn = p[tokens]
 
         # The gradient of L on every logit is `slope` p_j, and on the drawn ones there is a part of their own.
@@ -134,7 +134,7 @@ def simulate(n: int, seed: int, settings: Settings, tell: Callable[[int], None] 
         # Record what the step did.
         p = _softmax(z)
         now = float(p[:c].sum(dtype=np.float64))
-        drop = float((p[:c] - before).min())
+        drop = float((p[:c] - before).min())  # the most negative change
         improved = float((p[:c] > start).mean())
         rows[step] = (step, now, improved, drop, now - q, *predicted, *parts)
 
@@ -206,10 +206,10 @@ class _Optimizer:
         s, c = self.s, self.s.correct
         self.t += 1
 
-        beta1, beta2 = (s.beta1, s.beta2) if s.optimizer == "adamw" else (0.0, 0.0)
+        beta1, beta2 = (s.beta1, s.beta2) if s.optimizer == "adamw" else (0.0, 0.0)  # plain steps have no memory
 
         # First moments: of the gradients of undrawn tokens alone, and of all.
-        gradient = slope * p
+        gradient = slope * p  # [V]
         part = (1 - beta1) * gradient
         part[tokens] = 0
         self.undrawn *= beta1
@@ -221,7 +221,7 @@ class _Optimizer:
         # Decoupled weight decay, and what it does to Q_pos.
         decay = 0.0
         if s.weight_decay:
-            shrink = s.lr * s.weight_decay
+            shrink = s.lr * s.weight_decay  # factor of every logit
             pull = p * z
             decay = -shrink * ((1 - q) * float(pull[:c].sum()) - q * float(pull[c:].sum()))
             z *= 1 - shrink
@@ -234,7 +234,7 @@ class _Optimizer:
             self.second += gradient
             scale = np.sqrt(self.second, out=gradient)
             scale /= math.sqrt(1 - beta2**self.t)
-            scale += s.eps
+            scale += s.eps  # as torch.optim.AdamW: outside of the root
             np.divide(-s.lr / (1 - beta1**self.t), scale, out=scale)
         else:
             scale = np.full_like(z, -s.lr)
@@ -242,6 +242,7 @@ class _Optimizer:
         z += scale * self.first
 
         scale *= p  # from here on the change of p per unit of a first moment
+        # Sums of p dz over each class: of the whole step, and of the part that undrawn tokens made.
         right, wrong = float(scale[:c] @ self.first[:c]), float(scale[c:] @ self.first[c:])
         idle_right, idle_wrong = float(scale[:c] @ self.undrawn[:c]), float(scale[c:] @ self.undrawn[c:])
 
