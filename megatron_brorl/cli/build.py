@@ -150,7 +150,7 @@ class Session:
         c = self.config
         pool = RewardPool(c.reward.workers, c.reward.timeout_s)
         self._closing.append(pool.close)
-        engine = self._trtllm() if c.rollout.engine == "trtllm" else self._torch_engine()
+        engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
         return Rollouts(watchdog, pool, self.tokenizer, c.reward, c.run.seed, self.grid, c.rollout.max_lost_share)
 
@@ -169,7 +169,7 @@ class Session:
             self.tokenizer.decode,
         )
 
-    def _trtllm(self) -> RolloutEngine:
+    def _remote_engine(self) -> RolloutEngine:
         from megatron_brorl.rollout.remote import group
 
         c = self.config

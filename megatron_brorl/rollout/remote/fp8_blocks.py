@@ -38,7 +38,7 @@ def dequantize(weight: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def quantized(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What an FP8 engine is sent for a Hugging Face tensor: linears of the layers as a pair, all else as it is."""
+    """What an FP8 engine is sent for a Hugging Face tensor: linears [N, K] as a pair of `quantize`, all else as is."""
     if name.endswith(_LINEARS):
         weight, scale_inv = quantize(tensor)
         yield name, weight
