@@ -28,7 +28,6 @@ def score_groups(
     not looked at where that is 0. Also returns how many rollouts had each status of pool.Verdict, or "length" for those
     not looked at, and of each verifier that raised, in words, the first exception.
     """
-    # What of each response is judged, and what its reward is worth.
     requests = []
     unseen: list[bool] = []
     factors: list[float] = []
@@ -38,24 +37,17 @@ def score_groups(
             unseen.append(not factors[-1])
             answer = None if unseen[-1] else extract(text, config.extract, config.max_chars)
             requests.append(ScoreRequest(group.prompt, answer))
-
-    # Each rollout counts under one status.
     verdicts = pool.score(requests)
     counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
     counts.update("length" if u else v.status for u, v in zip(unseen, verdicts, strict=True))
-
-    # Back into groups, in the order of the requests.
     credit = [float(v.reward >= CORRECT) if config.strict else v.reward for v in verdicts]
     rewards = torch.tensor([f * c for f, c in zip(factors, credit, strict=True)], dtype=torch.float32)
-
     answers = iter([r.answer for r in requests])
     parts = rewards.split([len(group.rollouts) for group in groups])
     scored = [
         ScoredGroup(group, part.clone(), tuple(next(answers) for _ in group.rollouts))
         for group, part in zip(groups, parts, strict=True)
     ]
-
-    # One exception of each kind and verifier says enough.
     raised: dict[str, str] = {}
     for request, verdict in zip(requests, verdicts, strict=True):
         if verdict.status in _RAISED:
