@@ -154,7 +154,7 @@ class Session:
         c = self.config
         pool = RewardPool(c.reward.workers, c.reward.timeout_s)
         self._closing.append(pool.close)
-        engine = self._trtllm() if c.rollout.engine == "trtllm" else self._torch_engine()
+        engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
         return Rollouts(
             engine=watchdog,
@@ -180,7 +180,7 @@ class Session:
             decode=self.tokenizer.decode,
         )
 
-    def _trtllm(self) -> RolloutEngine:
+    def _remote_engine(self) -> RolloutEngine:
         from megatron_brorl.rollout.remote import group
 
         c = self.config
