@@ -4,7 +4,7 @@
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@300
+#SBATCH --signal=TERM@3600
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #
@@ -29,7 +29,7 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_ID:-}" ]; then
 fi
 GPUS=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 PROCESSES=${PROCESSES:-$((GPUS > 0 ? GPUS : 1))}
-exec torchrun --nproc-per-node "$PROCESSES" "$FILE" "$@"
+exec python "$FILE" --processes "$PROCESSES" "$@"
 : <<'# the end of the Python part'
 ":"""
 
@@ -67,7 +67,7 @@ def tiny_model(directory: Path) -> None:
 
 
 def main() -> None:
-    from megatron_brorl import cli
+    from megatron_brorl.cli.main import main as brorl
 
     os.chdir(ROOT)
     arguments = sys.argv[1:]
@@ -78,7 +78,7 @@ def main() -> None:
         model = Path(run_dir).with_name(f"{Path(run_dir).name}_model")
         tiny_model(model)
         options = [*SMOKE, f"model.path={model}"]
-    cli.main(["train", str(CONFIG), *options, *arguments])
+    brorl(["train", str(CONFIG), *options, *arguments])
 
 
 if __name__ == "__main__":  # Megatron's checkpoint writers import this file again

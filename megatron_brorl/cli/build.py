@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
-import json
-import os
 import resource
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch.distributed as dist
 
+from megatron_brorl import ranks
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import Config, OptimConfig
@@ -27,10 +23,10 @@ from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8, memory
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops.decode import DecodeOps, Reference
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rollout.engine import RolloutEngine, SampleTokens
+from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.rollouts import Rollouts
@@ -40,7 +36,9 @@ from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import Prompt
 
 ROLLOUTS_FILE = "rollouts.jsonl"
-SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
+ATTENTION_ALONE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}  # Megatron's fields
+
+AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 
 
 class Session:
@@ -48,39 +46,46 @@ class Session:
 
     sources: Sources  # not there where benchmarks are evaluated
     benchmarks: dict[str, list[Prompt]]  # what `brorl evaluate` asks, by name
+    report: str  # of data.source: what was read, and what is odd about it
 
     def __init__(self, config: Config, benchmarks: bool = False) -> None:
         """benchmarks: read the files of evaluate.benchmarks, where there are any, and nothing to train on."""
         self.config = config
         self.dir = Path(config.run.dir)
+
+        # The model's shape and its tokenizer, without its weights.
         self.shape = read_shape(config.model.path)
-        self.tokenizer = load_tokenizer(Path(config.model.path))
+        self.tokenizer = load_tokenizer(Path(config.model.path))  # the model's own
         if self.tokenizer.vocab_size > self.shape.vocab:
             raise UserError(
                 f"{config.model.path}: the tokenizer has {self.tokenizer.vocab_size} tokens, config.json's vocab_size "
                 f"is {self.shape.vocab}: tokenizer and model do not belong together"
             )
+
+        # What this machine must have; told before data is read, which may take long.
         if config.parallel.distributed_optimizer and not device.on_gpu():
             raise UserError(
                 "parallel.distributed_optimizer = true: Megatron-Core can checkpoint it only with Transformer Engine's "
                 "Adam on a GPU; set it to false"
             )
-        if config.ops.implementation == "fused":
-            _check_extension()
-        fp8.check(config.fp8, self.shape, config.parallel.tensor)
+        self.ops = backend(config.ops.implementation, device.default_device())
+        fp8.check(config.fp8, self.shape, config.parallel.tensor)  # and what FP8 asks of device and shape
+
+        # Prompts that leave room for a response.
         limit = context(config, self.shape) - config.rollout.max_tokens
         if benchmarks and config.evaluate.benchmarks:
-            self.benchmarks = load_benchmarks(config.evaluate.benchmarks, config.data, self.tokenizer, limit)
+            files = config.evaluate.benchmarks
+            self.benchmarks, self.report = load_benchmarks(files, config.data, self.tokenizer, limit)
         else:
             self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
-        self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
-        self.grid = grid.build(config.parallel, config.run.seed, config.rollout.timeout_s + GRACE_S)
-        self.is_main_rank = self.grid.rank == 0
-        self._closing: list[Callable[[], Any]] = [grid.leave]
-        self._signalled_at: float | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            self.report = self.sources.report
+        self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)  # any of them ends a response
+
+        # Join the other ranks last: a mistake above ends each of them at once.
+        self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
+        self.is_main_rank = self.grid.rank == 0  # it alone writes files and speaks
+        self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse at an orderly end
 
     def __enter__(self) -> Session:
         self._lock()
@@ -90,14 +95,6 @@ class Session:
         if kind is None:
             for close in reversed(self._closing):
                 close()
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        """The first signal asks for a save at the next step boundary; a second one, meant, ends the process at once."""
-        now = time.monotonic()
-        if self._signalled_at is None:
-            self._signalled_at = now
-        elif now - self._signalled_at > SECOND_SIGNAL_S:
-            os._exit(128 + number)
 
     def _lock(self) -> None:
         """Refuse a second run in the same directory."""
@@ -115,65 +112,85 @@ class Session:
             ) from None
         self._closing.append(handle.close)
 
-    def worker(self, optim: OptimConfig | None) -> Any:
+    def worker(self, optim: OptimConfig | None) -> Worker:
         """The model with the weights of model.path, trainable where an optimizer is configured."""
-        return self._stage(Worker, optim)
+        return self._filled(Worker(self.shape, self.grid, self._stage_options(optim), optim))
 
-    def critic(self) -> Any:
+    def critic(self) -> CriticWorker | None:
         """The critic, which begins as the model of model.path, where algo.advantage asks for one."""
         c = self.config
-        return self._stage(CriticWorker, critic_optim(c.critic, c.optim)) if c.algo.advantage == "gae" else None
+        if c.algo.advantage != "gae":
+            return None
+        optim = critic_optim(c.critic, c.optim)
+        return self._filled(CriticWorker(self.shape, self.grid, self._stage_options(optim), optim))
 
-    def _stage(self, kind: Any, optim: OptimConfig | None) -> Any:
+    def _stage_options(self, optim: OptimConfig | None) -> StageOptions:
+        """What a stage is built with. Raises UserError where one that trains will not fit in memory."""
         c = self.config
-        attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
         if optim is not None and not c.fp8.parameters:
             memory.check(self.shape, self.grid, DTYPES[c.model.dtype], c.parallel.distributed_optimizer)
-        options = StageOptions(
+        return StageOptions(
             tokens_per_micro_batch=c.train.tokens_per_micro_batch or (16384 if device.on_gpu() else 2048),
             dtype=DTYPES[c.model.dtype],
-            ops=c.ops.implementation,
+            ops=self.ops,
             share_prompt=c.train.share_prompt,
             recompute=c.train.recompute,
             offload=c.train.offload,
             distributed_optimizer=c.parallel.distributed_optimizer,
             overlap_grad_reduce=c.parallel.overlap_grad_reduce,
             overlap_param_gather=c.parallel.overlap_param_gather,
-            fields={**fp8.settings(c.fp8), **(attention if c.train.recompute_attention else {})},
+            fields={**fp8.settings(c.fp8), **(ATTENTION_ALONE if c.train.recompute_attention else {})},
         )
-        stage = kind(self.shape, self.grid, options, optim)
-        stage.load_hf(c.model.path)
-        stage.require_finite(f"model.path = {c.model.path}", "give a model whose training did not diverge")
+
+    def _filled(self, stage: AnyStage) -> AnyStage:
+        """The stage with the weights of model.path. Raises UserError where one is not finite."""
+        path = self.config.model.path
+        stage.load_hf(path)
+        stage.require_finite(f"model.path = {path}", "give a model whose training did not diverge")
         return stage
 
-    def rollouts(self) -> Any:
+    def rollouts(self) -> Rollouts:
+        """The engine, watched, and the verifiers' processes; both end with the session."""
         c = self.config
         pool = RewardPool(c.reward.workers, c.reward.timeout_s)
         self._closing.append(pool.close)
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
-        return Rollouts(watchdog, pool, self.tokenizer, c.reward, c.run.seed, self.grid, c.rollout.max_lost_share)
+        return Rollouts(
+            engine=watchdog,
+            pool=pool,
+            tokenizer=self.tokenizer,
+            reward=c.reward,
+            seed=c.run.seed,
+            grid=self.grid,
+            max_lost_share=c.rollout.max_lost_share,
+        )
 
     def _torch_engine(self) -> RolloutEngine:
         c = self.config
-        sample, ops = _engine_ops(c.ops.implementation)
         return TorchEngine(
-            self.shape,
-            hf_shapes(self.shape),
-            device.default_device(),
-            DTYPES[c.rollout.dtype],
-            c.rollout.max_rows,
-            sample,
-            ops,
-            c.rollout.memory_mib * 2**20,
-            self.tokenizer.decode,
+            shape=self.shape,
+            names=hf_shapes(self.shape),
+            device=device.default_device(),
+            dtype=DTYPES[c.rollout.dtype],
+            max_rows=c.rollout.max_num_seqs,
+            sample=self.ops.sample_tokens,
+            ops=self.ops.decode,
+            memory=c.rollout.kv_cache_mib * 2**20,
+            decode=self.tokenizer.decode,
         )
 
     def _remote_engine(self) -> RolloutEngine:
         from megatron_brorl.rollout.remote import group
 
         c = self.config
-        engine = group.join(c, hf_shapes(self.shape), context(c, self.shape), self.shape.vocab, self.stop_ids)
+        engine = group.join(
+            c,
+            names=hf_shapes(self.shape),
+            context=context(c, self.shape),
+            vocab=self.shape.vocab,
+            stop_ids=self.stop_ids,
+        )
         self._closing.append(engine.close)
         return engine
 
@@ -182,15 +199,19 @@ class Session:
         root = self.dir / "checkpoints"
         if self.config.train.resume == "auto":
             return checkpoint.find(root)
+
+        # Nothing is deleted: what is there gets a number.
         if self.is_main_rank and root.exists():
             number = 1
             while (aside := root.with_name(f"checkpoints.{number}")).exists():
                 number += 1
             root.rename(aside)
+
         dist.barrier()
         return None
 
-    def writer(self, resume_step: int | None) -> Any:
+    def writer(self, resume_step: int | None) -> MetricsWriter | None:
+        """Where a step's figures go, on the main rank; resume_step: see metrics.Lines."""
         if not self.is_main_rank:
             return None
         writer = MetricsWriter(self.dir, resume_step=resume_step)
@@ -198,7 +219,7 @@ class Session:
         return writer
 
     def rollout_log(self, resume_step: int | None) -> Lines | None:
-        """Where theory.log_rollouts sends the rollouts, on the rank that speaks."""
+        """Where theory.log_rollouts sends the rollouts, on the main rank; resume_step: see metrics.Lines."""
         if not (self.config.theory.log_rollouts and self.is_main_rank):
             return None
         lines = Lines(self.dir / ROLLOUTS_FILE, resume_step)
@@ -207,9 +228,9 @@ class Session:
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""
-        return bool(collectives.all_reduce_max({"stop": float(self._signalled_at is not None)})["stop"])
+        return bool(collectives.all_reduce_max({"stop": float(ranks.stop_requested())})["stop"])
 
-    def export(self, worker: Any) -> None:
+    def export(self, worker: Worker) -> None:
         """Write the weights as run.dir/model, a Hugging Face directory. Raises UserError where one is not finite."""
         worker.require_finite("the trained model", f"{self.dir / 'model'} is not written; lower the learning rate")
         tensors = worker.hf_tensors()
@@ -221,46 +242,9 @@ class Session:
                 pass
         dist.barrier()
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one it goes on from."""
-        c = self.config
-        plain = dataclasses.asdict(c)
-        kept = {
-            name: plain[name]
-            for name in ("data", "rollout", "reward", "shaping", "algo", "critic", "reference", "ops", "optim")
-        }
-        for key in ("timeout_s", "max_lost_share"):
-            del kept["rollout"][key]  # they decide when a run ends, not what it computes
-        kept["run"] = {"seed": c.run.seed}
-        kept["model"] = {**dataclasses.asdict(self.shape), "dtype": c.model.dtype}
-        return json.loads(json.dumps(kept))
-
     def peak_rss_mib(self) -> float:
         """Peak resident memory of all ranks, and what their scoring processes hold of their own, added up."""
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         # A forked process shares most of its pages with its parent; counting them again would be wrong.
         children = sum(p.memory_full_info().uss for p in psutil.Process().children(recursive=True)) / 2**20
         return collectives.all_reduce_sum({"mib": own + children})["mib"]
-
-
-def _engine_ops(implementation: str) -> tuple[SampleTokens, DecodeOps]:
-    """How the engine draws tokens and attends. csrc attends on CPUs alone."""
-    if implementation == "reference":
-        from megatron_brorl.ops.reference.sampling import sample_tokens as plain
-
-        return plain, Reference()
-    from megatron_brorl.ops.fused.decode import Fused
-    from megatron_brorl.ops.fused.sampling import sample_tokens as fused
-
-    return fused, Reference() if device.on_gpu() else Fused()
-
-
-def _check_extension() -> None:
-    """Raise UserError where the fused ops cannot run on this device."""
-    from megatron_brorl.ops.fused import native
-
-    if device.on_gpu() and not native.CUDA:
-        raise UserError(
-            'ops.implementation = "fused": the extension was built without CUDA kernels; install again with '
-            'BRORL_CUDA=1 and CUDA_HOME set, or set it to "reference"'
-        )

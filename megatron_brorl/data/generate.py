@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.prompts import render
+from megatron_brorl.data.round_trip import Written
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import gym_tasks
@@ -50,6 +51,15 @@ class GeneratedPrompts:
             prompt = self._first_outside(found, index)
             found[prompt.text] = prompt
         return list(found.values())
+
+    def written(self, count: int) -> list[Written]:
+        """The first `count` rows of the stream as their tasks wrote them, held-out ones among them."""
+        found = []
+        for index in range(count):
+            task, number = self._mixture.pick(index, 0)
+            text, entry = task.item(number)
+            found.append(Written(f"{task.where} item {number}", text, entry["answer"]))
+        return found
 
     def _first_outside(self, taken: Container[str], index: int) -> Prompt:
         for attempt in range(_ATTEMPTS):
@@ -104,7 +114,7 @@ class _Task:
         self.where, self.name, self.config = f"{where} ({task.name})", task.name, dict(task.config)
         if not (task.weight > 0 and math.isfinite(task.weight)):
             raise UserError(f"{where}.weight = {task.weight}: must be a positive number")
-        self._keep = self._pattern(task.keep, where) if task.keep else None
+        self._regex = self._pattern(task.prompt_regex, where) if task.prompt_regex else None
         self._items = gym_tasks.create(task.name, seed, task.config, where)
 
     def item(self, index: int) -> tuple[str, dict[str, Any]]:
@@ -112,24 +122,24 @@ class _Task:
         with decimal.localcontext(decimal.DefaultContext):  # some tasks set the precision, for all that come after
             entry = json.loads(json.dumps(self._items[index]))
         question: str = entry["question"]
-        if self._keep is None:
+        if self._regex is None:
             return question, entry
-        match = self._keep.search(question)
+        match = self._regex.search(question)
         if match is None or not match[1]:
             raise UserError(
-                f"{self.where}: keep = {self._keep.pattern!r} finds nothing in {question!r}; "
-                'mend the pattern, or set keep = "" for the whole question'
+                f"{self.where}: prompt_regex = {self._regex.pattern!r} finds nothing in {question!r}; "
+                'mend the pattern, or set prompt_regex = "" for the whole question'
             )
         return match[1], entry
 
     @staticmethod
-    def _pattern(keep: str, where: str) -> re.Pattern[str]:
+    def _pattern(regex: str, where: str) -> re.Pattern[str]:
         try:
-            pattern = re.compile(keep, re.DOTALL)
+            pattern = re.compile(regex, re.DOTALL)
         except re.error as e:
-            raise UserError(f"{where}.keep = {keep!r}: not a regular expression: {e}") from None
+            raise UserError(f"{where}.prompt_regex = {regex!r}: not a regular expression: {e}") from None
         if pattern.groups < 1:
-            raise UserError(f"{where}.keep = {keep!r}: needs a group (...) around what is to be the prompt")
+            raise UserError(f"{where}.prompt_regex = {regex!r}: needs a group (...) around what is to be the prompt")
         return pattern
 
 

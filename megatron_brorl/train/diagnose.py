@@ -152,7 +152,7 @@ class Look:
     def _first_tokens(self) -> list[Tensor]:
         """The first `depth` tokens of every response of each chosen group [N, depth], -1 where there is none."""
         place = {g: i for i, g in enumerate(self.chosen)}
-        depth = self.config.depth
+        depth = self.config.max_position
         table = torch.zeros(len(self.chosen), self.outcomes.state.shape[1], depth, dtype=torch.int64)
         mine = [row for row in self.rows if row.group in place]
         if mine:

@@ -98,7 +98,7 @@ class Trainer:
     rollout_log: Lines | None = None  # of theory.log_rollouts, on one rank
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
-        """Train to train.steps, with checkpoints, or until train.seconds or train.stalls end it.
+        """Train to train.steps, with checkpoints, or until train.max_seconds or train.patience end it.
 
         False where stop() (asked at step boundaries) ended it early. Raises UserError, after saving, where a rollout
         engine hangs or train.max_nonfinite_steps is reached.
@@ -134,9 +134,10 @@ class Trainer:
         return True
 
     def over(self) -> bool:
-        """Whether train.seconds or train.stalls ends the run; all ranks get the same answer."""
+        """Whether train.max_seconds or train.patience ends the run; all ranks get the same answer."""
         t = self.config.train
-        return bool(t.seconds and self.trained_s >= t.seconds) or bool(t.stalls and self.stall.count >= t.stalls)
+        out_of_time = bool(t.max_seconds and self.trained_s >= t.max_seconds)
+        return out_of_time or bool(t.patience and self.stall.count >= t.patience)
 
     def train_step(self) -> tuple[dict[str, float], dict[str, float]]:
         """One step; returns its figures (the same on every rank) and the seconds of each phase on this one."""
@@ -155,7 +156,7 @@ class Trainer:
         if rounds:
             earned, weights = adaptive.of_rounds(outcomes, got.selection.kept, rounds)
         else:
-            earned = of_rollouts(outcomes, got.selection.kept, c.algo, c.ops.implementation)
+            earned = of_rollouts(outcomes, got.selection.kept, c.algo, self.worker.options.ops)
         models = Models(self.worker, self.critic, self.reference)
         rows, experience, values = make_experience(
             got.rows, got.groups, earned, models, c.algo, c.rollout.temperature, weights
@@ -165,7 +166,7 @@ class Trainer:
             rates = critic_optim(c.critic, c.optim)
             values |= update_critic(self.critic, experience, batches, c.critic.clip, rates, self.critic_updates)
             self.critic_updates += len(batches)
-            if self.step < c.critic.steps_alone:
+            if self.step < c.critic.warmup_steps:
                 batches = []
         optim = scaled(c.optim, c.rollout.prompts * c.rollout.n)
         updated = update_policy(self.worker, experience, batches, c.algo, optim, c.rollout.temperature, self.updates)
@@ -330,7 +331,6 @@ class Trainer:
 
     def save(self) -> None:
         run = {
-            "step": self.step,
             "updates": self.updates,
             "critic_updates": self.critic_updates,
             "taken": self.taken,
@@ -354,7 +354,8 @@ class Trainer:
         """Go on from a checkpoint whose fingerprint the caller has checked."""
         run = checkpoint.read_run(directory)
         checkpoint.load(directory, self._parts())
-        self.step, self.updates, self.before, self.spent = run["step"], run["updates"], run["before"], run["spent"]
+        self.step, self.updates = run[checkpoint.STEP], run["updates"]
+        self.before, self.spent = run["before"], run["spent"]
         self.critic_updates, self.taken = run["critic_updates"], run["taken"]
         self.trained_s = run["trained_s"]
         for stall, found in zip(self._stalls(), run["stalls"], strict=True):

@@ -15,6 +15,7 @@ from megatron_brorl.ops.checksum import checksum
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.rollout.duplicates import LEAST_NATS, improbable
 from megatron_brorl.rollout.engine import Request
+from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote import process
 from megatron_brorl.rollout.remote.fp8_blocks import BLOCK, dequantize, quantize
 from megatron_brorl.rollout.remote.log_probs import log_prob_limits, sampled_log_probs
@@ -174,6 +175,7 @@ def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
     env = process.environment(tmp_path, [2, 3], {"ITS_OWN": "2"})
     assert not {"SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR"} & env.keys()
     assert (env["KEPT"], env["ITS_OWN"]) == ("1", "2")
+    assert ENGINES["trtllm"].environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # else Ray is on all interfaces
     assert env["PYTHONPATH"] == f"{tmp_path}/code:/other"
     assert env["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.ops.decode import DecodeOps, Reference
+from megatron_brorl.ops.decode import DecodeOps
+from megatron_brorl.ops.reference.decode import ReferenceDecode
 from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling, Watch
 from megatron_brorl.rollout.native.decoder import Decoder
 from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
@@ -42,7 +43,7 @@ class TorchEngine:
         for keys and values; 0 = half of what is free. decode: tokens -> text, for stop strings.
         """
         self.shape, self.names, self.device, self.dtype, self.max_rows = shape, names, device, dtype, max_rows
-        self.sample, self.ops, self.memory, self.decode = sample, ops or Reference(), memory, decode
+        self.sample, self.ops, self.memory, self.decode = sample, ops or ReferenceDecode(), memory, decode
         self.version = -1
         self._decoder: Decoder | None = None
         self._pool: PagePool | None = None
@@ -178,9 +179,9 @@ class TorchEngine:
             fitting = (self.memory or spare_memory(self.device)) // size
             if fitting < least:
                 raise UserError(
-                    f"rollout.memory_mib: the longest prompt with one response of {sampling.max_tokens} tokens needs "
+                    f"rollout.kv_cache_mib: the longest prompt with one response of {sampling.max_tokens} tokens needs "
                     f"{least * size / 2**20:.0f} MiB of keys and values, and there are {fitting * size / 2**20:.0f}: "
-                    "raise rollout.memory_mib or lower rollout.max_tokens"
+                    "raise rollout.kv_cache_mib or lower rollout.max_tokens"
                 )
             self._pool = PagePool(self.shape, min(needed, fitting), self.dtype, self.device)
 

@@ -20,8 +20,8 @@ class ProcessSettings:
     transport: Literal["auto", "cuda_ipc", "host"]
     shared_memory: str  # folder in memory
     start_timeout_s: float
-    silent_s: float
-    restarts: int
+    heartbeat_timeout_s: float
+    max_restarts: int
 
 
 def process_settings(section: Any) -> ProcessSettings:

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import megatron_brorl
 from megatron_brorl.errors import UserError
+from megatron_brorl.ranks import LAUNCHER
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.options import EngineOptions
 
 PREFIX = "brorl-engine-"
 _MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")  # workers would take themselves for ranks of the launcher's
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", LAUNCHER, "OMP_NUM_THREADS")
 
 
 def make_folder(parent: str, key: str) -> Path:

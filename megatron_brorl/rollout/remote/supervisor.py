@@ -145,7 +145,8 @@ class Supervisor:
         if ended:
             return ended
         silent = time.monotonic() - self._link.heard
-        return f"engine process {self.pid} is silent for {silent:.0f} s" if silent > self.settings.silent_s else ""
+        too_long = silent > self.settings.heartbeat_timeout_s
+        return f"engine process {self.pid} is silent for {silent:.0f} s" if too_long else ""
 
     def _start(self) -> EngineProcess:
         return EngineProcess(self.settings.python or sys.executable, self.folder, self.options, self.devices, self.log)
@@ -169,8 +170,9 @@ class Supervisor:
     def _restart(self, why: str, weights: HostWeights | None) -> None:
         while True:
             self.restarts += 1
-            if self.restarts > self.settings.restarts:
-                self.failure = f"{why}; given up after {self.options.engine}.restarts = {self.settings.restarts}"
+            if self.restarts > self.settings.max_restarts:
+                limit = f"{self.options.engine}.max_restarts = {self.settings.max_restarts}"
+                self.failure = f"{why}; given up after {limit}"
                 raise EngineError(self.failure)
             holding = f"with the weights of version {weights.version}" if weights else "without weights"
             with contextlib.suppress(OSError):
