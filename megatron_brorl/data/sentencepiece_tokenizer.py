@@ -53,6 +53,7 @@ class SentencePieceTokenizer:
         )
 
     def piece(self, token_id: int) -> str:
+        """The characters of a token as the model writes them, U+2581 for a space."""
         return str(self._model.id_to_piece(token_id))
 
     def serialized(self) -> bytes:

@@ -26,7 +26,7 @@ def main(resolve_path: str, memory_mb: int, parent: int) -> None:
 
     resolve_path: "module:function" from a verifier's name to the verifier. parent: its process number.
     """
-    # The terminal's signals are for the trainer; the kernel's limits are for hostile answers.
+    # The terminal's signals are for the trainer; the limits are for hostile answers.
     end_with(parent)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)

@@ -32,8 +32,7 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
         needs={"ray": "Ray starts its workers and is not here: pip install ray"},
         environment={
             "RAY_ADDRESS": "local",  # a Ray of its own, beside those of the node's other engines
-            # So that it takes 127.0.0.1, and listens there alone, on Linux too.
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # so that it listens on 127.0.0.1 alone, on Linux too
             "TLLM_NUMA_AWARE_WORKER_AFFINITY": "0",  # clashes with Ray's choice of cores
             "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # lower peak memory in a refit
             "NCCL_CUMEM_ENABLE": "1",  # tensor parallelism over nodes hangs at 0

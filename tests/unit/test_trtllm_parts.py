@@ -175,14 +175,11 @@ def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
     env = process.environment(tmp_path, [2, 3], {"ITS_OWN": "2"})
     assert not {"SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR"} & env.keys()
     assert (env["KEPT"], env["ITS_OWN"]) == ("1", "2")
+    assert ENGINES["trtllm"].environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # else Ray is on all interfaces
     assert env["PYTHONPATH"] == f"{tmp_path}/code:/other"
     assert env["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert process.environment(tmp_path, [2, 3], {})["CUDA_VISIBLE_DEVICES"] == "2,3"
-
-
-def test_ray_listens_on_loopback():
-    assert ENGINES["trtllm"].environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # else on all interfaces
 
 
 def test_folders_of_trainers_that_are_gone_are_removed(tmp_path):

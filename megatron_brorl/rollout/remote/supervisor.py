@@ -171,9 +171,8 @@ class Supervisor:
         while True:
             self.restarts += 1
             if self.restarts > self.settings.max_restarts:
-                self.failure = (
-                    f"{why}; given up after {self.options.engine}.max_restarts = {self.settings.max_restarts}"
-                )
+                limit = f"{self.options.engine}.max_restarts = {self.settings.max_restarts}"
+                self.failure = f"{why}; given up after {limit}"
                 raise EngineError(self.failure)
             holding = f"with the weights of version {weights.version}" if weights else "without weights"
             with contextlib.suppress(OSError):
