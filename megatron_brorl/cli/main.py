@@ -115,10 +115,11 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_brorl.metrics import METRICS_FILE, read_metrics
     from megatron_brorl.progress import progress
     from megatron_brorl.theory.agreement import agreement
+    from megatron_brorl.train.console import evaluation_line
     from megatron_brorl.train.loop import Trainer
-    from megatron_brorl.train.reference import Reference
-    from megatron_brorl.train.shown import percent
+    from megatron_brorl.train.reference import ReferencePolicy
     from megatron_brorl.train.stall import Stall
+    from megatron_brorl.train.state import RunState
 
     begun = time.time()
     config = load(args.config, args.overrides)
@@ -134,17 +135,17 @@ def _train(args: argparse.Namespace) -> int:
             session.stop_ids,
             session.fingerprint(),
             config.run.started or begun,
-            stall=Stall(config.train.stall_margin),
+            state=RunState(stall=Stall(config.train.stall_margin)),
             critic=session.critic(),
-            reference=Reference(worker, config.reference) if config.algo.kl_coef else None,
+            reference=ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None,
         )
         found = session.newest_checkpoint()
         if found:
             _check_fingerprint(checkpoint.read_run(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
-        writer = session.writer(trainer.step if found else None)
-        trainer.rollout_log = session.rollout_log(trainer.step if found else None)
-        with progress(config.train.steps, "train", session.is_main_rank, start=trainer.step) as p:
+        writer = session.writer(trainer.state.step if found else None)
+        trainer.rollout_log = session.rollout_log(trainer.state.step if found else None)
+        with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
             p.note(session.sources.report)
             if found:
                 p.note(f"resumed from {found}")
@@ -153,23 +154,23 @@ def _train(args: argparse.Namespace) -> int:
                 return PREEMPTED
             after = trainer.evaluate(p).as_dict() if trainer.held_out else None
             if after:
-                p.note(f"held-out after: {percent(after)}")
+                p.note(f"held-out after: {evaluation_line(after)}")
         session.export(worker)
         peak = session.peak_rss_mib()
         if session.is_main_rank:
             write_json(
                 session.dir / "summary.json",
                 {
-                    "pass_at_1_before": trainer.before["pass_at_1"] if trainer.before else None,
+                    "pass_at_1_before": trainer.state.before["pass_at_1"] if trainer.state.before else None,
                     "pass_at_1_after": after["pass_at_1"] if after else None,
-                    **_widest("before", trainer.before),
+                    **_widest("before", trainer.state.before),
                     **_widest("after", after),
                     "held_out_prompts": len(trainer.held_out),
                     "rollouts_per_prompt": config.rollout.n,
-                    "steps": trainer.step,
+                    "steps": trainer.state.step,
                     "job_seconds": trainer.seconds(),
                     "peak_rss_mib": peak,
-                    "before": trainer.before,
+                    "before": trainer.state.before,
                     "after": after,
                     "theory": agreement(read_metrics(session.dir / METRICS_FILE)),
                 },

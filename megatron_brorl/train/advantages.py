@@ -8,16 +8,18 @@ response earns from there on (Hu et al. 2025, REINFORCE++, section 3.3). A respo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.advantage import Moments, explained_variance, merge, moments, whiten
-from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.algo.shaping import shaped
+from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.ops.reference import linear as reference
 from megatron_brorl.parallel import collectives
+from megatron_brorl.train import adaptive
 from megatron_brorl.train.groups import Outcomes
 
 
@@ -45,6 +47,20 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
     return table
 
 
+def group_advantages(outcomes: Outcomes, config: Config, ops: str) -> tuple[Tensor, Tensor | None]:
+    """Advantages of the kept groups [groups, N], and the weights of the rollouts [groups, N]; None: all 1."""
+    rounds = adaptive.rounds_of(config.rollout)
+    if rounds:
+        return adaptive.of_rounds(outcomes, outcomes.kept, rounds)
+    return of_rollouts(outcomes, outcomes.kept, config.algo, ops), None
+
+
+def with_shaped_rewards(outcomes: Outcomes, config: Config, step: int) -> Outcomes:
+    """With what config section shaping makes of the rewards at this step; which groups are kept does not change."""
+    o, shaping = outcomes, config.shaping
+    return replace(o, rewards=shaped(o.rewards, o.tokens, o.repeats, shaping, config.rollout.max_tokens, step))
+
+
 def kl_in_reward(algo: AlgoConfig) -> bool:
     return algo.kl_coef > 0 and algo.kl_in == "reward"
 
@@ -55,7 +71,7 @@ class Credit:
 
     advantages: tuple[Tensor, ...]
     returns: tuple[Tensor, ...] | None  # what the critic is to predict
-    figures: dict[str, float]  # the same on every rank
+    metrics: dict[str, float]  # the same on every rank
 
 
 def of_tokens(
@@ -71,7 +87,7 @@ def of_tokens(
 
     values: [G] per row of the critic's; None: there is none. kl: [G] per row, of which algo.kl_coef times is taken off
     each token's reward (Ouyang et al. 2022, eq. 2); None: nothing is. With either a collective over the replicas: the
-    advantages (not those of "grpo") are whitened over the tokens of the global batch, of which the figures tell.
+    advantages (not those of "grpo") are whitened over the tokens of the global batch, of which the metrics tell.
     """
     if values is None and kl is None:
         return Credit(tuple(a.expand(n) for a, n in zip(earned, lengths, strict=True)), None, {})
@@ -87,12 +103,12 @@ def of_tokens(
     sizes = list(lengths)
     if values is None:
         return Credit(advantages.split(sizes), None, {})
-    figures = {
+    metrics = {
         "explained_variance": explained_variance(of_returns, of_residuals),
         "return_mean": of_returns.mean,
         "value_mean": of_returns.mean - of_residuals.mean,
     }
-    return Credit(advantages.split(sizes), returns.split(sizes), figures)
+    return Credit(advantages.split(sizes), returns.split(sizes), metrics)
 
 
 def _group_advantages(rewards: Tensor, starts: Tensor, kind: reference.GroupKind, ops: str) -> Tensor:

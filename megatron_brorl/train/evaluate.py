@@ -84,7 +84,7 @@ def sample_answers(
     groups = open_groups(prompts, stream)
     own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
     sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
-    outcomes = gather(sampled.rows, len(groups), n, None)
+    outcomes = gather(sampled.rollouts, len(groups), n, None)
     sums = collectives.all_reduce_sum(sampled.counts())
     check_scored("evaluation", sums["unscored"], sums["scored"])
     check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)

@@ -22,7 +22,7 @@ from megatron_brorl.models.gpt import Head
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.progress import Progress
-from megatron_brorl.train.policy import learning_rate
+from megatron_brorl.train.actor_update import learning_rate
 from megatron_brorl.train.worker import Worker
 
 

@@ -15,7 +15,7 @@ from dist.steps import configured, make_trainer
 
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.theory.allocation import least_of, second_round
-from megatron_brorl.train.adaptive import Rounds, even_figures, raw_advantages
+from megatron_brorl.train.adaptive import Rounds, even_metrics, raw_advantages
 from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes, select
 
 P = [np.array([0.2, 0.5, 0.3]), np.array([0.35, 0.3, 0.35])]  # of three answers to each of two prompts
@@ -163,7 +163,7 @@ def test_a_whole_step_by_hand(processes, model):
     assert (values["group_size_least"], values["group_size_most"]) == (first + counts.min(), first + counts.max())
 
 
-def test_even_figures_without_rounds():
+def test_even_metrics_without_rounds():
     found = outcomes_of([[1.0, 0.0]])
-    assert even_figures(found, select(found), None) == {}
+    assert even_metrics(select(found), None) == {}
     assert LENGTH not in found.state

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from megatron_brorl.config.schema import ReferenceConfig
-from megatron_brorl.train.reference import Reference
+from megatron_brorl.train.reference import ReferencePolicy
 
 
-def make(**settings: Any) -> tuple[Reference, torch.nn.Linear, list[str]]:
+def make(**settings: Any) -> tuple[ReferencePolicy, torch.nn.Linear, list[str]]:
     actor, calls = torch.nn.Linear(2, 1), []
-    worker: Any = SimpleNamespace(actor=actor, back=lambda: None, reset_optimizer=lambda: calls.append("optimizer"))
-    return Reference(worker, ReferenceConfig(**settings)), actor, calls
+    worker: Any = SimpleNamespace(actor=actor, reload=lambda: None, reset_optimizer=lambda: calls.append("optimizer"))
+    return ReferencePolicy(worker, ReferenceConfig(**settings)), actor, calls
 
 
 def test_every_so_many_steps():

@@ -196,7 +196,7 @@ def test_an_engine_that_hangs_is_not_measured(processes, model):
     values, _ = trainer.train_step()
     release.set()
     assert values["updates"] == 1
-    assert trainer.stuck()
+    assert trainer.rollouts.stuck()
     assert engine.verbs.count("generate") == 1
     assert values["theory_exact/unsampled_mass"] > 0
     assert not any(key.startswith("theory_measured/") for key in values)
