@@ -9,7 +9,7 @@ the two, as large as with n rollouts for every prompt, add up to the same expect
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -88,8 +88,7 @@ def even_metrics(outcomes: Outcomes, rounds: Rounds | None) -> dict[str, float]:
     """Those of group_metrics that an uneven allocation would move, over the first round alone; and its extent."""
     if rounds is None:
         return {}
-    tables = {k: x[:, : rounds.first] for k, x in vars(outcomes).items() if isinstance(x, Tensor)}
-    found = group_metrics(replace(outcomes, **tables))
+    found = group_metrics(outcomes.first_siblings(rounds.first))
     sizes = outcomes.ended.sum(1).double()
     return {
         **{k: found[k] for k in ("reward", "response_tokens", "cut_off_share")},

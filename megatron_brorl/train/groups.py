@@ -49,6 +49,12 @@ class Outcomes:
         """Rewards [survivors] of a group, in sibling order."""
         return self.rewards[group][self.ended[group]]
 
+    def first_siblings(self, n: int) -> Outcomes:
+        """Tables of the first n siblings of every group, as if there were no others."""
+        names = ("state", "rewards", "tokens", "repeats", "answers")
+        state, rewards, tokens, repeats, answers = (getattr(self, name)[:, :n] for name in names)
+        return Outcomes(state, rewards, tokens, repeats, answers, self.closed, self.kept)
+
     def without(self, groups: Sequence[int]) -> Outcomes:
         """The same as if these groups had not closed yet."""
         out = set(groups)
