@@ -4,7 +4,7 @@
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@300
+#SBATCH --signal=TERM@3600
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #
@@ -29,7 +29,7 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_ID:-}" ]; then
 fi
 GPUS=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 PROCESSES=${PROCESSES:-$((GPUS > 0 ? GPUS : 1))}
-exec torchrun --nproc-per-node "$PROCESSES" "$FILE" "$@"
+exec python "$FILE" --processes "$PROCESSES" "$@"
 : <<'# the end of the Python part'
 ":"""
 

@@ -18,4 +18,4 @@ if [ ! -f "$RUN/sft/model/config.json" ]; then
   brorl sft --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/init" run.dir="$RUN/sft" data.train_seed=3
 fi
 echo "== 3/3 BroRL: $RUN"
-brorl train --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/sft/model" run.dir="$RUN" run.started="$STARTED"
+exec brorl train --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/sft/model" run.dir="$RUN" run.started="$STARTED"

@@ -21,6 +21,7 @@ import warnings
 from pathlib import Path
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.outputs import check_output, holds
 from megatron_brorl.progress import progress
 
 
@@ -51,10 +52,11 @@ def run(args: argparse.Namespace) -> None:
     from megatron_brorl.checkpoints import convert
     from megatron_brorl.checkpoints.megatron_format import METADATA
 
+    check_output(args.target, [("the source", args.source), *([("--config", args.config)] if args.config else [])])
+    if args.target.exists() and holds(args.source, args.target):
+        raise UserError(f"{args.target}: is a part of the source, {args.source}; name another place to write to")
     if args.target.exists() and not args.overwrite:
         raise UserError(f"{args.target}: exists; give another target or --overwrite")
-    if args.target.resolve() == args.source.resolve():
-        raise UserError(f"{args.target}: is the source")
     megatron = args.command == "to-hf" or (args.source / METADATA).is_file()
     opened = convert.open_megatron(args.source, args.config) if megatron else convert.open_hf(args.source)
     source, shape, companions = opened

@@ -11,6 +11,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+from megatron_brorl.checkpoints.hugging_face import complete
 from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.config.load import load
 from megatron_brorl.data.generate import corpus
@@ -51,6 +52,7 @@ def main() -> None:
     )
     model["tie_word_embeddings"] = not args.untied
     parameters = write_random_model(model, args.directory, config.run.seed)
+    complete(args.directory, args.directory)
     print(f"{args.directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}")
 
 

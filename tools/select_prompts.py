@@ -22,6 +22,7 @@ from megatron_brorl.data.source import load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
+from megatron_brorl.outputs import check_output
 from megatron_brorl.report.comparison import Key, read_answers
 from megatron_brorl.types import Prompt
 
@@ -36,6 +37,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, required=True, help="prompts to choose")
     args = parser.parse_intermixed_args()
     config = load(args.config, args.overrides)
+    read = [("the evaluation", args.evaluation), ("the configuration", Path(args.config))]
+    check_output(args.out, [*read, *(("data.held_out", Path(name)) for name in config.data.held_out)])
     model = Path(config.model.path)
     limit = read_shape(model).context - config.rollout.max_tokens
     prompts = load_sources(config.data, load_tokenizer(model), limit, config.run.seed).held_out

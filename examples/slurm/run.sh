@@ -7,9 +7,10 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
-# Slurm sends its warning (--signal) and a preemption's SIGTERM to the ranks too: they save, and this waits for them. A
-# rank that ends does not end the others, which may still be saving; they have 15 minutes.
-trap ':' TERM USR1
+# Slurm sends its warning (--signal) and a preemption's SIGTERM to the ranks too: they save, and this waits for them for as
+# long as Slurm lets it. A rank leaves with 75 when the state of all is saved, and does not end the others at once: they
+# have 15 minutes.
+trap ':' TERM HUP USR1
 srun --kill-on-bad-exit=0 --wait=900 bash "$HERE/rank.sh" "$@" &
 STATUS=0
 while true; do

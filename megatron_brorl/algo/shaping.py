@@ -35,12 +35,15 @@ def is_on(config: ShapingConfig) -> bool:
 
 
 def soft_overlong(tokens: Tensor, max_tokens: int, cache: int) -> Tensor:
-    """0 up to max_tokens - cache tokens, then down to -1 at max_tokens, linearly (DAPO, Yu et al. 2025, eq. 13)."""
+    """Of tokens of any shape: 0 up to max_tokens - cache, then down to -1 at max_tokens, linearly (DAPO, eq. 13)."""
     return ((max_tokens - cache - tokens.double()) / cache).clamp(-1.0, 0.0)
 
 
 def cosine_length(tokens: Tensor, max_tokens: int, low: float, high: float) -> Tensor:
-    """low + (high - low) (1 + cos(pi t / max_tokens)) / 2: `high` for no tokens, `low` for max_tokens (ProRLv2)."""
+    """low + (high - low) (1 + cos(pi t / max_tokens)) / 2 of each element t of tokens (any shape; ProRLv2).
+
+    `high` for no tokens, `low` for max_tokens.
+    """
     return low + (high - low) * (1 + (math.pi * tokens.double() / max_tokens).cos()) / 2
 
 

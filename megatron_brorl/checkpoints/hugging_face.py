@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES, Tensors
+from megatron_brorl.data.sentencepiece_export import write_for_transformers
+from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import CONFIG, WEIGHTS, ModelShape, read_shape
 from megatron_brorl.models import hf_names
@@ -22,6 +25,8 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.layout import Entry, to_local
 
 HEAD = "lm_head.weight"
+GENERATION = "generation_config.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 class Checkpoint:
@@ -118,14 +123,16 @@ def load(
 ) -> None:
     """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype.
 
-    own: parameters that no directory holds, which stay as they are. Raises UserError where the directory does not hold
-    the model of its config.json.
+    fused_norms: whether the actor's norms are in Transformer Engine's linear layers. own: parameters that no directory
+    holds, which stay as they are. Raises UserError where the directory does not hold the model of its config.json.
     """
     checkpoint = Checkpoint(Path(directory))
     checkpoint.check(hf_names.hf_shapes(shape))
     if "output_layer.weight" not in own:  # the head of the directory is used
         checkpoint.check_tied(shape)
     parameters = {k: v for k, v in hf_names.global_parameters(actor).items() if k not in own}
+
+    # Each rank reads the entries that its stage holds, and keeps its part of them.
     with torch.no_grad():
         for entry in hf_names.entries(shape, grid.pipeline, fused_norms):
             targets = [parameters.pop(entry.megatron)] if entry.stage == grid.pp_rank else []
@@ -135,6 +142,7 @@ def load(
                 part = to_local(entry, checkpoint.read(entry), shape.kv_heads, grid.tp_rank, grid.tensor)
                 for target in targets:
                     target.copy_(part)
+
     if parameters:
         raise AssertionError(f"parameters without a Hugging Face name: {sorted(parameters)}")
 
@@ -143,12 +151,14 @@ def save(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str 
     """Write a Hugging Face directory: config.json and tokenizer from `source`, weights from `tensors`.
 
     Written aside and renamed, so that `target` is either absent, the old one, or complete. dtype is torch's name of
-    the tensors' type ("float32"). One tensor at a time is in memory.
+    the tensors' type ("float32"). One tensor at a time is in memory. Raises ValueError unless `tensors` are exactly
+    those of the model that `source` describes.
     """
     source, target = Path(source), Path(target)
     shapes = hf_names.hf_shapes(read_shape(source))
     with written_aside(target) as aside:
         copy_companions(source, aside)
+        complete(source, aside)
         config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)  # the older name of the same key
         config["dtype"] = dtype
@@ -160,8 +170,27 @@ def save(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str 
 def copy_companions(source: Path, target: Path) -> None:
     """config.json, the tokenizer and whatever else stands beside the weights."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != INDEX:
+        if path.is_file() and path.suffix in (".json", ".model", ".txt", ".jinja", ".py") and path.name != INDEX:
             shutil.copy2(path, target / path.name)
+
+
+def complete(source: Path, target: Path) -> None:
+    """Write to `target`, a copy of `source`, what transformers needs to read and to stop as the trainer does.
+
+    That is tokenizer.json for a sentencepiece model, and generation_config.json, unless `source` has them. What cannot
+    be written is told on stderr in one line. Nothing is done where there is no tokenizer.
+    """
+    write_for_transformers(source, target)
+    if (source / GENERATION).is_file() or not any((source / name).is_file() for name in TOKENIZERS):
+        return
+    try:
+        tokenizer = load_tokenizer(source)
+    except UserError as e:
+        print(f"warning: no {GENERATION} written: {e}", file=sys.stderr, flush=True)
+        return
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+    told = {f"{name}_token_id": token_id for name, token_id in ids.items() if token_id is not None}
+    (target / GENERATION).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
     checkpoints/step_00000003/   Megatron's files, run.json, manifest.json (SHA-256 of every other file)
     checkpoints/latest           the name of the newest complete one, moved last
 
+A checkpoint has exactly the name of the step that its run.json holds; whatever else lies there is the user's.
 Megatron-Core 0.16 loads a checkpoint with a flipped byte without a word, hence the manifest.
 """
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,7 @@ from megatron_brorl.parallel import device
 
 LATEST = "latest"
 RUN = "run.json"
+STEP = "step"  # key of run.json: steps done
 STEPPED = "optimizers_that_have_stepped"  # key of run.json: names of parts
 
 
@@ -45,6 +49,7 @@ class Part:
 
     @property
     def prefix(self) -> str:
+        """What stands before the names of its tensors in the checkpoint."""
         return f"{self.name}." if self.name else ""
 
     def require_finite(self, what: str, then: str) -> None:
@@ -62,6 +67,7 @@ class Part:
         return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading)}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave and Megatron filled; an optimizer without a state gets the module's weights."""
         model = {k.removeprefix(self.prefix): v for k, v in state["model"].items()}
         if self.weights is not None:
             for name, weight in self.weights.items():
@@ -92,19 +98,23 @@ def save(
     keep: int,
     add: Callable[[Path], None] = lambda directory: None,
 ) -> Path:
-    """Write the state after `step` steps; a collective. Keeps the newest `keep`.
+    """Write the state after `step` steps; a collective. Keeps the newest `keep` up to this step.
 
-    run: JSON that read_run gives back. add: called on every rank to put files of its own into the directory. Raises
-    UserError, and leaves everything as it is, where a weight is not finite.
+    run: JSON that read_run gives back, with the step. add: called on every rank to put files of its own into the
+    directory. What is not a checkpoint but has this one's name is renamed (step_00000003.1, ...) and told on stderr.
+    Raises UserError, and leaves everything as it is, where a weight is not finite.
     """
     check(parts, step)
-    target = root / f"step_{step:08d}"
+
+    # Everything is written beside the place that it will take.
+    target = root / _name(step)
     aside = root / f".{target.name}.writing"
     if dist.get_rank() == 0:
-        for stale in root.glob(".step_*.writing"):
-            shutil.rmtree(stale)
+        _remove_unfinished(root)
         aside.mkdir(parents=True)
     dist.barrier()
+
+    # Every rank its shards. An optimizer that has not stepped yet has no state that Megatron could save.
     stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
     # Megatron starts a process that imports torch (190 MiB, seconds) for a queue that asynchronous saves alone need.
     filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
@@ -112,37 +122,108 @@ def save(
         dist_checkpointing.save(_states(parts, stepped), str(aside))
     add(aside)
     dist.barrier()
+
+    # Complete: hashed, renamed, pointed to, and only then older ones go.
     if dist.get_rank() == 0:
-        (aside / RUN).write_text(json.dumps({**run, STEPPED: stepped}, indent=1), encoding="utf-8")
+        (aside / RUN).write_text(json.dumps({**run, STEP: step, STEPPED: stepped}, indent=1), encoding="utf-8")
         manifest.write(aside)
+        _give_way(target, step)
         replace_directory(aside, target)
         _write_atomically(root / LATEST, target.name)
-        for old in sorted(root.glob("step_*"))[:-keep]:
-            shutil.rmtree(old)
+        rotate(root, step, keep)
     dist.barrier()
     return target
+
+
+def rotate(root: Path, step: int, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints up to `step`; never what save did not write, nor a later one."""
+    # A link's target lies elsewhere, and a folder whose run.json is gone or of another step is no checkpoint of ours.
+    own = [s for s, d in _folders(root).items() if s <= step and not d.is_symlink() and _stored_step(d) == s]
+    for old in sorted(own)[:-keep]:
+        shutil.rmtree(root / _name(old))
 
 
 def find(root: Path) -> Path | None:
     """The newest complete checkpoint under root, or None where there is none.
 
-    Raises UserError where checkpoints exist but the newest is damaged: going on from an older one is the user's choice.
+    A folder of another name, or whose run.json holds another step than its name (a copy), is left out of account.
+    Raises UserError where checkpoints exist but the newest is damaged, or is not the one that `latest` names: going on
+    from an older one is the user's choice.
     """
-    candidates = sorted(root.glob("step_*"))
-    if not candidates:
-        return None
     pointer = root / LATEST
-    name = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else candidates[-1].name
+    steps = [step for step, folder in _folders(root).items() if _stored_step(folder) in (step, None)]
+    if pointer.is_file():
+        named = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        pointed = _step_of(named)
+        if pointed is None:
+            raise UserError(f"{pointer}: says {named!r}, which is no checkpoint's name; delete it to go on without it")
+        steps.append(pointed)
+    if not steps:
+        return None
     # A crash between the two renames leaves a complete checkpoint newer than the pointer: take it.
-    newest = max(candidates[-1].name, name)
-    directory = root / newest
-    problem = manifest.damage(directory)
+    newest = max(steps)
+    directory = root / _name(newest)
+    if directory.is_dir():
+        stored = _stored_step(directory)
+        copied = f"is a copy of step {stored}" if stored not in (newest, None) else ""
+        problem = copied or manifest.damage(directory)
+    else:
+        problem = "is missing"
     if problem:
         raise UserError(f"{directory}: {problem}; delete it and {pointer} to go on from an older checkpoint")
     return directory
 
 
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _step_of(name: str) -> int | None:
+    """The step whose checkpoint has exactly this name."""
+    found = re.fullmatch("step_([0-9]{8,})", name)
+    return int(found[1]) if found and _name(int(found[1])) == name else None
+
+
+def _folders(root: Path) -> dict[int, Path]:
+    """The folders that have the name of a step, by step."""
+    named = ((_step_of(path.name), path) for path in root.glob("step_*"))
+    return {step: path for step, path in named if step is not None and path.is_dir()}
+
+
+def _stored_step(directory: Path) -> int | None:
+    """The step of a folder's run.json; None where it cannot be read."""
+    try:
+        step = read_run(directory)[STEP]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
+
+
+def _remove_unfinished(root: Path) -> None:
+    """Delete what a save that was killed left."""
+    for path in root.glob(".step_*.writing"):
+        if _step_of(path.name.removeprefix(".").removesuffix(".writing")) is None:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _give_way(target: Path, step: int) -> None:
+    """Rename what has the name of the checkpoint that is about to be put in place, but is none of that step."""
+    ours = target.is_dir() and not target.is_symlink() and _stored_step(target) == step
+    if ours or not (target.exists() or target.is_symlink()):
+        return
+    number = 1
+    while (aside := target.with_name(f"{target.name}.{number}")).exists() or aside.is_symlink():
+        number += 1
+    target.rename(aside)
+    print(f"warning: {target}: is no checkpoint of step {step}; it is now {aside.name}", file=sys.stderr, flush=True)
+
+
 def read_run(directory: Path) -> dict[str, Any]:
+    """What save was given as `run`, and the names of the optimizers that had stepped."""
     return json.loads((directory / RUN).read_text(encoding="utf-8"))
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import os
 import resource
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from megatron_brorl import ranks
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import Config, OptimConfig
@@ -27,10 +25,10 @@ from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8, memory
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops.decode import DecodeOps, Reference
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rollout.engine import RolloutEngine, SampleTokens
+from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.critic_update import critic_optim
@@ -40,7 +38,6 @@ from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import Prompt
 
 ROLLOUTS_FILE = "rollouts.jsonl"
-SECOND_SIGNAL_S = 1.0  # a launcher may pass one signal on twice
 
 
 class Session:
@@ -48,6 +45,7 @@ class Session:
 
     sources: Sources  # not there where benchmarks are evaluated
     benchmarks: dict[str, list[Prompt]]  # what `brorl evaluate` asks, by name
+    report: str  # of data.source: what was read, and what is odd about it
 
     def __init__(self, config: Config, benchmarks: bool = False) -> None:
         """benchmarks: read the files of evaluate.benchmarks, where there are any, and nothing to train on."""
@@ -65,22 +63,20 @@ class Session:
                 "parallel.distributed_optimizer = true: Megatron-Core can checkpoint it only with Transformer Engine's "
                 "Adam on a GPU; set it to false"
             )
-        if config.ops.implementation == "fused":
-            _check_extension()
+        self.ops = backend(config.ops.implementation, device.default_device())
         fp8.check(config.fp8, self.shape, config.parallel.tensor)
         limit = context(config, self.shape) - config.rollout.max_tokens
         if benchmarks and config.evaluate.benchmarks:
-            self.benchmarks = load_benchmarks(config.evaluate.benchmarks, config.data, self.tokenizer, limit)
+            files = config.evaluate.benchmarks
+            self.benchmarks, self.report = load_benchmarks(files, config.data, self.tokenizer, limit)
         else:
             self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
+            self.report = self.sources.report
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
         self.grid = grid.build(config.parallel, config.run.seed, config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0
         self._closing: list[Callable[[], Any]] = [grid.leave]
-        self._signalled_at: float | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._on_signal)
 
     def __enter__(self) -> Session:
         self._lock()
@@ -90,14 +86,6 @@ class Session:
         if kind is None:
             for close in reversed(self._closing):
                 close()
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        """The first signal asks for a save at the next step boundary; a second one, meant, ends the process at once."""
-        now = time.monotonic()
-        if self._signalled_at is None:
-            self._signalled_at = now
-        elif now - self._signalled_at > SECOND_SIGNAL_S:
-            os._exit(128 + number)
 
     def _lock(self) -> None:
         """Refuse a second run in the same directory."""
@@ -132,7 +120,7 @@ class Session:
         options = StageOptions(
             tokens_per_micro_batch=c.train.tokens_per_micro_batch or (16384 if device.on_gpu() else 2048),
             dtype=DTYPES[c.model.dtype],
-            ops=c.ops.implementation,
+            ops=self.ops,
             share_prompt=c.train.share_prompt,
             recompute=c.train.recompute,
             offload=c.train.offload,
@@ -156,15 +144,14 @@ class Session:
 
     def _torch_engine(self) -> RolloutEngine:
         c = self.config
-        sample, ops = _engine_ops(c.ops.implementation)
         return TorchEngine(
             self.shape,
             hf_shapes(self.shape),
             device.default_device(),
             DTYPES[c.rollout.dtype],
             c.rollout.max_rows,
-            sample,
-            ops,
+            self.ops.sample_tokens,
+            self.ops.decode,
             c.rollout.memory_mib * 2**20,
             self.tokenizer.decode,
         )
@@ -207,7 +194,7 @@ class Session:
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""
-        return bool(collectives.all_reduce_max({"stop": float(self._signalled_at is not None)})["stop"])
+        return bool(collectives.all_reduce_max({"stop": float(ranks.stop_requested())})["stop"])
 
     def export(self, worker: Any) -> None:
         """Write the weights as run.dir/model, a Hugging Face directory. Raises UserError where one is not finite."""
@@ -241,26 +228,3 @@ class Session:
         # A forked process shares most of its pages with its parent; counting them again would be wrong.
         children = sum(p.memory_full_info().uss for p in psutil.Process().children(recursive=True)) / 2**20
         return collectives.all_reduce_sum({"mib": own + children})["mib"]
-
-
-def _engine_ops(implementation: str) -> tuple[SampleTokens, DecodeOps]:
-    """How the engine draws tokens and attends. csrc attends on CPUs alone."""
-    if implementation == "reference":
-        from megatron_brorl.ops.reference.sampling import sample_tokens as plain
-
-        return plain, Reference()
-    from megatron_brorl.ops.fused.decode import Fused
-    from megatron_brorl.ops.fused.sampling import sample_tokens as fused
-
-    return fused, Reference() if device.on_gpu() else Fused()
-
-
-def _check_extension() -> None:
-    """Raise UserError where the fused ops cannot run on this device."""
-    from megatron_brorl.ops.fused import native
-
-    if device.on_gpu() and not native.CUDA:
-        raise UserError(
-            'ops.implementation = "fused": the extension was built without CUDA kernels; install again with '
-            'BRORL_CUDA=1 and CUDA_HOME set, or set it to "reference"'
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def evaluate(args: argparse.Namespace) -> int:
         names = session.benchmarks
         if not names:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
+        if session.is_main_rank:
+            print(session.report, file=sys.stderr, flush=True)
         rollouts = session.rollouts()
         refit(session.worker(None), rollouts.engine, 0)
         e, r = config.evaluate, config.rollout

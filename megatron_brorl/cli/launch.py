@@ -1,42 +1,123 @@
-"""Several processes on one machine without typing torchrun: torch's own launcher, with the ranks' exit code as ours."""
+"""Several ranks on this machine, without torchrun: started, signalled and awaited together.
+
+torch's own launcher kills ranks 30 seconds after a signal, which is in the middle of a real step; it opens a store on
+all interfaces, whose state is a pickle; and its ranks go on when it is killed.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Sequence
-from uuid import uuid4
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from megatron_brorl.ranks import LAUNCHER, LISTENER, SAVED, STOPPING, Signals
+
+_LOOK_S = 0.1
+_LAST_WORDS_S = 10.0  # for the other ranks to say what is wrong, when one has failed; then they are killed
 
 
-def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run `python -m megatron_brorl *arguments` as `processes` ranks; returns 0 or the first failing rank's code."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def launch(processes: int, command: Sequence[str]) -> int:
+    """Run `command` as so many ranks, for as long as they take; returns 0, SAVED or the first failing rank's code.
 
-    logging.disable(logging.ERROR)  # of this process alone: the ranks say themselves what is wrong
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=uuid4().hex,
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    SAVED (75): every rank left with it. A signal of ranks.STOPPING goes to the ranks, which save at their next step
+    boundary however far that is; a second one kills them. 128 + number: a signal ended a rank, or all of them.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int) -> None:
+        for process in ranks:
+            process.send_signal(number)
+
+    signals = Signals(forward, lambda _: _kill(ranks))
+    # Held back until a rank has its handlers, for it inherits this: none is lost, and none finds a rank unprepared.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        elastic_launch(config, sys.executable)("-m", "megatron_brorl", *arguments)
-    except ChildFailedError as e:
-        rank, failure = e.get_first_failure()
-        if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            print(f"brorl: rank {rank} was ended by {name} (out of memory?)", file=sys.stderr)
-            return 128 - failure.exitcode
-        return failure.exitcode
-    except SignalException:
-        return 75  # the ranks got the signal too and have saved
-    return 0
+        for process in _start(processes, command):
+            ranks.append(process)
+        signals.catch()
+        ended = _wait(ranks)
+    finally:
+        _kill(ranks)
+    return _verdict(ended, signals)
+
+
+def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Ranks in sessions of their own: what the terminal sends reaches them once, through this process."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for rank in range(processes):
+            told = {
+                LAUNCHER: str(os.getpid()),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(listener.getsockname()[1]),
+            }
+            if rank == 0:
+                told[LISTENER] = str(listener.fileno())
+            yield subprocess.Popen(
+                command,
+                env={"OMP_NUM_THREADS": threads, **kept, **told},
+                pass_fds=() if rank else (listener.fileno(),),
+                start_new_session=True,
+            )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Exit codes by rank, in the order in which the ranks ended."""
+    ended: dict[int, int] = {}
+    deadline = float("inf")
+    while len(ended) < len(ranks):
+        found = [(code, rank) for rank, p in enumerate(ranks) if rank not in ended and (code := p.poll()) is not None]
+        for code, rank in sorted(found):  # of two at once, the one that a signal ended is the cause
+            ended[rank] = code
+            if code not in (0, SAVED):
+                deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+        if time.monotonic() > deadline:
+            _kill(ranks)
+        time.sleep(_LOOK_S)
+    return ended
+
+
+def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that are left, and what they have forked."""
+    for process in ranks:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _verdict(ended: Mapping[int, int], signals: Signals) -> int:
+    """The launcher's exit code, with a line where the ranks could not say themselves what happened."""
+    codes = set(ended.values())
+    if codes in ({0}, {SAVED}):
+        return codes.pop()
+
+    # Which rank it was, and how.
+    rank, code = next(((r, c) for r, c in ended.items() if c not in (0, SAVED)), (-1, 1))
+    told = rank >= 0 and code > 0  # by the rank itself
+    what = f"rank {rank} ended with exit code {code}"
+    if code < 0:
+        memory = " (out of memory?)" if code == -signal.SIGKILL and not signals.first else ""
+        what = f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
+        code = 128 - code
+    elif rank < 0:
+        what = f"ranks {sorted(r for r, c in ended.items() if c == 0)} had ended before"
+
+    # What came from outside comes before what it led to.
+    if signals.second:
+        what, code = f"a second signal, {signal.Signals(signals.second).name}, ended the ranks", 128 + signals.second
+    elif signals.first:
+        what = f"{signal.Signals(signals.first).name} came, and not every rank has saved: {what}"
+    elif told:
+        return code
+    print(f"brorl: {what}", file=sys.stderr)
+    return code

@@ -12,16 +12,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl import ranks
 from megatron_brorl.cli import evaluate as evaluate_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.cli.evaluate import write_json
 from megatron_brorl.config.load import load
 from megatron_brorl.config.renamed import with_names_of_now
 from megatron_brorl.errors import UserError
+from megatron_brorl.outputs import check_outputs
 
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
 BEFORE_THE_KEY: dict[str, dict[str, Any]] = {"optim": {"decay_norms_and_biases": True}}
-PREEMPTED = 75  # EX_TEMPFAIL: the state was saved; start the same command again to go on
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,11 +45,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run_ranks(args: argparse.Namespace) -> int:
     """A command of ranks: as one of them, or as the launcher of them all."""
-    load(args.config, args.overrides)  # a mistake in it is told once, and before anything is started or imported
+    # A mistake in it is told once, and before anything is started, imported or written.
+    check_outputs(load(args.config, args.overrides), args.name, args.config)
     if args.processes > 0:
         from megatron_brorl.cli.launch import launch
 
-        return launch(args.processes, [args.name, args.config, *args.overrides])
+        command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *args.overrides]
+        return launch(args.processes, command)
+    ranks.begin(saves=args.command is _train)
     from megatron_brorl.parallel import device
 
     device.leave_out_compiler()
@@ -146,12 +150,12 @@ def _train(args: argparse.Namespace) -> int:
         writer = session.writer(trainer.state.step if found else None)
         trainer.rollout_log = session.rollout_log(trainer.state.step if found else None)
         with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
-            p.note(session.sources.report)
+            p.note(session.report)
             if found:
                 p.note(f"resumed from {found}")
             if not trainer.run(writer, p, session.stop_requested):
                 p.note("stopped by a signal; the state is saved: start the same command again to go on")
-                return PREEMPTED
+                return ranks.SAVED
             after = trainer.evaluate(p).as_dict() if trainer.held_out else None
             if after:
                 p.note(f"held-out after: {evaluation_line(after)}")
@@ -190,8 +194,8 @@ def _sft(args: argparse.Namespace) -> int:
         worker = session.worker(optim)
         writer = session.writer(None)
         with progress(config.sft.steps, "sft", session.is_main_rank) as p:
-            p.note(session.sources.report)
-            sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p, session.stop_requested)
+            p.note(session.report)
+            sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
         session.export(worker)
     return 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.outputs import check_output
 from megatron_brorl.theory.simulate import Curves, Settings, simulate, write_csv
 from megatron_brorl.theory.targets import CANDIDATES, Targets
 
@@ -131,6 +132,7 @@ def _advise(args: argparse.Namespace) -> int:
     from megatron_brorl.theory.advisor import advise
     from megatron_brorl.theory.log import read_log
 
+    check_output(args.out / "advice.json", [("the log", args.log)])
     groups = read_log(args.log)
     costs, how = _costs(args)
     targets = Targets(**{f.name: getattr(args, f.name) for f in fields(Targets)})

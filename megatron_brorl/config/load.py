@@ -75,6 +75,7 @@ def validate(config: Config, where: str) -> None:
     for key in _NOT_NEGATIVE.split():
         section, name = key.split(".")
         need(getattr(getattr(config, section), name) >= 0, key, "must not be negative")
+    need(bool(config.run.dir.strip()), "run.dir", "results need a folder; the working directory is '.'")
     need(config.rollout.temperature > 0, "rollout.temperature", "must be above 0 (sampling needs randomness)")
     need(0 < config.rollout.top_p <= 1, "rollout.top_p", "must be in (0, 1]")
     need(all(config.rollout.stop_strings), "rollout.stop_strings", "an empty string would stop everything")
@@ -105,10 +106,17 @@ def validate(config: Config, where: str) -> None:
     _validate_recipe(config, need)
     need(0 < config.algo.eps_low < 1, "algo.eps_low", "must be in (0, 1)")
     need(config.algo.eps_high > 0, "algo.eps_high", "must be above 0")
+    need(config.algo.tau_pos > 0, "algo.tau_pos", "must be above 0")
+    need(config.algo.tau_neg > 0, "algo.tau_neg", "must be above 0")
     need(
         config.algo.dual_clip == 0 or config.algo.dual_clip > 1 + config.algo.eps_high,
         "algo.dual_clip",
         "must be 0 (off) or above 1 + algo.eps_high",
+    )
+    need(
+        config.algo.dual_clip == 0 or config.algo.policy_loss == "clip",
+        "algo.dual_clip",
+        f'algo.policy_loss = "{config.algo.policy_loss}" has no such bound: must be 0 (off)',
     )
     need(
         config.algo.aggregation != "fixed" or config.algo.aggregation_tokens > 0,

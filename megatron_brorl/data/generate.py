@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.prompts import render
+from megatron_brorl.data.round_trip import Written
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import gym_tasks
@@ -49,6 +50,15 @@ class GeneratedPrompts:
             prompt = self._first_outside(found, index)
             found[prompt.text] = prompt
         return list(found.values())
+
+    def written(self, count: int) -> list[Written]:
+        """The first `count` rows of the stream as their tasks wrote them, held-out ones among them."""
+        found = []
+        for index in range(count):
+            task, number = self._mixture.pick(index, 0)
+            text, entry = task.item(number)
+            found.append(Written(f"{task.where} item {number}", text, entry["answer"]))
+        return found
 
     def _first_outside(self, taken: Container[str], index: int) -> Prompt:
         for attempt in range(_ATTEMPTS):

@@ -36,20 +36,27 @@ class SentencePieceTokenizer:
         self.pad_id = _optional(self._model.pad_id())
         self.unk_id = _optional(self._model.unk_id())
         self._visible = {i for i in range(self.vocab_size) if not self._model.is_control(i)}
-        self._leads_with_bos = self.bos_id is not None and _adds_bos(directory / "tokenizer_config.json")
+        self.leads_with_bos = self.bos_id is not None and _adds_bos(directory / "tokenizer_config.json")
 
     def encode(self, text: str) -> list[int]:
         return [int(i) for i in self._model.encode(text)]
 
     def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
         ids = self.encode(before + text + after)
-        return [self.bos_id, *ids] if self._leads_with_bos and self.bos_id is not None else ids
+        return [self.bos_id, *ids] if self.leads_with_bos and self.bos_id is not None else ids
 
     def apply_chat(self, text: str) -> tuple[str, list[int]]:
         raise UserError(
             f"{self.directory}: data.chat = true, but a sentencepiece tokenizer has no chat template; "
             "set data.chat = false and write the frame of the prompt into data.template"
         )
+
+    def piece(self, token_id: int) -> str:
+        return str(self._model.id_to_piece(token_id))
+
+    def serialized(self) -> bytes:
+        """The content of tokenizer.model."""
+        return bytes(self._model.serialized_model_proto())
 
     def decode(self, ids: Sequence[int]) -> str:
         kept = [int(i) for i in ids if int(i) in self._visible]  # sentencepiece raises on ids that it does not have

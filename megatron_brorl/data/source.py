@@ -16,6 +16,7 @@ from typing import Protocol
 from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.generate import GeneratedPrompts
 from megatron_brorl.data.prompts import Row, read_rows, tokenize
+from megatron_brorl.data.round_trip import GENERATED, Written, check_round_trip, sampled
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.types import Prompt
@@ -55,7 +56,7 @@ class FileSource:
 class Sources:
     train: PromptSource
     held_out: list[Prompt]
-    report: str  # what was read or generated, one line each; every skipped row is listed
+    report: str  # what was read or generated, one line each; every skipped row is listed, and what the tokenizer loses
 
 
 def load_sources(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int) -> Sources:
@@ -79,15 +80,19 @@ def load_sources(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
 
 def load_benchmarks(
     files: Sequence[str], config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int
-) -> dict[str, list[Prompt]]:
-    """The prompts of each file by the file's name without its ending. Raises UserError for whatever is wrong."""
+) -> tuple[dict[str, list[Prompt]], str]:
+    """The prompts of each file by the file's name without its ending, and a report as that of Sources.
+
+    Raises UserError for whatever is wrong.
+    """
     found: dict[str, list[Prompt]] = {}
+    report: list[str] = []
     for name in files:
         stem = Path(name).stem
         if stem in found:
             raise UserError(f"evaluate.benchmarks: {name}: there is another file called {stem}; rename one of them")
-        found[stem] = _from_files([name], "evaluate.benchmarks", config, tokenizer, max_prompt_tokens, [])
-    return found
+        found[stem] = _from_files([name], "evaluate.benchmarks", config, tokenizer, max_prompt_tokens, report)
+    return found, "\n".join(report)
 
 
 def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int) -> Sources:
@@ -104,8 +109,9 @@ def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int,
     )
     train_stream.prompt(0)  # a pattern or limit that cannot work is an error now, not at the first step
     names = ", ".join(task.name for task in config.tasks)
-    report = f"data.tasks: endless prompts of {names}; {len(held_out)} different ones held out"
-    return Sources(GeneratedSource(train_stream), held_out, report)
+    report = [f"data.tasks: endless prompts of {names}; {len(held_out)} different ones held out"]
+    report += check_round_trip(train_stream.written(GENERATED), tokenizer, "data.tasks")
+    return Sources(GeneratedSource(train_stream), held_out, "\n".join(report))
 
 
 def _from_files(
@@ -128,7 +134,10 @@ def _from_files(
     if again:
         first, second = [row.where for row in rows if row.id == again[0]][:2]
         raise UserError(f"{second}: id {again[0]!r} is taken by {first}; give every row of {key} its own id")
-    return tokenize(rows, tokenizer, config, max_prompt_tokens)
+    prompts = tokenize(rows, tokenizer, config, max_prompt_tokens)
+    looked_at = [Written(rows[i].where, rows[i].prompt, rows[i].answer) for i in sampled(len(rows))]
+    report += check_round_trip(looked_at, tokenizer, key)
+    return prompts
 
 
 def _shuffled(size: int, seed: int, epoch: int) -> list[int]:

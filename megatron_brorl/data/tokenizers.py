@@ -60,14 +60,22 @@ class Tokenizer(Protocol):
 def load_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of a model directory: tokenizer.json (Hugging Face) if there, else tokenizer.model (sentencepiece).
 
+    A tokenizer.json that was made of the tokenizer.model is left to others: sentencepiece starts sooner.
     Raises UserError if there is neither, if a file is broken or if there is no end-of-sequence token.
     """
-    if (directory / "tokenizer.json").is_file():
+    pieces = (directory / "tokenizer.model").is_file()
+    if (directory / "tokenizer.json").is_file() and not (pieces and _is_converted(directory)):
         from megatron_brorl.data.hf_tokenizer import HuggingFaceTokenizer  # transformers takes seconds to import
 
         return HuggingFaceTokenizer(directory)
-    if (directory / "tokenizer.model").is_file():
+    if pieces:
         return SentencePieceTokenizer(directory)
     raise UserError(
         f"{directory}: no tokenizer.json and no tokenizer.model there; copy the tokenizer files of the model into it"
     )
+
+
+def _is_converted(directory: Path) -> bool:
+    from megatron_brorl.data.sentencepiece_export import is_converted  # protobuf takes a while to import
+
+    return is_converted(directory)

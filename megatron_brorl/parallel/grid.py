@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import device, network
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,8 @@ def _join(world: int, timeout_s: float) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if device.on_gpu() else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=world, timeout=timeout)
+    rank, store = int(os.environ.get("RANK", "0")), network.store(world, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def leave() -> None:

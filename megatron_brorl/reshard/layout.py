@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Layout = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
+from megatron_brorl.families.family import Layout
+
 _CUT = {"rows": 0, "columns": 1, "vocab": 0, "qkv": 0, "gate_up": 1}
 
 

@@ -48,7 +48,7 @@ class Verdict:
 
 
 class RewardPool:
-    """Worker processes behind one call. For use from one thread; a context manager.
+    """Worker processes behind one call. For use from one thread, with which they end; a context manager.
 
     resolve names the function that maps a verifier's name to the verifier, as "module:function" (tests give their own).
     """
@@ -106,7 +106,7 @@ class RewardPool:
             self._lanes.append(_Lane(self._start()))
 
     def _start(self) -> WorkerProcess:
-        return WorkerProcess(self._resolve, self._timeout_s, self._memory_mb)
+        return WorkerProcess(self._resolve, self._memory_mb)
 
     def _kill(self) -> None:
         for lane in self._lanes:

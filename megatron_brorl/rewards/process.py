@@ -20,12 +20,12 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class WorkerProcess:
-    def __init__(self, resolve: str, timeout_s: float, memory_mb: int) -> None:
+    def __init__(self, resolve: str, memory_mb: int) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed in kill)
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "megatron_brorl.rewards.worker"),
-                *(resolve, str(timeout_s), str(memory_mb), str(os.getpid())),
+                *(resolve, str(memory_mb), str(os.getpid())),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

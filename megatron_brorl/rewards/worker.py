@@ -1,4 +1,4 @@
-"""A process of the reward pool: `python -m megatron_brorl.rewards.worker RESOLVE TIMEOUT_S MEMORY_MB PARENT_PID`.
+"""A process of the reward pool: `python -m megatron_brorl.rewards.worker RESOLVE MEMORY_MB PARENT_PID`.
 
 It runs verifiers and nothing else, never imports torch, and dies with its parent: idle, it sees the end of its input;
 inside a verifier that hangs, an alarm of the kernel ends it soon after the pool should have.
@@ -10,23 +10,21 @@ import importlib
 import os
 import pickle
 import resource
-import select
 import signal
 import sys
 from numbers import Real
 
+from megatron_brorl.ranks import end_with
 from megatron_brorl.rewards.protocol import BROKEN, ERROR, INVALID, LENGTH, OK, READY, RECORD, Item
 from megatron_brorl.rewards.registry import Verifier
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_ALARM_SLACK_S = 5.0  # beyond the deadline, so that a living pool is always first
-_LOOK_UP_MS = 5000  # how often an idle worker looks whether its parent lives
 
 
-def main(resolve_path: str, timeout_s: float, memory_mb: int, parent: int) -> None:
+def main(resolve_path: str, memory_mb: int, parent: int) -> None:
+    end_with(parent)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _limit(resource.RLIMIT_AS, memory_mb << 20)
     _limit(resource.RLIMIT_CORE, 0)
@@ -37,15 +35,13 @@ def main(resolve_path: str, timeout_s: float, memory_mb: int, parent: int) -> No
     module, _, function = resolve_path.partition(":")
     resolve = getattr(importlib.import_module(module), function)
     known: dict[str, Verifier] = {}
-    while (items := _read_chunk(requests, parent)) is not None:
+    while (items := _read_chunk(requests)) is not None:
         for name in {item[0] for item in items} - known.keys():
             known[name] = resolve(name)
         os.dup2(silence, 2)  # what went wrong until here is for the pool to read; from here on, verdicts say it
         os.write(verdicts, RECORD.pack(READY, 0.0, b""))
         for item in items:
-            signal.setitimer(signal.ITIMER_REAL, timeout_s + _ALARM_SLACK_S)
             os.write(verdicts, RECORD.pack(*judge(known[item[0]], item)))
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def judge(verify: Verifier, item: Item) -> tuple[int, float, bytes]:
@@ -83,13 +79,8 @@ def _limit(what: int, value: int) -> None:
     resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def _read_chunk(fd: int, parent: int) -> list[Item] | None:
+def _read_chunk(fd: int) -> list[Item] | None:
     """The next list of items; None when the parent is gone."""
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    while not poll.poll(_LOOK_UP_MS):
-        if os.getppid() != parent:
-            return None
     header = _read(fd, LENGTH.size)
     body = _read(fd, LENGTH.unpack(header)[0]) if header else None
     return pickle.loads(body) if body else None
@@ -107,4 +98,4 @@ def _read(fd: int, size: int) -> bytes | None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

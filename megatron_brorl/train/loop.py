@@ -128,7 +128,7 @@ class Trainer:
 
         # Groups -> advantages.
         outcomes = with_shaped_rewards(collected.outcomes, c, s.step)
-        advantages, weights = group_advantages(outcomes, c, c.ops.implementation)
+        advantages, weights = group_advantages(outcomes, c, self.worker.options.ops)
         rollouts, experience, metrics = make_experience(
             collected.rollouts, collected.groups, advantages, self.models(), c.algo, c.rollout.temperature, weights
         )

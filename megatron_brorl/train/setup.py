@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron_brorl.checkpoints.hugging_face import GENERATION
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
@@ -29,7 +30,7 @@ def context(config: Config, shape: ModelShape) -> int:
 def stop_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokenizer's EOS and whatever generation_config.json adds (chat models stop at their end of turn)."""
     ids = {tokenizer.eos_id}
-    path = directory / "generation_config.json"
+    path = directory / GENERATION
     if path.is_file():
         try:
             extra = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +38,10 @@ def sft(
     optim: OptimConfig,
     writer: MetricsWriter | None,
     progress: Progress,
-    stop: Callable[[], bool],
 ) -> None:
     """config.steps optimizer steps of next-token training on the reference answers, each followed by EOS.
 
-    stop() is asked after every step, on every rank alike; training ends early where it says so. Raises UserError where
-    loss, gradient or weights are not finite.
+    Raises UserError where loss, gradient or weights are not finite.
     """
     grid = worker.grid
     for step in range(config.steps):
@@ -67,8 +64,6 @@ def sft(
         if writer:
             writer.write(step, {"loss": loss, "grad_norm": update.grad_norm, "lr": lr, "tokens": tokens}, seconds)
         progress.update(step + 1, {"loss": f"{loss:.3f}", "grad norm": f"{update.grad_norm:.2f}"})
-        if stop():
-            return
 
 
 def _loss(divisor: float) -> Any:

@@ -43,7 +43,6 @@ def save(
     fingerprint: what must not change when the run is resumed. seconds: of the job so far.
     """
     run = {
-        "step": state.step,
         "updates": state.updates,
         "critic_updates": state.critic_updates,
         "taken": state.taken,
@@ -72,7 +71,7 @@ def restore(
     checkpoint.load(directory, models.checkpoint_parts())
     restored = RunState(
         stall=replace(state.stall),
-        step=run["step"],
+        step=run[checkpoint.STEP],
         taken=run["taken"],
         updates=run["updates"],
         critic_updates=run["critic_updates"],

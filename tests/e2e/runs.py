@@ -54,11 +54,12 @@ def brorl(*arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, **kwargs)
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     """The same, left running in a process group of its own."""
     command = [sys.executable, "-m", "megatron_brorl", *map(str, arguments)]
+    env = {**ENVIRONMENT, **environment}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
     )
 
 

@@ -81,11 +81,13 @@ def test_tokenizer_without_eos(config, model, tmp_path):
         sentence_iterator=iter(["abc def ghi"] * 10), model_writer=out, vocab_size=13, eos_id=-1, minloglevel=2
     )
     (model / "tokenizer.model").write_bytes(out.getvalue())
+    (model / "tokenizer.json").unlink()  # which would go first
     fails(train(config, model, tmp_path), "tokenizer.model", "end-of-sequence")
 
 
 def test_tensor_parallel_does_not_divide_heads(config, model, tmp_path):
-    done = brorl("train", "--processes", "3", config, f"model.path={model}", f"run.dir={tmp_path}", "parallel.tensor=3")
+    run = f"run.dir={tmp_path / 'run'}"
+    done = brorl("train", "--processes", "3", config, f"model.path={model}", run, "parallel.tensor=3")
     fails(done, "parallel.tensor = 3 does not divide num_attention_heads = 2")
 
 

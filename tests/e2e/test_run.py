@@ -12,7 +12,8 @@ import pytest
 import torch
 from e2e.runs import brorl, rows, start
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from sentencepiece import SentencePieceProcessor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.data.tokenizers import train_sentencepiece
@@ -65,6 +66,10 @@ def test_run_leaves_what_is_promised(finished, warm):
     before = load_file(warm / "model.safetensors")
     assert any(not torch.equal(p, before[n]) for n, p in trained.named_parameters() if n in before)
     assert (directory / "model" / "tokenizer.model").read_bytes() == (warm / "tokenizer.model").read_bytes()
+    theirs = AutoTokenizer.from_pretrained(directory / "model")
+    library = SentencePieceProcessor(model_file=str(warm / "tokenizer.model"))
+    assert theirs("12, 18=").input_ids == library.encode("12, 18=")
+    assert trained.generation_config.eos_token_id == library.eos_id()
 
 
 def test_verify_reshard_changes_nothing_and_tells_the_gap(finished, config, warm, tmp_path):
@@ -97,16 +102,18 @@ def wait_for(condition, process, seconds=120):
 
 
 def test_killed_after_a_checkpoint_and_resumed(finished, config, warm, tmp_path):
-    """SIGKILL to every process after step 3's checkpoint, then the same command: the bits of the undisturbed run."""
+    """SIGKILL after step 3's checkpoint, then the same command: the bits of the undisturbed run."""
     command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
     process = start(*command)
     wait_for((tmp_path / "checkpoints" / "latest").exists, process)
     metrics = tmp_path / "metrics.jsonl"
     wait_for(lambda: metrics.read_text().count("\n") >= 4, process)  # one step beyond the checkpoint: it is replayed
-    os.killpg(process.pid, signal.SIGKILL)
-    for child in _ranks(tmp_path):
-        os.kill(child, signal.SIGKILL)
+    process.kill()
     process.wait()
+    deadline = time.monotonic() + 30
+    while _ranks(tmp_path):  # they end with their launcher
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert not (tmp_path / "summary.json").exists()
     done = brorl(*command)
     assert done.returncode == 0, done.stderr
@@ -116,7 +123,7 @@ def test_killed_after_a_checkpoint_and_resumed(finished, config, warm, tmp_path)
 
 
 def _ranks(run_dir) -> list[int]:
-    """The training processes of this run, which torch's launcher starts in sessions of their own."""
+    """The processes of this run, the launcher among them."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
@@ -282,6 +289,7 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     assert one.returncode == 0, one.stderr
     two = brorl("evaluate", "--processes", "2", config, model, f"run.dir={tmp_path / 'two'}", *ask)
     assert two.returncode == 0, two.stderr
+    assert f"evaluate.benchmarks: 6 prompts from {sums}" in one.stderr
     answers = (tmp_path / "one" / "evaluation.jsonl").read_text()
     assert (tmp_path / "two" / "evaluation.jsonl").read_text() == answers
     found = [json.loads(line) for line in answers.splitlines()]

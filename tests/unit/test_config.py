@@ -118,6 +118,8 @@ def test_file_then_overrides(tmp_path):
         ("[critic]\nclip = -1", [], "critic.clip = -1.0: must not be negative"),
         ("[reward]\ncut_off_factor = 1.5", [], "reward.cut_off_factor = 1.5: must be in [0, 1]"),
         ("[shaping]\noverlong_tokens = 2000", [], "shaping.overlong_tokens = 2000: a response has rollout.max_tokens"),
+        ("[algo]\npolicy_loss = 'cispo'\ndual_clip = 3", [], 'algo.dual_clip = 3.0: algo.policy_loss = "cispo" has no'),
+        ("[algo]\ntau_neg = 0", [], "algo.tau_neg = 0.0: must be above 0"),
         ("[algo]\nmismatch_low = 6", [], "algo.mismatch_high = 5.0: must be above mismatch_low = 6.0"),
         (
             "[algo]\nmismatch_mask = 'token'\nold_log_probs = 'rollout'",
@@ -126,6 +128,7 @@ def test_file_then_overrides(tmp_path):
         ),
         ("[reference]\nreset_every = 3", [], "reference.reset_every = 3: without algo.kl_coef there is no reference"),
         ("[rollout]\nrefills = 1\npartial_tokens = 512", [], "rollout.refills = 1: needs algo.dynamic_sampling"),
+        ("", ["run.dir="], "run.dir = '': results need a folder; the working directory is '.'"),
         ("rollout = 3", [], "rollout must be a table"),
         ("[rollout", [], "not valid TOML"),
         ("", ["rollout=3"], "override 'rollout=3': expected section.key=value"),

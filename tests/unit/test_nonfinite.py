@@ -294,6 +294,6 @@ def test_supervised_training_stops_where_it_is_not_finite(processes, model, lr, 
     if not lr:
         breaking(trainer)
     with pytest.raises(UserError) as caught:
-        sft(trainer.worker, Sums(), Sums(), SftConfig(5, 4), OptimConfig(lr), None, _Silent(), lambda: False)
+        sft(trainer.worker, Sums(), Sums(), SftConfig(5, 4), OptimConfig(lr), None, _Silent())
     assert str(caught.value).startswith(f"sft {said}")
     assert "nothing is exported" in str(caught.value)

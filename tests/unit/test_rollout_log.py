@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_brorl.cli import main
+from megatron_brorl.cli.main import main
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.extract import code
 from megatron_brorl.theory.diagnostics import known_mass
@@ -98,7 +98,7 @@ def test_mistakes_name_the_row(row, says, tmp_path, capsys):
 
 def _advise(*arguments: object) -> int:
     with pytest.raises(SystemExit) as end:
-        main.main(["advise", *map(str, arguments)])
+        main(["advise", *map(str, arguments)])
     return int(end.value.code or 0)
 
 

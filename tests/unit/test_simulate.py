@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_brorl.cli import main
 from megatron_brorl.cli import theory as theory_cli
+from megatron_brorl.cli.main import main
 from megatron_brorl.errors import UserError
 from megatron_brorl.report.simulation import build_figure
 from megatron_brorl.theory import simulate as module
@@ -170,7 +170,7 @@ def test_figure_says_what_the_curves_say():
 
 def _run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as end:
-        main.main(["simulate", *arguments])
+        main(["simulate", *arguments])
     return int(end.value.code or 0)
 
 

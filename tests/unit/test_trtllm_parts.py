@@ -176,6 +176,7 @@ def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
     env = process.environment(tmp_path, [2, 3])
     assert not {"SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR"} & env.keys()
     assert env["KEPT"] == "1"
+    assert env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # else Ray listens on all interfaces
     assert env["PYTHONPATH"] == f"{tmp_path}/code:/other"
     assert env["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

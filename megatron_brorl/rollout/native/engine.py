@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.ops.decode import DecodeOps, Reference
+from megatron_brorl.ops.decode import DecodeOps
+from megatron_brorl.ops.reference.decode import ReferenceDecode
 from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling, Watch
 from megatron_brorl.rollout.native.decoder import Decoder
 from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
@@ -42,7 +43,7 @@ class TorchEngine:
         for keys and values; 0 = half of what is free. decode: tokens -> text, for stop strings.
         """
         self.shape, self.names, self.device, self.dtype, self.max_rows = shape, names, device, dtype, max_rows
-        self.sample, self.ops, self.memory, self.decode = sample, ops or Reference(), memory, decode
+        self.sample, self.ops, self.memory, self.decode = sample, ops or ReferenceDecode(), memory, decode
         self.version = -1
         self._decoder: Decoder | None = None
         self._pool: PagePool | None = None

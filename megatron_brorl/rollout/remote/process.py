@@ -15,11 +15,12 @@ from pathlib import Path
 
 import megatron_brorl
 from megatron_brorl.errors import UserError
+from megatron_brorl.ranks import LAUNCHER
 from megatron_brorl.rollout.remote.options import EngineOptions
 
 PREFIX = "brorl-trtllm-"
 _MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")  # Ray's workers would take themselves for ranks of the launcher's
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", LAUNCHER, "OMP_NUM_THREADS")
 
 
 def make_folder(parent: str) -> Path:
@@ -112,6 +113,7 @@ def environment(folder: Path, devices: Sequence[int]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "CUDA_VISIBLE_DEVICES": ",".join(own),
         "RAY_ADDRESS": "local",  # a Ray of its own, beside those of the node's other engines
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # so that it takes 127.0.0.1, and listens there alone, on Linux too
         "TLLM_NUMA_AWARE_WORKER_AFFINITY": "0",  # clashes with Ray's choice of cores
         "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # lower peak memory in a refit
         "NCCL_CUMEM_ENABLE": "1",  # tensor parallelism over nodes hangs at 0

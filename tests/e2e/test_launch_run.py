@@ -1,0 +1,119 @@
+"""A run of two ranks with all that belongs to it: what listens, what saves, and what is left when its launcher dies."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from e2e.runs import rows, start
+
+DOUBLE = Path(__file__).parents[1] / "contract" / "double"
+OPTIONS = [
+    *("rollout.engine=trtllm", "trtllm.tensor=2", "trtllm.cuda_graphs=false", "reward.strict=false", "rollout.n=4"),
+    *("train.steps=5000", "train.checkpoint_every=1", "evaluate.every=0", "data.held_out_prompts=2"),
+]
+
+
+def processes(launcher: Any) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found = psutil.Process(launcher.pid)
+        return [found, *found.children(recursive=True)]
+    return []
+
+
+def listening(launcher: Any) -> Iterator[str]:
+    """Addresses that any process of the run takes connections or datagrams on."""
+    for process in processes(launcher):
+        with contextlib.suppress(psutil.Error):
+            for c in process.net_connections("inet"):
+                if c.status == psutil.CONN_LISTEN or (c.type == socket.SOCK_DGRAM and c.laddr):
+                    yield c.laddr.ip
+
+
+def watch(launcher: Any, happened: Callable[[], object], seconds: float = 180.0) -> set[str]:
+    """Every address that the run has listened on until it happened."""
+    found: set[str] = set()
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert launcher.poll() is None, launcher.stdout.read()
+        assert time.monotonic() < deadline
+        found.update(listening(launcher))
+        time.sleep(0.1)
+    return found
+
+
+def alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@pytest.fixture
+def begin(tmp_path) -> Iterator[Callable[..., Any]]:
+    """start, with an end to what a failed test leaves."""
+    runs = []
+
+    def begin_(*arguments: Any, **environment: str) -> Any:
+        runs.append(start(*arguments, **environment))
+        return runs[-1]
+
+    yield begin_
+    for process in psutil.process_iter(["cmdline"]):
+        if f"run.dir={tmp_path}" in (process.info["cmdline"] or []):
+            process.kill()
+    for run in runs:
+        run.communicate()
+
+
+def test_a_run_listens_on_loopback_saves_at_sigusr1_and_dies_as_one(config, init, tmp_path, begin):
+    other = [name for name, found in psutil.net_if_addrs().items() if not _is_loopback(found)]
+    environment = {"PYTHONPATH": str(DOUBLE), **({"GLOO_SOCKET_IFNAME": other[0]} if other else {})}
+    command = ("train", "--processes", "2", config, f"model.path={init}", f"run.dir={tmp_path}", *OPTIONS)
+
+    # From the first process to a step that is saved.
+    run = begin(*command, **environment)
+    found = watch(run, lambda: (tmp_path / "metrics.jsonl").exists() and rows(tmp_path))
+    assert found == {"127.0.0.1"}
+    run.send_signal(signal.SIGUSR1)
+    said = run.communicate(timeout=120)[0]
+    assert run.returncode == 75, said
+    saved = len(rows(tmp_path))
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"step_{saved:08d}"
+
+    # The launcher alone is killed: ranks, engines and scoring processes follow, and nobody holds the lock.
+    run = begin(*command, **environment)
+    watch(run, lambda: len(rows(tmp_path)) > saved)
+    family = processes(run)
+    assert len(family) >= 6  # launcher, ranks, their scoring processes, the engine
+    run.kill()
+    deadline = time.monotonic() + 30
+    while left := [p for p in family if alive(p)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    with open(tmp_path / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_warm_start_that_is_stopped_leaves_no_half_trained_model(config, init, tmp_path, begin):
+    """It has nothing to go on from: a signal ends it, and examples/brorl_tiny.sh begins it anew."""
+    run = begin("sft", "--processes", "2", config, f"model.path={init}", f"run.dir={tmp_path}", "sft.steps=100000")
+    watch(run, lambda: (tmp_path / "metrics.jsonl").exists() and rows(tmp_path))
+    run.send_signal(signal.SIGTERM)
+    said = run.communicate(timeout=120)[0]
+    assert run.returncode == 128 + signal.SIGTERM, said
+    assert "brorl: SIGTERM came, and not every rank has saved: rank" in said.splitlines()[-1]
+    assert not (tmp_path / "model").exists()
+
+
+def _is_loopback(found: list[Any]) -> bool:
+    addresses = [a.address for a in found if a.family == socket.AF_INET]
+    return not addresses or any(ipaddress.ip_address(a).is_loopback for a in addresses)

@@ -1,0 +1,165 @@
+"""What else may lie beside a run's checkpoints: it is neither resumed from nor deleted, and ends nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.config.schema import OptimConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.ops.backend import backend
+from megatron_brorl.train.worker import StageOptions, Worker
+
+NAMES = [
+    "step_best",
+    "step_00000009.bak",
+    "step_9",
+    "step_000000009",
+    "step_",
+    "step_\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0669",
+]
+
+
+@pytest.fixture(scope="module")
+def part(processes, model):
+    worker = Worker(
+        read_shape(model[0]), processes, StageOptions(100, backend("fused", torch.device("cpu"))), OptimConfig()
+    )
+    worker.load_hf(model[0])
+    return checkpoint.Part("", worker.actor, worker.optimizer)
+
+
+@pytest.fixture
+def save(part, tmp_path):
+    """Save a step of a run that keeps the newest two."""
+    return lambda step, keep=2: checkpoint.save(tmp_path, step, [part], {}, keep)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Every file under a folder, but for what Megatron writes, by its path."""
+    return {
+        p.relative_to(root).as_posix(): b"" if p.suffix in (".distcp", ".pt") else p.read_bytes()
+        for p in sorted(root.rglob("*"))
+        if p.is_file()
+    }
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copy_under_another_name_is_neither_taken_nor_deleted(save, tmp_path, name):
+    """It is newer by its name than all that follow, or older; by its content it is step 1."""
+    shutil.copytree(save(1), tmp_path / name)
+    kept = files(tmp_path / name)
+    for step in (2, 3, 4):
+        assert save(step) == tmp_path / f"step_{step:08d}"
+        assert checkpoint.find(tmp_path) == tmp_path / f"step_{step:08d}"
+    assert names(tmp_path) == sorted(["latest", name, "step_00000003", "step_00000004"])
+    assert files(tmp_path / name) == kept
+
+
+def test_a_copy_under_the_name_of_another_step_is_left_alone(save, tmp_path):
+    """Later than all that is saved, and earlier, where rotation comes by."""
+    for name in ("step_00000099", "step_00000000"):
+        shutil.copytree(save(1), tmp_path / name)
+    for step in (2, 3):
+        save(step, keep=1)
+        assert checkpoint.find(tmp_path) == tmp_path / f"step_{step:08d}"
+    assert names(tmp_path) == ["latest", "step_00000000", "step_00000003", "step_00000099"]
+    assert checkpoint.read_run(tmp_path / "step_00000099")["step"] == 1
+
+
+def test_rotation_deletes_no_later_step(save, tmp_path, tmp_path_factory, part):
+    """Another run's, put here while this one goes on: it is whole, but not what this run has just saved."""
+    elsewhere = tmp_path_factory.mktemp("other")
+    shutil.copytree(checkpoint.save(elsewhere, 50, [part], {}, 1), tmp_path / "step_00000050")
+    for step in (1, 2):
+        assert save(step, keep=1).is_dir()
+    assert names(tmp_path) == ["latest", "step_00000002", "step_00000050"]
+
+
+def test_stray_files_and_links_disturb_nothing(save, tmp_path, tmp_path_factory):
+    other = tmp_path_factory.mktemp("linked")
+    (other / "run.json").write_text(json.dumps({"step": 1}))
+    (tmp_path / "step_00000001").symlink_to(other)
+    for name in ("step_notes.txt", "step_00000008", "step_00000000", ".step_00000003.writing", ".step_mine.writing"):
+        (tmp_path / name).write_text(name)
+    for step in (2, 3, 4):
+        save(step, keep=1)
+    assert checkpoint.find(tmp_path) == tmp_path / "step_00000004"
+    stray = [".step_mine.writing", "step_00000000", "step_00000001", "step_00000008", "step_notes.txt"]
+    assert names(tmp_path) == sorted([*stray, "latest", "step_00000004"])
+    assert (other / "run.json").is_file()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "copy"])
+def test_what_has_the_name_of_the_next_checkpoint_is_renamed(save, tmp_path, capfd, kind):
+    first, taken = save(1), tmp_path / "step_00000002"
+    (tmp_path / "step_00000002.1").write_text("there already")
+    if kind == "file":
+        taken.write_text("mine")
+    elif kind == "folder":
+        taken.mkdir()
+    elif kind == "link":
+        taken.symlink_to(tmp_path / "nowhere")
+    else:
+        shutil.copytree(first, taken)
+    assert save(2) == taken
+    assert checkpoint.find(tmp_path) == taken
+    assert checkpoint.read_run(taken)["step"] == 2
+    assert "step_00000002.2" in names(tmp_path)
+    assert (tmp_path / "step_00000002.1").read_text() == "there already"
+    assert capfd.readouterr().err == f"warning: {taken}: is no checkpoint of step 2; it is now step_00000002.2\n"
+    assert save(2) == taken  # the same step again, as a resumed run may save it, is no stranger
+    assert capfd.readouterr().err == ""
+
+
+def test_leftovers_of_a_killed_save_go(save, tmp_path):
+    (tmp_path / ".step_00000007.writing" / "x").mkdir(parents=True)
+    save(1)
+    assert names(tmp_path) == ["latest", "step_00000001"]
+
+
+def test_a_renamed_checkpoint_never_rolls_a_run_back(save, tmp_path):
+    """`latest` names the newest: without it there is nothing to go on from unseen, however many others there are."""
+    save(1)
+    save(2).rename(tmp_path / "step_best")
+    with pytest.raises(UserError, match=r"step_00000002: is missing; delete it and .*latest to go on from an older"):
+        checkpoint.find(tmp_path)
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_00000002")
+    with pytest.raises(UserError, match=r"step_00000002: is a copy of step 1; delete it and"):
+        checkpoint.find(tmp_path)
+    shutil.rmtree(tmp_path / "step_00000002")
+    (tmp_path / "latest").unlink()
+    assert checkpoint.find(tmp_path) == tmp_path / "step_00000001"
+
+
+def test_a_checkpoint_that_lost_its_step_is_damaged(save, tmp_path):
+    newest = save(1)
+    (newest / "run.json").write_text("{")
+    with pytest.raises(UserError, match=r"step_00000001: run\.json is damaged"):
+        checkpoint.find(tmp_path)
+    (newest / "run.json").unlink()
+    with pytest.raises(UserError, match=r"step_00000001: run\.json is missing"):
+        checkpoint.find(tmp_path)
+
+
+def test_a_pointer_to_something_else_is_named(save, tmp_path):
+    save(1)
+    (tmp_path / "latest").write_text("step_best\n")
+    with pytest.raises(UserError, match=r"latest: says 'step_best', which is no checkpoint's name; delete it"):
+        checkpoint.find(tmp_path)
+
+
+def test_nothing_is_found_where_nothing_was_saved(tmp_path):
+    assert checkpoint.find(tmp_path / "nowhere") is None
+    (tmp_path / "step_best").mkdir()
+    assert checkpoint.find(tmp_path) is None

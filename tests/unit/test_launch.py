@@ -1,0 +1,187 @@
+"""The launcher with ranks that do nothing but what a rank does at its begin and end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+START = [sys.executable, "-c", "import sys; from megatron_brorl.cli import launch; launch._LAST_WORDS_S = 0.5; "
+         "sys.exit(launch.launch(2, [sys.executable, *sys.argv[1:]]))"]  # fmt: skip
+
+# Saves at a signal, and needs as long for it as the test likes; forks as a checkpoint's writer does.
+RANK = """
+import os, sys, time
+from pathlib import Path
+from megatron_brorl import ranks
+
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+
+def wait(name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
+
+(folder / f"started_{rank}").touch()
+wait("begin")
+ranks.begin(saves=True)
+pid = os.fork()
+if pid == 0:
+    time.sleep(600)
+(folder / f"began_{rank}").write_text(str(pid))
+while not ranks.stop_requested():
+    time.sleep(0.01)
+(folder / f"asked_{rank}").touch()
+wait("saved")
+os.kill(pid, 9)
+sys.exit(ranks.SAVED)
+"""
+
+
+def until(happened: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Ranks:
+    """Two ranks of RANK under a launcher, which wait for files in `folder`."""
+
+    def __init__(self, folder: Path, start: list[str], **environment: str) -> None:
+        self.folder = folder
+        (folder / "rank.py").write_text(RANK)
+        self.launcher = subprocess.Popen(
+            [*start, str(folder / "rank.py"), str(folder)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        self.processes: list[psutil.Process] = []
+
+    def say(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    def reach(self, name: str, count: int = 2) -> None:
+        until(lambda: all((self.folder / f"{name}_{rank}").exists() for rank in range(count)))
+        self.processes = psutil.Process(self.launcher.pid).children(recursive=True)
+
+    def end(self) -> tuple[int, str]:
+        """The launcher's exit code and what it said."""
+        said = self.launcher.communicate(timeout=60)[1]
+        return self.launcher.returncode, said
+
+    def gone(self) -> bool:
+        return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in self.processes)
+
+    def close(self) -> None:
+        for process in [*self.processes, self.launcher]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.launcher.communicate()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path, START)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_saves_whenever_it_comes(started: Ranks, name: str) -> None:
+    """SIGHUP before the ranks have handlers; the others when they have."""
+    started.reach("started")
+    if name != "SIGHUP":
+        started.say("begin")
+        started.reach("began")
+    started.launcher.send_signal(getattr(signal, name))
+    started.say("begin")
+    started.reach("asked")
+    assert started.launcher.poll() is None
+    started.say("saved")
+    assert started.end() == (75, "")
+    until(started.gone)
+
+
+def test_a_second_signal_ends_all_at_once(started: Ranks) -> None:
+    started.reach("started")
+    started.say("begin")
+    started.reach("began")
+    for _ in range(2):  # a repetition at once, as some schedulers send it, is no second one
+        started.launcher.send_signal(signal.SIGTERM)
+    started.reach("asked")
+    time.sleep(1.1)
+    assert started.launcher.poll() is None
+    started.launcher.send_signal(signal.SIGINT)
+    assert started.end() == (128 + signal.SIGINT, "brorl: a second signal, SIGINT, ended the ranks\n")
+    until(started.gone)
+
+
+def test_nohup_is_respected(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *START])
+    ranks.say("begin")
+    ranks.reach("began")
+    ranks.launcher.send_signal(signal.SIGHUP)
+    ranks.launcher.send_signal(signal.SIGUSR1)
+    ranks.say("saved")
+    assert ranks.end() == (75, "")
+
+
+TORCHRUN = [sys.executable, "-c", "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"]
+
+
+@pytest.mark.parametrize("when", ["before they begin", "running", "stopped", "under torchrun"])
+def test_ranks_and_their_forks_end_with_a_launcher_that_is_killed(tmp_path: Path, when: str) -> None:
+    torchrun = when == "under torchrun"
+    count = 1 if torchrun else 2
+    ranks = Ranks(tmp_path, TORCHRUN, TORCHELASTIC_RUN_ID="x", RANK="0") if torchrun else Ranks(tmp_path, START)
+    try:
+        ranks.reach("started", count)
+        if when != "before they begin":
+            ranks.say("begin")
+            ranks.reach("began", count)
+            assert len(ranks.processes) == 2 * count
+        if when == "stopped":
+            for process in ranks.processes:
+                process.suspend()
+        ranks.launcher.kill()
+        ranks.say("begin")
+        until(ranks.gone)
+        assert when != "before they begin" or not list(tmp_path.glob("began_*"))
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "said"),
+    [
+        ((0, 0), 0, ""),
+        ((75, 75), 75, ""),
+        ((75, 0), 1, "brorl: ranks [1] had ended before"),
+        ((0, 75), 1, "brorl: ranks [0] had ended before"),
+        ((75, 3), 3, ""),
+        ((2, None), 2, ""),  # the other one hangs
+        ((75, -9), 128 + 9, "brorl: rank 1 was ended by SIGKILL (out of memory?)"),
+        ((-11, None), 128 + 11, "brorl: rank 0 was ended by SIGSEGV"),
+    ],
+)
+def test_the_exit_code_is_that_of_all_ranks(codes: tuple[int | None, ...], expected: int, said: str) -> None:
+    end = f"""
+import os, signal, sys, time
+code = {codes!r}[int(os.environ["RANK"])]
+if code is None:
+    time.sleep(600)
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+    done = subprocess.run([*START, "-c", end], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (expected, said)

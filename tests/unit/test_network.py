@@ -1,0 +1,125 @@
+"""Which address rank 0 listens on, and which interface gloo is given."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.parallel import network
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "BRORL_LISTENER",
+         "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
+
+
+def elsewhere() -> tuple[str, str]:
+    """An interface with an address other than loopback, and the address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for a in addresses:
+            if a.family == socket.AF_INET and not a.address.startswith("127."):
+                return name, a.address
+    pytest.skip("this machine has no interface beside loopback")
+
+
+def listening() -> set[str]:
+    found = psutil.Process().net_connections("inet")
+    return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets the variables that a test gives, and no other."""
+
+    def set_(**values: str) -> None:
+        for name in NAMES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    set_()  # so that what is set in the meantime goes at the end
+    return set_
+
+
+def free_port(address: str = "127.0.0.1") -> str:
+    with socket.socket() as s:
+        s.bind((address, 0))
+        return str(s.getsockname()[1])
+
+
+@pytest.mark.parametrize("launcher", ["by hand", "rank.sh", "none"])
+def test_on_one_machine_all_is_loopback(environment, launcher):
+    """Whatever the machine calls itself and the user has set for other jobs."""
+    name, address = elsewhere()
+    before = listening()
+    common = {"RANK": "0", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    environment(
+        **{
+            "by hand": {**common, "MASTER_ADDR": "localhost"},
+            "rank.sh": {**common, "MASTER_ADDR": address, "LOCAL_WORLD_SIZE": "1"},
+            "none": {"GLOO_SOCKET_IFNAME": name},
+        }[launcher]
+    )
+    store = network.store(1, timedelta(seconds=20))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    loopback = os.environ["GLOO_SOCKET_IFNAME"]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == loopback
+    assert "127.0.0.1" in {a.address for a in psutil.net_if_addrs()[loopback]}
+    assert listening() - before <= {"127.0.0.1"}
+    assert isinstance(store, dist.TCPStore) == (launcher != "none")
+
+
+@pytest.mark.parametrize("gloo", ["", "given"])
+def test_over_machines_rank_0_listens_where_it_is_reached(environment, gloo):
+    name, address = elsewhere()
+    environment(RANK="0", MASTER_ADDR=address, MASTER_PORT=free_port(address), LOCAL_WORLD_SIZE="0")
+    if gloo:
+        os.environ["GLOO_SOCKET_IFNAME"] = gloo
+    before = listening()
+    store = network.store(1, timedelta(seconds=20))
+    store.set("key", "value")
+    assert listening() - before == {address}
+    assert os.environ["GLOO_SOCKET_IFNAME"] == (gloo or name)
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_name_that_is_loopback_here_needs_an_interface(environment):
+    """As on Debian, whose /etc/hosts gives a machine's own name 127.0.1.1."""
+    name, address = elsewhere()
+    there = {"RANK": "0", "MASTER_ADDR": "127.0.1.1", "MASTER_PORT": free_port(address), "LOCAL_WORLD_SIZE": "0"}
+    environment(**there)
+    with pytest.raises(UserError, match=r"MASTER_ADDR = 127\.0\.1\.1 is 127\.0\.\d\.1 on this machine.*GLOO_SOCKET"):
+        network.store(1, timedelta(seconds=20))
+    environment(**there, GLOO_SOCKET_IFNAME=name)
+    before = listening()
+    store = network.store(1, timedelta(seconds=20))
+    store.set("key", "value")
+    assert listening() - before == {address}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"MASTER_PORT": ""}, "RANK is set, MASTER_ADDR or MASTER_PORT is not"),
+        ({"MASTER_ADDR": "no.such.host.invalid"}, "MASTER_ADDR = no.such.host.invalid: .*; give the address of rank 0"),
+        ({"GLOO_SOCKET_IFNAME": "nope0", "MASTER_ADDR": "127.0.1.1"}, "GLOO_SOCKET_IFNAME = nope0: "),
+    ],
+)
+def test_what_is_wrong_is_told(environment, changes, message):
+    good = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "0"}
+    environment(**{**good, **changes})
+    with pytest.raises(UserError, match=message):
+        network.store(1, timedelta(seconds=20))
+
+
+def test_a_port_in_use_is_told(environment):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment(RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+        with pytest.raises(UserError, match=f"MASTER_PORT = {port}: rank 0 cannot listen on 127.0.0.1: "):
+            network.store(1, timedelta(seconds=20))

@@ -1,0 +1,124 @@
+"""Commands that would write over what they read: one line, exit code 2, and not a byte changed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import convert_checkpoint
+import select_prompts
+
+from megatron_brorl.cli.main import main
+from megatron_brorl.errors import UserError
+
+LOG = '{"prompt_id": "1", "answer": "2", "reward": 1}\n'
+
+
+def tree(root: Path) -> dict[str, bytes | str | None]:
+    """Everything under a folder: the bytes of files, the targets of links."""
+    return {
+        p.relative_to(root).as_posix(): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None
+        for p in sorted(root.rglob("*"))
+    }
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A run X with a model, an evaluation and data; the model again by a link, as X/linked/model -> X/model."""
+    for name in ("X/model/config.json", "X/model/rows.jsonl", "X/metrics.jsonl", "X/evaluation.jsonl", "other.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(LOG)
+    (tmp_path / "run.toml").write_text("")
+    (tmp_path / "X/model/run.toml").write_text("")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/model").symlink_to(tmp_path / "X/model")
+    (tmp_path / "other").symlink_to("X")
+    (tmp_path / "hard").mkdir()
+    os.link(tmp_path / "other.jsonl", tmp_path / "hard/metrics.jsonl")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+REFUSED = {
+    "the model": ("train run.toml run.dir=X model.path=X/model", "writes X/model, which would replace model.path"),
+    "the model of a warm start": ("sft run.toml run.dir=X model.path=X/model", "`brorl sft` writes X/model"),
+    "an absolute path": ("train run.toml run.dir=X model.path={root}/X/model", "writes X/model"),
+    "a roundabout path": ("sft run.toml run.dir=./X/../X/ model.path=other/../X/model", "would replace model.path"),
+    "a link to the model": ("train run.toml run.dir=X model.path=linked/model", "writes X/model"),
+    "a link at the output": ("train run.toml run.dir=linked model.path=X/model", "writes linked/model"),
+    "a link to the run": ("sft run.toml run.dir=other model.path=X/model", "writes other/model"),
+    "a part of an output": ("train run.toml run.dir=X model.path=X/checkpoints/hf", "writes X/checkpoints"),
+    "several processes": ("train --processes 2 run.toml run.dir=X model.path=X/model", "writes X/model"),
+    "data in the model": ('train run.toml run.dir=X data.train=["X/model/rows.jsonl"]', "would replace data.train"),
+    "data under another name": ('sft run.toml run.dir=hard data.train=["other.jsonl"]', "writes hard/metrics.jsonl"),
+    "held-out data": ('train run.toml run.dir=X data.held_out=["X/metrics.jsonl"]', "would replace data.held_out"),
+    "the configuration": ("train X/model/run.toml run.dir=X", "would replace the configuration = 'X/model/run.toml'"),
+    "a benchmark": ("evaluate run.toml run.dir=X --benchmark X/evaluation.jsonl", "would replace evaluate.benchmarks"),
+    "an evaluation's data": ('evaluate run.toml run.dir=X data.held_out=["other/evaluation.jsonl"]', "data.held_out"),
+    "the working directory": ("train run.toml run.dir= model.path=X/model", "run.dir = '': results need a folder"),
+    "a run without a name": ("sft run.toml run.dir='' model.path=X/model", "run.dir = '': results need a folder"),
+    "a log": ("advise advice.json --out .", "advice.json: would replace the log"),
+}
+
+
+@pytest.mark.parametrize(("line", "part"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_command_refuses_to_replace_what_it_reads(place, capsys, line, part):
+    (place / "advice.json").write_text(LOG)
+    before = tree(place)
+    with pytest.raises(SystemExit) as ended:
+        main(line.format(root=place).split())
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert told.startswith("brorl: ")
+    assert part in told
+    assert told.count("\n") == 1
+    assert tree(place) == before
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "evaluate run.toml run.dir=X model.path=X/model",  # it writes no model
+        "train run.toml run.dir=X model.path=X/init",
+        "train run.toml run.dir=. model.path=X/model",
+        "train run.toml run.dir=X/model/again model.path=X/model",
+        'train run.toml run.dir=X data.train=["X/train.jsonl"]',
+    ],
+)
+def test_what_is_no_output_may_lie_in_the_run(place, capsys, line):
+    """These go on to what else is wrong: there is no such model."""
+    (place / "X/model/config.json").unlink()
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert "replace" not in capsys.readouterr().err
+
+
+def test_a_conversion_refuses_to_replace_what_it_reads(place, monkeypatch):
+    (place / "X/model/hf").mkdir()
+    (place / "config").mkdir()
+    for line, part in {
+        "to-megatron X/model linked/model": "linked/model: would replace the source, X/model",
+        "to-megatron X/model X": "X: would replace the source, X/model",
+        "to-hf X/model {root}/other/model": "other/model: would replace the source, X/model",
+        "to-hf X/model config --config config": "config: would replace --config, config",
+        "to-hf X/model X/model/hf": "X/model/hf: is a part of the source, X/model",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["", *line.format(root=place).split(), "--overwrite"])
+        before = tree(place)
+        with pytest.raises(UserError) as caught:
+            convert_checkpoint.run(convert_checkpoint._parser().parse_args())
+        assert part in str(caught.value)
+        assert tree(place) == before
+
+
+def test_chosen_prompts_never_replace_what_they_are_chosen_from(place, monkeypatch):
+    for out, part in (("other/evaluation.jsonl", "the evaluation"), ("other.jsonl", "data.held_out")):
+        line = f'run.toml X/evaluation.jsonl {out} data.held_out=["other.jsonl"] --right 1 2 --count 1'
+        monkeypatch.setattr(sys, "argv", ["", *line.split()])
+        with pytest.raises(UserError, match=f"{out}: would replace {part}"):
+            select_prompts.main()
