@@ -35,7 +35,7 @@ def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
-    """The rows of to_tensors, bit for bit, in order. Their tensors are views of the large ones."""
+    """The rows of to_tensors, bit for bit, in order: token_ids and log_probs [G] are views of the large ones."""
     heads = tensors["heads"].tolist()
     lengths = [head[2] for head in heads]
     ids, log_probs = tensors["token_ids"].split(lengths), tensors["log_probs"].split(lengths)

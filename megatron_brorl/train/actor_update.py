@@ -55,6 +55,7 @@ def update_policy(
     ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
     broken: set[int] = set()
 
+    # What tells a row that is not finite from the others.
     def score(rows: list[int]) -> list[Tensor]:
         part = experience.take(rows)
         return worker.log_probs(part.prompts, part.responses, temperature)
@@ -64,6 +65,8 @@ def update_policy(
         attempt = partial(_attempt, worker, experience, algo, temperature, rate)
         done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, worker.grid)
         broken |= set(left_out)
+
+        # Sums over mini-batches, of which the metrics are means.
         if done is None:
             continue  # every rank's share of this mini-batch was dropped
         lr, (update, found) = rate, done
@@ -74,6 +77,7 @@ def update_policy(
         skipped += not update.applied
         if i == 0:
             gap = {"mean": found["rollout_gap"] / (found["tokens"] or 1.0), "max": found["rollout_gap_max"]}
+
     tokens = sums["tokens"] or 1.0
     metrics = {"reference_kl": sums["reference_kl"] / tokens} if algo.kl_coef and algo.kl_in == "loss" else {}
     return {
@@ -101,6 +105,7 @@ def _attempt(
     worker: Worker, experience: Experience, algo: AlgoConfig, temperature: float, lr: float, rows: list[int]
 ) -> tuple[Update, dict[str, float]] | None:
     """One optimizer step on these rows with its metrics over all ranks; None where no replica has a token."""
+    # How large the global mini-batch is, by which the loss is divided.
     part = experience.take(rows)
     lengths = [len(r) for r in part.responses]
     shares = part.weights or (1.0,) * len(lengths)
@@ -111,6 +116,7 @@ def _attempt(
     size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
     if not size["tokens"]:
         return None
+
     weights = token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
     weights = [w * share for w, share in zip(weights, shares, strict=True)]
     update, values = worker.train(part.prompts, part.responses, _loss_function(part, algo, weights), temperature, lr)

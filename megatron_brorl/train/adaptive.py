@@ -75,7 +75,7 @@ def raw_advantages(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds) -> t
 
 
 def of_rounds(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds) -> tuple[Tensor, Tensor]:
-    """raw_advantages whitened over the step's rollouts by their weights, and these weights."""
+    """raw_advantages whitened over the step's rollouts by their weights, and these weights; [groups, siblings]."""
     advantages, weights = raw_advantages(outcomes, kept, rounds)
     x, w = advantages.double(), weights.double()
     count = float(w.sum())

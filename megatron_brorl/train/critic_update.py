@@ -54,12 +54,15 @@ def update_critic(
         attempt = partial(_attempt, critic, experience, clip, rate)
         done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, critic.grid)
         broken |= set(left_out)
+
+        # Sums over mini-batches, of which the metrics are means.
         if done is None:
             continue  # every rank's share of this mini-batch was dropped
         lr, (update, found) = rate, done
         totals = {key: totals[key] + found[key] for key in totals}
         norms.append(update.grad_norm)
         skipped += not update.applied
+
     steps = max(len(norms), 1)
     return {
         "value_loss": totals["loss"] / steps,

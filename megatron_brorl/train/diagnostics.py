@@ -91,7 +91,9 @@ class StepDiagnostics:
         rates = None if self._rates is None else self._measure()
         if rates is None or self._rates is None:
             return metrics
-        known = np.isfinite(rates - self._rates)  # a prompt whose samples were all lost counts for neither
+
+        # A prompt whose samples were all lost counts for neither.
+        known = np.isfinite(rates - self._rates)
         change = (rates - self._rates)[known]
         if not len(change):
             return metrics
@@ -101,6 +103,8 @@ class StepDiagnostics:
             "theory_measured/change": float(change.mean()),
             "theory_measured/samples": 2.0 * len(self.chosen) * self.config.measure_samples,
         }
+
+        # The spread over prompts, and whether the theory knew which ones change.
         if len(change) > 1:
             metrics["theory_measured/change_se"] = float(change.std(ddof=1)) / len(change) ** 0.5
         for name in PREDICTIONS:
@@ -131,6 +135,8 @@ class StepDiagnostics:
         draws = self._uniforms(1, len(tokens) * self.config.positions).view(len(tokens), -1)
         drawn = [draw_positions(t, u) for t, u in zip(tokens, draws, strict=True)]
         found = self._at_positions(tokens, drawn)
+
+        # What the theorem and a plain gradient step predict for each prompt.
         survivors = [int((t[:, 0] >= 0).sum()) for t in tokens]
         for name, change in {
             "theorem": lambda f: f.sampled + (f.unsampled_low + f.unsampled_high) / 2,
@@ -167,6 +173,7 @@ class StepDiagnostics:
 
     def _at_positions(self, tokens: Sequence[Tensor], drawn: Sequence[Positions]) -> list[TokenLevel]:
         """theory.diagnostics.token_level at the positions of each chosen group, on every rank."""
+        # A position is the prompt and the tokens up to it, as a row of its own.
         prompts: list[Tensor] = []
         responses: list[Tensor] = []
         parts = []
@@ -175,6 +182,8 @@ class StepDiagnostics:
             parts.append((len(prompts) + position, token, right))
             prompts += [torch.tensor(self.collected.groups[g].prompt.token_ids)] * len(p.depth)
             responses += [t[i, : d + 1] for i, d in zip(p.sibling.tolist(), p.depth.tolist(), strict=True)]
+
+        # The last pipeline stage has the logits, and tells the others.
         table = torch.zeros(len(_NAMES), len(prompts), dtype=torch.float64)
         if prompts:
             logits = self.worker.last_logits(prompts, responses)
@@ -214,10 +223,14 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
     if not groups:
         return {}
     unseen, levels = [good_turing(*pair) for pair in groups], [answer_level(*pair) for pair in groups]
+
+    # Means over groups.
     names = [f.name for f in fields(unseen[0])]
     metrics = {f"theory_good_turing/{k}": float(np.mean([getattr(u, k) for u in unseen])) for k in names}
     for name in ("s_r", "a2", "b2", "sampled", "unsampled"):
         metrics[f"theory_hold_out/{name}"] = float(np.mean([getattr(level, name) for level in levels]))
+
+    # The hold-out curve at powers of two.
     held = [2**k for k in range(1, n.bit_length()) if 2**k <= n // 2]
     if held:
         curve = hold_out(groups, held)

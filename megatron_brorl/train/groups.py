@@ -84,6 +84,7 @@ def gather(
             for r in rollouts
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
+
     table = table.to(device.default_device())
     dist.all_reduce(table, group=ranks)  # a rollout is on one rank, so that its values are only added to zeros
     state, rewards, tokens, repeats, answers = table.cpu()
@@ -140,6 +141,8 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
     closed = torch.zeros(len(outcomes.state), 1, dtype=torch.bool)
     closed[outcomes.closed] = True
     counted = outcomes.ended & closed
+
+    # Shares are of closed groups, means are over their survivors.
     survivors = [rewards for g in outcomes.closed if len(rewards := outcomes.rewards_of(g))]
     groups, count = len(outcomes.closed) or _NOTHING, int(counted.sum()) or _NOTHING
     return {

@@ -184,6 +184,7 @@ class Trainer:
         return evaluation
 
     def models(self) -> TrainingModels:
+        """What a step trains and asks about its tokens."""
         return TrainingModels(self.worker, self.critic, self.reference)
 
     def save(self) -> None:

@@ -22,7 +22,7 @@ class ReferencePolicy:
         self.stall = Stall()  # of held-out pass@1
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
-        """As Worker.log_probs, of the reference; a collective. The actor has its own bits again at the end."""
+        """As Worker.log_probs, [G] each, of the reference; a collective. The actor gets its own bits back."""
         self._exchange()
         try:
             return self.worker.log_probs(prompts, responses, temperature)

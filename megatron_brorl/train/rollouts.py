@@ -121,7 +121,7 @@ class Rollouts:
             )
 
     def _tell(self, raised: Mapping[str, str]) -> None:
-        """Say on stderr, once in a run, which verifiers raised; the first rank that met it speaks. A collective."""
+        """Say on stderr, once in a run, which verifiers raised; the first rank that has one prints it. A collective."""
         what = {code(text): f"{text}: {reason}" for text, reason in raised.items()}
         own = torch.tensor([(self.grid.rank, key) for key in what if key not in self.told], dtype=torch.int64)
         for rank, key in collectives.all_gather_ids(own.flatten()).view(-1, 2).tolist():

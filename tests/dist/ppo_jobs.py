@@ -73,13 +73,13 @@ def ppo(
         prompts, responses, sampled, rewards = batch(step)
         names = [prompts[OF_PROMPT.index(g)] for g in range(4)]
         groups = [OpenGroup(Prompt(str(i), "", tuple(p.tolist()), None, "exact"), step, i) for i, p in enumerate(names)]
-        all_rows, earned = [], torch.zeros(4, 11)
+        all_rows, advantages = [], torch.zeros(4, 11)
         for i, group in enumerate(OF_PROMPT):
             sibling = i - OF_PROMPT.index(group)
             all_rows.append(ScoredRollout(group, Rollout(sibling, responses[i], sampled[i], "stop"), rewards[i]))
-            earned[group, sibling] = rewards[i]
+            advantages[group, sibling] = rewards[i]
         own = all_rows[24 * grid.dp_rank // grid.data : 24 * (grid.dp_rank + 1) // grid.data]
-        own, experience, credit = make_experience(own, groups, earned, models, ALGO, TEMPERATURE)
+        own, experience, credit = make_experience(own, groups, advantages, models, ALGO, TEMPERATURE)
         batches = mini_batches(own, [0, 1, 2, 3], ALGO.mini_batches, "siblings") * ALGO.epochs
         valued = update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
         figures.append({**credit, **valued, **update_policy(worker, experience, batches, ALGO, OPTIM, TEMPERATURE, 4 * step)})
