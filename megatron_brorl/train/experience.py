@@ -56,7 +56,7 @@ def make_experience(
     old, reference, values = (None if x is None else _those(x, finite) for x in (old, reference, values))
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
-    # What is taken off rewards for leaving the reference, and tokens whose log-probabilities engine and actor disagree on.
+    # What is taken off rewards for leaving the reference, and tokens on which engine and actor disagree.
     kl, mask, metrics = None, None, collectives.all_reduce_sum(counts, actor.grid.groups.dp)
     if kl_in_reward(algo) and old is not None and reference is not None:
         kl = tuple(kl_estimate(o - r, algo.kl_estimator) for o, r in zip(old, reference, strict=True))
