@@ -67,7 +67,7 @@ def tiny_model(directory: Path) -> None:
 
 
 def main() -> None:
-    from megatron_brorl import cli
+    from megatron_brorl.cli.main import main as brorl
 
     os.chdir(ROOT)
     arguments = sys.argv[1:]
@@ -78,7 +78,7 @@ def main() -> None:
         model = Path(run_dir).with_name(f"{Path(run_dir).name}_model")
         tiny_model(model)
         options = [*SMOKE, f"model.path={model}"]
-    cli.main(["train", str(CONFIG), *options, *arguments])
+    brorl(["train", str(CONFIG), *options, *arguments])
 
 
 if __name__ == "__main__":  # Megatron's checkpoint writers import this file again

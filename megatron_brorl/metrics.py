@@ -38,18 +38,20 @@ class Lines:
         self._path = path
         self._pending = b""  # lines that are not yet safely in the file
         self._warned = False
+
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
-                _move_aside(path)
+                _move_aside(path)  # nothing is overwritten
             else:
-                _drop_from(path, resume_step)
+                _drop_from(path, resume_step)  # steps that will be written again
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115  held until close()
             self._size = os.fstat(self._file.fileno()).st_size  # up to here the file holds whole lines
         except OSError as e:
             raise UserError(f"{path}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write one line per row, each a JSON object with a "step"."""
         self._pending += b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
         self._flush()
 
@@ -95,12 +97,14 @@ class MetricsWriter:
         clash = _RESERVED & values.keys()
         if clash:
             raise ValueError(f"reserved metric names: {', '.join(sorted(clash))}")
+
         row: dict[str, Any] = {"step": step, **_finite(values)}
-        nonfinite = [key for key, value in values.items() if not math.isfinite(value)]
+        nonfinite = [key for key, value in values.items() if not math.isfinite(value)]  # JSON has no NaN
         if nonfinite:
             row["nonfinite"] = nonfinite
-        row["time"] = _finite(seconds)
+        row["time"] = _finite(seconds)  # apart from the rest, for it differs from run to run
         self._lines.append([row])
+
         if self._board is not None:
             scalars = {**values, **{f"time/{key}": value for key, value in seconds.items()}}
             try:
@@ -136,7 +140,10 @@ def _warn(what: str, error: OSError, consequence: str) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, in order. A last line torn by a crash is skipped."""
+    """The lines of a metrics.jsonl, in order. A last line torn by a crash is skipped.
+
+    Raises UserError where the file cannot be read or another line is no step.
+    """
     try:
         return [row for _, row in _parse(Path(path))]
     except FileNotFoundError:
@@ -180,12 +187,15 @@ def _drop_from(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line + b"\n" for line, row in _parse(path) if row["step"] < step]
+
+    # Written beside the old file, and put in its place at once.
     aside = path.with_suffix(".jsonl.tmp")
     with open(aside, "wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # makes the rename itself durable

@@ -81,7 +81,7 @@ def prepare(args: argparse.Namespace, overrides: list[str]) -> Path:
         run([*make, *overrides])
         changes = {"model.path": root / "init", "run.dir": root / "sft", "data.train_seed": 3}
         brorl(args, "sft", [*overrides, *assignments(changes)])
-    changes = {"model.path": root / "sft" / "model", "train.seconds": args.base_seconds}
+    changes = {"model.path": root / "sft" / "model", "train.max_seconds": args.base_seconds}
     train(args, root / BEGIN, [*overrides, *assignments(changes)])
     return root / BEGIN / "model"
 
@@ -108,8 +108,8 @@ def train_arms(args: argparse.Namespace, seed: int, model: Path, overrides: list
         directory = args.directory / f"{arm}_{seed}"
         if (directory / "summary.json").exists():
             continue
-        changes = {**own, "optim.lr": args.lr, "optim.warmup_steps": WARMUP, "train.seconds": args.seconds}
-        begin = {"model.path": model, "run.seed": seed + 1, "train.stalls": 0, "run.dir": directory}
+        changes = {**own, "optim.lr": args.lr, "optim.warmup_steps": WARMUP, "train.max_seconds": args.seconds}
+        begin = {"model.path": model, "run.seed": seed + 1, "train.patience": 0, "run.dir": directory}
         command = brorl_command(args.config, "train", processes, [*overrides, *assignments(changes | begin)])
         log = directory.with_suffix(".log")
         print("==", " ".join(command), ">", log, flush=True)

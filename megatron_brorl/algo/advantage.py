@@ -29,7 +29,7 @@ class Moments:
 
 
 def moments(values: Tensor) -> Moments:
-    """Moments of a tensor of any shape, in float64."""
+    """Moments of a tensor [...] of any shape, in float64."""
     x = values.double()
     if not x.numel():
         return Moments(0.0, 0.0, 0.0)

@@ -18,6 +18,7 @@ class Interval:
     high: float
 
     def as_dict(self) -> dict[str, float]:
+        """For JSON."""
         return {"mean": self.mean, "low": self.low, "high": self.high}
 
 

@@ -28,6 +28,7 @@ class Paired:
     two_tailed: float
 
     def as_dict(self) -> dict[str, object]:
+        """For JSON."""
         return {**vars(self), "difference": self.difference.as_dict()}
 
 
@@ -63,9 +64,14 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
     """The regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22, Lentz's method)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
+    # The fraction converges fast below the mean of the distribution; above it the symmetric one does.
     if x > (a + 1) / (a + b + 2):
         return 1 - incomplete_beta(b, a, 1 - x)
+
+    # The logarithm of x^a (1 - x)^b / B(a, b).
     log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+
+    # Lentz: numerator and denominator as ratios of neighbours, kept away from 0.
     c, d = 1.0, 1 / _away_from_zero(1 - (a + b) * x / (a + 1))
     fraction = d
     for m in range(1, _TERMS):
@@ -75,8 +81,9 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
             d = 1 / _away_from_zero(1 + numerator * d)
             c = _away_from_zero(1 + numerator / c)
             fraction *= d * c
-        if abs(d * c - 1) < 1e-15:
+        if abs(d * c - 1) < 1e-15:  # converged to float64
             break
+
     return math.exp(log_front) * fraction / a
 
 

@@ -14,14 +14,15 @@ from megatron_brorl.types import CORRECT
 def shaped(
     rewards: Tensor, tokens: Tensor, repeats: Tensor, config: ShapingConfig, max_tokens: int, step: int
 ) -> Tensor:
-    """Rewards with all that the configuration adds at a step; tensors of any one shape.
+    """Rewards with all that the configuration adds at a step; tensors [...] of any one shape.
 
     rewards float; tokens of each response, of at most max_tokens; repeats: of its n-grams (repeated_ngrams).
     """
     result = rewards
     if config.overlong_tokens:
         result = result + soft_overlong(tokens, max_tokens, config.overlong_tokens).to(rewards.dtype)
-    if config.cosine_coef and cycle_is_on(step, config.cosine_on, config.cosine_off):
+    # Right responses earn more the shorter they are, in the steps of the cycle that are on.
+    if config.cosine_coef and cycle_is_on(step, config.cosine_on_steps, config.cosine_off_steps):
         bonus = config.cosine_coef * cosine_length(tokens, max_tokens, config.cosine_min, config.cosine_max)
         result = torch.where(rewards >= CORRECT, result + bonus.to(rewards.dtype), result)
     if config.repetition_ngram:
@@ -35,14 +36,17 @@ def is_on(config: ShapingConfig) -> bool:
 
 
 def soft_overlong(tokens: Tensor, max_tokens: int, cache: int) -> Tensor:
-    """Of tokens of any shape: 0 up to max_tokens - cache, then down to -1 at max_tokens, linearly (DAPO, eq. 13)."""
+    """0 up to max_tokens - cache tokens, then down to -1 at max_tokens, linearly (DAPO, Yu et al. 2025, eq. 13).
+
+    tokens [...] of each response; the result [...] is float64.
+    """
     return ((max_tokens - cache - tokens.double()) / cache).clamp(-1.0, 0.0)
 
 
 def cosine_length(tokens: Tensor, max_tokens: int, low: float, high: float) -> Tensor:
-    """low + (high - low) (1 + cos(pi t / max_tokens)) / 2 of each element t of tokens (any shape; ProRLv2).
+    """low + (high - low) (1 + cos(pi t / max_tokens)) / 2: `high` for no tokens, `low` for max_tokens (ProRLv2).
 
-    `high` for no tokens, `low` for max_tokens.
+    tokens [...] of each response; the result [...] is float64.
     """
     return low + (high - low) * (1 + (math.pi * tokens.double() / max_tokens).cos()) / 2
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
-import json
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch.distributed as dist
@@ -38,6 +36,9 @@ from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import Prompt
 
 ROLLOUTS_FILE = "rollouts.jsonl"
+ATTENTION_ALONE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}  # Megatron's fields
+
+AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 
 
 class Session:
@@ -51,20 +52,26 @@ class Session:
         """benchmarks: read the files of evaluate.benchmarks, where there are any, and nothing to train on."""
         self.config = config
         self.dir = Path(config.run.dir)
+
+        # The model's shape and its tokenizer, without its weights.
         self.shape = read_shape(config.model.path)
-        self.tokenizer = load_tokenizer(Path(config.model.path))
+        self.tokenizer = load_tokenizer(Path(config.model.path))  # the model's own
         if self.tokenizer.vocab_size > self.shape.vocab:
             raise UserError(
                 f"{config.model.path}: the tokenizer has {self.tokenizer.vocab_size} tokens, config.json's vocab_size "
                 f"is {self.shape.vocab}: tokenizer and model do not belong together"
             )
+
+        # What this machine must have; told before data is read, which may take long.
         if config.parallel.distributed_optimizer and not device.on_gpu():
             raise UserError(
                 "parallel.distributed_optimizer = true: Megatron-Core can checkpoint it only with Transformer Engine's "
                 "Adam on a GPU; set it to false"
             )
         self.ops = backend(config.ops.implementation, device.default_device())
-        fp8.check(config.fp8, self.shape, config.parallel.tensor)
+        fp8.check(config.fp8, self.shape, config.parallel.tensor)  # and what FP8 asks of device and shape
+
+        # Prompts that leave room for a response.
         limit = context(config, self.shape) - config.rollout.max_tokens
         if benchmarks and config.evaluate.benchmarks:
             files = config.evaluate.benchmarks
@@ -73,10 +80,12 @@ class Session:
             self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
             self.report = self.sources.report
-        self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
-        self.grid = grid.build(config.parallel, config.run.seed, config.rollout.timeout_s + GRACE_S)
-        self.is_main_rank = self.grid.rank == 0
-        self._closing: list[Callable[[], Any]] = [grid.leave]
+        self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)  # any of them ends a response
+
+        # Join the other ranks last: a mistake above ends each of them at once.
+        self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
+        self.is_main_rank = self.grid.rank == 0  # it alone writes files and speaks
+        self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse at an orderly end
 
     def __enter__(self) -> Session:
         self._lock()
@@ -103,21 +112,24 @@ class Session:
             ) from None
         self._closing.append(handle.close)
 
-    def worker(self, optim: OptimConfig | None) -> Any:
+    def worker(self, optim: OptimConfig | None) -> Worker:
         """The model with the weights of model.path, trainable where an optimizer is configured."""
-        return self._stage(Worker, optim)
+        return self._filled(Worker(self.shape, self.grid, self._stage_options(optim), optim))
 
-    def critic(self) -> Any:
+    def critic(self) -> CriticWorker | None:
         """The critic, which begins as the model of model.path, where algo.advantage asks for one."""
         c = self.config
-        return self._stage(CriticWorker, critic_optim(c.critic, c.optim)) if c.algo.advantage == "gae" else None
+        if c.algo.advantage != "gae":
+            return None
+        optim = critic_optim(c.critic, c.optim)
+        return self._filled(CriticWorker(self.shape, self.grid, self._stage_options(optim), optim))
 
-    def _stage(self, kind: Any, optim: OptimConfig | None) -> Any:
+    def _stage_options(self, optim: OptimConfig | None) -> StageOptions:
+        """What a stage is built with. Raises UserError where one that trains will not fit in memory."""
         c = self.config
-        attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
         if optim is not None and not c.fp8.parameters:
             memory.check(self.shape, self.grid, DTYPES[c.model.dtype], c.parallel.distributed_optimizer)
-        options = StageOptions(
+        return StageOptions(
             tokens_per_micro_batch=c.train.tokens_per_micro_batch or (16384 if device.on_gpu() else 2048),
             dtype=DTYPES[c.model.dtype],
             ops=self.ops,
@@ -127,40 +139,58 @@ class Session:
             distributed_optimizer=c.parallel.distributed_optimizer,
             overlap_grad_reduce=c.parallel.overlap_grad_reduce,
             overlap_param_gather=c.parallel.overlap_param_gather,
-            fields={**fp8.settings(c.fp8), **(attention if c.train.recompute_attention else {})},
+            fields={**fp8.settings(c.fp8), **(ATTENTION_ALONE if c.train.recompute_attention else {})},
         )
-        stage = kind(self.shape, self.grid, options, optim)
-        stage.load_hf(c.model.path)
-        stage.require_finite(f"model.path = {c.model.path}", "give a model whose training did not diverge")
+
+    def _filled(self, stage: AnyStage) -> AnyStage:
+        """The stage with the weights of model.path. Raises UserError where one is not finite."""
+        path = self.config.model.path
+        stage.load_hf(path)
+        stage.require_finite(f"model.path = {path}", "give a model whose training did not diverge")
         return stage
 
-    def rollouts(self) -> Any:
+    def rollouts(self) -> Rollouts:
+        """The engine, watched, and the verifiers' processes; both end with the session."""
         c = self.config
         pool = RewardPool(c.reward.workers, c.reward.timeout_s)
         self._closing.append(pool.close)
         engine = self._trtllm() if c.rollout.engine == "trtllm" else self._torch_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
-        return Rollouts(watchdog, pool, self.tokenizer, c.reward, c.run.seed, self.grid, c.rollout.max_lost_share)
+        return Rollouts(
+            engine=watchdog,
+            pool=pool,
+            tokenizer=self.tokenizer,
+            reward=c.reward,
+            seed=c.run.seed,
+            grid=self.grid,
+            max_lost_share=c.rollout.max_lost_share,
+        )
 
     def _torch_engine(self) -> RolloutEngine:
         c = self.config
         return TorchEngine(
-            self.shape,
-            hf_shapes(self.shape),
-            device.default_device(),
-            DTYPES[c.rollout.dtype],
-            c.rollout.max_rows,
-            self.ops.sample_tokens,
-            self.ops.decode,
-            c.rollout.memory_mib * 2**20,
-            self.tokenizer.decode,
+            shape=self.shape,
+            names=hf_shapes(self.shape),
+            device=device.default_device(),
+            dtype=DTYPES[c.rollout.dtype],
+            max_rows=c.rollout.max_num_seqs,
+            sample=self.ops.sample_tokens,
+            ops=self.ops.decode,
+            memory=c.rollout.kv_cache_mib * 2**20,
+            decode=self.tokenizer.decode,
         )
 
     def _trtllm(self) -> RolloutEngine:
         from megatron_brorl.rollout.remote import group
 
         c = self.config
-        engine = group.join(c, hf_shapes(self.shape), context(c, self.shape), self.shape.vocab, self.stop_ids)
+        engine = group.join(
+            c,
+            names=hf_shapes(self.shape),
+            context=context(c, self.shape),
+            vocab=self.shape.vocab,
+            stop_ids=self.stop_ids,
+        )
         self._closing.append(engine.close)
         return engine
 
@@ -169,15 +199,19 @@ class Session:
         root = self.dir / "checkpoints"
         if self.config.train.resume == "auto":
             return checkpoint.find(root)
+
+        # Nothing is deleted: what is there gets a number.
         if self.is_main_rank and root.exists():
             number = 1
             while (aside := root.with_name(f"checkpoints.{number}")).exists():
                 number += 1
             root.rename(aside)
+
         dist.barrier()
         return None
 
-    def writer(self, resume_step: int | None) -> Any:
+    def writer(self, resume_step: int | None) -> MetricsWriter | None:
+        """Where a step's figures go, on the main rank; resume_step: see metrics.Lines."""
         if not self.is_main_rank:
             return None
         writer = MetricsWriter(self.dir, resume_step=resume_step)
@@ -185,7 +219,7 @@ class Session:
         return writer
 
     def rollout_log(self, resume_step: int | None) -> Lines | None:
-        """Where theory.log_rollouts sends the rollouts, on the rank that speaks."""
+        """Where theory.log_rollouts sends the rollouts, on the main rank; resume_step: see metrics.Lines."""
         if not (self.config.theory.log_rollouts and self.is_main_rank):
             return None
         lines = Lines(self.dir / ROLLOUTS_FILE, resume_step)
@@ -196,7 +230,7 @@ class Session:
         """Whether any rank was asked to stop; all ranks get the same answer."""
         return bool(collectives.all_reduce_max({"stop": float(ranks.stop_requested())})["stop"])
 
-    def export(self, worker: Any) -> None:
+    def export(self, worker: Worker) -> None:
         """Write the weights as run.dir/model, a Hugging Face directory. Raises UserError where one is not finite."""
         worker.require_finite("the trained model", f"{self.dir / 'model'} is not written; lower the learning rate")
         tensors = worker.hf_tensors()
@@ -207,20 +241,6 @@ class Session:
             for _ in tensors:
                 pass
         dist.barrier()
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one it goes on from."""
-        c = self.config
-        plain = dataclasses.asdict(c)
-        kept = {
-            name: plain[name]
-            for name in ("data", "rollout", "reward", "shaping", "algo", "critic", "reference", "ops", "optim")
-        }
-        for key in ("timeout_s", "max_lost_share"):
-            del kept["rollout"][key]  # they decide when a run ends, not what it computes
-        kept["run"] = {"seed": c.run.seed}
-        kept["model"] = {**dataclasses.asdict(self.shape), "dtype": c.model.dtype}
-        return json.loads(json.dumps(kept))
 
     def peak_rss_mib(self) -> float:
         """Peak resident memory of all ranks, and what their scoring processes hold of their own, added up."""

@@ -26,6 +26,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
+    """Every check of this machine, in the order of the report."""
     return [check() for check in CHECKS]
 
 

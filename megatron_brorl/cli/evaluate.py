@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.cli.files import write_json, write_text
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 
@@ -49,33 +50,42 @@ def evaluate(args: argparse.Namespace) -> int:
         names = session.benchmarks
         if not names:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
-        if session.is_main_rank:
+        if session.is_main_rank:  # stdout is for the result
             print(session.report, file=sys.stderr, flush=True)
-        rollouts = session.rollouts()
+
+        # The model goes to the engine as it would between two steps of training.
+        rollouts = session.rollouts()  # engine and verifiers
         refit(session.worker(None), rollouts.engine, 0)
+
+        # Sample every benchmark; the whole and its parts are summed up alike.
         e, r = config.evaluate, config.rollout
         sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
         answers = {name: sample_answers(rollouts, prompts, e.samples, sampling) for name, prompts in names.items()}
-        every = [a for part in answers.values() for a in part]
+        every = [a for part in answers.values() for a in part]  # answers of all benchmarks
         whole = sum_up(every, sum(map(len, names.values())), e, rollouts.seed)
+
         result = {
             **whole.as_dict(),
             "benchmarks": {n: sum_up(answers[n], len(names[n]), e, rollouts.seed).as_dict() for n in names},
             "model": config.model.path,
             "sampling": {"temperature": e.temperature, "top_p": e.top_p, "top_k": e.top_k, "max_tokens": r.max_tokens},
         }
+
+        # Files first: they are there whatever becomes of the figure.
         if session.is_main_rank:
             lines = [{"benchmark": name, **a.as_dict()} for name, part in answers.items() for a in part]
             write_text(session.dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines))
             write_json(session.dir / "evaluation.json", result)
-            table = markdown(result)
+            table = markdown(result)  # Markdown
             write_text(session.dir / "evaluation.md", table)
             figure = plot_benchmarks(result, session.dir / "evaluation.png")
+
+            # What a person reads.
             p, k = result["pass_at_1"], widest(result["pass_at_k"])
             more = f"   pass@{k[0]} {k[1]:.4f}" if k else ""
             print(f"pass@1 {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
             print(table)
-            if whole.lost:
+            if whole.lost:  # rollouts that never came back
                 print(whole.remark())
             print(f"written to {session.dir / 'evaluation.json'}, {ANSWERS}, evaluation.md and {figure.name}")
     return 0
@@ -99,24 +109,16 @@ def _compare(args: argparse.Namespace) -> int:
     if args.resamples < 1:
         raise UserError(f"--resamples {args.resamples}: must be at least 1")
     out = args.out or args.after
+
     before, after = (read_answers(directory / ANSWERS) for directory in (args.before, args.after))
     result = compare(before, after, str(args.before), str(args.after), args.resamples, args.seed)
+
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "compare.json", result)
     table = markdown(result)
     write_text(out / "compare.md", table)
     figure = plot_comparison(result, out / "compare.png")
+
     print(table)
     print(f"written to {out / 'compare.json'}, compare.md and {figure.name}")
     return 0
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """The file is the old one or the new one at any instant."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    aside.rename(path)

@@ -48,11 +48,14 @@ def launch(processes: int, command: Sequence[str]) -> int:
 
 def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Ranks in sessions of their own: what the terminal sends reaches them once, through this process."""
+    # An outer launcher's settings are not for these ranks; threads share the cores.
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     threads = str(max(1, (os.cpu_count() or 1) // processes))
+
+    # Rank 0 inherits the socket where the ranks meet: no one else can take the port in between.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(processes):
-            told = {
+            told = {  # what torchrun would tell them, and who started them
                 LAUNCHER: str(os.getpid()),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -63,11 +66,12 @@ def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[
             }
             if rank == 0:
                 told[LISTENER] = str(listener.fileno())
+
             yield subprocess.Popen(
                 command,
                 env={"OMP_NUM_THREADS": threads, **kept, **told},
-                pass_fds=() if rank else (listener.fileno(),),
-                start_new_session=True,
+                pass_fds=() if rank else (listener.fileno(),),  # only rank 0 listens
+                start_new_session=True,  # what the terminal sends goes to the launcher alone
             )
 
 
@@ -81,6 +85,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
             ended[rank] = code
             if code not in (0, SAVED):
                 deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+
         if time.monotonic() > deadline:
             _kill(ranks)
         time.sleep(_LOOK_S)

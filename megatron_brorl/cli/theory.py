@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import typing
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from megatron_brorl.cli.files import make_folder, write_json
 from megatron_brorl.errors import UserError
 from megatron_brorl.outputs import check_output
 from megatron_brorl.theory.simulate import Curves, Settings, simulate, write_csv
@@ -45,38 +45,55 @@ Commands = Any  # argparse._SubParsersAction, which is private
 
 def add_commands(commands: Commands) -> None:
     """Add both commands to the parser of `brorl`."""
+    _add_simulate(commands)
+    _add_advise(commands)
+
+
+def _add_simulate(commands: Commands) -> None:
     text = "the paper's token simulator: how N decides where probability mass goes"
     command = commands.add_parser("simulate", help=text, description=text)
+    # Each N is simulated with each seed.
     command.add_argument("--n", type=int, nargs="+", default=[4, 8, 16, 512, 51200], help="draws per step")
     command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+
+    # Every setting of the simulator is an option, of its own type.
     types = typing.get_type_hints(Settings)
     for field in fields(Settings):
         kind: Any = types[field.name]
         options: dict[str, Any] = {"default": field.default, "help": f"{_SIMULATE[field.name]} ({field.default})"}
-        if kind is bool:
+        if kind is bool:  # --flag and --no-flag
             options["action"] = argparse.BooleanOptionalAction
         elif kind in (int, float):
             options["type"] = kind
-        else:
+        else:  # a choice of names
             options["choices"] = get_args(kind)
         command.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
     command.add_argument("--every", type=int, default=10, help="steps per line of curves.csv (10)")
     command.add_argument("--out", type=Path, default=Path("runs/simulate"), help="folder for simulate.png, curves.csv")
     command.add_argument("--json", type=Path, help="also write one summary row per N and seed to this file")
     command.set_defaults(command=_simulate)
 
+
+def _add_advise(commands: Commands) -> None:
     text = "how many rollouts per prompt? from the rollout log of a pilot (megatron_brorl/theory/log.py has the format)"
     command = commands.add_parser("advise", help=text, description=text)
+    # What is read, and what counts as right in it.
     command.add_argument("log", type=Path, help="JSON Lines: prompt_id, reward, and answer or token_ids per rollout")
     command.add_argument("--n", type=int, nargs="+", default=list(CANDIDATES), help="values of N to compare")
     command.add_argument("--right", type=float, default=1.0, help="smallest reward of a right rollout (1.0)")
     command.add_argument("--run", type=Path, action="append", default=[], help="a run.dir to take the times from")
+
+    # What a step costs, where no run is there to measure it.
     for name in ("prefill", "decode", "train", "fixed"):
         what = {"prefill": "prompt", "decode": "generated rollout", "train": "trained rollout", "fixed": "step"}[name]
         command.add_argument(f"--{name}", type=float, help=f"seconds per {what}, in place of --run")
+    # What is asked of N.
     command.add_argument("--prompts", type=int, help="kept prompts per step (as many as the log has)")
     for target in fields(Targets):
         command.add_argument(f"--{target.name}", type=float, default=target.default, help=f"target ({target.default})")
+
+    # A budget, the intervals, and where the results go.
     command.add_argument("--tokens", type=float, help="also spread this budget of tokens over the prompts of the log")
     command.add_argument("--objective", choices=["kept", "variance"], default="kept", help="of --tokens (kept)")
     command.add_argument("--resamples", type=int, default=500, help="bootstrap samples (500)")
@@ -89,32 +106,41 @@ def _simulate(args: argparse.Namespace) -> int:
     from megatron_brorl.progress import progress
     from megatron_brorl.report.simulation import plot_simulation
 
+    # Raises where a setting is out of range.
     settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})
     if args.every < 1:
         raise UserError(f"--every {args.every}: must be at least 1")
+    # Every N with every seed, refused before any of them runs.
     jobs = [(n, seed) for n in sorted(set(args.n)) for seed in sorted(set(args.seeds))]
     for n, seed in jobs:
         if n < 1 or seed < 0:
             raise UserError(f"--n {n} --seeds {seed}: draws must be at least 1 and seeds not negative")
+
     make_folder(args.out)
     curves: list[Curves] = []
-    quarter = max(1, settings.steps // 4)
+    quarter = max(1, settings.steps // 4)  # so often a line is told
+
+    # One bar over all of them.
     with progress(len(jobs) * settings.steps, "simulate", True) as p:
         for n, seed in jobs:
-            done = len(curves) * settings.steps
+            done = len(curves) * settings.steps  # steps of the simulations before this one
 
             def tell(step: int, done: int = done, n: int = n, seed: int = seed) -> None:
                 if step % quarter == 0:
                     p.update(done + step, {"N": str(n), "seed": str(seed)})
 
             curves.append(simulate(n, seed, settings, tell))
+
+    # Curves for any tool, summaries for scripts, and the figure.
     try:
         write_csv(args.out / "curves.csv", curves, args.every)
     except OSError as e:
         raise UserError(f"{args.out / 'curves.csv'}: cannot be written: {e.strerror}") from None
-    if args.json:
+    if args.json:  # the summary rows, for scripts
         write_json(args.json, [c.summary() for c in curves])
     figure = plot_simulation(curves, settings, args.out / "simulate.png")
+
+    # A line for each, and where to look.
     print(f"{'N':>7} {'seed':>4} {'Q_pos(0)':>9} {f'Q_pos({settings.steps})':>11} {'improved':>9} {'worst drop':>11}")
     for c in curves:
         s = c.summary()
@@ -133,22 +159,26 @@ def _advise(args: argparse.Namespace) -> int:
     from megatron_brorl.theory.log import read_log
 
     check_output(args.out / "advice.json", [("the log", args.log)])
-    groups = read_log(args.log)
+    groups = read_log(args.log)  # The pilot, what a step costs, and what is asked of N.
     costs, how = _costs(args)
     targets = Targets(**{f.name: getattr(args, f.name) for f in fields(Targets)})
+    # Options that cannot be meant.
     if args.resamples < 20:
         raise UserError(f"--resamples {args.resamples}: a 95% interval needs at least 20")
     if args.prompts is not None and args.prompts < 1:
         raise UserError(f"--prompts {args.prompts}: must be at least 1")
-    candidates = sorted(set(args.n))
+    candidates = sorted(set(args.n))  # ascending, as the advisor takes them
     if candidates[0] < 2:
         raise UserError(f"--n {candidates[0]}: a group baseline needs at least 2 rollouts")
+
+    # The advice, and the plan where a budget is given: both before anything is written.
     prompts = args.prompts or len({g.prompt_id for g in groups})
     try:
         advice = advise(groups, args.right, costs, prompts, args.resamples, args.seed, targets, candidates)
-    except UserError as e:
+    except UserError as e:  # the advisor does not know the file's name
         raise UserError(f"{args.log}: {e}") from None
     plan = _plan(args, groups) if args.tokens is not None else None  # before anything is written
+
     make_folder(args.out)
     write_json(
         args.out / "advice.json",
@@ -161,10 +191,11 @@ def _advise(args: argparse.Namespace) -> int:
             "allocation": plan,
         },
     )
-    figure = plot_advice(advice, targets, costs.unit, args.out / "advice.png")
+    figure = plot_advice(advice, targets, costs.unit, args.out / "advice.png")  # in the unit of the costs
+
     print(advice_text(advice, targets, costs, prompts))
     print(f"times    {how}")
-    if plan:
+    if plan:  # of --tokens
         print(
             f"budget   {plan['tokens']:.0f} of {args.tokens:.0f} tokens: {plan['objective']} {plan['value']:.4g}, "
             f"against {plan['uniform_value']:.4g} with {plan['uniform']} rollouts for every prompt"
@@ -180,6 +211,7 @@ def _costs(args: argparse.Namespace) -> tuple[Costs, str]:
     given = {k: getattr(args, k) for k in ("prefill", "decode", "train", "fixed") if getattr(args, k) is not None}
     if any(not 0 <= v < float("inf") for v in given.values()) or given.get("decode") == 0:
         raise UserError("--prefill, --decode, --train, --fixed: seconds must not be negative, and --decode not 0")
+
     if args.run:
         if given:
             raise UserError("--run and --prefill/--decode/--train/--fixed exclude each other")
@@ -209,15 +241,17 @@ def _plan(args: argparse.Namespace, groups: list[LoggedGroup]) -> dict[str, Any]
     from megatron_brorl.theory.advisor import success_rates
     from megatron_brorl.theory.allocation import allocate
 
-    lengths = [g.tokens.mean() for g in groups if g.tokens is not None]
+    lengths = [g.tokens.mean() for g in groups if g.tokens is not None]  # mean tokens of a rollout, per group
     if len(lengths) < len(groups):
         raise UserError(f"{args.log}: --tokens needs the length of every rollout: log token_ids or tokens")
+
     n = np.array([g.n for g in groups])
     right = np.array([int((g.rewards >= args.right).sum()) for g in groups])
-    _, posterior = success_rates(right, n)
-    levels = np.arange(8, 1025, 8)
+    _, posterior = success_rates(right, n)  # [groups, G] over success rates
+    levels = np.arange(8, 1025, 8)  # the rollouts that a prompt may get
     plan = allocate(posterior, np.maximum(lengths, 1.0), args.tokens, levels, args.objective)
-    rollouts = [
+
+    rollouts = [  # as the log names its groups
         {"prompt_id": g.prompt_id, "step": g.step, "n": int(k)} for g, k in zip(groups, plan.rollouts, strict=True)
     ]
     return {
@@ -237,17 +271,21 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
         f"{'N':>5}  {'kept share':<26}{'unsampled coupling':<28}{'variance':<10}{cost:<34}{'signal/time':<13}"
         "targets met",
     ]
+    # A row per N, each figure marked by how it is known.
     for c in advice.candidates:
         names = ("kept", "coupling", "efficiency")
-        mark = {"unbiased": " ", "ratio": "/", "extrapolated": "~", "bound": "<"}
+        mark = {"unbiased": " ", "ratio": "/", "extrapolated": "~", "bound": "<"}  # before the figure
         kept = f"{mark[c.kept_known]}{c.kept.mean:6.1%} ({c.kept.low:.1%} to {c.kept.high:.1%})"
-        left = " unknown"
+        left = " unknown"  # where no answers are logged, or none came twice
         if c.coupling is not None and c.coupling_known is not None:
             left = f"{mark[c.coupling_known]}{c.coupling.mean:7.2%} ({c.coupling.low:.2%} to {c.coupling.high:.2%})"
-        known = [name for name in names if name != "coupling" or c.coupling is not None]
+
+        known = [name for name in names if name != "coupling" or c.coupling is not None]  # targets that could be judged
         met = ", ".join(name for name, ok in zip(names, c.meets, strict=True) if ok and name in known) or "none"
         seconds = f"{c.seconds.mean:.4g} ({c.seconds.low:.4g} to {c.seconds.high:.4g})"
         lines.append(f"{c.n:>5}  {kept:<26}{left:<28}{c.variance.mean:<10.2e}{seconds:<34}{c.efficiency:<13.1%}{met}")
+
+    # What the marks mean.
     lines.append("~ extrapolated beyond the pilot's rollouts   < at most")
     if any(c.coupling is None for c in advice.candidates):
         lines.append(
@@ -256,6 +294,8 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
         )
     else:
         lines.append("/ a ratio of two unbiased estimates, not unbiased itself: few prompts or rollouts bias it")
+
+    # The recommendation, or that there is none.
     if advice.recommended is None:
         lines.append(
             f"no N up to {advice.candidates[-1].n} keeps {targets.kept:.0%} of what is ever kept, leaves at most "
@@ -263,26 +303,10 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
         )
     else:
         low, high = advice.recommended_low, advice.recommended_high
-        top = f"over {advice.candidates[-1].n}"
-        factor = learning_rate_factor(advice.recommended, advice.pilot_n[1])
+        top = f"over {advice.candidates[-1].n}"  # where no candidate meets the targets
+        factor = learning_rate_factor(advice.recommended, advice.pilot_n[1])  # square root of the batch's growth
         lines.append(
             f"recommended N = {advice.recommended} (95% interval {low or top} to {high or top}); learning rate "
             f"x {factor:.2f} against the pilot's N = {advice.pilot_n[1]} with as many prompts"
         )
     return "\n".join(lines)
-
-
-def make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be made: {e.strerror}; give a writable folder with --out") from None
-
-
-def write_json(path: Path, value: Any) -> None:
-    aside = path.with_name(f".{path.name}.writing")
-    try:
-        aside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        aside.replace(path)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror}; give a file in a writable folder") from None

@@ -1,12 +1,14 @@
-"""The configuration of a run: frozen sections of typed keys, each with its meaning and default.
+"""The configuration of a run: frozen sections of typed keys, each with its meaning, default and bound.
 
-config_file.py reads and checks them.
+config/load.py reads them; rules over several keys stand in config/validate.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from megatron_brorl.config.bounds import above, at_least, within
 
 
 @dataclass(frozen=True)
@@ -20,20 +22,21 @@ class RunConfig:
 class ModelConfig:
     path: str = ""  # Hugging Face directory: config.json, *.safetensors, tokenizer
     dtype: Literal["fp32", "bf16"] = "fp32"  # of weights and activations; the optimizer keeps fp32 masters
-    context: int = 0  # prompt + response tokens at most; 0 = max_position_embeddings of config.json
+    # Prompt + response tokens at most; 0 = max_position_embeddings of config.json
+    context: int = at_least(0, default=0)
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1  # ranks that the tokens of every sequence are cut over (context parallelism)
+    tensor: int = at_least(1, default=1)
+    pipeline: int = at_least(1, default=1)
+    context: int = at_least(1, default=1)  # ranks that the tokens of every sequence are cut over (context parallelism)
     sequence: bool = False  # Megatron's sequence parallelism (needs tensor > 1)
     distributed_optimizer: bool = False  # ZeRO-1; its checkpoints need a GPU
     overlap_grad_reduce: bool = False  # gradients are summed over data-parallel ranks while the backward pass goes on
     overlap_param_gather: bool = False  # ZeRO-1's weights are gathered while the next forward pass goes on
     # A collective that waits longer ends the run; ranks that wait for another's rollouts wait rollout.timeout_s more.
-    timeout_s: float = 600.0
+    timeout_s: float = above(0, default=600.0)
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Fp8Config:
     recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"
     format: Literal["e4m3", "hybrid"] = "hybrid"  # hybrid: gradients in e5m2
     parameters: bool = False  # the weights of linears are stored in FP8, beside the optimizer's fp32 masters
-    bf16_layers: int = 0  # at each end of the model that stay in bf16; not with recipe = "delayed"
-    amax_history: int = 1024  # steps that recipe = "delayed" looks back
+    bf16_layers: int = at_least(0, default=0)  # at each end of the model that stay in bf16; not with recipe = "delayed"
+    amax_history: int = at_least(1, default=1024)  # steps that recipe = "delayed" looks back
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class TaskConfig:
 
     name: str
     weight: float = 1.0
-    keep: str = ""  # regex; its first group is the prompt (strips the English template); "" = whole question
+    prompt_regex: str = ""  # regex; its first group is the prompt (strips the English template); "" = whole question
     config: dict[str, Any] = field(default_factory=dict)  # keywords of reasoning_gym.create_dataset
 
 
@@ -65,7 +68,7 @@ class DataConfig:
     tasks: tuple[TaskConfig, ...] = ()  # generated instead of files
     train_seed: int = 1
     held_out_seed: int = 2
-    held_out_prompts: int = 512  # how many are generated; files are used whole
+    held_out_prompts: int = at_least(1, default=512)  # how many are generated; files are used whole
     template: str = "{prompt}"  # wraps the text of every prompt
     chat: bool = False  # wrap in the tokenizer's chat template as one user message
     skip_bad_rows: bool = False  # skip, count and list malformed rows instead of stopping
@@ -73,35 +76,38 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    n: int = 512  # rollouts per prompt
+    n: int = at_least(1, default=512)  # rollouts per prompt
     # Prompts per step, over all ranks. A step may span epochs of data.train, and take more prompts than there are: one
     # that it takes twice is two groups of n, each with its own random numbers and its own baseline.
-    prompts: int = 128
+    prompts: int = at_least(1, default=128)
     engine: Literal["torch", "trtllm"] = "torch"  # built in, or TensorRT-LLM (section trtllm)
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = off
-    max_tokens: int = 1024  # of a response
-    max_rows: int = 2048  # rollouts decoded at a time on one rank
-    memory_mib: int = 0  # for keys and values on one rank; what does not fit waits. 0 = half of what is free
+    temperature: float = above(0, default=1.0, why=" (sampling needs randomness)")
+    top_p: float = within("(0, 1]", default=1.0)
+    top_k: int = at_least(0, default=0)  # 0 = off
+    max_tokens: int = at_least(1, default=1024)  # of a response
+    max_num_seqs: int = at_least(1, default=2048)  # rollouts decoded at a time on one rank
+    # MiB for keys and values on one rank; what does not fit waits. 0 = half of what is free
+    kv_cache_mib: int = at_least(0, default=0)
     stop_strings: tuple[str, ...] = ()  # a response ends when its text contains one, besides the model's stop tokens
     dtype: Literal["fp32", "bf16"] = "fp32"
     # A step's sampling on one rank; rollouts that have not ended half-way are named. Then it is told to stop, and what
     # does not end is lost, or carried to the next step where there are partial rollouts.
-    timeout_s: float = 1800.0
-    max_lost_share: float = 0.1  # share of a step's rollouts; the others are trained on. More end the run; 0: any does
+    timeout_s: float = above(0, default=1800.0)
+    # Share of a step's rollouts that may be lost; the others are trained on. More end the run; 0: any does
+    max_lost_share: float = within("[0, 1]", default=0.1)
     # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
     # when its last sibling has ended. 0 = responses are sampled whole.
-    partial_tokens: int = 0
+    partial_tokens: int = at_least(0, default=0)
     # Rounds of rollout.prompts more prompts that a step samples at most while dynamic sampling keeps fewer than
     # rollout.prompts groups. Kept groups beyond that are trained on in the next step.
-    refills: int = 0
+    refills: int = at_least(0, default=0)
     # Spend prompts x n rollouts unevenly: the first adaptive_first of every prompt decide who gets the rest. "kept":
     # where they are most likely to bring right and wrong ones; "variance": where success is most uncertain. Weights
     # keep the expected gradient that of n rollouts for every prompt.
     adaptive: Literal["off", "kept", "variance"] = "off"
-    adaptive_first: int = 0  # 0 = a quarter of n
-    max_carried_steps: int = 8  # steps that a group is carried over at most; what has not ended then is lost
+    adaptive_first: int = at_least(0, default=0)  # 0 = a quarter of n
+    # Steps that a group is carried over at most; what has not ended then is lost
+    max_carried_steps: int = at_least(0, default=8)
 
 
 @dataclass(frozen=True)
@@ -109,46 +115,50 @@ class TrtLlmConfig:
     """TensorRT-LLM engines, each a process in an environment of its own; read where rollout.engine = "trtllm"."""
 
     python: str = ""  # interpreter of the environment that has tensorrt_llm and ray; "" = the one that runs the trainer
-    tensor: int = 1  # tensor-parallel size of an engine, which so many neighbouring ranks of a node share
+    # Tensor-parallel size of an engine, which so many neighbouring ranks of a node share
+    tensor: int = at_least(1, default=1)
     sampler: Literal["auto", "TRTLLMSampler", "TorchSampler"] = "auto"  # auto: the one that takes a seed per request
-    memory_fraction: float = 0.5  # of the free GPU memory, for keys and values
+    memory_fraction: float = within("(0, 1)", default=0.5)  # of the free GPU memory, for keys and values
     kv_dtype: Literal["auto", "fp8"] = "auto"  # of keys and values; auto: that of the model
     quantization: Literal["none", "fp8_block"] = "none"  # of weights: one scale per 128 x 128 block, or rollout.dtype
-    max_num_tokens: int = 8192  # that an engine computes at a time
+    max_num_tokens: int = at_least(1, default=8192)  # that an engine computes at a time
     cuda_graphs: bool = True
     # How weights reach the engine. auto: CUDA IPC where both have one torch and share one GPU, host memory elsewhere.
     transport: Literal["auto", "cuda_ipc", "host"] = "auto"
     shared_memory: str = "/dev/shm"  # folder in memory; holds the weights once per engine, twice during an update
-    start_timeout_s: float = 1200.0  # until a process answers first
-    silent_s: float = 60.0  # a process that does not answer for so long is started again
-    restarts: int = 3  # without a call of generate in between; then the run ends
+    start_timeout_s: float = above(0, default=1200.0)  # until a process answers first
+    # A process that does not answer for so long is started again
+    heartbeat_timeout_s: float = at_least(5, default=60.0, why=": an engine process reports twice a second")
+    max_restarts: int = at_least(0, default=3)  # without a call of generate in between; then the run ends
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    workers: int = 2  # scoring processes per rank
-    timeout_s: float = 5.0  # per answer; a worker that takes longer is killed and the answer scores 0
-    max_chars: int = 4096  # a longer answer scores 0 unseen
+    workers: int = at_least(1, default=2)  # scoring processes per rank
+    timeout_s: float = above(0, default=5.0)  # per answer; a worker that takes longer is killed and the answer scores 0
+    max_chars: int = at_least(1, default=4096)  # a longer answer scores 0 unseen
     extract: Literal["full", "answer_tag", "boxed"] = "full"  # what part of the response is the answer
     strict: bool = True  # 1 if the verifier gives at least 0.99, else 0; false keeps partial credit
     # On the reward of a response that rollout.max_tokens cut off ("stop properly"); 0 scores it 0 unseen.
-    cut_off_factor: float = 0.0
+    cut_off_factor: float = within("[0, 1]", default=0.0)
 
 
 @dataclass(frozen=True)
 class ShapingConfig:
     """What is added to rewards before advantages are made of them; groups are selected by what was scored."""
 
-    overlong_tokens: int = 0  # the last so many below rollout.max_tokens cost up to 1, growing linearly; 0 = off
+    # The last so many tokens below rollout.max_tokens cost up to 1, growing linearly; 0 = off
+    overlong_tokens: int = at_least(0, default=0)
     # A right response of t tokens gets cosine_coef (min + (max - min) (1 + cos(pi t / rollout.max_tokens)) / 2) more,
-    # for cosine_on steps, and then not for cosine_off steps, in turn; cosine_off = 0: always.
+    # for cosine_on_steps steps, and then not for cosine_off_steps steps, in turn; cosine_off_steps = 0: always.
     cosine_coef: float = 0.0
     cosine_min: float = -0.5
     cosine_max: float = 0.0
-    cosine_on: int = 100
-    cosine_off: int = 500
-    repetition_ngram: int = 0  # tokens; every n-gram that has occurred before in a response costs ...
-    repetition_penalty: float = 0.001  # ... this much. 0 tokens = off
+    cosine_on_steps: int = at_least(0, default=100)
+    cosine_off_steps: int = at_least(0, default=500)
+    # Tokens; every n-gram that has occurred before in a response costs ...
+    repetition_ngram: int = at_least(0, default=0)
+    repetition_penalty: float = at_least(0, default=0.001)  # ... this much. 0 tokens = off
 
 
 @dataclass(frozen=True)
@@ -157,56 +167,59 @@ class AlgoConfig:
     # mean and over the standard deviation of its group; "gae": generalised advantages of a critic, whitened over the
     # step's tokens
     advantage: Literal["reinforce_pp_baseline", "grpo", "gae"] = "reinforce_pp_baseline"
-    gamma: float = 1.0  # discount per token of advantage = "gae"
-    lam: float = 1.0  # lambda of advantage = "gae": 1 trusts the rewards, 0 the critic
+    gamma: float = within("[0, 1]", default=1.0)  # discount per token of advantage = "gae"
+    lam: float = within("[0, 1]", default=1.0)  # lambda of advantage = "gae": 1 trusts the rewards, 0 the critic
     dynamic_sampling: bool = True  # train on groups with different rewards alone; false: on every group
     correct_boost: float = 0.0  # added to the advantages of a response with a reward of at least 0.99
     overlong_filter: bool = False  # no loss on responses that rollout.max_tokens cut off; baselines still count them
-    kl_coef: float = 0.0  # of the KL to the reference policy; 0 = no reference
+    kl_coef: float = at_least(0, default=0.0)  # of the KL to the reference policy; 0 = no reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"  # in the loss only k2's gradient is that of KL(pi || reference)
     kl_in: Literal["loss", "reward"] = "loss"
     # What the loss makes of a token's importance ratio and advantage: "clip": PPO's clipped surrogate with its bounds
     # apart (DAPO); "cispo": bounds on the importance weight alone, so that no token loses its gradient (MiniMax-M1);
     # "sapo": a smooth gate of the temperatures tau in place of bounds (SAPO)
     policy_loss: Literal["clip", "cispo", "sapo"] = "clip"
-    eps_low: float = 0.2  # the ratio's lower bound is 1 - eps_low ...
-    eps_high: float = 0.28  # ... and its upper one 1 + eps_high
+    eps_low: float = within("(0, 1)", default=0.2)  # the ratio's lower bound is 1 - eps_low ...
+    eps_high: float = above(0, default=0.28)  # ... and its upper one 1 + eps_high
     dual_clip: float = 0.0  # bound above 1 on the ratio of tokens with negative advantage ("clip" alone); 0 = none
-    tau_pos: float = 1.0  # of "sapo": how fast the gate closes where the advantage is above 0 ...
-    tau_neg: float = 1.05  # ... and elsewhere
+    tau_pos: float = above(0, default=1.0)  # of "sapo": how fast the gate closes where the advantage is above 0 ...
+    tau_neg: float = above(0, default=1.05)  # ... and elsewhere
     ratio: Literal["token", "sequence"] = "token"  # importance ratio of each token, or one per sequence (GSPO)
-    is_cap: float = 2.0  # truncated importance sampling between engine and trainer; 0 = off
+    is_cap: float = at_least(0, default=2.0)  # truncated importance sampling between engine and trainer; 0 = off
     # Tokens, or whole sequences by the geometric mean of theirs, whose pi_old / pi_rollout lies outside
     # [mismatch_low, mismatch_high] get no loss; they still count in its divisor.
     mismatch_mask: Literal["off", "token", "sequence"] = "off"
-    mismatch_low: float = 0.5
+    mismatch_low: float = at_least(0, default=0.5)
     mismatch_high: float = 5.0
-    entropy_coef: float = 0.0  # bonus for entropy in the loss
+    entropy_coef: float = at_least(0, default=0.0)  # bonus for entropy in the loss
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
-    aggregation_tokens: int = 0  # the divisor per sequence of aggregation = "fixed"
+    aggregation_tokens: int = at_least(0, default=0)  # the divisor per sequence of aggregation = "fixed"
     old_log_probs: Literal["actor", "rollout"] = "actor"  # "rollout" saves a forward pass where engine == trainer
-    mini_batches: int = 1  # optimizer steps per sampled batch
+    mini_batches: int = at_least(1, default=1)  # optimizer steps per sampled batch
     mini_batch_of: Literal["prompts", "siblings"] = "prompts"  # whole groups each, or a part of every group
-    epochs: int = 1
+    epochs: int = at_least(1, default=1)
 
 
 @dataclass(frozen=True)
 class CriticConfig:
     """Of algo.advantage = "gae". Its optimizer's other settings are those of [optim]."""
 
-    lr: float = 1e-5
-    lr_warmup_steps: int = 0  # linear, in the critic's optimizer steps
-    steps_alone: int = 0  # training steps at the start in which the critic learns and the actor waits
-    clip: float = 0.2  # how far a value may move from the old one before its loss is clipped; 0 = no clipping
+    lr: float = at_least(0, default=1e-5)
+    lr_warmup_steps: int = at_least(0, default=0)  # linear, in the critic's optimizer steps
+    # Training steps at the start in which the critic learns and the actor waits
+    warmup_steps: int = at_least(0, default=0)
+    # How far a value may move from the old one before its loss is clipped; 0 = no clipping
+    clip: float = at_least(0, default=0.2)
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
     """Of algo.kl_coef. The reference policy is the actor as it was at the start, or at the last reset."""
 
-    reset_every: int = 0  # steps; 0 = never
-    reset_after_stalls: int = 0  # evaluations in a row without a new best held-out pass@1; 0 = never
-    reset_above_kl: float = 0.0  # nats per token that a step's mean KL may reach; 0 = no limit
+    reset_every: int = at_least(0, default=0)  # steps; 0 = never
+    # Evaluations in a row without a new best held-out pass@1; 0 = never
+    reset_patience: int = at_least(0, default=0)
+    reset_above_kl: float = at_least(0, default=0.0)  # nats per token that a step's mean KL may reach; 0 = no limit
     reset_optimizer: bool = False  # start the actor's optimizer anew as well
 
 
@@ -218,74 +231,77 @@ class OpsConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: float = 1e-6
+    lr: float = at_least(0, default=1e-6)
     # The rollouts per step that lr is for: it is multiplied by the square root of rollout.prompts x rollout.n over this
     # (Krizhevsky 2014; BroRL, section 4.2.1); 0 = lr as it stands.
-    lr_for_rollouts: int = 0
-    warmup_steps: int = 0  # linear, in optimizer steps
-    betas: tuple[float, float] = (0.9, 0.999)
+    lr_for_rollouts: int = at_least(0, default=0)
+    warmup_steps: int = at_least(0, default=0)  # linear, in optimizer steps
+    betas: tuple[float, float] = within("[0, 1)", default=(0.9, 0.999))
     eps: float = 1e-8
     weight_decay: float = 0.01
     decay_norms_and_biases: bool = False  # false: weight_decay spares one-dimensional parameters, as in Megatron-LM
-    clip_grad: float = 1.0
+    clip_grad: float = at_least(0, default=1.0)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = 100  # at most
-    seconds: float = 0.0  # of training steps, evaluations not counted, after which the run ends; 0 = no limit
-    # Evaluations in a row whose held-out pass@1 is not above the best one by more than stall_margin; the run ends then.
-    stalls: int = 0  # 0 = never
-    stall_margin: float = 0.0
+    steps: int = at_least(0, default=100)  # at most
+    # Seconds of training steps, evaluations not counted, after which the run ends; 0 = no limit
+    max_seconds: float = at_least(0, default=0.0)
+    # Evaluations in a row whose held-out pass@1 is not above the best one by more than min_delta; the run ends then.
+    patience: int = at_least(0, default=0)  # 0 = never
+    min_delta: float = at_least(0, default=0.0)
     # Of a micro-batch on one rank, at most. 0 = 2,048 on a CPU, where more only take memory, 16,384 on a GPU.
-    tokens_per_micro_batch: int = 0
+    tokens_per_micro_batch: int = at_least(0, default=0)
     recompute: bool = False  # recompute activations in the backward pass
     recompute_attention: bool = False  # recompute the core of attention alone
     offload: bool = False  # weights and optimizer wait in host memory while the engine generates
-    # Siblings share one copy of their prompt in a micro-batch, where that saves a tenth of the tokens; CPU only so far.
+    # Siblings share one copy of their prompt in a micro-batch, where that saves a tenth of the tokens.
     share_prompt: bool = True
-    checkpoint_every: int = 50  # steps; 0 = only at the end
-    keep_checkpoints: int = 2
+    checkpoint_every: int = at_least(0, default=50)  # steps; 0 = only at the end
+    keep_checkpoints: int = at_least(1, default=2)
     resume: Literal["auto", "never"] = "auto"
     # Steps in a row that skip an update (its gradient is not finite), or leave out more rows than they train on (their
     # log-probabilities are not finite), after which the run ends. The state is saved.
-    max_nonfinite_steps: int = 5
+    max_nonfinite_steps: int = at_least(1, default=5)
     verify_reshard: bool = False  # after each refit, compare log-probs of a probe batch on engine and actor
-    verify_tolerance: float = 1e-4  # nats that they may differ by; bf16 on either side needs more
+    verify_tolerance: float = above(0, default=1e-4)  # nats that they may differ by; bf16 on either side needs more
 
 
 @dataclass(frozen=True)
 class TheoryConfig:
     """Figures theory_* of what the siblings left unsampled (docs/theory.md). None of them has a part in training."""
 
-    every: int = 1  # steps; 0 = never
-    prompts: int = 8  # of those a step trains on, that are looked at token by token and measured
-    positions: int = 8  # per such prompt at which the policy's whole softmax is computed; 0 = none
-    depth: int = 32  # tokens of a response in which positions are looked for: siblings soon part
+    every: int = at_least(0, default=1)  # steps; 0 = never
+    prompts: int = at_least(1, default=8)  # of those a step trains on, that are looked at token by token and measured
+    positions: int = at_least(0, default=8)  # per such prompt at which the policy's whole softmax is computed; 0 = none
+    max_position: int = at_least(
+        1, default=32
+    )  # tokens of a response in which positions are looked for: siblings soon part
     # Steps, a multiple of `every`; 0 = never. pass@1 of these prompts before and after the update.
-    measure_every: int = 0
-    measure_samples: int = 64  # per prompt, before and again after
+    measure_every: int = at_least(0, default=0)
+    measure_samples: int = at_least(1, default=64)  # per prompt, before and again after
     log_rollouts: bool = False  # rewards, answers (as codes) and lengths to run.dir/rollouts.jsonl, for `brorl advise`
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    every: int = 0  # steps; 0 = only before and after
-    samples: int = 8  # per prompt
+    every: int = at_least(0, default=0)  # steps; 0 = only before and after
+    samples: int = at_least(1, default=8)  # per prompt
     pass_at: tuple[int, ...] = ()  # k of pass@k, at most `samples`; () = 1, 2, 4, ... up to it
     benchmarks: tuple[str, ...] = ()  # of `brorl evaluate`: JSONL or Parquet files instead of the held-out prompts
-    temperature: float = 0.6  # as in BroRL, appendix D
-    top_p: float = 0.95
-    top_k: int = 0
-    bootstrap: int = 2000  # resamples of the prompts for the 95% interval
+    temperature: float = at_least(0, default=0.6)  # as in BroRL, appendix D
+    top_p: float = within("(0, 1]", default=0.95)
+    top_k: int = at_least(0, default=0)
+    bootstrap: int = at_least(1, default=2000)  # resamples of the prompts for the 95% interval
 
 
 @dataclass(frozen=True)
 class SftConfig:
-    steps: int = 200
-    examples_per_step: int = 256
-    lr: float = 1e-3
-    warmup_steps: int = 10
+    steps: int = at_least(0, default=200)
+    examples_per_step: int = at_least(1, default=256)
+    lr: float = at_least(0, default=1e-3)
+    warmup_steps: int = at_least(0, default=10)
     weight_decay: float = 0.01
 
 

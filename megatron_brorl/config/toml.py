@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import types
 import typing
@@ -16,6 +17,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+_INDEX = re.compile(r"\[\d+\]")  # of a table in a list of them
 MOST = 1e30  # of a float; float32, in which most of them are used, ends at 3.4e38
 
 
@@ -41,11 +43,16 @@ def build(cls: type, table: Any, where: str, prefix: str) -> Any:
         raise UserError(f"{where}: {prefix.rstrip('.')} must be a table, not {table!r}")
     hints = typing.get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls)]
+
+    # Every key is known, by the name that it has now.
     for key in table:
-        if f"{prefix}{key}" in RENAMED:
-            raise UserError(f"{where}: {prefix}{key} is now called {prefix}{RENAMED[f'{prefix}{key}']}; rename it")
+        renamed = RENAMED.get(_INDEX.sub("", f"{prefix}{key}"))
+        if renamed:
+            raise UserError(f"{where}: {prefix}{key} is now called {prefix}{renamed}; rename it")
         if key not in known:
             raise UserError(f"{where}: unknown key {prefix}{key}; known here: {', '.join(known)}")
+
+    # What is not given takes its default, where it has one.
     try:
         return cls(**{k: _convert(hints[k], v, where, f"{prefix}{k}") for k, v in table.items()})
     except TypeError:
@@ -58,30 +65,40 @@ def _required(f: dataclasses.Field[Any]) -> bool:
 
 
 def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
+    """The value as its field's type hint has it: a table as its dataclass, a list as a tuple, an int as a float."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+
+    # Values of several parts.
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, where, f"{key}.")
-    if origin is Literal:
-        if value not in args:
-            raise UserError(f"{where}: {key} = {value!r}: must be one of {', '.join(map(repr, args))}")
-        return value
     if origin is tuple:
-        if not isinstance(value, list):
-            raise UserError(f"{where}: {key} = {value!r}: must be a list")
-        if args[-1] is Ellipsis:
-            return tuple(_convert(args[0], v, where, f"{key}[{i}]") for i, v in enumerate(value))
-        if len(value) != len(args):
-            raise UserError(f"{where}: {key} = {value!r}: must have {len(args)} values")
-        return tuple(_convert(a, v, where, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
+        return _tuple(args, value, where, key)
+    # A table that another program reads, such as a task's settings.
     if origin is dict or isinstance(origin, types.GenericAlias):
         if not isinstance(value, dict):
             raise UserError(f"{where}: {key} = {value!r}: must be a table")
         return value
-    if hint is float and type(value) in (int, float):
+
+    # Single values. A bool is no int here, though Python's isinstance says so.
+    if origin is Literal:
+        if value not in args:
+            raise UserError(f"{where}: {key} = {value!r}: must be one of {', '.join(map(repr, args))}")
+        return value
+    if hint is float and type(value) in (int, float):  # TOML tells 1 from 1.0; a float key takes both
         return _finite(value, where, key)
     if type(value) is not hint:
         raise UserError(f"{where}: {key} = {value!r}: must be of type {hint.__name__}")
     return value
+
+
+def _tuple(args: tuple[Any, ...], value: Any, where: str, key: str) -> tuple[Any, ...]:
+    """A list as tuple[T, ...], or as a tuple of a type for each of its places."""
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {key} = {value!r}: must be a list")
+    hints = [args[0]] * len(value) if args[-1] is Ellipsis else args
+    if len(value) != len(hints):
+        raise UserError(f"{where}: {key} = {value!r}: must have {len(hints)} values")
+    return tuple(_convert(h, v, where, f"{key}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
 
 
 def _finite(value: float, where: str, key: str) -> float:

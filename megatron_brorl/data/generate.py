@@ -113,7 +113,7 @@ class _Task:
         self.where, self.name, self.config = f"{where} ({task.name})", task.name, dict(task.config)
         if not (task.weight > 0 and math.isfinite(task.weight)):
             raise UserError(f"{where}.weight = {task.weight}: must be a positive number")
-        self._keep = self._pattern(task.keep, where) if task.keep else None
+        self._regex = self._pattern(task.prompt_regex, where) if task.prompt_regex else None
         self._items = gym_tasks.create(task.name, seed, task.config, where)
 
     def item(self, index: int) -> tuple[str, dict[str, Any]]:
@@ -121,24 +121,24 @@ class _Task:
         with decimal.localcontext(decimal.DefaultContext):  # some tasks set the precision, for all that come after
             entry = json.loads(json.dumps(self._items[index]))
         question: str = entry["question"]
-        if self._keep is None:
+        if self._regex is None:
             return question, entry
-        match = self._keep.search(question)
+        match = self._regex.search(question)
         if match is None or not match[1]:
             raise UserError(
-                f"{self.where}: keep = {self._keep.pattern!r} finds nothing in {question!r}; "
-                'mend the pattern, or set keep = "" for the whole question'
+                f"{self.where}: prompt_regex = {self._regex.pattern!r} finds nothing in {question!r}; "
+                'mend the pattern, or set prompt_regex = "" for the whole question'
             )
         return match[1], entry
 
     @staticmethod
-    def _pattern(keep: str, where: str) -> re.Pattern[str]:
+    def _pattern(regex: str, where: str) -> re.Pattern[str]:
         try:
-            pattern = re.compile(keep, re.DOTALL)
+            pattern = re.compile(regex, re.DOTALL)
         except re.error as e:
-            raise UserError(f"{where}.keep = {keep!r}: not a regular expression: {e}") from None
+            raise UserError(f"{where}.prompt_regex = {regex!r}: not a regular expression: {e}") from None
         if pattern.groups < 1:
-            raise UserError(f"{where}.keep = {keep!r}: needs a group (...) around what is to be the prompt")
+            raise UserError(f"{where}.prompt_regex = {regex!r}: needs a group (...) around what is to be the prompt")
         return pattern
 
 

@@ -86,15 +86,19 @@ def pack(
     """
     if share and segments_of > 1:
         raise ValueError("pack: a prompt that segments share cannot be padded with each of them")
+
+    # Below this gain a shared stream costs more than it saves.
     if share and token_gain(prompts, responses) >= LEAST_GAIN:
         batches_of_families = _fill_shared(_families(prompts, responses), max_tokens)
         return [_pack_shared(b, multiple_of) for b in batches_of_families]
+
+    # Rows of equal length side by side; a micro-batch is full when the next row no longer fits.
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]) + len(responses[i]), i))
     batches: list[list[int]] = [[]]
     used = 0
     for i in order:
         length = len(prompts[i]) + len(responses[i]) - 1
-        length += -length % segments_of
+        length += -length % segments_of  # each segment padded
         if batches[-1] and used + length > max_tokens:
             batches.append([])
             used = 0
@@ -104,7 +108,10 @@ def pack(
 
 
 def token_gain(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
-    """Tokens of plain streams over tokens of shared ones, each prompt stored once; 1 without rows."""
+    """Tokens of plain streams over tokens of shared ones, each prompt stored once; 1 without rows.
+
+    prompts and responses are one [tokens] tensor per row.
+    """
     own = sum(len(r) - 1 for r in responses)
     families = _families(prompts, responses)
     return (own + sum(map(len, prompts))) / max(own + sum(len(p) for p, _ in families), 1) if families else 1.0
@@ -133,13 +140,15 @@ def _fill_shared(families: list[_Family], max_tokens: int) -> list[list[_Family]
     batches: list[list[_Family]] = [[]]
     used = 0
     for prompt, siblings in families:
-        started = False
+        started = False  # whether this micro-batch holds the prompt
         for row, response in siblings:
             cost = len(response) - 1 + (0 if started else len(prompt))
+            # A full micro-batch ends here; the next one holds the prompt again.
             if batches[-1] and used + cost > max_tokens:
                 batches.append([])
                 used, started = 0, False
                 cost = len(response) - 1 + len(prompt)
+
             if not started:
                 batches[-1].append((prompt, []))
                 started = True
@@ -154,8 +163,10 @@ def _pack_plain(
     pieces = [_padded(torch.cat((prompts[i], responses[i][:-1])), segments_of) for i in rows]
     lengths = torch.tensor([len(p) for p in pieces], dtype=torch.int64)
     counts = torch.tensor([len(responses[i]) for i in rows], dtype=torch.int64)
+
     # A prompt's last token predicts the first of its response.
     first = lengths.cumsum(0) - lengths + torch.tensor([len(prompts[i]) - 1 for i in rows], dtype=torch.int64)
+
     return _finish(
         pieces=pieces,
         offsets=[0] * len(rows),
@@ -171,18 +182,23 @@ def _pack_shared(families: list[_Family], multiple_of: int) -> Packed:
     offsets: list[int] = []
     predict: list[Tensor] = []
     end = 0
+
+    # Each prompt stands before its siblings, whose positions go on from its end.
     for prompt, siblings in families:
-        counts = torch.tensor([len(r) for _, r in siblings])
+        counts = torch.tensor([len(r) for _, r in siblings])  # response tokens of each sibling
         pieces += [prompt, *(r[:-1] for _, r in siblings)]
-        offsets += [0, *([len(prompt)] * len(siblings))]
-        ramps = _ramps(counts)
+        offsets += [0, *([len(prompt)] * len(siblings))]  # positions begin here
+
+        ramps = _ramps(counts)  # place of each token in its response
         end += len(prompt)
         # The prompt's last token predicts the first token of every sibling; its own tokens predict the others.
         starts = end + (counts - 1).cumsum(0) - (counts - 1)
         indices = starts.repeat_interleave(counts) + ramps - 1
         indices[ramps == 0] = end - 1
         predict.append(indices)
-        end += int((counts - 1).sum())
+
+        end += int((counts - 1).sum())  # the last token of a response is left out
+
     return _finish(
         pieces=pieces,
         offsets=offsets,
@@ -203,11 +219,13 @@ def _finish(
 ) -> Packed:
     """Put the pieces in a row, each with positions from its offset, and pad."""
     total = sum(map(len, pieces))
+    # Padding is a segment of its own, which nothing else attends to.
     pad = -total % multiple_of if total else multiple_of
     if pad:
         pieces, offsets = [*pieces, torch.zeros(pad, dtype=torch.int64)], [*offsets, 0]
         groups = [*groups, Group(0, ((1, pad),))]
-    lengths = torch.tensor([len(p) for p in pieces])
+
+    lengths = torch.tensor([len(p) for p in pieces])  # positions count within a piece
     return Packed(
         input_ids=torch.cat(pieces),
         position_ids=_ramps(lengths) + torch.tensor(offsets).repeat_interleave(lengths),

@@ -29,10 +29,12 @@ def all_gather(values: Sequence[float], group: dist.ProcessGroup | None) -> list
 
 
 def all_reduce_sum(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dict[str, float]:
+    """Sum every value over each group in turn, all ranks where none is given; the same keys on every rank."""
     return all_reduce(values, dist.ReduceOp.SUM, *(groups or (None,)))
 
 
 def all_reduce_max(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dict[str, float]:
+    """The largest of every value over each group in turn, all ranks where none is given; the same keys everywhere."""
     return all_reduce(values, dist.ReduceOp.MAX, *(groups or (None,)))
 
 
@@ -41,9 +43,12 @@ def all_gather_ids(values: Tensor) -> Tensor:
     where = device.default_device()
     lengths = [torch.zeros(1, dtype=torch.int64, device=where) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([len(values)], device=where))
+
+    # Messages are of one length: the longest.
     most = int(torch.cat(lengths).max())
     padded = torch.zeros(most, dtype=torch.int64, device=where)
     padded[: len(values)] = values.to(where)
+
     parts = [torch.empty_like(padded) for _ in lengths]
     if most:
         dist.all_gather(parts, padded)

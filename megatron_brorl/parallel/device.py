@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def on_gpu() -> bool:
+    """Whether torch has a CUDA device here."""
     return torch.cuda.is_available()
 
 

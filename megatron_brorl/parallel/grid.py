@@ -36,18 +36,22 @@ class Grid:
 
     @property
     def rank(self) -> int:
+        """Of this process, among all."""
         return dist.get_rank()
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return self.mp_size * self.data
 
     @property
     def first_stage(self) -> bool:
+        """Whether this rank holds the embedding, at the front of the pipeline."""
         return self.pp_rank == 0
 
     @property
     def last_stage(self) -> bool:
+        """Whether this rank holds the head, at the end of the pipeline."""
         return self.pp_rank == self.pipeline - 1
 
     @property
@@ -57,6 +61,7 @@ class Grid:
 
     @property
     def mp_size(self) -> int:
+        """Ranks of `replica`."""
         return self.tensor * self.context * self.pipeline
 
     def barrier(self) -> None:
@@ -71,23 +76,27 @@ class Grid:
 def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     """Join the processes of the launcher (torchrun, Slurm; alone without one) into a grid.
 
-    phase_s: seconds that ranks may be apart where they `meet`, beside parallel.timeout_s; 0 = they never do.
+    phase_s: seconds that ranks may be apart at a `barrier`, beside parallel.timeout_s; 0 = they never do.
     Raises UserError when the world size is not a multiple of tensor x context x pipeline.
     """
+    # The launcher's processes must fill whole replicas of the model.
     device.prepare()
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    model = config.tensor * config.context * config.pipeline
+    model = config.tensor * config.context * config.pipeline  # ranks that hold one copy of the model
     if world % model:
+        # Context parallelism is named only where it is in use.
         axes = ["tensor", "pipeline", *(["context"] if config.context > 1 else [])]
         names, sizes = " x ".join(f"parallel.{a}" for a in axes), " x ".join(str(getattr(config, a)) for a in axes)
         raise UserError(
             f"world size {world} is not a multiple of {names} = {sizes}: start {model} processes, or a multiple "
             "(torchrun --nproc-per-node)"
         )
+
+    # Join them, and let Megatron make its groups.
     if not dist.is_initialized():
         _join(world, config.timeout_s)
     if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()  # of an earlier grid in this process
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
@@ -96,7 +105,8 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     # Dropout is off everywhere; Megatron still insists on seeded generators for its forks.
     model_parallel_cuda_manual_seed(seed)
-    patience = timedelta(seconds=phase_s + config.timeout_s)
+
+    patience = timedelta(seconds=phase_s + config.timeout_s)  # at a barrier
     return Grid(
         tensor=config.tensor,
         pipeline=config.pipeline,
@@ -105,9 +115,11 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         groups=groups,
+        # Megatron has this group where there is no context parallelism.
         replica=groups.mp if config.context == 1 else _replica(config, world // model),
         context=config.context,
         sequence_parallel=config.sequence,
+        # Over gloo: NCCL has no barrier that names who is missing.
         meeting=dist.new_group(timeout=patience, backend="gloo") if phase_s and world > 1 else None,
         patience=patience,
     )

@@ -17,22 +17,26 @@ COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 def markdown(result: dict[str, Any]) -> str:
     """One row per benchmark, with the mean over benchmarks where there are several, and one per task beneath."""
     parts = result["benchmarks"]
-    ks = list(result["pass_at_k"])
+    ks = list(result["pass_at_k"])  # 1 among them, which has its own column
     head = ["benchmark", "prompts", "samples", "pass@1 (95% interval)", *(f"pass@{k}" for k in ks if k != "1")]
     rows = [[*head, "response tokens"]]
+
     for name, part in parts.items():
         p = part["pass_at_1"]
-        interval = f"{p['mean']:.2%} ({p['low']:.2%} to {p['high']:.2%})"
+        interval = f"{p['mean']:.2%} ({p['low']:.2%} to {p['high']:.2%})"  # over prompts
         rest = [_percent(part["pass_at_k"].get(k)) for k in ks if k != "1"]
         rows.append(
             [name, str(part["prompts"]), str(part["samples"]), interval, *rest, f"{part['response_tokens']:.1f}"]
         )
+
+    # The mean counts every benchmark alike, whatever its size.
     if len(parts) > 1:
         means = [_percent(_mean([x["pass_at_k"].get(k) for x in parts.values()])) for k in ks if k != "1"]
         first = _percent(_mean([x["pass_at_1"]["mean"] for x in parts.values()]))
         tokens = f"{sum(x['response_tokens'] for x in parts.values()) / len(parts):.1f}"
         rows.append(["mean of benchmarks", str(result["prompts"]), str(result["samples"]), first, *means, tokens])
-    tasks = [[name, f"{value:.2%}"] for name, value in result["by_task"].items()]
+
+    tasks = [[name, f"{value:.2%}"] for name, value in result["by_task"].items()]  # over all benchmarks
     return table(rows) + "\n" + table([["task", "pass@1"], *tasks])
 
 
@@ -53,23 +57,30 @@ def build_figure(result: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(13.5, 4.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     score, curve, tokens = figure.subplots(1, 3)
     places = list(range(len(parts)))
+
     panel(score, "Accuracy", "pass@1 and 95% interval", "benchmark")
     panel(curve, "At least one of k right", "pass@k", "k")
     panel(tokens, "Response length", "mean length (tokens)", "benchmark")
+
+    # A colour per benchmark, the same in all three.
     for place, (name, part) in enumerate(parts.items()):
         p, color = part["pass_at_1"], COLORS[place % len(COLORS)]
+        # Distances below and above the mean.
         error = [[max(p["mean"] - p["low"], 0.0)], [max(p["high"] - p["mean"], 0.0)]]
         score.bar(place, p["mean"], color=color, yerr=error, capsize=4)
         tokens.bar(place, part["response_tokens"], color=color)
-        ks = [int(k) for k in part["pass_at_k"]]
+        ks = [int(k) for k in part["pass_at_k"]]  # powers of two as a rule
         curve.plot(ks, list(part["pass_at_k"].values()), color=color, marker="o", label=name)
+
+    # Axes: names below bars, shares as percentages.
     for axes in (score, tokens):
         axes.xaxis.set_major_locator(FixedLocator(places))
         axes.set_xticklabels(list(parts), rotation=20, ha="right")
     for axes in (score, curve):
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    curve.set_xscale("log", base=2)
+
+    curve.set_xscale("log", base=2)  # doublings of k at equal distances
     curve.legend(frameon=False, fontsize=9)
     return figure
 

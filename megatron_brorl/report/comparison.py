@@ -29,16 +29,18 @@ def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
         raise UserError(f"{path}: no such file; give the run.dir of a `brorl evaluate`") from None
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: cannot be read: {e}") from None
+
     found: dict[Key, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            missing = [k for k, kind in _FIELDS.items() if type(row[k]) not in (kind, int)]
-        except (ValueError, TypeError, KeyError) as e:
+            missing = [k for k, kind in _FIELDS.items() if type(row[k]) not in (kind, int)]  # an integer is a float too
+        except (ValueError, TypeError, KeyError) as e:  # no JSON, no object, or no such field
             raise UserError(f"{path}:{number}: not a line of `brorl evaluate` ({e!r}); evaluate again") from None
         if missing or row["samples"] < 1:
             raise UserError(f"{path}:{number}: {missing[0] if missing else 'samples'} is wrong; evaluate again")
-        found[row["benchmark"], row["id"]] = row
+        found[row["benchmark"], row["id"]] = row  # a prompt is named within its benchmark
+
     if not found:
         raise UserError(f"{path}: holds no prompts; evaluate again")
     return found
@@ -53,7 +55,8 @@ def compare(
     seed: int,
 ) -> dict[str, Any]:
     """JSON of the comparison over all prompts and per benchmark. Raises UserError unless the prompts are the same."""
-    alone = sorted(before.keys() ^ after.keys())
+    # A pair needs both sides.
+    alone = sorted(before.keys() ^ after.keys())  # in one of them only
     if alone:
         benchmark, prompt = alone[0]
         where = name if alone[0] in before else other
@@ -64,9 +67,12 @@ def compare(
     keys = sorted(before)
     if len(keys) < 2:
         raise UserError(f"{name}: a comparison needs at least 2 prompts")
+
+    # pass@k at the largest k that every prompt has samples for, on both sides.
     names = sorted({benchmark for benchmark, _ in keys})
-    groups = {n: [k for k in keys if k[0] == n] for n in names}
+    groups = {n: [k for k in keys if k[0] == n] for n in names}  # prompts of each benchmark
     most = min(row["samples"] for row in (*before.values(), *after.values()))
+
     return {
         "before": name,
         "after": other,
@@ -81,15 +87,20 @@ def _compared(
     """most: samples that every prompt has at least, on both sides; the k of pass@k beside pass@1."""
     sides: dict[str, Any] = {"prompts": len(keys)}
     scores = {}
+
+    # Each side by itself.
     for side, answers in (("before", before), ("after", after)):
         scores[side] = [answers[k]["right"] / answers[k]["samples"] for k in keys]
         tokens = float(np.mean([answers[k]["tokens"] for k in keys]))
+        # pass@k at k = most, unbiased.
         wide = float(np.mean([pass_at_k(answers[k]["samples"], answers[k]["right"], most) for k in keys]))
         sides[side] = {
             "pass_at_1": bootstrap_mean(scores[side], resamples, seed).as_dict(),
             "pass_at_k": {"1": float(np.mean(scores[side])), str(most): wide},
             "response_tokens": tokens,
         }
+
+    # Both, prompt by prompt.
     sides["lost"] = sum(before[k]["right"] > 0 == after[k]["right"] for k in keys)
     sides["gained"] = sum(after[k]["right"] > 0 == before[k]["right"] for k in keys)
     if len(keys) > 1:
@@ -99,15 +110,18 @@ def _compared(
 
 def markdown(result: dict[str, Any]) -> str:
     """Scores and tokens of both per benchmark, and what the paired tests say of all prompts."""
-    k = widest(result["all"]["before"]["pass_at_k"])
+    k = widest(result["all"]["before"]["pass_at_k"])  # None where each prompt has one sample
     wide = [f"{side} pass@{k[0]}" for side in "AB"] if k else []
     head = ["benchmark", "prompts", "A pass@1", "B pass@1", "B - A (95% interval)", *wide, "A tokens", "B tokens"]
+
     rows = [[*head, "p (B > A)"]]
     for name, part in [*result["benchmarks"].items(), ("all prompts", result["all"])]:
-        a, b, test = part["before"], part["after"], part.get("paired")
+        a, b, test = part["before"], part["after"], part.get("paired")  # no test for a single prompt
+        # The gap with its interval, where there are prompts enough for one.
         gap = f"{b['pass_at_1']['mean'] - a['pass_at_1']['mean']:+.2%}"
         if test:
             gap += f" ({test['difference']['low']:+.2%} to {test['difference']['high']:+.2%})"
+
         rows.append(
             [
                 name,
@@ -119,13 +133,16 @@ def markdown(result: dict[str, Any]) -> str:
                 f"{test['one_tailed']:.2g}" if test else "-",
             ]
         )
-    t = result["all"]["paired"]
+
+    # What the tests say of all prompts together.
+    t = result["all"]["paired"]  # of all prompts
     said = (
         f"Paired t-test over {result['all']['prompts']} prompts: mean difference {t['difference']['mean']:+.4f}, "
         f"t = {t['t']:.2f} with {t['degrees']} degrees of freedom, one-tailed p = {t['one_tailed']:.2g}, "
         f"two-tailed p = {t['two_tailed']:.2g}. Intervals are of the paired bootstrap over prompts."
     )
-    lost = (
+
+    lost = (  # what pass@1 alone would not show
         f"Prompts with a right answer among their samples in A alone: {result['all']['lost']}, in B alone: "
         f"{result['all']['gained']}."
     )
@@ -139,15 +156,17 @@ def plot_comparison(result: dict[str, Any], path: Path) -> Path:
 
 def build_figure(result: dict[str, Any]) -> Figure:
     """Scores of both, their difference with its interval, and score against tokens; `figure.axes` in this order."""
-    parts = {**result["benchmarks"], "all prompts": result["all"]}
+    parts = {**result["benchmarks"], "all prompts": result["all"]}  # all prompts last
     figure = Figure(figsize=(13.5, 4.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     score, gap, tokens = figure.subplots(1, 3)
+
     panel(score, "Accuracy", "pass@1", "benchmark")
     panel(gap, "Difference", "B - A and 95% interval", "benchmark")
     panel(tokens, "Token efficiency", "pass@1", "mean response length (tokens)")
     for place, part in enumerate(parts.values()):
+        # Both scores side by side, and an arrow from one to the other over tokens.
         ends = []
-        for side, color, shift in (("before", ORANGE, -0.2), ("after", BLUE, 0.2)):
+        for side, color, shift in (("before", ORANGE, -0.2), ("after", BLUE, 0.2)):  # A to the left of B
             p = part[side]["pass_at_1"]["mean"]
             score.bar(
                 place + shift, p, 0.4, color=color, label={"before": "A", "after": "B"}[side] if not place else None
@@ -155,15 +174,20 @@ def build_figure(result: dict[str, Any]) -> Figure:
             tokens.plot(part[side]["response_tokens"], p, "o", color=color)
             ends.append((part[side]["response_tokens"], p))
         tokens.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "->", "color": GREY})
-        if "paired" in part:
+
+        if "paired" in part:  # more than one prompt
             d = part["paired"]["difference"]
+            # Distances below and above the mean.
             error = [[max(d["mean"] - d["low"], 0.0)], [max(d["high"] - d["mean"], 0.0)]]
             gap.errorbar(place, d["mean"], yerr=error, color=BLUE, marker="o", capsize=4)
+
+    # A line where both are alike; names below, shares as percentages.
     gap.axhline(0, color=GREY, linestyle="--", linewidth=1)
     for axes in (score, gap):
         axes.xaxis.set_major_locator(FixedLocator(list(range(len(parts)))))
         axes.set_xticklabels(list(parts), rotation=20, ha="right")
     for axes in (score, gap, tokens):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+
     score.legend(frameon=False, fontsize=9)
     return figure

@@ -42,25 +42,28 @@ def build_figure(rows: list[Row], summary: dict[str, Any]) -> Figure:
     (reward, accuracy, length), (kept, seconds, health) = figure.subplots(2, 3)
     steps = np.array([row["step"] + 1 for row in rows], dtype=np.int64)
 
+    # What is trained for.
     panel(reward, "Training reward", "mean reward")
     _curve(reward, steps, _column(rows, "reward"), BLUE)
 
     panel(accuracy, "Held-out accuracy", "pass@1 and pass@k")
-    _accuracy(accuracy, rows, summary)
+    _accuracy(accuracy, rows, summary)  # also before the first step and after the last
 
     panel(length, "Response length", "mean length (tokens)")
     _curve(length, steps, _column(rows, "response_tokens"), PURPLE)
 
+    # What a step is made of.
     panel(kept, "Dynamic sampling", "prompts kept")
     _curve(kept, steps, _column(rows, "kept_share"), GREEN)
     kept.set_ylim(-0.03, 1.03)
     kept.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
     panel(seconds, "Step time", "time per step (s)")
-    _stack(seconds, steps, rows)
+    _stack(seconds, steps, rows)  # phases on one another
 
-    _health(health, steps, rows)
+    _health(health, steps, rows)  # or the gradient norm
 
+    # One range of steps for all panels.
     last = max([*steps.tolist(), *_evaluations(rows, summary), 1])
     for axes in figure.axes:
         axes.set_xlim(-0.03 * last - 0.5, last * 1.03 + 0.5)
@@ -84,6 +87,7 @@ def _title(rows: list[Row], summary: dict[str, Any]) -> str:
     parts = [f"{steps} training step{'' if steps == 1 else 's'}"]
     if "rollouts_per_prompt" in summary:
         parts.insert(0, f"N = {summary['rollouts_per_prompt']} rollouts per prompt")
+
     before, after = summary.get("pass_at_1_before"), summary.get("pass_at_1_after")
     if before and after:
         change = f"held-out pass@1 {before['mean']:.1%} → {after['mean']:.1%}"
@@ -93,6 +97,7 @@ def _title(rows: list[Row], summary: dict[str, Any]) -> str:
         if "held_out_prompts" in summary:
             change += f" ({summary['held_out_prompts']} prompts)"
         parts.append(change)
+
     if "job_seconds" in summary:
         minutes = summary["job_seconds"] / 60
         parts.append(f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes:.1f} min")
@@ -106,15 +111,16 @@ def _column(rows: list[Row], key: str) -> np.ndarray:
 
 def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, smooth: bool = True) -> None:
     """The values as they are, and their running mean where there are many."""
-    known = np.isfinite(values)
+    known = np.isfinite(values)  # gaps stay gaps
     if not known.any():
         say(axes, "not recorded")
         return
     few = len(values) <= _FEW
-    faint = smooth and not few
+    faint = smooth and not few  # behind the running mean
     # A point between two gaps has no line to either side: without a marker it would not show.
     padded = np.concatenate([[False], known, [False]])
     marked = known if few else known & ~padded[:-2] & ~padded[2:]
+
     axes.plot(
         steps,
         values,
@@ -125,8 +131,9 @@ def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, smooth
         markersize=3.5,
         markevery=np.flatnonzero(marked).tolist(),
     )
+
     if faint:
-        half = max(2, len(values) // 40)
+        half = max(2, len(values) // 40)  # of the window, a twentieth of the run
         means = [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
         axes.plot(steps, means, color=color, linewidth=2.0, label=f"mean of {2 * half + 1} steps")
         axes.legend(frameon=False, fontsize=9)
@@ -140,6 +147,7 @@ def _mean(values: np.ndarray) -> float:
 def _evaluations(rows: list[Row], summary: dict[str, Any]) -> dict[int, tuple[float, float, float]]:
     """Steps done -> (mean, low, high) of pass@1; before and after come from the summary."""
     found: dict[int, tuple[float, float, float]] = {}
+    # During the run, in its rows; before and after, in its summary.
     for row in rows:
         mean = row.get("pass_at_1")
         if mean is not None:
@@ -161,6 +169,7 @@ def _wide(rows: list[Row], summary: dict[str, Any]) -> tuple[int, dict[int, floa
     for name, step in {"before": 0, "after": summary.get("steps", rows[-1]["step"] + 1 if rows else 0)}.items():
         if summary.get(name):
             found[step] = summary[name]["pass_at_k"]
+
     k = max((most[0] for passes in found.values() if (most := widest(passes))), default=1)
     return k, {step: passes[str(k)] for step, passes in sorted(found.items()) if k > 1 and str(k) in passes}
 
@@ -170,11 +179,12 @@ def _accuracy(axes: Axes, rows: list[Row], summary: dict[str, Any]) -> None:
     if not found:
         say(axes, "no evaluation yet")
         return
+
     mean, low, high = np.array(list(found.values()), dtype=np.float64).T
     axes.errorbar(
         list(found),
         mean,
-        yerr=np.maximum([mean - low, high - mean], 0.0),
+        yerr=np.maximum([mean - low, high - mean], 0.0),  # rounding may put an end inside
         color=RED,
         marker="o",
         markersize=5,
@@ -183,12 +193,15 @@ def _accuracy(axes: Axes, rows: list[Row], summary: dict[str, Any]) -> None:
         capsize=4,
         label="pass@1 and 95% interval",
     )
+
+    # pass@k of the largest k beside it.
     k, wide = _wide(rows, summary)
-    if wide:
+    if wide:  # where more than one sample was drawn per prompt
         axes.plot(
             list(wide), list(wide.values()), color=SKY, marker="s", markersize=4, linewidth=1.4, label=f"pass@{k}"
         )
-    axes.set_ylim(bottom=0)
+
+    axes.set_ylim(bottom=0)  # accuracies from 0, for gaps look larger otherwise
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.legend(frameon=False, fontsize=9)
 
@@ -199,19 +212,24 @@ def _stack(axes: Axes, steps: np.ndarray, rows: list[Row]) -> None:
     if not any(times):
         say(axes, "not recorded")
         return
+
+    # The time of every step, with gaps where steps are missing.
     first = int(steps.min())
     base = np.zeros(int(steps.max()) - first + 1)
     edges = np.arange(first, first + len(base) + 1) - 0.5
-    whole = base.copy()
+    whole = base.copy()  # height of each step's column
     whole[steps - first] = np.nan_to_num(_column(times, "step"))
+
+    # Bands from below; thin ones are left out.
     for phase, color in {**PHASES, "other": GREY}.items():
         height = np.maximum(whole - base, 0)
         if phase != "other":
             height[:] = 0
             height[steps - first] = np.nan_to_num(_column(times, phase))
-        if height.max() > 0.005 * whole.max():
+        if height.max() > 0.005 * whole.max():  # thinner bands would not show
             axes.stairs(base + height, edges, baseline=base, fill=True, color=color, label=phase)
-        base = base + height
+        base = base + height  # the next band stands on this one
+
     axes.margins(y=0)
     axes.set_ylim(0, 1.25 * base.max() if base.max() > 0 else 1)  # room for the legend
     axes.legend(

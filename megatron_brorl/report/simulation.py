@@ -27,12 +27,15 @@ def plot_simulation(curves: Sequence[Curves], settings: Settings, path: Path) ->
 
 def build_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
     """Six panels, in reading order in `figure.axes`."""
+    # One line per N, whatever the order of the curves.
     runs: Runs = {}
     for c in curves:
         runs.setdefault(c.n, []).append(c)
     runs = dict(sorted(runs.items()))
+
+    # The title says what was simulated.
     figure = Figure(figsize=(13.5, 7.8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-    seeds = len(next(iter(runs.values())))
+    seeds = len(next(iter(runs.values())))  # as many for every N
     rule = f"AdamW, lr {settings.lr:g}, eps {settings.eps:g}, weight decay {settings.weight_decay:g}"
     if settings.optimizer == "sgd":
         rule = f"plain gradient steps, lr {settings.lr:g}, weight decay {settings.weight_decay:g}"
@@ -41,15 +44,17 @@ def build_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
         f"{seeds} seed{'' if seeds == 1 else 's'}",
         fontsize=13,
     )
+
     (mass, improved, drop), (moved, predicted, signs) = figure.subplots(2, 3)
 
+    # Above, the paper's three curves.
     panel(mass, "Mass of the correct tokens", "$Q_{pos}$", "step")
-    _seeds(mass, runs, "q_pos")
+    _seeds(mass, runs, "q_pos")  # with the starting mass as a line
     panel(improved, "Correct tokens above their start", "share", "step")
     _seeds(improved, runs, "improved_share")
     improved.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     improved.set_ylim(-0.03, 1.03)
-    against = "its start" if settings.drop_against == "start" else "the step before"
+    against = "its start" if settings.drop_against == "start" else "the step before"  # of Settings.drop_against
     panel(drop, "Worst change of a correct token", f"change of p against {against}", "step")
     _seeds(drop, runs, "worst_drop")
     format_ = ScalarFormatter(useMathText=True)
@@ -57,15 +62,16 @@ def build_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
     drop.yaxis.set_major_formatter(format_)
     drop.legend(frameon=False, fontsize=9, title="N (draws per step)", title_fontsize=9, loc="best")
 
+    # Below, what moved them.
     title = (
         "What moved it: AdamW's steps, split" if settings.optimizer == "adamw" else "What moved it: the steps, split"
     )
     panel(moved, title, "change of $Q_{pos}$ over the run", "N")
-    _parts(moved, runs, MOVED, with_measured=True)
+    _parts(moved, runs, MOVED, with_measured=True)  # first-order parts of the optimizer's real steps
     panel(predicted, "What Theorem 1 predicts: plain gradient", "change of $Q_{pos}$ over the run", "N")
     _parts(predicted, runs, PREDICTED, with_measured=False)
     panel(signs, "Steps that raise the mass", "share of steps", "N")
-    _signs(signs, runs)
+    _signs(signs, runs)  # prediction and measurement side by side
     return figure
 
 
@@ -83,12 +89,15 @@ def _parts(axes: Axes, runs: Runs, names: tuple[str, ...], with_measured: bool) 
     """Bars side by side: each part's sum over the run, mean of the seeds."""
     width = 0.8 / len(names)
     at = np.arange(len(runs))
+    # Bars of one N stand around its place.
     for i, (name, (label, color)) in enumerate(zip(names, list(_PARTS.items())[: len(names)], strict=True)):
         heights = [_total(curves, name) for curves in runs.values()]
         axes.bar(at + (i - (len(names) - 1) / 2) * width, heights, width, color=color, label=label)
+
     if with_measured:
         measured = [_total(curves, "measured") for curves in runs.values()]
         axes.plot(at, measured, "D", color="black", markersize=6, label="measured")
+
     axes.axhline(0, color="black", linewidth=0.8)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.3 * (high - low))  # room for the legend

@@ -30,8 +30,12 @@ def build_figure(rows: list[Row]) -> Figure:
     figure = Figure(figsize=(13.5, 4.3), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     mass, curve, change = figure.subplots(1, 3)
     steps = np.array([row["step"] + 1 for row in rows])
+
+    # Mass that no sibling had: of answers with an interval, of tokens exactly.
     panel(mass, "Not sampled", "probability mass")
+    # NaN where it is unknown.
     low, middle, high = (_column(rows, f"theory_good_turing/{k}") for k in ("low", "unseen_mass", "high"))
+
     if np.isfinite(middle).any():
         mass.fill_between(steps, low, high, color=BLUE, alpha=0.2, linewidth=0)
         unknown = "\ninterval unknown where all of a group's differ" if np.isfinite(middle[np.isnan(low)]).any() else ""
@@ -42,27 +46,34 @@ def build_figure(rows: list[Row]) -> Figure:
         mass.legend(frameon=False, fontsize=9)
     else:
         say(mass, "no group with answers")
+
+    # What held-out siblings have that the others lack.
     panel(curve, "Answers of held-out siblings", "share that the others lack", "siblings held out")
     _hold_out(curve, rows)
+
+    # Prediction against measurement, one point per measured step.
     panel(change, "Prediction and measurement", "measured change of pass@1", "predicted change (plain gradient step)")
     x, y = _column(rows, f"theory_predicted/{_SHOWN}"), _column(rows, "theory_measured/change")
-    error = np.nan_to_num(1.96 * _column(rows, "theory_measured/change_se"))
-    if np.isfinite(x * y).any():
+    error = np.nan_to_num(1.96 * _column(rows, "theory_measured/change_se"))  # 95%
+    if np.isfinite(x * y).any():  # a step that has both
         change.errorbar(x, y, yerr=error, fmt="o", color=GREEN, markersize=4, elinewidth=0.8)
         change.xaxis.get_major_formatter().set_useOffset(False)
     else:
         say(change, "not measured (theory.measure_every)")
+
     return figure
 
 
 def _hold_out(axes: Axes, rows: list[Row]) -> None:
     """The curve of the last step that has one, with 95% intervals."""
     prefix = "theory_hold_out/unsampled_mass_"
-    for row in reversed(rows):
+    for row in reversed(rows):  # steps without groups have none
+        # Numbers of siblings that were held out.
         held = sorted(int(k.removeprefix(prefix)) for k in row if k.startswith(prefix) and not k.endswith("_se"))
         if held:
             values = np.concatenate([_column([row], f"{prefix}{h}") for h in held])
-            errors = np.concatenate([_column([row], f"{prefix}{h}_se") for h in held])
+            errors = np.concatenate([_column([row], f"{prefix}{h}_se") for h in held])  # nan: unknown
+
             axes.errorbar(held, values, yerr=1.96 * errors, fmt="o-", color=BLUE, markersize=4, capsize=3)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_locator(FixedLocator(held))
@@ -70,6 +81,7 @@ def _hold_out(axes: Axes, rows: list[Row]) -> None:
             axes.set_xticklabels([str(h) for h in held])
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
             axes.set_ylim(bottom=0)
+
             if np.isnan(errors).any():
                 note = "without a bar: interval unknown, nothing seen"
                 axes.text(0.98, 0.03, note, transform=axes.transAxes, ha="right", fontsize=9, color=GREY)

@@ -57,6 +57,7 @@ class Advice:
     pilot_n: tuple[int, int]  # smallest and largest group
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
         return asdict(self)
 
 
@@ -104,21 +105,22 @@ def advise(
     names = sorted({g.prompt_id for g in groups})
     if len(names) < 2:
         raise UserError("the log holds one prompt; intervals over prompts need at least 2, and advice needs dozens")
-    n = np.array([g.n for g in groups])
+
+    # Every group as counts: rollouts, and right ones among them.
+    n = np.array([g.n for g in groups])  # [groups]
     right = np.array([int((g.rewards >= threshold).sum()) for g in groups])
     if right.sum() == 0:
         raise UserError(f"no rollout of the log has a reward of at least {threshold:g}; set --right lower")
-    owner = np.searchsorted(names, [g.prompt_id for g in groups])
-    draw = np.random.Generator(np.random.Philox(key=seed % 2**64)).multinomial
-    sizes = np.full(len(names), 1 / len(names))
-    # Row 0 is the log itself; every further row one bootstrap sample, as how often each group is in it.
-    times = np.vstack([np.ones(len(groups)), draw(len(names), sizes, size=resamples)[:, owner]])
 
+    # Each figure of each candidate [candidates, 1 + resamples].
+    times = _resampled(np.searchsorted(names, [g.prompt_id for g in groups]), len(names), resamples, seed)
     kept, ranges, known = _kept_shares(right, n, times, candidates)
-    signal = _means(times, spread(right, n))
+    signal = _means(times, spread(right, n))  # [1 + resamples]: mean s (1 - s)
     left, left_ranges, left_known = _couplings(groups, threshold, times, candidates)
     per_time = np.stack([(c - 1) / np.array([costs.prompt(c, k) for k in kept[i]]) for i, c in enumerate(candidates)])
-    efficiency = per_time / per_time.max(0)
+    efficiency = per_time / per_time.max(0)  # over the best candidate's
+
+    # The smallest candidate that meets all targets, in the log and in every sample of it.
     meets = np.stack(
         [
             kept >= targets.kept * kept[-1],
@@ -126,10 +128,13 @@ def advise(
             efficiency >= targets.efficiency,
         ]
     )
-    choice = _first(np.asarray(meets.all(0)))
+    choice = _first(np.asarray(meets.all(0)))  # indices [1 + resamples]
+
+    # What there is to say of each candidate.
     found = []
     for i, c in enumerate(candidates):
         share = _interval(kept[i], ranges[i])
+        # The cost falls as the kept share rises.
         ends = sorted(costs.step(prompts, c, k) for k in (share.low, share.high))
         found.append(
             Candidate(
@@ -144,7 +149,10 @@ def advise(
                 meets=(bool(meets[0, i, 0]), bool(meets[1, i, 0]), bool(meets[2, i, 0])),
             )
         )
+
+    # And of the choice.
     low, high = np.percentile(choice[1:], [2.5, 97.5], method="nearest")
+
     return Advice(
         candidates=tuple(found),
         recommended=_name(choice[0], candidates),
@@ -154,6 +162,16 @@ def advise(
         groups=len(groups),
         pilot_n=(int(n.min()), int(n.max())),
     )
+
+
+def _resampled(owner: Ints, prompts: int, resamples: int, seed: int) -> Floats:
+    """How often each group is in the log and in bootstrap samples of its prompts [1 + resamples, groups].
+
+    owner [groups]: the prompt of each group; a prompt is drawn with all of its groups. Row 0 is the log itself.
+    """
+    draw = np.random.Generator(np.random.Philox(key=seed % 2**64)).multinomial
+    sizes = np.full(prompts, 1 / prompts)
+    return np.vstack([np.ones(len(owner)), draw(prompts, sizes, size=resamples)[:, owner]])
 
 
 def success_rates(right: Ints, n: Ints) -> tuple[Floats, Floats]:
@@ -171,19 +189,25 @@ def _kept_shares(
     ranges: list[tuple[float, float] | None] = []
     known: list[Known] = []
     fitted: Floats | None = None
-    like, _, frequency = _kinds(right, n, times)
+
+    like, _, frequency = _kinds(right, n, times)  # groups with equal counts are of one kind
     for wanted in candidates:
+        # Subsets of the pilot's own rollouts.
         if wanted <= n.min():
             rows.append(_means(times, kept_share(right, n, wanted)))
             ranges.append(None)
             known.append("unbiased")
             continue
-        values = 1 - mixture.GRID**wanted - (1 - mixture.GRID) ** wanted
+
+        # Beyond them a distribution of success rates is needed, fitted once.
+        values = 1 - mixture.GRID**wanted - (1 - mixture.GRID) ** wanted  # [G] kept share at each success rate
         if fitted is None:
             whole = mixture.fit(like, frequency[:1])
+            # Samples begin with the fit of the log, and need fewer iterations.
             again = mixture.fit(like, frequency[1:], np.repeat(whole, len(times) - 1, axis=0), iterations=200)
             fitted = np.vstack([whole, again])
-        rows.append(fitted @ values)
+
+        rows.append(fitted @ values)  # expectations over the fitted distribution
         ranges.append(mixture.profile(like, frequency[0], values, fitted[0]))
         known.append("extrapolated")
     return np.stack(rows), ranges, known
@@ -210,14 +234,19 @@ def _couplings(
     n = min(g.n for g in groups)
     if n < 5 or any(g.outcomes is None for g in groups):
         return None, [None] * len(candidates), known
+
+    # Estimates at no draws, at two numbers that span a chord, and at the candidates within reach.
     last = n - 3
     at = np.array([0, last // 2, last, *[c for c in candidates if c <= last]])
     pairs = [(g.outcomes, g.rewards >= threshold) for g in groups if g.outcomes is not None]
     second = _means(times, np.stack([coupling(o, r, at) for o, r in pairs]))  # [rows, at]
+    # One sibling with the outcome in place of two: masses, not second moments.
     first = _means(times, np.stack([coupling(o, r, np.array([last]), order=1) for o, r in pairs]))[:, 0]
+
     whole = np.where(second[:, 0] > 0, second[:, 0], np.nan)  # nan: no two siblings ever agreed
     if np.isnan(whole[0]):
         return None, [None] * len(candidates), known
+
     rows = []
     for i, c in enumerate(candidates):
         if c <= last:
@@ -225,14 +254,19 @@ def _couplings(
             ranges.append(None)
             known.append("ratio")
             continue
-        gap = c - last
-        largest = (1 / (gap + 1)) * (1 - 1 / (gap + 1)) ** gap
+
+        # Beyond the pilot: an upper bound, at most what is left at m = last ...
+        gap = c - last  # draws beyond reach
+        largest = (1 / (gap + 1)) * (1 - 1 / (gap + 1)) ** gap  # of p (1 - p)^gap
         high = np.minimum(first * largest, second[:, 2])
+
+        # ... and a lower one, by the chord.
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(second[:, 1] > 0, second[:, 2] / second[:, 1], 0.0)
         low = np.minimum(second[:, 2] * ratio ** (gap / (last - last // 2)), high)
+
         rows.append(high / whole)
-        ranges.append((low / whole, high / whole))
+        ranges.append((low / whole, high / whole))  # the two bounds
         known.append("bound")
     return np.stack(rows), ranges, known
 

@@ -45,22 +45,29 @@ def agreement(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     measured = [row for row in rows if row.get("theory_measured/change") is not None]
     if not measured:
         return None
-    changes = np.array([row["theory_measured/change"] for row in measured])
+
+    changes = np.array([row["theory_measured/change"] for row in measured])  # measured, [steps]
     found: dict[str, Any] = {"steps": len(measured), "change": float(changes.mean()), "predictions": {}}
+
+    # Each prediction, at the steps that have it.
     for name in PREDICTIONS:
-        known = np.array([row.get(f"theory_predicted/{name}") is not None for row in measured])
+        known = np.array([row.get(f"theory_predicted/{name}") is not None for row in measured])  # [steps] bool
         if not known.any():
             continue
         x = np.array([row[f"theory_predicted/{name}"] for row, ok in zip(measured, known, strict=True) if ok])
-        y = changes[known]
+        y = changes[known]  # measured at the same steps
+
+        # Over the steps of the run, and over the prompts of each step.
         over_steps = fisher_interval(correlation(x, y), len(x))
         within = [r for row in measured if (r := row.get(f"theory_measured/over_prompts_{name}")) is not None]
         over_prompts = bootstrap_mean(within, RESAMPLES, 0) if within else None
+
         found["predictions"][name] = {
             "over_steps": over_steps.as_dict() if over_steps else None,
             "over_prompts": over_prompts.as_dict() if over_prompts else None,
             "same_sign": float((np.sign(x) == np.sign(y)).mean()),
         }
+
     return found
 
 

@@ -34,20 +34,28 @@ def allocate(posterior: Floats, tokens: Floats, budget: float, levels: Ints, obj
     Both have falling returns in N, so taking the best return per token first is optimal up to the one step that no
     longer fits.
     """
+    # Every prompt gets the lowest level.
     base = float((tokens * levels[0]).sum())
     if budget < base:
         raise UserError(
             f"a budget of {budget:.0f} tokens: {levels[0]} rollouts for every prompt take {base:.0f} already"
         )
+
+    # The return per token of every step to the next level, best first, until the budget is spent.
     values = _values(posterior, levels, objective)
-    returns = np.diff(values, axis=1) / (np.diff(levels) * tokens[:, None])
-    prices = np.broadcast_to(np.diff(levels) * tokens[:, None], returns.shape)
-    order = np.argsort(-returns, axis=None, kind="stable")
+    returns = np.diff(values, axis=1) / (np.diff(levels) * tokens[:, None])  # [P, L - 1] per token
+    prices = np.broadcast_to(np.diff(levels) * tokens[:, None], returns.shape)  # [P, L - 1] tokens
+    order = np.argsort(-returns, axis=None, kind="stable")  # of all steps of all prompts
     spent = base + np.cumsum(prices.reshape(-1)[order])
     taken = order[: int(np.searchsorted(spent, budget, side="right"))]
-    steps = np.bincount(taken // returns.shape[1], minlength=len(tokens))
+
+    # Returns fall along a prompt's levels, so the steps that were taken are its first ones.
+    steps = np.bincount(taken // returns.shape[1], minlength=len(tokens))  # [P] levels above the lowest
+
+    # What every prompt alike would get for the budget.
     rows = np.arange(len(tokens))
     fits = np.flatnonzero(levels * tokens.sum() <= budget)[-1]
+
     return Allocation(
         rollouts=levels[steps],
         tokens=float((levels[steps] * tokens).sum()),

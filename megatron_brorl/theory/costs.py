@@ -74,28 +74,36 @@ def read_costs(runs: Sequence[Path]) -> tuple[Costs, str]:
     """
     points, train, fixed = [], [], []
     for run in runs:
+        # Of each run: the steps that have times.
         rows = read_metrics(run / "metrics.jsonl")
         n = _rollouts_per_prompt(run / "summary.json")
         times = [(row, row["time"]) for row in rows if row.get("time") and row.get("rollouts")]
         if not times or any(key not in t for _, t in times for key in ("generate", "score", "train", "step")):
             raise UserError(f"{run}: metrics.jsonl holds no times of generate, score, train and step")
+
+        # Generation per prompt of n rollouts, training per rollout that was kept, and the rest of a step.
         points.append((n, float(np.median([(t["generate"] + t["score"]) * n / row["rollouts"] for row, t in times]))))
-        kept = sum(row["rollouts"] * row["kept_share"] for row, _ in times)
+        kept = sum(row["rollouts"] * row["kept_share"] for row, _ in times)  # rollouts
         if kept > 0:
             train.append(sum(t["train"] for _, t in times) / kept)
+        # What a step takes beside its phases.
         fixed.append(np.median([t["step"] - t["generate"] - t["score"] - t["train"] for _, t in times]))
+
     if not train:
         raise UserError(f"{runs[0]}: no step kept a prompt, so the cost of training is unknown; give --train")
+
+    # One N: all of generation counts as rollouts. Several: a line over N, where it rises.
     n, seconds = np.array(points).T
     prefill, decode = 0.0, float(np.mean(seconds / n))
     how = "one N measured: the prompt's own share of generation is counted with its rollouts"
     if len(set(n)) > 1:
-        slope, start = np.polyfit(n, seconds, 1)
+        slope, start = np.polyfit(n, seconds, 1)  # per rollout, per prompt
         how = "prompt and rollouts separated over runs with different N"
         if start >= 0 and slope > 0:
             prefill, decode = float(start), float(slope)
         else:
             how = "generation grows no slower than N in these runs: all of it is counted with the rollouts"
+
     return Costs(prefill, decode, float(np.mean(train)), max(0.0, float(np.mean(fixed)))), how
 
 

@@ -52,26 +52,33 @@ def token_level(logits: Tensor, position: Tensor, token: Tensor, reward: Tensor)
     dQ = (1/n) sum_j (f_j - Q)(R_j - S_R) p_j^2; on undrawn tokens R = 0 and f is only known to lie in [0, 1], so their
     part lies between -(1/n) S_R (1 - Q) U_2 and (1/n) S_R Q U_2.
     """
+    # Distinct drawn tokens, each with the mean reward of the siblings that drew it.
     size, vocabulary = logits.shape
-    p = torch.softmax(logits.double(), -1)
-    pair, inverse = torch.unique(position * vocabulary + token, return_inverse=True)
+    p = torch.softmax(logits.double(), -1)  # [S, V]
+    pair, inverse = torch.unique(position * vocabulary + token, return_inverse=True)  # one number per (position, token)
     where, reward = pair // vocabulary, reward.double()
     count = torch.zeros(len(pair), dtype=torch.float64).index_add(0, inverse, torch.ones_like(reward))
     value = torch.zeros(len(pair), dtype=torch.float64).index_add(0, inverse, reward) / count
-    drawn = p[where, pair % vocabulary]
+    drawn = p[where, pair % vocabulary]  # their probabilities
 
+    # Sums over the tokens of a position.
     def total(x: Tensor) -> Tensor:
         return torch.zeros(size, dtype=torch.float64).index_add(0, where, x)
 
-    n = total(count)
+    n = total(count)  # siblings at each position
     if bool((n == 0).any()):
         raise ValueError("token_level: every position needs at least one draw")
     q = total(count * value) / n
+
+    # What was drawn: how much better each token is than the position's mean.
     better = value - q[where]
     square = drawn.square()
     s_r = total(better * drawn)
+
+    # What was not: its values are unknown, so that its part has two ends.
     undrawn = _rest(p.square(), where, pair % vocabulary)
-    ends = torch.stack([-s_r * (1 - q), s_r * q]) * undrawn / n
+    ends = torch.stack([-s_r * (1 - q), s_r * q]) * undrawn / n  # f = 0 and f = 1 on every undrawn token of one class
+
     return TokenLevel(
         siblings=n,
         success=q,
@@ -185,19 +192,24 @@ def hold_out(groups: Sequence[tuple[Ints, npt.NDArray[np.bool_]]], held_out: Seq
     multinomial counts vary less in all cases that the tests try. Where no held-out sibling, or no pair of them, was new
     to the others, that sum has no terms: an estimate of 0 whose error is unknown, not 0.
     """
-    held = np.asarray(held_out, dtype=np.int64)
+    held = np.asarray(held_out, dtype=np.int64)  # [H]
     if not groups or held.size == 0:
         raise ValueError("hold_out: needs at least one group and one number of held-out siblings")
+
+    # Sums over groups of g(c_j), and of its squares for the errors.
     sums: dict[str, Any] = {k: np.zeros(held.size) for k in ("u", "u_var", "pos", "pos_var", "neg", "neg_var")}
     for outcomes, right in groups:
         n = len(outcomes)
         if held.min() < 2 or held.max() >= n:
             raise ValueError(f"hold_out: from {n} siblings 2 to {n - 1} can be held out, not {list(held_out)}")
-        counts, share = _counts(outcomes, right)
+        counts, share = _counts(outcomes, right)  # of each distinct outcome
+        # Held-out siblings with new outcomes, alone and in pairs.
         one, two = unseen_weights(counts, n, n - held, 1), unseen_weights(counts, n, n - held, 2)
         for name, parts in (("u", one), ("pos", two * share), ("neg", two * (1 - share))):
             sums[name] += parts.sum(-1)
             sums[f"{name}_var"] += np.square(parts).sum(-1)
+
+    # Means over groups.
     g = len(groups)
     return HoldOut(
         held_out=held,
@@ -232,6 +244,7 @@ class AnswerLevel:
 
     @property
     def change(self) -> float:
+        """Of the success rate, all terms."""
         return self.sampled + self.unsampled
 
 
@@ -244,11 +257,15 @@ def answer_level(outcomes: Ints, right: npt.NDArray[np.bool_]) -> AnswerLevel:
     counts, share = _counts(outcomes, right)
     n = len(outcomes)
     s = float(right.mean())
+
+    # Unbiased estimates of the masses and second moments that enter the theorem.
     unseen = good_turing(outcomes, right)
-    pairs = counts * (counts - 1.0) / (n * (n - 1.0))
+    pairs = counts * (counts - 1.0) / (n * (n - 1.0))  # unbiased for p^2
     left = unseen_weights(counts, n, np.array([n - 2]), 2)[0]
     u_pos2, u_neg2 = float(left @ share), float(left @ (1 - share))
-    a2, b2 = float(pairs @ share) - u_pos2, float(pairs @ (1 - share)) - u_neg2
+    a2, b2 = float(pairs @ share) - u_pos2, float(pairs @ (1 - share)) - u_neg2  # of outcomes that were seen
+
+    # The theorem's terms.
     s_r = (1 - s) * (s - unseen.unseen_right) - s * (1 - s - unseen.unseen_wrong)
     sampled = ((1 - s - s_r) * (1 - s) * a2 + (s_r + s) * s * b2) / n
     return AnswerLevel(s_r, a2, b2, u_pos2, u_neg2, sampled, s_r * (s * u_neg2 - (1 - s) * u_pos2) / n)
@@ -265,10 +282,12 @@ def coupling(outcomes: Ints, right: npt.NDArray[np.bool_], sampled: Ints, order:
     n = len(outcomes)
     if sampled.max() > n - 1 - order:
         raise ValueError(f"coupling: {n} siblings allow m <= {n - 1 - order}, not {sampled.max()}")
+
     counts, share = _counts(outcomes, right)
     good = counts * share
     others_right = (good.sum() - good) / (n - order)
     others_wrong = ((counts - good).sum() - (counts - good)) / (n - order)
+
     tuples = counts / n if order == 1 else counts * (counts - 1.0) / (n * (n - 1.0))
     # Of the siblings that remain, counts - order have the outcome.
     absent = _absent(n - 1 - order, counts - order, sampled)

@@ -55,11 +55,13 @@ class LoggedGroup:
 
     @property
     def n(self) -> int:
+        """Number of siblings."""
         return len(self.rewards)
 
 
 def read_log(path: Path) -> list[LoggedGroup]:
     """The groups of a log in the order of their first rows. Raises UserError that names the row."""
+    # Siblings stand anywhere in the file.
     rows: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
     try:
         with open(path, encoding="utf-8") as file:
@@ -71,6 +73,7 @@ def read_log(path: Path) -> list[LoggedGroup]:
         raise UserError(f"{path}: cannot be read: {e.strerror}; give a rollout log in JSON Lines") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text; give a rollout log in JSON Lines") from None
+
     if not rows:
         raise UserError(f"{path}: holds no rollouts")
     return [_group(key, members, path) for key, members in rows.items()]
@@ -105,6 +108,8 @@ def _rollouts(row: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
     if "rewards" not in row:
         yield _rollout(row, where)
         return
+
+    # Lists of a group, as many of each as it has rewards.
     lists = {single: row[plural] for plural, single in _GROUP_KEYS.items() if plural in row}
     for plural, single in _GROUP_KEYS.items():
         if single in lists and not isinstance(lists[single], list):
@@ -113,31 +118,41 @@ def _rollouts(row: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
             raise UserError(f'{where}: {len(lists[single])} "{plural}" for {len(row["rewards"])} "rewards"')
     if not row["rewards"]:
         raise UserError(f'{where}: an empty group: "rewards" holds nothing; drop the row')
+
     common = {key: row[key] for key in ("prompt_id", "step") if key in row}
     for values in zip(*lists.values(), strict=True):
         yield _rollout(common | dict(zip(lists, values, strict=True)), where)
 
 
 def _rollout(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """One rollout, checked: its keys as in the log, outcome and response as values that compare."""
     for key in ("prompt_id", "reward"):
         if row.get(key) is None:
             raise UserError(f'{where}: no "{key}"; every rollout needs one')
+
+    # Who it belongs to, and what it was worth.
     prompt, reward, step = row["prompt_id"], row["reward"], row.get("step")
     if not isinstance(prompt, (str, int)):
         raise UserError(f'{where}: "prompt_id" must be a string or an integer')
-    if not isinstance(reward, (int, float)) or not np.isfinite(reward):
+    if not isinstance(reward, (int, float)) or not np.isfinite(reward):  # NaN is no reward
         raise UserError(f'{where}: "reward" must be a finite number, not {json.dumps(reward)}')
     if step is not None and type(step) is not int:
         raise UserError(f'{where}: "step" must be an integer')
-    ids, answer = row.get("token_ids"), row.get("answer")
+
+    # What it said: an answer, a response, or neither.
+    ids, answer = row.get("token_ids"), row.get("answer")  # either may be missing
     if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
         raise UserError(f'{where}: "token_ids" must be a list of integers')
     if answer is not None and not isinstance(answer, str):
         raise UserError(f'{where}: "answer" must be a string')
-    length = row.get("tokens", None if ids is None else len(ids))
+
+    length = row.get("tokens", None if ids is None else len(ids))  # given, or counted
     if length is not None and (type(length) is not int or length < 0):
         raise UserError(f"{where}: the number of tokens must be an integer that is not negative")
+
+    # An answer counts before the tokens it was written in.
     outcome = answer if answer is not None else None if ids is None else tuple(ids)
+
     return {
         "prompt_id": str(prompt),
         "step": step,
@@ -159,22 +174,27 @@ def _log_prob(values: Any, ids: list[int] | None, where: str) -> float | None:
 
 
 def _group(key: tuple[str, int | None], rows: list[dict[str, Any]], path: Path) -> LoggedGroup:
-    name = f"prompt {key[0]!r}" + ("" if key[1] is None else f" at step {key[1]}")
+    name = f"prompt {key[0]!r}" + ("" if key[1] is None else f" at step {key[1]}")  # for messages
     if len(rows) == 1:
         raise UserError(f"{path}: {name} has a single rollout; a group needs at least 2")
+
+    # A column that some rows have and others lack means nothing.
     columns: dict[str, list[Any]] = {k: [row[k] for row in rows] for k in ("outcome", "response", "tokens", "log_prob")}
     for field, values in columns.items():
         if any(v is None for v in values) and not all(v is None for v in values):
+            # In the words of the log's format.
             what = {"outcome": "an answer or token_ids", "response": "token_ids", "tokens": "a length"}
             what["log_prob"] = "log_probs"
             raise UserError(f"{path}: {name}: some of its rollouts have {what[field]} and some do not")
-    kinds = {type(v) for v in columns["outcome"]}
+
+    kinds = {type(v) for v in columns["outcome"]}  # an answer never equals a response
     if len(kinds) > 1:
         raise UserError(f"{path}: {name}: some of its rollouts have an answer and some have token_ids only")
 
+    # Equal values become equal numbers, in the order in which they came.
     def codes(field: str) -> Ints | None:
         seen: dict[Any, int] = {}
-        values = [seen.setdefault(v, len(seen)) for v in columns[field]]
+        values = [seen.setdefault(v, len(seen)) for v in columns[field]]  # insertion order
         return None if columns[field][0] is None else np.array(values, dtype=np.int64)
 
     def numbers(field: str) -> Floats | None:

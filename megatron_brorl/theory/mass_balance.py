@@ -43,10 +43,12 @@ class Masses(Generic[Array]):
 
     @property
     def q_pos(self) -> Array:
+        """Mass of all correct tokens."""
         return self.p_pos + self.u_pos
 
     @property
     def q_neg(self) -> Array:
+        """Mass of all incorrect tokens."""
         return self.p_neg + self.u_neg
 
 
@@ -61,6 +63,7 @@ class Terms(Generic[Array]):
 
     @property
     def total(self) -> Array:
+        """The whole change."""
         return self.sampled_right + self.sampled_wrong + self.unsampled
 
 

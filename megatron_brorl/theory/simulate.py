@@ -100,18 +100,23 @@ def simulate(n: int, seed: int, settings: Settings, tell: Callable[[int], None] 
     if n < 1:
         raise UserError(f"N = {n}: must be at least 1")
     s, c = settings, settings.correct
+
+    # The start: logits, probabilities, and everything the curves compare with.
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, n])))
     z, anchor = _logits(s)
-    p = _softmax(z)
+    p = _softmax(z)  # [V]
     start, before = p[:c].copy(), p[:c].copy()
     optimizer = _Optimizer(s)
-    q = float(p[:c].sum(dtype=np.float64))
+    q = float(p[:c].sum(dtype=np.float64))  # Q_pos
     rows = np.zeros((s.steps + 1, len(COLUMNS)))
     rows[0, 1] = q
+
     for step in range(1, s.steps + 1):
+        # Draw.
         tokens, counts = _draw(p, n, rng)
-        weights = _weights(tokens, counts, n, s)
+        weights = _weights(tokens, counts, n, s)  # of each distinct token in the loss
         drawn = p[tokens]
+
         # The gradient of L on every logit is `slope` p_j, and on the drawn ones there is a part of their own.
         if s.gradient == "probability":
             mass = float(weights @ drawn)
@@ -119,15 +124,20 @@ def simulate(n: int, seed: int, settings: Settings, tell: Callable[[int], None] 
         else:
             mass = float(weights.sum())
             own, slope = -weights / n, mass / n
+
+        # Predict, then step: what is predicted is a function of the state before.
         predicted = _terms(p, q, tokens, own, slope, s)
         parts = optimizer.step(z, p, q, tokens, own, slope)
         if anchor is not None and s.anchor_fixed:
             z[anchor] = s.anchor_logit
+
+        # Record what the step did.
         p = _softmax(z)
         now = float(p[:c].sum(dtype=np.float64))
-        drop = float((p[:c] - before).min())
+        drop = float((p[:c] - before).min())  # the most negative change
         improved = float((p[:c] > start).mean())
         rows[step] = (step, now, improved, drop, now - q, *predicted, *parts)
+
         q = now
         if s.drop_against == "previous":
             before = p[:c].copy()
@@ -195,8 +205,11 @@ class _Optimizer:
         """Change z [V] in place; returns the parts of the first-order change of Q_pos, in the order of MOVED."""
         s, c = self.s, self.s.correct
         self.t += 1
-        beta1, beta2 = (s.beta1, s.beta2) if s.optimizer == "adamw" else (0.0, 0.0)
-        gradient = slope * p
+
+        beta1, beta2 = (s.beta1, s.beta2) if s.optimizer == "adamw" else (0.0, 0.0)  # plain steps have no memory
+
+        # First moments: of the gradients of undrawn tokens alone, and of all.
+        gradient = slope * p  # [V]
         part = (1 - beta1) * gradient
         part[tokens] = 0
         self.undrawn *= beta1
@@ -204,12 +217,16 @@ class _Optimizer:
         gradient[tokens] += own.astype(s.dtype)
         self.first *= beta1
         self.first += (1 - beta1) * gradient
+
+        # Decoupled weight decay, and what it does to Q_pos.
         decay = 0.0
         if s.weight_decay:
-            shrink = s.lr * s.weight_decay
+            shrink = s.lr * s.weight_decay  # factor of every logit
             pull = p * z
             decay = -shrink * ((1 - q) * float(pull[:c].sum()) - q * float(pull[c:].sum()))
             z *= 1 - shrink
+
+        # The step per unit of a first moment, in the buffer of the gradient, which is done with.
         if s.optimizer == "adamw":
             np.square(gradient, out=gradient)
             gradient *= 1 - beta2
@@ -217,14 +234,18 @@ class _Optimizer:
             self.second += gradient
             scale = np.sqrt(self.second, out=gradient)
             scale /= math.sqrt(1 - beta2**self.t)
-            scale += s.eps
+            scale += s.eps  # as torch.optim.AdamW: outside of the root
             np.divide(-s.lr / (1 - beta1**self.t), scale, out=scale)
         else:
             scale = np.full_like(z, -s.lr)
+
         z += scale * self.first
+
         scale *= p  # from here on the change of p per unit of a first moment
+        # Sums of p dz over each class: of the whole step, and of the part that undrawn tokens made.
         right, wrong = float(scale[:c] @ self.first[:c]), float(scale[c:] @ self.first[c:])
         idle_right, idle_wrong = float(scale[:c] @ self.undrawn[:c]), float(scale[c:] @ self.undrawn[c:])
+
         return (
             (1 - q) * (right - idle_right),
             -q * (wrong - idle_wrong),
@@ -247,4 +268,5 @@ def write_csv(path: Path, curves: Sequence[Curves], every: int) -> None:
             for mark, previous in zip(marks, [0, *marks], strict=False):
                 row = [*c.values[mark, 1:changes], *(sums[mark] - sums[previous])]
                 writer.writerow([c.n, c.seed, mark, *(f"{float(x):.9g}" for x in row)])
+
     aside.replace(path)

@@ -159,7 +159,7 @@ class StepDiagnostics:
     def _first_tokens(self) -> list[Tensor]:
         """The first `depth` tokens of every response of each chosen group [N, depth], -1 where there is none."""
         place = {g: i for i, g in enumerate(self.chosen)}
-        depth = self.config.depth
+        depth = self.config.max_position
         table = torch.zeros(len(self.chosen), self.collected.outcomes.state.shape[1], depth, dtype=torch.int64)
         mine = [r for r in self.collected.rollouts if r.group in place]
         if mine:

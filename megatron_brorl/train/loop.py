@@ -62,7 +62,7 @@ class Trainer:
     nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
-        """Train to train.steps, with checkpoints, or until train.seconds or train.stalls end it.
+        """Train to train.steps, with checkpoints, or until train.max_seconds or train.patience end it.
 
         False where stop() (asked at step boundaries) ended it early. Raises UserError, after saving, where a rollout
         engine hangs or train.max_nonfinite_steps is reached.
@@ -160,7 +160,7 @@ class Trainer:
             rates = critic_optim(c.critic, c.optim)
             metrics = update_critic(self.critic, experience, batches, c.critic.clip, rates, s.critic_updates)
             s.critic_updates += len(batches)
-            if s.step < c.critic.steps_alone:
+            if s.step < c.critic.warmup_steps:
                 batches = []
 
         optim = scaled(c.optim, c.rollout.prompts * c.rollout.n)

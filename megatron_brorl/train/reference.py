@@ -46,8 +46,8 @@ class ReferencePolicy:
             return f"reference.reset_every = {c.reset_every} steps"
         if c.reset_above_kl and kl > c.reset_above_kl:
             return f"KL {kl:.2e} above reference.reset_above_kl = {c.reset_above_kl:g}"
-        if c.reset_after_stalls and self.stall.count >= c.reset_after_stalls:
-            return f"{self.stall.count} evaluations without a new best (reference.reset_after_stalls)"
+        if c.reset_patience and self.stall.count >= c.reset_patience:
+            return f"{self.stall.count} evaluations without a new best (reference.reset_patience)"
         return ""
 
     def reset(self) -> None:

@@ -30,9 +30,9 @@ class RunState:
     spent: float = 0.0  # seconds of the processes that this one goes on from
 
     def over(self, config: TrainConfig) -> bool:
-        """Whether train.seconds or train.stalls ends the run; all ranks get the same answer."""
-        out_of_time = bool(config.seconds) and self.trained_s >= config.seconds
-        return out_of_time or (bool(config.stalls) and self.stall.count >= config.stalls)
+        """Whether train.max_seconds or train.patience ends the run; all ranks get the same answer."""
+        out_of_time = bool(config.max_seconds) and self.trained_s >= config.max_seconds
+        return out_of_time or (bool(config.patience) and self.stall.count >= config.patience)
 
 
 def save(

@@ -163,19 +163,19 @@ def test_killed_in_generate_and_in_a_refit(point, model, start, monkeypatch, tmp
 
 
 def test_a_process_that_keeps_dying_ends_the_run(model, start, tmp_path):
-    engine = start(config={"restarts": 2})
+    engine = start(config={"max_restarts": 2})
     engine.update_weights(model.stream(), 0)
     supervisor = engine.supervisor
     for _ in range(3):
         pid = supervisor.pid
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda pid=pid: supervisor.pid != pid or supervisor.failure)
-    with pytest.raises(UserError, match=r"given up after trtllm\.restarts = 2"):
+    with pytest.raises(UserError, match=r"given up after trtllm\.max_restarts = 2"):
         draw(engine)
 
 
 def test_a_hanging_process_is_started_again(model, start, capfd):
-    engine = start(config={"silent_s": 5.0})
+    engine = start(config={"heartbeat_timeout_s": 5.0})
     engine.update_weights(model.stream(), 0)
     expected = draw(engine)
     os.kill(engine.supervisor.pid, signal.SIGSTOP)

@@ -40,7 +40,7 @@ def test_a_faulty_update_costs_the_engine_nothing(what, model, start):
 
 def test_damage_in_shared_memory_is_seen_by_the_worker(model, start, capfd):
     """What lies in the file is changed before the engine reads it: it is refused there, and never generated with."""
-    engine = start(config={"restarts": 1})
+    engine = start(config={"max_restarts": 1})
     engine.update_weights(model.stream(), 0)
     stage = engine._stage
 

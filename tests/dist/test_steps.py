@@ -33,7 +33,7 @@ VARIANTS = {
     "critic": UNEVEN
     | {
         "algo": {"advantage": "gae", "lam": 0.95, "mini_batches": 2, "epochs": 2},
-        "critic": {"lr": 2e-3, "steps_alone": 1},
+        "critic": {"lr": 2e-3, "warmup_steps": 1},
     },
     "reward_kl": UNEVEN
     | {
@@ -229,7 +229,7 @@ def test_resume_is_bit_exact_with_a_critic(worlds, directory, tmp_path, size, pa
 
 
 def test_a_critic_that_learns_alone_leaves_the_actor(worlds, directory, single):
-    """critic.steps_alone = 1: after one step the actor is what it was, and the critic is not."""
+    """critic.warmup_steps = 1: after one step the actor is what it was, and the critic is not."""
     ((figures, weights, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 1, {"lose": LOST})
     ((_, before, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 0, {})
     assert all(torch.equal(weights[name], before[name]) for name in before)

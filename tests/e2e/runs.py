@@ -15,11 +15,11 @@ held_out_prompts = 24
 template = "{prompt}="
 [[data.tasks]]
 name = "spell_backward"
-keep = '-> nus\\): (.+)'
+prompt_regex = '-> nus\\): (.+)'
 config = { min_word_len = 3, max_word_len = 4 }
 [[data.tasks]]
 name = "gcd"
-keep = 'numbers: (.+)\\. Give'
+prompt_regex = 'numbers: (.+)\\. Give'
 config = { min_numbers = 2, max_numbers = 2, min_value = 1, max_value = 9 }
 [rollout]
 n = 32

@@ -152,5 +152,5 @@ def test_the_recipe_is_the_paper_s():
     assert (config.rollout.n, config.rollout.prompts, config.model.context) == (512, 128, 16384)
     lr = scaled(config.optim, config.rollout.n * config.rollout.prompts).lr
     assert lr == pytest.approx(1e-6 * (512 * 128 / (16 * 512)) ** 0.5, rel=1e-3)
-    assert config.rollout.max_rows * 64 == config.rollout.n * config.rollout.prompts
+    assert config.rollout.max_num_seqs * 64 == config.rollout.n * config.rollout.prompts
     assert config.rollout.max_tokens + 2048 == config.model.context

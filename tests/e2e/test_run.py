@@ -180,7 +180,7 @@ def test_a_whole_recipe_resumed(config, warm, tmp_path):
     options = [
         *("algo.advantage=gae", "algo.kl_coef=0.01", "algo.kl_in=reward", "algo.kl_estimator=k1", "algo.epochs=2"),
         *("reference.reset_every=3", "reference.reset_optimizer=true", "rollout.refills=1", "rollout.n=8"),
-        *("shaping.overlong_tokens=3", "shaping.repetition_ngram=2", "critic.lr=1e-3", "critic.steps_alone=1"),
+        *("shaping.overlong_tokens=3", "shaping.repetition_ngram=2", "critic.lr=1e-3", "critic.warmup_steps=1"),
         "evaluate.every=0",
     ]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -198,14 +198,14 @@ def test_a_whole_recipe_resumed(config, warm, tmp_path):
 def test_a_run_that_stalls_or_is_out_of_time_ends(config, warm, tmp_path):
     """A margin that nothing can be above: the second evaluation ends the run; started again, it is still at its end."""
     command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path / 'stalls'}"]
-    options = ["train.stalls=1", "train.stall_margin=1.0", "evaluate.every=2", "train.steps=50"]
+    options = ["train.patience=1", "train.min_delta=1.0", "evaluate.every=2", "train.steps=50"]
     for _ in range(2):
         done = brorl(*command, *options)
         assert done.returncode == 0, done.stderr
         assert len(rows(tmp_path / "stalls")) == 4
     assert json.loads((tmp_path / "stalls" / "summary.json").read_text())["steps"] == 4
     command[-1] = f"run.dir={tmp_path / 'time'}"
-    done = brorl(*command, "train.seconds=1e-3", "train.steps=50")
+    done = brorl(*command, "train.max_seconds=1e-3", "train.steps=50")
     assert done.returncode == 0, done.stderr
     assert len(rows(tmp_path / "time")) == 1
 

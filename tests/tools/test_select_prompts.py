@@ -23,7 +23,7 @@ held_out_prompts = 12
 template = "Q: {prompt}="
 [[data.tasks]]
 name = "gcd"
-keep = 'numbers: (.+)\\. Give'
+prompt_regex = 'numbers: (.+)\\. Give'
 config = { min_numbers = 2, max_numbers = 2, min_value = 1, max_value = 99 }
 [rollout]
 max_tokens = 8

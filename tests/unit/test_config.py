@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from megatron_brorl.cli.main import _check_fingerprint
+from megatron_brorl.cli.fingerprint import check_fingerprint
 from megatron_brorl.config.load import load
+from megatron_brorl.config.renamed import RENAMED
+from megatron_brorl.config.schema import Config, TaskConfig
 from megatron_brorl.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -74,6 +77,17 @@ def test_file_then_overrides(tmp_path):
         ("[rollout]\nmax_lost_share = 1.5", [], "rollout.max_lost_share = 1.5: must be in [0, 1]"),
         ("[rollout]\nmost_lost = 0.5", [], "rollout.most_lost is now called rollout.max_lost_share; rename it"),
         ("", ["rollout.most_carried=3"], "rollout.most_carried is now called rollout.max_carried_steps; rename it"),
+        ("[train]\nstalls = 3", [], "train.stalls is now called train.patience; rename it"),
+        ("", ["trtllm.silent_s=60"], "trtllm.silent_s is now called trtllm.heartbeat_timeout_s; rename it"),
+        (
+            "[[data.tasks]]\nname = 'gcd'\nkeep = ''",
+            [],
+            "data.tasks[0].keep is now called data.tasks[0].prompt_regex; rename it",
+        ),
+        ("[rollout]\ntop_p = 0", [], "rollout.top_p = 0.0: must be in (0, 1]"),
+        ("[optim]\nbetas = [0.9, 1.0]", [], "optim.betas = (0.9, 1.0): must be in [0, 1)"),
+        ("", ["trtllm.heartbeat_timeout_s=4"], "heartbeat_timeout_s = 4.0: must be at least 5: an engine process"),
+        ("[rollout]\ntemperature = 0", [], "rollout.temperature = 0.0: must be above 0 (sampling needs randomness)"),
         ("[theory]\nprompts = 0", [], "theory.prompts = 0: must be at least 1"),
         (
             "[theory]\nevery = 2\nmeasure_every = 3",
@@ -161,8 +175,21 @@ def test_every_shipped_file_loads():
 
 
 def test_older_checkpoints_are_read_by_the_names_of_now():
-    _check_fingerprint(
+    check_fingerprint(
         {"rollout": {"n": 8, "most_carried": 3}}, {"rollout": {"n": 8, "max_carried_steps": 3}}, Path("x")
     )
     with pytest.raises(UserError, match=r"rollout\.max_carried_steps = 3, now 4"):
-        _check_fingerprint({"rollout": {"most_carried": 3}}, {"rollout": {"max_carried_steps": 4}}, Path("x"))
+        check_fingerprint({"rollout": {"most_carried": 3}}, {"rollout": {"max_carried_steps": 4}}, Path("x"))
+    tasks = {"tasks": [{"name": "gcd", "keep": "(.*)"}], "train": ["a.jsonl"]}
+    check_fingerprint(
+        {"data": tasks}, {"data": {"tasks": [{"name": "gcd", "prompt_regex": "(.*)"}], "train": ["a.jsonl"]}}, Path("x")
+    )
+
+
+def test_every_old_key_leads_to_one_that_exists():
+    for old, new in RENAMED.items():
+        section = old.split(".")[0]
+        kind = TaskConfig if old.startswith("data.tasks.") else type(getattr(Config(), section))
+        names = {f.name for f in dataclasses.fields(kind)}
+        assert new in names, old
+        assert old.split(".")[-1] not in names, old

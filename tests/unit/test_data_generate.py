@@ -137,8 +137,8 @@ def test_held_out_prompts_are_different_and_excluded(tokenizer: Tokenizer) -> No
         (TaskConfig("chain_summ"), r"data\.tasks\[1\]: .*did you mean chain_sum"),
         (TaskConfig("gcd", -1.0), r"data\.tasks\[1\]\.weight = -1.0: must be a positive number"),
         (TaskConfig("gcd", float("nan")), r"data\.tasks\[1\]\.weight = nan"),
-        (TaskConfig("gcd", keep="("), r"data\.tasks\[1\]\.keep = '\(': not a regular expression"),
-        (TaskConfig("gcd", keep="x"), r"data\.tasks\[1\]\.keep = 'x': needs a group"),
+        (TaskConfig("gcd", prompt_regex="("), r"data\.tasks\[1\]\.prompt_regex = '\(': not a regular expression"),
+        (TaskConfig("gcd", prompt_regex="x"), r"data\.tasks\[1\]\.prompt_regex = 'x': needs a group"),
         (TaskConfig("gcd", config={"numbers": 2}), r"data\.tasks\[1\]: task 'gcd' does not accept its config"),
     ],
 )
@@ -148,8 +148,8 @@ def test_bad_tasks_are_errors(tokenizer: Tokenizer, task: TaskConfig, message: s
 
 
 def test_bad_items_are_errors(tokenizer: Tokenizer) -> None:
-    nowhere = stream(DataConfig(tasks=(TaskConfig("gcd", keep="(nowhere)"),)), tokenizer)
-    with pytest.raises(UserError, match=r"data\.tasks\[0\] \(gcd\): keep = '\(nowhere\)' finds nothing in"):
+    nowhere = stream(DataConfig(tasks=(TaskConfig("gcd", prompt_regex="(nowhere)"),)), tokenizer)
+    with pytest.raises(UserError, match=r"data\.tasks\[0\] \(gcd\): prompt_regex = '\(nowhere\)' finds nothing in"):
         nowhere.prompt(0)
     with pytest.raises(UserError, match=r"data\.tasks\[0\] \(gcd\) item 0: the prompt has \d+ tokens, but at most 5"):
         stream(DataConfig(tasks=(TaskConfig("gcd"),)), tokenizer, limit=5).prompt(0)

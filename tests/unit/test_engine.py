@@ -216,7 +216,7 @@ def test_rows_make_room_where_memory_is_short(one):
         assert [r.index for r in b.rollouts] == list(range(40))
         assert [sum(n for _, n in r.spans) for r in b.rollouts] == [len(r.token_ids) for r in b.rollouts]
         assert same_tokens(a, b) >= 0.97
-    with pytest.raises(UserError, match=r"rollout.memory_mib: the longest prompt with one response of 100 tokens"):
+    with pytest.raises(UserError, match=r"rollout.kv_cache_mib: the longest prompt with one response of 100 tokens"):
         make_engine(*one, memory=8 * page).generate(asked, sampling)
 
 

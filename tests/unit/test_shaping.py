@@ -54,7 +54,12 @@ def test_terms_add_up_and_the_cosine_is_for_right_responses():
     rewards = torch.tensor([[1.0, 0.0], [0.5, 1.0]])
     tokens, repeats = torch.tensor([[10, 10], [20, 5]]), torch.tensor([[3, 0], [10, 0]])
     config = ShapingConfig(
-        overlong_tokens=15, cosine_coef=2.0, cosine_on=1, cosine_off=1, repetition_ngram=2, repetition_penalty=0.01
+        overlong_tokens=15,
+        cosine_coef=2.0,
+        cosine_on_steps=1,
+        cosine_off_steps=1,
+        repetition_ngram=2,
+        repetition_penalty=0.01,
     )
 
     def expected(reward, t, again, cosine):

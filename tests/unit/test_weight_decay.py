@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.cli.main import _check_fingerprint
+from megatron_brorl.cli.fingerprint import check_fingerprint
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
@@ -97,11 +97,11 @@ def test_an_older_checkpoint_goes_on_under_the_rule_of_the_configuration(process
 def test_a_fingerprint_without_the_key_asks_for_the_rule_it_was_trained_under():
     now = {"optim": {"lr": 1e-6, "decay_norms_and_biases": False}}
     with pytest.raises(UserError) as caught:
-        _check_fingerprint({"optim": {"lr": 1e-6}}, now, Path("runs/x/checkpoints/step_00000003"))
+        check_fingerprint({"optim": {"lr": 1e-6}}, now, Path("runs/x/checkpoints/step_00000003"))
     assert str(caught.value).startswith(
         "runs/x/checkpoints/step_00000003: was written with optim.decay_norms_and_biases = True, now False: set it back"
     )
     now["optim"]["decay_norms_and_biases"] = True
-    _check_fingerprint({"optim": {"lr": 1e-6}}, now, Path("x"))
+    check_fingerprint({"optim": {"lr": 1e-6}}, now, Path("x"))
     with pytest.raises(UserError, match=r"optim\.decay_norms_and_biases = False, now True"):
-        _check_fingerprint({"optim": {"lr": 1e-6, "decay_norms_and_biases": False}}, now, Path("x"))
+        check_fingerprint({"optim": {"lr": 1e-6, "decay_norms_and_biases": False}}, now, Path("x"))

@@ -164,9 +164,9 @@ class TorchEngine:
             fitting = (self.memory or spare_memory(self.device)) // size
             if fitting < least:
                 raise UserError(
-                    f"rollout.memory_mib: the longest prompt with one response of {sampling.max_tokens} tokens needs "
+                    f"rollout.kv_cache_mib: the longest prompt with one response of {sampling.max_tokens} tokens needs "
                     f"{least * size / 2**20:.0f} MiB of keys and values, and there are {fitting * size / 2**20:.0f}: "
-                    "raise rollout.memory_mib or lower rollout.max_tokens"
+                    "raise rollout.kv_cache_mib or lower rollout.max_tokens"
                 )
             self._pool = PagePool(self.shape, min(needed, fitting), self.dtype, self.device)
         self._pool.reset()

@@ -42,7 +42,7 @@ def join(
         vocab=vocab,
         context=context,
         dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout.dtype],
-        max_rows=config.rollout.max_rows,
+        max_rows=config.rollout.max_num_seqs,
         stop_ids=stop_ids,
         tensor=t.tensor,
         sampler=t.sampler,

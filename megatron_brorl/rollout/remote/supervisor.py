@@ -141,7 +141,8 @@ class Supervisor:
         if ended:
             return ended
         silent = time.monotonic() - self._link.heard
-        return f"engine process {self.pid} is silent for {silent:.0f} s" if silent > self.config.silent_s else ""
+        too_long = silent > self.config.heartbeat_timeout_s
+        return f"engine process {self.pid} is silent for {silent:.0f} s" if too_long else ""
 
     def _start(self) -> EngineProcess:
         return EngineProcess(self.config.python or sys.executable, self.folder, self.options, self.devices, self.log)
@@ -165,8 +166,8 @@ class Supervisor:
     def _restart(self, why: str, weights: HostWeights | None) -> None:
         while True:
             self.restarts += 1
-            if self.restarts > self.config.restarts:
-                self.failure = f"{why}; given up after trtllm.restarts = {self.config.restarts}"
+            if self.restarts > self.config.max_restarts:
+                self.failure = f"{why}; given up after trtllm.max_restarts = {self.config.max_restarts}"
                 raise EngineError(self.failure)
             holding = f"with the weights of version {weights.version}" if weights else "without weights"
             with contextlib.suppress(OSError):

@@ -1,0 +1,51 @@
+"""What a resumed run must have in common with the one that it goes on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_brorl.config.renamed import with_names_of_now
+from megatron_brorl.config.schema import Config
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import ModelShape
+
+Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as JSON has them
+
+_SECTIONS = ("data", "rollout", "reward", "shaping", "algo", "critic", "reference", "ops", "optim")
+_FREE = {"rollout": ("timeout_s", "max_lost_share")}  # they decide when a run ends, not what it computes
+
+# What runs did before a key decided it: checkpoints that are older than the key were written with this.
+BEFORE_THE_KEY: Fingerprint = {
+    "algo": {"policy_loss": "clip", "tau_pos": 1.0, "tau_neg": 1.05},
+    "optim": {"decay_norms_and_biases": True},
+}
+
+
+def fingerprint(config: Config, shape: ModelShape) -> Fingerprint:
+    """Everything that decides what a run computes, for its checkpoints."""
+    sections = dataclasses.asdict(config)
+    kept = {name: sections[name] for name in _SECTIONS}
+    for section, keys in _FREE.items():
+        for key in keys:
+            del kept[section][key]
+
+    kept["run"] = {"seed": config.run.seed}
+    kept["model"] = {**dataclasses.asdict(shape), "dtype": config.model.dtype}
+    plain: Fingerprint = json.loads(json.dumps(kept))
+    return plain
+
+
+def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> None:
+    """Raise UserError naming the first key in which a checkpoint (`where`) and this run differ, with both values."""
+    for section, values in current.items():
+        found = {**BEFORE_THE_KEY.get(section, {}), **with_names_of_now(section, saved.get(section, {}))}
+        for key, value in values.items():
+            old = found.get(key)
+            if old != value:
+                raise UserError(
+                    f"{where}: was written with {section}.{key} = {old!r}, now {value!r}: set it back, or start anew "
+                    "with another run.dir or train.resume=never"
+                )

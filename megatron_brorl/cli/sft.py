@@ -1,0 +1,24 @@
+"""`brorl sft`: supervised training on solved examples, a warm start for reinforcement learning."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_brorl.cli.build import Session
+from megatron_brorl.config.load import load
+from megatron_brorl.progress import progress
+from megatron_brorl.train.sft import sft, sft_optim
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train on the reference answers of the training prompts; the model goes to run.dir/model."""
+    config = load(args.config, args.overrides)
+    optim = sft_optim(config.sft, config.optim)
+    with Session(config) as session:
+        worker = session.worker(optim)
+        writer = session.writer(resume_step=None)
+        with progress(config.sft.steps, "sft", session.is_main_rank) as p:
+            p.note(session.report)
+            sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
+        session.export(worker)
+    return 0

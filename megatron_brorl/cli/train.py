@@ -1,0 +1,108 @@
+"""`brorl train`: reinforcement learning, from a model to a model, with an evaluation before and after."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from megatron_brorl import ranks
+from megatron_brorl.algo.estimators import widest
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.cli.build import Session
+from megatron_brorl.cli.files import write_json
+from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
+from megatron_brorl.config.load import load
+from megatron_brorl.metrics import METRICS_FILE, read_metrics
+from megatron_brorl.progress import progress
+from megatron_brorl.theory.agreement import agreement
+from megatron_brorl.train.console import evaluation_line
+from megatron_brorl.train.loop import Trainer
+from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.stall import Stall
+from megatron_brorl.train.state import RunState
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, from the newest checkpoint where there is one. Returns 0, or ranks.SAVED where a signal ended it early.
+
+    The model goes to run.dir/model, what came of it to run.dir/summary.json.
+    """
+    begun = time.time()  # before model and data are loaded
+    config = load(args.config, args.overrides)
+    with Session(config) as session:
+        trainer = _trainer(session, config.run.started or begun)
+
+        # Go on from a checkpoint; files of lines go on with its step.
+        found = session.newest_checkpoint()
+        if found:
+            check_fingerprint(checkpoint.read_run(found)["fingerprint"], trainer.fingerprint, found)
+            trainer.restore(found)
+        resume_step = trainer.state.step if found else None  # None starts new files
+        writer = session.writer(resume_step)
+        trainer.rollout_log = session.rollout_log(resume_step)
+
+        with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
+            p.note(session.report)
+            if found:
+                p.note(f"resumed from {found}")
+            if not trainer.run(writer, p, session.stop_requested):
+                p.note("stopped by a signal; the state is saved: start the same command again to go on")
+                return ranks.SAVED
+            after = trainer.evaluate(p).as_dict() if trainer.held_out else None  # beside trainer.state.before
+            if after:
+                p.note(f"held-out after: {evaluation_line(after)}")
+
+        # The peak is a sum over ranks: all of them take part in it.
+        session.export(trainer.worker)
+        peak = session.peak_rss_mib()
+        if session.is_main_rank:
+            from megatron_brorl.cli.report import SUMMARY, show  # and matplotlib, which the other ranks do without
+
+            write_json(session.dir / SUMMARY, _summary(session, trainer, after, peak))
+            show(session.dir)
+    return 0
+
+
+def _trainer(session: Session, started: float) -> Trainer:
+    config = session.config
+    worker = session.worker(config.optim)
+    return Trainer(
+        config=config,
+        grid=session.grid,
+        worker=worker,
+        rollouts=session.rollouts(),
+        train_source=session.sources.train,
+        held_out=session.sources.held_out,
+        stop_ids=session.stop_ids,
+        fingerprint=fingerprint(config, session.shape),
+        started=started,
+        state=RunState(stall=Stall(config.train.min_delta)),
+        critic=session.critic(),
+        reference=ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None,
+    )
+
+
+def _summary(session: Session, trainer: Trainer, after: dict[str, Any] | None, peak_rss_mib: float) -> dict[str, Any]:
+    """summary.json: what the run came to. after: the evaluation at its end, as that before its first step."""
+    before = trainer.state.before
+    return {
+        "pass_at_1_before": before["pass_at_1"] if before else None,
+        "pass_at_1_after": after["pass_at_1"] if after else None,
+        **_widest("before", before),
+        **_widest("after", after),
+        "held_out_prompts": len(trainer.held_out),
+        "rollouts_per_prompt": session.config.rollout.n,
+        "steps": trainer.state.step,
+        "job_seconds": trainer.seconds(),
+        "peak_rss_mib": peak_rss_mib,
+        "before": before,
+        "after": after,
+        "theory": agreement(read_metrics(session.dir / METRICS_FILE)),
+    }
+
+
+def _widest(when: str, evaluation: dict[str, Any] | None) -> dict[str, float]:
+    """{"pass_at_8_before": ...}: pass@k of the largest k, which belongs beside pass@1."""
+    found = widest(evaluation["pass_at_k"]) if evaluation else None
+    return {f"pass_at_{found[0]}_{when}": found[1]} if found else {}

@@ -1,0 +1,231 @@
+"""Rules of a configuration that need nothing but itself: the bounds of single keys, and what keys demand of others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from megatron_brorl.config.bounds import broken
+from megatron_brorl.config.schema import Config
+from megatron_brorl.errors import UserError
+
+Rule = tuple[bool, str, str]  # whether it is kept, the section.key that a message names, what that key must be
+
+
+def validate(config: Config, where: str) -> None:
+    """Raise UserError naming `where` (the file), the first key that breaks a bound or a rule, its value and why."""
+    for section in dataclasses.fields(config):
+        for key, message in broken(getattr(config, section.name)):
+            _refuse(config, where, f"{section.name}.{key}", message)
+
+    # Later rules may count on earlier ones.
+    for rules in (_run, _rollout, _trtllm, _parallel, _fp8, _train, _evaluation, _algo, _recipe, _data):
+        for kept, key, message in rules(config):
+            if not kept:
+                _refuse(config, where, key, message)
+
+
+def _refuse(config: Config, where: str, key: str, message: str) -> None:
+    section, name = key.split(".")
+    raise UserError(f"{where}: {key} = {getattr(getattr(config, section), name)!r}: {message}")
+
+
+def _run(config: Config) -> Iterator[Rule]:
+    yield bool(config.run.dir.strip()), "run.dir", "results need a folder; the working directory is '.'"
+
+
+def _rollout(config: Config) -> Iterator[Rule]:
+    rollout, algo = config.rollout, config.algo
+    # Every text contains the empty one.
+    yield all(rollout.stop_strings), "rollout.stop_strings", "an empty string would stop everything"
+
+    # Partial rollouts.
+    if rollout.partial_tokens:
+        steps = -(-rollout.max_tokens // rollout.partial_tokens)  # rounded up
+        yield (
+            rollout.max_carried_steps >= steps - 1,
+            "rollout.max_carried_steps",
+            f"a response of rollout.max_tokens = {rollout.max_tokens} at {rollout.partial_tokens} tokens per step "
+            f"(rollout.partial_tokens) is carried over {steps - 1} steps: all long responses would be lost",
+        )
+        yield (
+            algo.old_log_probs == "actor",
+            "algo.old_log_probs",
+            "partial rollouts (rollout.partial_tokens) come from older weights than the actor's: must be 'actor'",
+        )
+
+    # Adaptive allocation, in two rounds within a step.
+    if rollout.adaptive == "off":
+        return
+    yield rollout.n >= 8, "rollout.n", "rollout.adaptive cuts a prompt's rollouts in two rounds: must be at least 8"
+    yield (
+        rollout.adaptive_first == 0 or 2 <= rollout.adaptive_first <= rollout.n - 2,
+        "rollout.adaptive_first",
+        f"each of two rounds needs 2 rollouts per prompt: must be in [2, rollout.n - 2 = {rollout.n - 2}], or 0",
+    )
+    yield (
+        algo.advantage == "reinforce_pp_baseline" and not (algo.kl_coef and algo.kl_in == "reward"),
+        "rollout.adaptive",
+        'its weights are for algo.advantage = "reinforce_pp_baseline" without a KL in the reward: must be "off"',
+    )
+    yield (
+        not rollout.partial_tokens and not rollout.refills,
+        "rollout.adaptive",
+        'a step\'s rollouts are allocated within the step (rollout.partial_tokens, rollout.refills): must be "off"',
+    )
+
+
+def _trtllm(config: Config) -> Iterator[Rule]:
+    t = config.trtllm
+    yield (
+        t.tensor == 1 or t.transport != "cuda_ipc",
+        "trtllm.transport",
+        'with trtllm.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
+    )
+    yield (
+        config.rollout.engine != "trtllm" or not config.rollout.stop_strings,
+        "rollout.stop_strings",
+        'rollout.engine = "trtllm" is given token ids and stops at tokens alone: must be empty',
+    )
+
+
+def _parallel(config: Config) -> Iterator[Rule]:
+    p = config.parallel
+    # It spreads over tensor-parallel ranks what they would all hold.
+    yield not p.sequence or p.tensor > 1, "parallel.sequence", "sequence parallelism needs parallel.tensor > 1"
+
+    # Context parallelism cuts sequences over ranks.
+    yield (
+        p.context == 1 or not config.train.share_prompt,
+        "train.share_prompt",
+        "parallel.context > 1 cuts sequences that hold their own prompt: must be false",
+    )
+    yield (
+        p.context == 1 or config.algo.ratio == "token",
+        "algo.ratio",
+        "parallel.context > 1 puts the tokens of a sequence on several ranks: must be 'token'",
+    )
+
+    yield (
+        not p.overlap_param_gather or p.distributed_optimizer,
+        "parallel.overlap_param_gather",
+        "weights are gathered with parallel.distributed_optimizer = true alone",
+    )
+
+
+def _fp8(config: Config) -> Iterator[Rule]:
+    f = config.fp8
+    on = f.recipe != "none"
+    yield not on or config.model.dtype == "bf16", "model.dtype", "fp8.recipe works beside bf16: must be 'bf16'"
+    yield on or not f.parameters, "fp8.parameters", "needs an fp8.recipe"
+    yield on or not f.bf16_layers, "fp8.bf16_layers", "needs an fp8.recipe"
+    yield f.recipe != "delayed" or not f.bf16_layers, "fp8.bf16_layers", 'must be 0 with fp8.recipe = "delayed"'
+
+
+def _train(config: Config) -> Iterator[Rule]:
+    t = config.train
+    yield (
+        not (t.recompute and t.recompute_attention),
+        "train.recompute_attention",
+        "train.recompute recomputes attention too: give one of them",
+    )
+    yield (
+        not (t.offload and config.fp8.parameters),
+        "train.offload",
+        "FP8 parameters (fp8.parameters) cannot be moved: must be false",
+    )
+
+
+def _evaluation(config: Config) -> Iterator[Rule]:
+    theory, e = config.theory, config.evaluate
+    yield (
+        not theory.measure_every or (theory.every > 0 and theory.measure_every % theory.every == 0),
+        "theory.measure_every",
+        f"a measurement is compared with a prediction: must be a multiple of theory.every = {theory.every}",
+    )
+    yield (
+        all(1 <= k <= e.samples for k in e.pass_at),
+        "evaluate.pass_at",
+        f"pass@k takes k samples per prompt: each must be in [1, evaluate.samples = {e.samples}]",
+    )
+
+
+def _algo(config: Config) -> Iterator[Rule]:
+    algo, rollout = config.algo, config.rollout
+
+    # Advantages.
+    for key, value in (("algo.gamma", algo.gamma), ("algo.lam", algo.lam)):
+        yield value == 1 or algo.advantage == "gae", key, 'only algo.advantage = "gae" discounts: must be 1'
+    yield (
+        rollout.n >= 2 or (algo.advantage == "gae" and not algo.dynamic_sampling),
+        "rollout.n",
+        "a group baseline needs at least 2 rollouts per prompt, and so does algo.dynamic_sampling",
+    )
+
+    # The policy loss.
+    yield (
+        algo.dual_clip == 0 or algo.dual_clip > 1 + algo.eps_high,
+        "algo.dual_clip",
+        "must be 0 (off) or above 1 + algo.eps_high",
+    )
+    yield (
+        algo.dual_clip == 0 or algo.policy_loss == "clip",
+        "algo.dual_clip",
+        f'algo.policy_loss = "{algo.policy_loss}" has no such bound: must be 0 (off)',
+    )
+    yield (
+        algo.aggregation != "fixed" or algo.aggregation_tokens > 0,
+        "algo.aggregation_tokens",
+        'algo.aggregation = "fixed" divides by it: give the tokens per sequence, for example rollout.max_tokens',
+    )
+
+    # How a step is cut.
+    yield (
+        rollout.prompts >= algo.mini_batches,
+        "algo.mini_batches",
+        f"cannot cut {rollout.prompts} prompts (rollout.prompts) into that many mini-batches",
+    )
+
+
+def _recipe(config: Config) -> Iterator[Rule]:
+    algo, rollout = config.algo, config.rollout
+    yield (
+        config.shaping.overlong_tokens <= rollout.max_tokens,
+        "shaping.overlong_tokens",
+        f"a response has rollout.max_tokens = {rollout.max_tokens} tokens at most",
+    )
+
+    # Differences between engine and trainer.
+    yield (
+        algo.mismatch_low < algo.mismatch_high,
+        "algo.mismatch_high",
+        f"must be above mismatch_low = {algo.mismatch_low}",
+    )
+    yield (
+        algo.mismatch_mask == "off" or algo.old_log_probs == "actor",
+        "algo.mismatch_mask",
+        'algo.old_log_probs = "rollout" takes the engine for the trainer: no mismatch could show; set it to "actor"',
+    )
+
+    # The reference policy.
+    for key, value in dataclasses.asdict(config.reference).items():
+        yield not value or algo.kl_coef > 0, f"reference.{key}", "without algo.kl_coef there is no reference policy"
+
+    # Groups that are kept for the next step.
+    yield (
+        not rollout.refills or (algo.dynamic_sampling and not rollout.partial_tokens and algo.old_log_probs == "actor"),
+        "rollout.refills",
+        'needs algo.dynamic_sampling, rollout.partial_tokens = 0 and algo.old_log_probs = "actor" (what is kept for '
+        "the next step comes from older weights)",
+    )
+
+
+def _data(config: Config) -> Iterator[Rule]:
+    data = config.data
+    yield "{prompt}" in data.template, "data.template", "must contain {prompt}"
+    yield (
+        not (data.tasks and (data.train or data.held_out)),
+        "data.tasks",
+        "give either generated tasks or files (data.train, data.held_out), not both",
+    )
+    yield data.train_seed != data.held_out_seed, "data.held_out_seed", "must differ from data.train_seed"
