@@ -20,7 +20,7 @@ from megatron_brorl.theory.log import read_log
 N, TOKENS, POSITIONS, DEPTH, TEMPERATURE = 200, 12, 40, 3, 0.8
 CHANGES = {
     "rollout": {"n": N, "prompts": 3, "temperature": TEMPERATURE},
-    "theory": {"prompts": 2, "positions": POSITIONS, "depth": DEPTH, "measure_every": 1, "measure_samples": 16},
+    "theory": {"prompts": 2, "positions": POSITIONS, "max_position": DEPTH, "measure_every": 1, "measure_samples": 16},
 }
 
 
