@@ -23,8 +23,8 @@ Clock = Callable[[], float]
 class Progress(Protocol):
     """What `progress` yields. A display that cannot be written to is given up, never the run."""
 
-    def update(self, step_done: int, figures: dict[str, str]) -> None:
-        """`step_done` steps of the total are behind us; `figures` are a few values worth watching."""
+    def update(self, step_done: int, metrics: dict[str, str]) -> None:
+        """`step_done` steps of the total are behind us; `metrics` are a few worth watching, by label."""
 
     def note(self, text: str) -> None:
         """Say something that stays: above the bar, or as a line of its own."""
@@ -87,7 +87,7 @@ class _Pace:
 
 
 class _Silent:
-    def update(self, step_done: int, figures: dict[str, str]) -> None:
+    def update(self, step_done: int, metrics: dict[str, str]) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -98,9 +98,9 @@ class _Plain:
     def __init__(self, title: str, pace: _Pace, stream: TextIO) -> None:
         self._title, self._pace, self._stream = title, pace, stream
 
-    def update(self, step_done: int, figures: dict[str, str]) -> None:
+    def update(self, step_done: int, metrics: dict[str, str]) -> None:
         self._pace.mark(step_done)
-        parts = [f"{self._title} {step_done}/{self._pace.total}", *_times(self._pace), *_pairs(figures)]
+        parts = [f"{self._title} {step_done}/{self._pace.total}", *_times(self._pace), *_pairs(metrics)]
         self.note("  ".join(parts))
 
     def note(self, text: str) -> None:
@@ -111,7 +111,7 @@ class _Plain:
 class _Live:
     def __init__(self, title: str, pace: _Pace, console: Console) -> None:
         self._title, self._pace = title, pace
-        self._figures: dict[str, str] = {}
+        self._metrics: dict[str, str] = {}
         self.live = Live(
             get_renderable=self._render,
             console=console,
@@ -119,9 +119,9 @@ class _Live:
             redirect_stdout=sys.stdout.isatty(),  # a piped stdout keeps its bytes
         )
 
-    def update(self, step_done: int, figures: dict[str, str]) -> None:
+    def update(self, step_done: int, metrics: dict[str, str]) -> None:
         self._pace.mark(step_done)
-        self._figures = figures
+        self._metrics = metrics
         with contextlib.suppress(OSError):
             self.live.refresh()
 
@@ -140,8 +140,8 @@ class _Live:
             Text(f"{pace.done}/{pace.total}", no_wrap=True),
             *(Text(text, style="cyan", no_wrap=True) for text in _times(pace)),
         )
-        figures = Text("  ".join(_pairs(self._figures)), no_wrap=True, overflow="ellipsis")
-        return Group(row, figures) if self._figures else Group(row)
+        metrics = Text("  ".join(_pairs(self._metrics)), no_wrap=True, overflow="ellipsis")
+        return Group(row, metrics) if self._metrics else Group(row)
 
 
 def _times(pace: _Pace) -> list[str]:
@@ -149,8 +149,8 @@ def _times(pace: _Pace) -> list[str]:
     return [f"elapsed {_duration(pace.elapsed())}", f"left {'?' if left is None else _duration(left)}"]
 
 
-def _pairs(figures: dict[str, str]) -> list[str]:
-    return [f"{name} {value}" for name, value in figures.items()]
+def _pairs(metrics: dict[str, str]) -> list[str]:
+    return [f"{name} {value}" for name, value in metrics.items()]
 
 
 def _duration(seconds: float) -> str:

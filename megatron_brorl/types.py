@@ -56,15 +56,6 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True)
-class ScoredGroup:
-    """A group with the verdicts of its verifier."""
-
-    group: RolloutGroup
-    rewards: Tensor  # [rollouts] float32
-    answers: tuple[str | None, ...]  # what of each response was judged; None: it has no answer, or was not looked at
-
-
-@dataclass(frozen=True)
 class OpenGroup:
     """A prompt whose N siblings are being sampled, over one step or several; the same on every rank."""
 
@@ -75,7 +66,7 @@ class OpenGroup:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoredRollout:
     """One rollout, its group and its verdict: what the ranks of a replica share, and what is carried over steps."""
 
     group: int  # index among the step's open groups

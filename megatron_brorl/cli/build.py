@@ -29,9 +29,9 @@ from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
+from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context, stop_ids
-from megatron_brorl.train.value import critic_optim
 from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import Prompt
 

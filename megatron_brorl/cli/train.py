@@ -16,10 +16,11 @@ from megatron_brorl.config.load import load
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.progress import progress
 from megatron_brorl.theory.agreement import agreement
+from megatron_brorl.train.console import evaluation_line
 from megatron_brorl.train.loop import Trainer
-from megatron_brorl.train.reference import Reference
-from megatron_brorl.train.shown import percent
+from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.stall import Stall
+from megatron_brorl.train.state import RunState
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,20 +38,20 @@ def run(args: argparse.Namespace) -> int:
         if found:
             check_fingerprint(checkpoint.read_run(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
-        resume_step = trainer.step if found else None  # None starts new files
+        resume_step = trainer.state.step if found else None  # None starts new files
         writer = session.writer(resume_step)
         trainer.rollout_log = session.rollout_log(resume_step)
 
-        with progress(config.train.steps, "train", session.is_main_rank, start=trainer.step) as p:
+        with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
             p.note(session.report)
             if found:
                 p.note(f"resumed from {found}")
             if not trainer.run(writer, p, session.stop_requested):
                 p.note("stopped by a signal; the state is saved: start the same command again to go on")
                 return ranks.SAVED
-            after = trainer.evaluate(p).as_dict() if trainer.held_out else None  # beside trainer.before
+            after = trainer.evaluate(p).as_dict() if trainer.held_out else None  # beside trainer.state.before
             if after:
-                p.note(f"held-out after: {percent(after)}")
+                p.note(f"held-out after: {evaluation_line(after)}")
 
         # The peak is a sum over ranks: all of them take part in it.
         session.export(trainer.worker)
@@ -76,15 +77,15 @@ def _trainer(session: Session, started: float) -> Trainer:
         stop_ids=session.stop_ids,
         fingerprint=fingerprint(config, session.shape),
         started=started,
-        stall=Stall(config.train.min_delta),
+        state=RunState(stall=Stall(config.train.min_delta)),
         critic=session.critic(),
-        reference=Reference(worker, config.reference) if config.algo.kl_coef else None,
+        reference=ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None,
     )
 
 
 def _summary(session: Session, trainer: Trainer, after: dict[str, Any] | None, peak_rss_mib: float) -> dict[str, Any]:
     """summary.json: what the run came to. after: the evaluation at its end, as that before its first step."""
-    before = trainer.before
+    before = trainer.state.before
     return {
         "pass_at_1_before": before["pass_at_1"] if before else None,
         "pass_at_1_after": after["pass_at_1"] if after else None,
@@ -92,7 +93,7 @@ def _summary(session: Session, trainer: Trainer, after: dict[str, Any] | None, p
         **_widest("after", after),
         "held_out_prompts": len(trainer.held_out),
         "rollouts_per_prompt": session.config.rollout.n,
-        "steps": trainer.step,
+        "steps": trainer.state.step,
         "job_seconds": trainer.seconds(),
         "peak_rss_mib": peak_rss_mib,
         "before": before,

@@ -1,17 +1,19 @@
-"""From sampled groups and their texts to rewards."""
+"""From sampled responses and their texts to rewards."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
+from torch import Tensor
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest, Status
-from megatron_brorl.types import CORRECT, Prompt, RolloutGroup, ScoredGroup
+from megatron_brorl.types import CORRECT, Prompt, Rollout
 
 _RAISED = {
     "error": "verifier {} raised on an answer, which scores 0 (figure verdict_errors)",
@@ -19,40 +21,48 @@ _RAISED = {
 }
 
 
-def score_groups(
-    groups: Sequence[RolloutGroup], texts: Sequence[Sequence[str]], pool: RewardPool, config: RewardConfig
-) -> tuple[list[ScoredGroup], dict[str, int], dict[str, str]]:
-    """Score rollout j of group i by texts[i][j], its decoded response without the end-of-sequence token.
+@dataclass(frozen=True)
+class Scores:
+    """What the verifiers made of B rollouts."""
+
+    rewards: Tensor  # [B] float32
+    answers: list[str | None]  # what of each response was judged; None: it has no answer, or was not looked at
+    counts: dict[str, int]  # rollouts of each status of pool.Verdict, and "length": those not looked at
+    raised: dict[str, str]  # of each verifier that raised, in words: the first exception
+
+
+def score_rollouts(
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+    texts: Sequence[str],
+    pool: RewardPool,
+    config: RewardConfig,
+) -> Scores:
+    """Score rollout i, a response to prompts[i], by texts[i]: it decoded, without the end-of-sequence token.
 
     Strict: partial credit is none. A response cut off at the length limit scores cut_off_factor of its reward, and is
-    not looked at where that is 0. Also returns how many rollouts had each status of pool.Verdict, or "length" for those
-    not looked at, and of each verifier that raised, in words, the first exception.
+    not looked at where that is 0.
     """
+    # What there is to judge.
+    factors = [config.cut_off_factor if rollout.finish == "length" else 1.0 for rollout in rollouts]
     requests = []
-    unseen: list[bool] = []
-    factors: list[float] = []
-    for group, responses in zip(groups, texts, strict=True):
-        for rollout, text in zip(group.rollouts, responses, strict=True):
-            factors.append(config.cut_off_factor if rollout.finish == "length" else 1.0)
-            unseen.append(not factors[-1])
-            answer = None if unseen[-1] else extract(text, config.extract, config.max_chars)
-            requests.append(ScoreRequest(group.prompt, answer))
+    for prompt, factor, text in zip(prompts, factors, texts, strict=True):
+        answer = extract(text, config.extract, config.max_chars) if factor else None
+        requests.append(ScoreRequest(prompt, answer))
     verdicts = pool.score(requests)
-    counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
-    counts.update("length" if u else v.status for u, v in zip(unseen, verdicts, strict=True))
+
+    # Rewards, in float32 as they are carried.
     credit = [float(v.reward >= CORRECT) if config.strict else v.reward for v in verdicts]
     rewards = torch.tensor([f * c for f, c in zip(factors, credit, strict=True)], dtype=torch.float32)
-    answers = iter([r.answer for r in requests])
-    parts = rewards.split([len(group.rollouts) for group in groups])
-    scored = [
-        ScoredGroup(group, part.clone(), tuple(next(answers) for _ in group.rollouts))
-        for group, part in zip(groups, parts, strict=True)
-    ]
+
+    # How the verifiers fared.
+    counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
+    counts.update(v.status if f else "length" for f, v in zip(factors, verdicts, strict=True))
     raised: dict[str, str] = {}
-    for request, verdict in zip(requests, verdicts, strict=True):
+    for prompt, verdict in zip(prompts, verdicts, strict=True):
         if verdict.status in _RAISED:
-            raised.setdefault(_RAISED[verdict.status].format(_name(request.prompt)), verdict.reason)
-    return scored, dict(counts), raised
+            raised.setdefault(_RAISED[verdict.status].format(_name(prompt)), verdict.reason)
+    return Scores(rewards, [request.answer for request in requests], dict(counts), raised)
 
 
 def _name(prompt: Prompt) -> str:

@@ -1,4 +1,4 @@
-"""Rows as a few large tensors: what travels between the ranks of a replica and what a checkpoint holds."""
+"""Scored rollouts as a few large tensors: what ranks of a replica share, and what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from megatron_brorl.types import FinishReason, Rollout, Row
+from megatron_brorl.types import FinishReason, Rollout, ScoredRollout
 
 _FINISH: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
-def to_tensors(rows: Sequence[Row]) -> dict[str, Tensor]:
+def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     """Any number of rows in five tensors; pickling and files cost per object.
 
     heads [B, 6] int64: group, sibling, tokens, finish, spans, answer. token_ids [sum of tokens] int64, log_probs
@@ -34,8 +34,8 @@ def to_tensors(rows: Sequence[Row]) -> dict[str, Tensor]:
     }
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> list[Row]:
-    """The rows of to_tensors, bit for bit, in order. Their tensors are views of the large ones."""
+def from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
+    """The rows of to_tensors, bit for bit, in order: token_ids and log_probs [G] are views of the large ones."""
     heads = tensors["heads"].tolist()
     lengths = [head[2] for head in heads]
     ids, log_probs = tensors["token_ids"].split(lengths), tensors["log_probs"].split(lengths)
@@ -45,11 +45,11 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Row]:
         heads, ids, log_probs, tensors["rewards"].tolist(), strict=True
     ):
         own = tuple((version, tokens) for version, tokens in spans[at : at + count])
-        rows.append(Row(group, Rollout(sibling, i, lp, _FINISH[finish], own), reward, answer))
+        rows.append(ScoredRollout(group, Rollout(sibling, i, lp, _FINISH[finish], own), reward, answer))
         at += count
     return rows
 
 
-def in_order(rows: Sequence[Row]) -> list[Row]:
+def in_order(rows: Sequence[ScoredRollout]) -> list[ScoredRollout]:
     """By group, then by sibling."""
     return sorted(rows, key=lambda row: (row.group, row.rollout.index))

@@ -23,7 +23,7 @@ from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.rollout.rows import from_tensors, to_tensors
-from megatron_brorl.types import OpenGroup, Prompt, Rollout, Row
+from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout
 
 Slot = tuple[int, int]  # a rollout to sample: (index of its open group, sibling)
 
@@ -90,7 +90,7 @@ def requests(
     return asked, [run[0][0] for run in runs]
 
 
-def share_with_model_group(rows: list[Row], grid: Grid) -> list[Row]:
+def share_with_model_group(rows: list[ScoredRollout], grid: Grid) -> list[ScoredRollout]:
     """All rows of this replica, on every rank of it; a collective."""
     if grid.mp_size == 1:
         return rows

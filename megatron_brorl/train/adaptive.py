@@ -19,7 +19,7 @@ from megatron_brorl.algo.advantage import Moments, group_baseline, whiten
 from megatron_brorl.config.schema import RolloutConfig
 from megatron_brorl.parallel import device
 from megatron_brorl.theory.allocation import least_of, second_round
-from megatron_brorl.train.groups import Outcomes, Selection, figures
+from megatron_brorl.train.groups import Outcomes, group_metrics
 from megatron_brorl.types import CORRECT
 
 
@@ -54,13 +54,13 @@ def allocate_rest(outcomes: Outcomes, rounds: Rounds, config: RolloutConfig) -> 
 
 
 def raw_advantages(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds) -> tuple[Tensor, Tensor]:
-    """What every survivor of the kept groups earns over its round's mean, and its weight; float32 [groups, siblings].
+    """Advantages of the kept groups' survivors over their round's mean, and weights; float32 [groups, siblings].
 
     A round of k survivors that stands for w of the n rollouts: advantages (R - mean) k / (k - 1) (n - 1) / n, which is
     unbiased but for the factor that the mean of n rollouts has, and weights w / k. Summed over rollouts, the expected
-    gradient is that of n rollouts with their mean as baseline. A round of one survivor earns nothing.
+    gradient is that of n rollouts with their mean as baseline. A round of one survivor has advantage 0.
     """
-    earned, weights = torch.zeros_like(outcomes.rewards), torch.zeros_like(outcomes.rewards)
+    advantages, weights = torch.zeros_like(outcomes.rewards), torch.zeros_like(outcomes.rewards)
     n, first = rounds.n, rounds.first
     for g in kept:
         for part, stands_for in ((slice(0, first), first), (slice(first, None), n - first)):
@@ -70,26 +70,25 @@ def raw_advantages(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds) -> t
                 weights[g, part][alive] = stands_for / k
             if k > 1:
                 factor = k / (k - 1) * (n - 1) / n
-                earned[g, part][alive] = factor * group_baseline(outcomes.rewards[g, part][alive])
-    return earned, weights
+                advantages[g, part][alive] = factor * group_baseline(outcomes.rewards[g, part][alive])
+    return advantages, weights
 
 
 def of_rounds(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds) -> tuple[Tensor, Tensor]:
-    """raw_advantages whitened over the step's rollouts by their weights, and these weights."""
-    earned, weights = raw_advantages(outcomes, kept, rounds)
-    x, w = earned.double(), weights.double()
+    """raw_advantages whitened over the step's rollouts by their weights, and these weights; [groups, siblings]."""
+    advantages, weights = raw_advantages(outcomes, kept, rounds)
+    x, w = advantages.double(), weights.double()
     count = float(w.sum())
     mean = float((w * x).sum()) / (count or 1.0)
     batch = Moments(count, mean, float((w * (x - mean).square()).sum()))
-    return torch.where(weights > 0, whiten(earned, batch), 0.0), weights
+    return torch.where(weights > 0, whiten(advantages, batch), 0.0), weights
 
 
-def even_figures(outcomes: Outcomes, selection: Selection, rounds: Rounds | None) -> dict[str, float]:
-    """Those of groups.figures that an uneven allocation would move, over the first round alone; and its extent."""
+def even_metrics(outcomes: Outcomes, rounds: Rounds | None) -> dict[str, float]:
+    """Those of group_metrics that an uneven allocation would move, over the first round alone; and its extent."""
     if rounds is None:
         return {}
-    first = Outcomes(**{k: v[:, : rounds.first] for k, v in vars(outcomes).items()})
-    found = figures(first, selection)
+    found = group_metrics(outcomes.first_siblings(rounds.first))
     sizes = outcomes.ended.sum(1).double()
     return {
         **{k: found[k] for k in ("reward", "response_tokens", "cut_off_share")},

@@ -8,21 +8,23 @@ response earns from there on (Hu et al. 2025, REINFORCE++, section 3.3). A respo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.advantage import Moments, explained_variance, merge
-from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.algo.shaping import shaped
+from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.ops.backend import Backend
 from megatron_brorl.parallel import collectives
+from megatron_brorl.train import adaptive
 from megatron_brorl.train.groups import Outcomes
 
 
 def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: Backend) -> Tensor:
-    """What every survivor of the kept groups earns, float32 [groups, N], 0 elsewhere.
+    """The advantage of every survivor of the kept groups, float32 [groups, N], 0 elsewhere.
 
     "gae": its reward. "grpo": what that is over its group's mean, in its standard deviations. "reinforce_pp_baseline":
     over its group's mean, whitened over all kept survivors, the global batch, each rollout once (BroRL, section 3.1);
@@ -32,20 +34,38 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
     rewards = [outcomes.rewards_of(g) for g in kept]
     if not rewards:
         return table
-    earned, starts = torch.cat(rewards), torch.tensor([0, *(len(r) for r in rewards)]).cumsum(0)
+    advantages, starts = torch.cat(rewards), torch.tensor([0, *(len(r) for r in rewards)]).cumsum(0)
+
+    # Over the group's baseline, and whitened where no KL is taken off rewards later.
     if algo.advantage == "grpo":
-        earned = ops.group_advantages(earned, starts, None, "mean_std")
+        advantages = ops.group_advantages(advantages, starts, None, "mean_std")
     elif algo.advantage == "reinforce_pp_baseline":
-        earned = ops.group_advantages(earned, starts, None, "mean")
+        advantages = ops.group_advantages(advantages, starts, None, "mean")
         if not kl_in_reward(algo):
-            earned = ops.whiten(earned, ops.moments(earned))
+            advantages = ops.whiten(advantages, ops.moments(advantages))
+
     where = torch.zeros_like(outcomes.ended)
     where[list(kept)] = outcomes.ended[list(kept)]
-    table[where] = earned
+    table[where] = advantages
     return table
 
 
+def group_advantages(outcomes: Outcomes, config: Config, ops: Backend) -> tuple[Tensor, Tensor | None]:
+    """Advantages of the kept groups [groups, N], and the weights of the rollouts [groups, N]; None: all 1."""
+    rounds = adaptive.rounds_of(config.rollout)
+    if rounds:
+        return adaptive.of_rounds(outcomes, outcomes.kept, rounds)
+    return of_rollouts(outcomes, outcomes.kept, config.algo, ops), None
+
+
+def with_shaped_rewards(outcomes: Outcomes, config: Config, step: int) -> Outcomes:
+    """With what config section shaping makes of the rewards at this step; which groups are kept does not change."""
+    o, shaping = outcomes, config.shaping
+    return replace(o, rewards=shaped(o.rewards, o.tokens, o.repeats, shaping, config.rollout.max_tokens, step))
+
+
 def kl_in_reward(algo: AlgoConfig) -> bool:
+    """Whether the KL to the reference is taken off rewards; otherwise it is a term of the loss, or there is none."""
     return algo.kl_coef > 0 and algo.kl_in == "reward"
 
 
@@ -55,11 +75,11 @@ class Credit:
 
     advantages: tuple[Tensor, ...]
     returns: tuple[Tensor, ...] | None  # what the critic is to predict
-    figures: dict[str, float]  # the same on every rank
+    metrics: dict[str, float]  # the same on every rank
 
 
 def of_tokens(
-    earned: Tensor,
+    group_advantages: Tensor,
     lengths: Sequence[int],
     values: Sequence[Tensor] | None,
     kl: Sequence[Tensor] | None,
@@ -67,32 +87,37 @@ def of_tokens(
     ops: Backend,
     replicas: dist.ProcessGroup | None,
 ) -> Credit:
-    """The advantages of this replica's rows, from what each of them earned [B].
+    """The advantages of this replica's rows, from group advantages [B] (of_rollouts).
 
     values: [G] per row of the critic's; None: there is none. kl: [G] per row, of which algo.kl_coef times is taken off
     each token's reward (Ouyang et al. 2022, eq. 2); None: nothing is. With either a collective over the replicas: the
-    advantages (not those of "grpo") are whitened over the tokens of the global batch, of which the figures tell.
+    advantages (not those of "grpo") are whitened over the tokens of the global batch, of which the metrics tell.
     """
     if values is None and kl is None:
-        return Credit(tuple(a.expand(n) for a, n in zip(earned, lengths, strict=True)), None, {})
+        return Credit(tuple(a.expand(n) for a, n in zip(group_advantages, lengths, strict=True)), None, {})
+
+    # The group advantage is the reward of the last token; a KL is taken off that of every token.
     starts = torch.tensor([0, *lengths]).cumsum(0)
     rewards = torch.zeros(int(starts[-1])) if kl is None else -algo.kl_coef * torch.cat([torch.zeros(0), *kl])
-    rewards[starts[1:] - 1] += earned
+    rewards[starts[1:] - 1] += group_advantages
+
+    # Advantages and returns of every token, whitened over the tokens of all replicas.
     old = torch.zeros_like(rewards) if values is None else torch.cat([torch.zeros(0), *values])
     advantages, returns = ops.gae(rewards, old, starts, gamma=algo.gamma, lam=algo.lam)
     # An advantage is what the critic's value leaves of the return.
     of_returns, of_residuals = (_over_replicas(ops.moments(x), replicas) for x in (returns, advantages))
     if algo.advantage != "grpo":
         advantages = ops.whiten(advantages, of_residuals)
+
     sizes = list(lengths)
     if values is None:
         return Credit(advantages.split(sizes), None, {})
-    figures = {
+    metrics = {
         "explained_variance": explained_variance(of_returns, of_residuals),
         "return_mean": of_returns.mean,
         "value_mean": of_returns.mean - of_residuals.mean,
     }
-    return Credit(advantages.split(sizes), returns.split(sizes), figures)
+    return Credit(advantages.split(sizes), returns.split(sizes), metrics)
 
 
 def _over_replicas(own: Moments, replicas: dist.ProcessGroup | None) -> Moments:

@@ -18,7 +18,7 @@ from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
 from megatron_brorl.rollout.sampler import Slot, even_cuts, open_groups
-from megatron_brorl.types import OpenGroup, Rollout, Row
+from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
 _FILES = "carried_*.safetensors"
 
@@ -28,13 +28,13 @@ class Carried:
     """Groups that go on in the next step, the same on every rank, and this replica's rollouts of them in order."""
 
     groups: tuple[OpenGroup, ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ScoredRollout, ...] = ()
 
     def begun(self) -> dict[Slot, Rollout]:
         """The rollouts that go on, by group and sibling."""
         return {(row.group, row.rollout.index): row.rollout for row in self.rows if row.rollout.finish == "cut"}
 
-    def finished(self) -> list[Row]:
+    def finished(self) -> list[ScoredRollout]:
         """The rows that only wait for their siblings."""
         return [row for row in self.rows if row.rollout.finish != "cut"]
 
@@ -45,7 +45,7 @@ class Carried:
         return [int(count) for count in collectives.all_reduce_sum(counts, grid.groups.dp).values()]
 
 
-def carry(groups: Sequence[OpenGroup], rows: Sequence[Row], closed: Sequence[int]) -> Carried:
+def carry(groups: Sequence[OpenGroup], rows: Sequence[ScoredRollout], closed: Sequence[int]) -> Carried:
     """What goes on of a step's groups; rows: all of this replica's."""
     going_on = [g for g in range(len(groups)) if g not in set(closed)]
     place = {g: i for i, g in enumerate(going_on)}
@@ -59,7 +59,7 @@ def carry(groups: Sequence[OpenGroup], rows: Sequence[Row], closed: Sequence[int
     return Carried(tuple(groups[g] for g in going_on), tuple(kept))
 
 
-def staleness(rows: Sequence[Row], version: int, grid: Grid) -> dict[str, float]:
+def staleness(rows: Sequence[ScoredRollout], version: int, grid: Grid) -> dict[str, float]:
     """By how many optimizer steps the weights at `version` are ahead of those that sampled the tokens; a collective.
 
     The mean over tokens and the maximum, over this and the other replicas' rows.

@@ -34,6 +34,7 @@ class Evaluation:
         return f"{self.lost} of {total} samples were lost; the figures are over the others" if self.lost else ""
 
     def as_dict(self) -> dict[str, Any]:
+        """The evaluation as files hold it."""
         return {
             "pass_at_1": self.pass_at_1.as_dict(),
             "pass_at_k": {str(k): v for k, v in self.pass_at_k.items()},
@@ -59,11 +60,13 @@ class Answers:
 
     @property
     def task(self) -> str:
+        """The verifier's task where it has several, otherwise the verifier."""
         return str(self.prompt.metadata.get("source_dataset", self.prompt.verifier))
 
     def as_dict(self) -> dict[str, Any]:
-        figures = {"samples": self.samples, "right": self.right, "reward": self.reward, "tokens": self.tokens}
-        return {"id": self.prompt.id, "task": self.task, **figures}
+        """The line of an evaluation's file."""
+        counted = {"samples": self.samples, "right": self.right, "reward": self.reward, "tokens": self.tokens}
+        return {"id": self.prompt.id, "task": self.task, **counted}
 
 
 def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], config: EvaluateConfig, sampling: Sampling) -> Evaluation:
@@ -84,10 +87,14 @@ def sample_answers(
     groups = open_groups(prompts, stream)
     own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
     sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
-    outcomes = gather(sampled.rows, len(groups), n, None)
+
+    # Every rank gets what became of all samples.
+    outcomes = gather(sampled.rollouts, len(groups), n, None)
     sums = collectives.all_reduce_sum(sampled.counts())
     check_scored("evaluation", sums["unscored"], sums["scored"])
     check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
+
+    # A prompt's means are over its own samples that were not lost.
     found = []
     for g, ended, rewards, tokens in zip(
         groups, outcomes.ended, outcomes.rewards.double(), outcomes.tokens.double(), strict=True
@@ -95,8 +102,8 @@ def sample_answers(
         if ended.any():
             reward, length = rewards[ended], tokens[ended]
             right = int((reward >= CORRECT).sum())
-            figures = right, float(reward.mean()), float(length.mean())
-            found.append(Answers(g.prompt, g.place, int(ended.sum()), *figures))
+            means = float(reward.mean()), float(length.mean())
+            found.append(Answers(g.prompt, g.place, int(ended.sum()), right, *means))
     if not found:
         raise UserError("evaluation: every sample was lost, so there is nothing to report")
     return found
@@ -108,11 +115,14 @@ def sum_up(answers: Sequence[Answers], prompts: int, config: EvaluateConfig, see
     A prompt's share of passes is over its own samples, and one with fewer than k of them is left out of pass@k.
     """
     total = sum(a.samples for a in answers)
+
+    # Shares by task and by k.
     tasks: dict[str, list[float]] = {}
     for a in answers:
         tasks.setdefault(a.task, []).append(a.right / a.samples)
     ks = config.pass_at or _powers(max(a.samples for a in answers))
     passes = {k: [pass_at_k(a.samples, a.right, k) for a in answers if a.samples >= k] for k in ks}
+
     return Evaluation(
         pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], config.bootstrap, seed),
         pass_at_k={k: _mean(values) for k, values in passes.items() if values},

@@ -1,9 +1,8 @@
-"""From the rows of kept groups to what can be trained on: prompts, log-probabilities, values and advantages."""
+"""From the rollouts of kept groups to what can be trained on: prompts, log-probabilities, values and advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -16,42 +15,34 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel import collectives
 from megatron_brorl.train.advantages import kl_in_reward, of_tokens
 from megatron_brorl.train.finite import finite_rows
-from megatron_brorl.train.reference import Reference
-from megatron_brorl.train.worker import CriticWorker, Worker
-from megatron_brorl.types import CORRECT, Experience, OpenGroup, Row
+from megatron_brorl.train.training_models import TrainingModels
+from megatron_brorl.train.worker import Worker
+from megatron_brorl.types import CORRECT, Experience, OpenGroup, ScoredRollout
 
 Rows = tuple[Tensor, ...]  # [G] of each row
 
 
-@dataclass(frozen=True)
-class Models:
-    """What a step asks about its tokens."""
-
-    actor: Worker
-    critic: CriticWorker | None = None  # of algo.advantage = "gae"
-    reference: Reference | None = None  # of algo.kl_coef
-
-
 def make_experience(
-    rows: Sequence[Row],
+    rollouts: Sequence[ScoredRollout],
     groups: Sequence[OpenGroup],
-    earned: Tensor,
-    models: Models,
+    group_advantages: Tensor,
+    models: TrainingModels,
     algo: AlgoConfig,
     temperature: float,
     weights: Tensor | None = None,
-) -> tuple[list[Row], Experience, dict[str, float]]:
-    """Those of this replica's rows that are finite, their experience, and figures that are the same on every rank.
+) -> tuple[list[ScoredRollout], Experience, dict[str, float]]:
+    """Those of this replica's rollouts that are finite, their experience, and metrics, the same on every rank.
 
-    A row is left out, and counted, where a log-probability or value of it is NaN or infinite (train.finite). A
-    collective. earned: [groups, N] of the whole step (advantages.of_rollouts). weights: [groups, N] likewise
+    A rollout is left out, and counted, where a log-probability or value of it is NaN or infinite (train.finite). A
+    collective. group_advantages: [groups, N] of the whole step (advantages.of_rollouts). weights: [groups, N] likewise
     (adaptive.of_rounds).
     """
+    # What the models make of the tokens.
     actor = models.actor
-    ids = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {row.group for row in rows}}
-    prompts = tuple(ids[row.group] for row in rows)
-    responses = tuple(row.rollout.token_ids for row in rows)
-    sampled = tuple(row.rollout.log_probs for row in rows)
+    ids = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
+    prompts = tuple(ids[r.group] for r in rollouts)
+    responses = tuple(r.rollout.token_ids for r in rollouts)
+    sampled = tuple(r.rollout.log_probs for r in rollouts)
     old = sampled if algo.old_log_probs == "rollout" else None
     if old is None and _needs_old(algo):
         old = tuple(actor.log_probs(prompts, responses, temperature))
@@ -61,25 +52,29 @@ def make_experience(
     # Before anything is computed over rows: one NaN in a moment or a mean would reach all of them.
     known = [column for column in (sampled, old, reference, values) if column is not None]
     finite = finite_rows(known, actor.grid)
-    rows, prompts, responses, sampled = (_those(x, finite) for x in (rows, prompts, responses, sampled))
+    rollouts, prompts, responses, sampled = (_those(x, finite) for x in (rollouts, prompts, responses, sampled))
     old, reference, values = (None if x is None else _those(x, finite) for x in (old, reference, values))
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
-    kl, mask, figures = None, None, collectives.all_reduce_sum(counts, actor.grid.groups.dp)
+    # What is taken off rewards for leaving the reference, and tokens on which engine and actor disagree.
+    kl, mask, metrics = None, None, collectives.all_reduce_sum(counts, actor.grid.groups.dp)
     if kl_in_reward(algo) and old is not None and reference is not None:
         kl = tuple(kl_estimate(o - r, algo.kl_estimator) for o, r in zip(old, reference, strict=True))
-        figures["reference_kl"] = _token_mean(kl, actor)
+        metrics["reference_kl"] = _token_mean(kl, actor)
     if algo.mismatch_mask != "off" and old is not None:
         bounds = algo.mismatch_mask, algo.mismatch_low, algo.mismatch_high
         mask = tuple(mismatch_mask(o, s, *bounds) for o, s in zip(old, sampled, strict=True))
-        figures["masked_share"] = 1 - _token_mean(mask, actor)
-    own = earned[[row.group for row in rows], [row.rollout.index for row in rows]]
+        metrics["masked_share"] = 1 - _token_mean(mask, actor)
+
+    # The advantage of every token.
+    own = group_advantages[[r.group for r in rollouts], [r.rollout.index for r in rollouts]]
     lengths = [len(r) for r in responses]
     credit = of_tokens(own, lengths, values, kl, algo, actor.options.ops, actor.grid.groups.dp)
     advantages = credit.advantages
     if algo.correct_boost:
-        boosts = (algo.correct_boost if row.reward >= CORRECT else 0.0 for row in rows)
+        boosts = (algo.correct_boost if r.reward >= CORRECT else 0.0 for r in rollouts)
         advantages = tuple(a + boost for a, boost in zip(advantages, boosts, strict=True))
+
     experience = Experience(
         prompts=prompts,
         responses=responses,
@@ -89,10 +84,16 @@ def make_experience(
         values=values,
         returns=credit.returns,
         reference_log_probs=reference,
-        weights=None if weights is None else tuple(float(weights[row.group, row.rollout.index]) for row in rows),
+        weights=None if weights is None else tuple(float(weights[r.group, r.rollout.index]) for r in rollouts),
         mask=mask,
     )
-    return list(rows), experience, figures | credit.figures
+    return list(rollouts), experience, metrics | credit.metrics
+
+
+def token_gain(actor: Worker, experience: Experience) -> float:
+    """Tokens of plain streams over tokens that the actor computed, over all replicas; a collective."""
+    tokens = collectives.all_reduce_sum(actor.tokens(experience.prompts, experience.responses), actor.grid.groups.dp)
+    return tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
 
 
 def _those(column: Sequence[Any], chosen: Sequence[bool]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from megatron_brorl.parallel import collectives, device
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.worker import Update
 
-Figures = TypeVar("Figures")
+Metrics = TypeVar("Metrics")
 
 
 def finite_rows(columns: Sequence[Sequence[Tensor]], grid: Grid) -> list[bool]:
@@ -40,10 +40,10 @@ def finite_rows(columns: Sequence[Sequence[Tensor]], grid: Grid) -> list[bool]:
 
 def train_on_finite(
     rows: list[int],
-    attempt: Callable[[list[int]], tuple[Update, Figures] | None],
+    attempt: Callable[[list[int]], tuple[Update, Metrics] | None],
     score: Callable[[list[int]], Sequence[Tensor]],
     grid: Grid,
-) -> tuple[tuple[Update, Figures] | None, list[int]]:
+) -> tuple[tuple[Update, Metrics] | None, list[int]]:
     """One optimizer step on this replica's rows, and the rows that it had to leave out; a collective.
 
     attempt: the step, None where no replica has a token to train on. score: what the model makes of each row [G].
@@ -60,10 +60,10 @@ def train_on_finite(
     return attempt([row for row, fine in zip(rows, finite, strict=True) if fine]) or done, broken
 
 
-def nonfinite_steps(before: int, values: Mapping[str, float]) -> int:
-    """Steps in a row, up to one of these figures, that skipped an update or left out more rows than they kept."""
-    skipped = values["updates_skipped"] + values.get("critic_updates_skipped", 0.0)
-    return before + 1 if skipped or values["nonfinite_rows"] > values["finite_rows"] else 0
+def nonfinite_steps(before: int, metrics: Mapping[str, float]) -> int:
+    """Steps in a row, up to one of these metrics, that skipped an update or left out more rows than they kept."""
+    skipped = metrics["updates_skipped"] + metrics.get("critic_updates_skipped", 0.0)
+    return before + 1 if skipped or metrics["nonfinite_rows"] > metrics["finite_rows"] else 0
 
 
 def check_steps(steps: int, most: int, state: str) -> None:

@@ -7,7 +7,7 @@ hold none of a group's rollouts, or lost all of theirs, take the same turns as t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from megatron_brorl.algo.selection import has_signal
 from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.parallel import device
 from megatron_brorl.theory.log import log_row
-from megatron_brorl.types import OpenGroup, Row
+from megatron_brorl.types import OpenGroup, ScoredRollout
 
 LOST, STOP, LENGTH, CUT = range(4)  # states; nobody has a lost rollout
 _STATE = {"stop": STOP, "length": LENGTH, "cut": CUT}
@@ -27,13 +27,18 @@ _NOTHING = float("nan")
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Tables [groups, N], the same on every rank; a row that has not ended has reward 0."""
+    """Tables [groups, N], the same on every rank; a rollout that has not ended has reward 0.
+
+    Groups are named by index, in ascending order.
+    """
 
     state: Tensor  # int64
     rewards: Tensor  # float32
     tokens: Tensor  # int64
     repeats: Tensor  # int64, n-grams that had occurred before
     answers: Tensor  # int64, codes of the final answers (rewards.extract.code)
+    closed: list[int] = field(default_factory=list)  # groups none of whose siblings goes on; see select
+    kept: list[int] = field(default_factory=list)  # of these: those to train on
 
     @property
     def ended(self) -> Tensor:
@@ -44,15 +49,30 @@ class Outcomes:
         """Rewards [survivors] of a group, in sibling order."""
         return self.rewards[group][self.ended[group]]
 
+    def first_siblings(self, n: int) -> Outcomes:
+        """Tables of the first n siblings of every group, as if there were no others."""
+        names = ("state", "rewards", "tokens", "repeats", "answers")
+        state, rewards, tokens, repeats, answers = (getattr(self, name)[:, :n] for name in names)
+        return Outcomes(state, rewards, tokens, repeats, answers, self.closed, self.kept)
 
-def gather(rows: Sequence[Row], groups: int, n: int, ranks: dist.ProcessGroup | None, ngram: int = 0) -> Outcomes:
-    """The outcomes of `groups` groups of n; a collective. rows: every rollout that is not lost, on one of `ranks`.
+    def without(self, groups: Sequence[int]) -> Outcomes:
+        """The same as if these groups had not closed yet."""
+        out = set(groups)
+        closed, kept = ([g for g in chosen if g not in out] for chosen in (self.closed, self.kept))
+        return replace(self, closed=closed, kept=kept)
 
-    ngram: config key shaping.repetition_ngram; 0 counts no repetitions.
+
+def gather(
+    rollouts: Sequence[ScoredRollout], groups: int, n: int, ranks: dist.ProcessGroup | None, ngram: int = 0
+) -> Outcomes:
+    """The outcomes of `groups` groups of n; a collective.
+
+    rollouts: every one that is not lost, on one of `ranks`. ngram: config key shaping.repetition_ngram; 0
+    counts no repetitions.
     """
     table = torch.zeros(5, groups, n, dtype=torch.float64)
-    if rows:
-        at = torch.tensor([(row.group, row.rollout.index) for row in rows]).T
+    if rollouts:
+        at = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T
         values = [
             (
                 _STATE[r.rollout.finish],
@@ -61,9 +81,10 @@ def gather(rows: Sequence[Row], groups: int, n: int, ranks: dist.ProcessGroup | 
                 repeated_ngrams(r.rollout.token_ids, ngram) if ngram else 0,
                 r.answer,
             )
-            for r in rows
+            for r in rollouts
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
+
     table = table.to(device.default_device())
     dist.all_reduce(table, group=ranks)  # a rollout is on one rank, so that its values are only added to zeros
     state, rewards, tokens, repeats, answers = table.cpu()
@@ -77,31 +98,19 @@ def give_up(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
     return replace(outcomes, state=outcomes.state.masked_fill(late, LOST)), int(late.sum())
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Groups of a step, by index in ascending order."""
+def select(outcomes: Outcomes, dynamic_sampling: bool = True) -> Outcomes:
+    """With the closed groups and those to train on: dynamic sampling over the survivors of all ranks.
 
-    closed: list[int]  # none of whose siblings goes on
-    kept: list[int]  # of these: those to train on
-
-    def without(self, groups: Sequence[int]) -> Selection:
-        """The same as if these groups had not closed yet."""
-        out = set(groups)
-        return Selection([g for g in self.closed if g not in out], [g for g in self.kept if g not in out])
-
-
-def select(outcomes: Outcomes, dynamic_sampling: bool = True) -> Selection:
-    """Dynamic sampling over the survivors of all ranks; a group with fewer than two has no signal.
-
-    dynamic_sampling = False keeps every closed group that has a survivor.
+    A group with fewer than two survivors has no signal. dynamic_sampling = False keeps every closed group that has one.
     """
     closed = [g for g, state in enumerate(outcomes.state) if not bool((state == CUT).any())]
     alive = [g for g in closed if len(outcomes.rewards_of(g))]
-    return Selection(closed, [g for g in alive if not dynamic_sampling or has_signal(outcomes.rewards_of(g))])
+    kept = [g for g in alive if not dynamic_sampling or has_signal(outcomes.rewards_of(g))]
+    return replace(outcomes, closed=closed, kept=kept)
 
 
 def mini_batches(
-    rows: Sequence[Row], kept: Sequence[int], count: int, of: Literal["prompts", "siblings"]
+    rows: Sequence[ScoredRollout], kept: Sequence[int], count: int, of: Literal["prompts", "siblings"]
 ) -> list[list[int]]:
     """The rows of each mini-batch, for this replica's rows of the kept groups.
 
@@ -117,32 +126,32 @@ def mini_batches(
     return batches
 
 
-def log_rows(
-    groups: Sequence[OpenGroup], outcomes: Outcomes, closed: Sequence[int], step: int
-) -> list[dict[str, object]]:
+def log_rows(groups: Sequence[OpenGroup], outcomes: Outcomes, step: int) -> list[dict[str, object]]:
     """The closed groups as rows of a rollout log (theory.log); those with fewer than two survivors say nothing."""
     found = []
-    for g in closed:
+    for g in outcomes.closed:
         columns = [x[g][outcomes.ended[g]].numpy() for x in (outcomes.rewards, outcomes.answers, outcomes.tokens)]
         if len(columns[0]) >= 2:
             found.append(log_row(groups[g].prompt.id, step, *columns))
     return found
 
 
-def figures(outcomes: Outcomes, selection: Selection) -> dict[str, float]:
+def group_metrics(outcomes: Outcomes) -> dict[str, float]:
     """What people watch of the groups that closed; nan where there is nothing to take a mean of."""
     closed = torch.zeros(len(outcomes.state), 1, dtype=torch.bool)
-    closed[selection.closed] = True
-    rows = outcomes.ended & closed
-    survivors = [rewards for g in selection.closed if len(rewards := outcomes.rewards_of(g))]
-    groups, count = len(selection.closed) or _NOTHING, int(rows.sum()) or _NOTHING
+    closed[outcomes.closed] = True
+    counted = outcomes.ended & closed
+
+    # Shares are of closed groups, means are over their survivors.
+    survivors = [rewards for g in outcomes.closed if len(rewards := outcomes.rewards_of(g))]
+    groups, count = len(outcomes.closed) or _NOTHING, int(counted.sum()) or _NOTHING
     return {
-        "reward": float(outcomes.rewards[rows].double().sum()) / count,
-        "kept_share": len(selection.kept) / groups,
+        "reward": float(outcomes.rewards[counted].double().sum()) / count,
+        "kept_share": len(outcomes.kept) / groups,
         "all_right_share": sum(bool((r == 1).all()) for r in survivors) / groups,
         "all_wrong_share": sum(bool((r == 0).all()) for r in survivors) / groups,
-        "groups_lost": float(sum(len(outcomes.rewards_of(g)) < 2 for g in selection.closed)),
-        "response_tokens": float(outcomes.tokens[rows].sum()) / count,
-        "cut_off_share": float((outcomes.state[rows] == LENGTH).sum()) / count,
-        "rollouts": float(rows.sum()),
+        "groups_lost": float(sum(len(outcomes.rewards_of(g)) < 2 for g in outcomes.closed)),
+        "response_tokens": float(outcomes.tokens[counted].sum()) / count,
+        "cut_off_share": float((outcomes.state[counted] == LENGTH).sum()) / count,
+        "rollouts": float(counted.sum()),
     }

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.config.schema import ReferenceConfig
+from megatron_brorl.progress import Progress
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.worker import Worker
 
 
-class Reference:
+class ReferencePolicy:
     """Log-probabilities of the reference run through the actor's own module, with the weights exchanged."""
 
     def __init__(self, worker: Worker, config: ReferenceConfig) -> None:
@@ -21,12 +22,22 @@ class Reference:
         self.stall = Stall()  # of held-out pass@1
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
-        """As Worker.log_probs, of the reference; a collective. The actor has its own bits again at the end."""
+        """As Worker.log_probs, [G] each, of the reference; a collective. The actor gets its own bits back."""
         self._exchange()
         try:
             return self.worker.log_probs(prompts, responses, temperature)
         finally:
             self._exchange()
+
+    def reset_where_due(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
+        """After `step` steps, whose metrics get "reference_reset": 1 where the actor is the reference from here on."""
+        if "pass_at_1" in metrics:
+            self.stall.record(metrics["pass_at_1"])
+        why = self.due(step, metrics["reference_kl"])
+        metrics["reference_reset"] = float(bool(why))
+        if why:
+            self.reset()
+            progress.note(f"step {step}: the reference is now the policy: {why}")
 
     def due(self, step: int, kl: float) -> str:
         """Why a reset is due after `step` steps, the last of which had a mean KL of `kl`; "" where none is."""

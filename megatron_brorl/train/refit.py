@@ -13,21 +13,41 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.train.training_models import TrainingModels
+from megatron_brorl.train.verify import verify_reshard
 from megatron_brorl.train.worker import Worker
 
 TRIES = 2
 
 
-class _Witness:
+class _StreamChecksum:
     """Passes a stream on and keeps the sum of its checksums."""
 
     def __init__(self) -> None:
         self.total = torch.zeros((), dtype=torch.int64)
 
-    def watch(self, tensors: Iterable[Sealed]) -> Iterator[Sealed]:
+    def through(self, tensors: Iterable[Sealed]) -> Iterator[Sealed]:
         for pair in tensors:
             self.total = self.total + pair.checksum.to(self.total.device)
             yield pair
+
+
+def refit_engines(
+    models: TrainingModels, engine: Watchdog, version: int, verify_tolerance: float | None
+) -> dict[str, float]:
+    """Hand the actor's weights to the engines, and check that they compute the same where that is asked for.
+
+    A collective, which returns metrics. verify_tolerance: see verify_reshard, in nats; None: not checked.
+    """
+    # The engine needs the memory; the actor's weights are streamed next.
+    for stage in models.stages():
+        stage.offload(weights=stage is not models.actor)
+    engine.wake()
+    metrics = {"refit_again": float(refit(models.actor, engine, version))}
+    if verify_tolerance is not None:
+        metrics["reshard_gap_max"] = verify_reshard(models.actor, engine, version, verify_tolerance)
+    models.actor.offload()
+    return metrics
 
 
 def refit(worker: Worker, engine: RolloutEngine | Watchdog, version: int) -> int:
@@ -37,13 +57,13 @@ def refit(worker: Worker, engine: RolloutEngine | Watchdog, version: int) -> int
     different bytes. Engines may then hold different versions: the caller must not sample from them.
     """
     for again in range(TRIES):
-        witness, refused = _Witness(), None
+        checksum, refused = _StreamChecksum(), None
         try:
-            engine.update_weights(witness.watch(worker.hf_tensors()), version)
+            engine.update_weights(checksum.through(worker.hf_tensors()), version)
         except UpdateRefused as e:
             refused = e
             print(f"brorl: rank {worker.grid.rank}, version {version}: {e}", file=sys.stderr, flush=True)
-        problem = _agree(worker.grid, int(witness.total), refused is not None)
+        problem = _agree(worker.grid, int(checksum.total), refused is not None)
         if not problem:
             return again
     raise refused or UpdateRefused(f"weight update: version {version}: {problem}")

@@ -1,4 +1,4 @@
-"""Sampling and scoring: from open groups to rows with verdicts on this rank."""
+"""Sampling and scoring: from open groups to rollouts with verdicts on this rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rewards.scoring import score_groups
+from megatron_brorl.rewards.scoring import score_rollouts
 from megatron_brorl.rollout.duplicates import improbable
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, requests
 from megatron_brorl.rollout.watchdog import Watchdog
-from megatron_brorl.types import OpenGroup, Rollout, RolloutGroup, Row
+from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts rewards mean nothing
 _FAILED = ("timeout", "broken", "invalid", "crash")
@@ -32,7 +32,7 @@ _FAILED = ("timeout", "broken", "invalid", "crash")
 class Sampled:
     """What this rank's share of a step came to."""
 
-    rows: list[Row]  # without the lost ones; "cut" ones only where the sampling has a budget
+    rollouts: list[ScoredRollout]  # without the lost ones; "cut" ones only where the sampling has a budget
     asked: int  # rollouts
     late: int
     scored: int  # responses
@@ -42,7 +42,7 @@ class Sampled:
 
     def counts(self) -> dict[str, float]:
         """What adds up over ranks."""
-        lost = self.asked - len(self.rows)
+        lost = self.asked - len(self.rollouts)
         counts = {"asked": self.asked, "lost": lost, "late": self.late}
         verdicts = {"scored": self.scored, "unscored": self.unscored, "errors": self.errors}
         return {k: float(v) for k, v in {**counts, **verdicts}.items()}
@@ -78,27 +78,33 @@ class Rollouts:
         result = self.engine.generate(asked, sampling)
         _check_distinct(asked, result.rollouts, self.engine.engine.if_repeating)
         middle = time.monotonic()
-        ended, texts, rows = [], [], []
+
+        # What has ended has a verdict; the others go on, or are lost.
+        cut: list[ScoredRollout] = []
+        ended: list[tuple[int, Prompt, Rollout]] = []
+        texts: list[str] = []
         for number, request, rollouts in zip(numbers, asked, result.rollouts, strict=True):
-            done = tuple(r for r in rollouts if r.finish != "cut")
-            ended.append(RolloutGroup(request.prompt, done, self.engine.engine.version))
-            texts.append(self._texts(done, sampling.stop_ids))
+            done = [r for r in rollouts if r.finish != "cut"]
+            ended += [(number, request.prompt, r) for r in done]
+            texts += self._texts(done, sampling.stop_ids)
             if sampling.budget:
-                rows += [Row(number, r, float("nan")) for r in rollouts if r.finish == "cut"]
-        scored, verdicts, raised = score_groups(ended, texts, self.pool, self.reward)
-        for number, group in zip(numbers, scored, strict=True):
-            found = zip(group.group.rollouts, group.rewards.tolist(), group.answers, strict=True)
-            rows += [Row(number, rollout, reward, code(answer)) for rollout, reward, answer in found]
+                cut += [ScoredRollout(number, r, float("nan")) for r in rollouts if r.finish == "cut"]
+        prompts, responses = [prompt for _, prompt, _ in ended], [rollout for *_, rollout in ended]
+        scores = score_rollouts(prompts, responses, texts, self.pool, self.reward)
+        verdicts = zip(ended, scores.rewards.tolist(), scores.answers, strict=True)
+        scored = [ScoredRollout(g, rollout, reward, code(answer)) for (g, _, rollout), reward, answer in verdicts]
         score = time.monotonic() - middle
+
+        # Ranks wait here, so that seconds are a rank's own.
         self.grid.barrier()
-        self._tell(raised)
+        self._tell(scores.raised)
         return Sampled(
-            rows=rows,
+            rollouts=[*cut, *scored],
             asked=len(slots),
             late=result.late,
-            scored=sum(len(g.rollouts) for g in ended),
-            unscored=sum(verdicts[s] for s in _FAILED),
-            errors=verdicts["error"],
+            scored=len(scored),
+            unscored=sum(scores.counts[s] for s in _FAILED),
+            errors=scores.counts["error"],
             seconds={"generate": middle - start, "score": score},
         )
 
@@ -106,8 +112,16 @@ class Rollouts:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
         return bool(collectives.all_reduce_max({"stuck": float(self.engine.stuck)})["stuck"])
 
+    def check_stuck(self, state: str) -> None:
+        """Raise UserError where `stuck`; a collective. state: what is saved of the run."""
+        if self.stuck():
+            raise UserError(
+                f"a rollout engine did not stop when told to (its rank is named above); {state}: start the same "
+                "command again to go on"
+            )
+
     def _tell(self, raised: Mapping[str, str]) -> None:
-        """Say on stderr, once in a run, which verifiers raised; the first rank that met it speaks. A collective."""
+        """Say on stderr, once in a run, which verifiers raised; the first rank that has one prints it. A collective."""
         what = {code(text): f"{text}: {reason}" for text, reason in raised.items()}
         own = torch.tensor([(self.grid.rank, key) for key in what if key not in self.told], dtype=torch.int64)
         for rank, key in collectives.all_gather_ids(own.flatten()).view(-1, 2).tolist():

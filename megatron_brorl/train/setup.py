@@ -10,6 +10,7 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.rollout.engine import Sampling
 
 
 def context(config: Config, shape: ModelShape) -> int:
@@ -37,3 +38,15 @@ def stop_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
             raise UserError(f"{path}: not a JSON object: {e}") from None
         ids |= set(extra) if isinstance(extra, list) else {extra} if isinstance(extra, int) else set()
     return tuple(sorted(ids))
+
+
+def training_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
+    """How the rollouts that a step trains on are drawn."""
+    r = config.rollout
+    return Sampling(r.temperature, r.top_p, r.top_k, r.max_tokens, stop_ids, r.stop_strings, budget=r.partial_tokens)
+
+
+def evaluation_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
+    """How held-out samples are drawn."""
+    e, r = config.evaluate, config.rollout
+    return Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, stop_ids, r.stop_strings, log_probs=False)

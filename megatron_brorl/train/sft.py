@@ -21,7 +21,7 @@ from megatron_brorl.models.gpt import Head
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.progress import Progress
-from megatron_brorl.train.policy import learning_rate
+from megatron_brorl.train.actor_update import learning_rate
 from megatron_brorl.train.worker import Worker
 
 
@@ -46,20 +46,26 @@ def sft(
     grid = worker.grid
     for step in range(config.steps):
         start = time.monotonic()
+
+        # Every replica has its share of the examples; the loss is over the tokens of all.
         examples = solved_examples(source.take(step, config.examples_per_step), tokenizer)[grid.dp_rank :: grid.data]
         prompts = [torch.tensor(p) for p, _ in examples]
         responses = [torch.tensor(r) for _, r in examples]
         own = float(sum(map(len, responses)))
         tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
+
         lr = learning_rate(optim, step)
         update, losses = worker.train(prompts, responses, _loss(tokens), 1.0, lr)
         loss = collectives.all_reduce_sum({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
+
+        # What is exported must be finite, so a step that is not ends the run.
         if not (update.applied and math.isfinite(loss)):
             raise UserError(
                 f"sft step {step}: loss {loss}, gradient norm {update.grad_norm}: not finite; nothing is exported: "
                 "lower sft.lr, or raise sft.warmup_steps"
             )
         worker.require_finite(f"sft step {step}", "nothing is exported: lower sft.lr, or raise sft.warmup_steps")
+
         seconds = {"step": time.monotonic() - start}
         if writer:
             writer.write(step, {"loss": loss, "grad_norm": update.grad_norm, "lr": lr, "tokens": tokens}, seconds)

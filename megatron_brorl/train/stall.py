@@ -14,5 +14,6 @@ class Stall:
     count: int = 0
 
     def record(self, score: float) -> None:
+        """Count one more evaluation, whose pass@1 is `score`."""
         better = self.best is None or score > self.best + self.margin
         self.best, self.count = (score, 0) if better else (self.best, self.count + 1)

@@ -13,7 +13,7 @@ from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import own_slots, requests, share_with_model_group
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import OpenGroup, Prompt, Row
+from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
 
 PROMPTS = 2  # per rank
 SIBLINGS = 2
@@ -28,6 +28,8 @@ def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: fl
     """
     grid, shape = worker.grid, worker.shape
     length = max(1, min(TOKENS, worker.shape.context // 2))
+
+    # Random prompts, the same on every rank, of which each engine samples its share.
     prompts = []
     for i in range(PROMPTS * grid.world):
         name = f"probe {i}"
@@ -40,11 +42,14 @@ def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: fl
     asked, group_of = requests(slots, groups, {}, 0)
     sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())
     result = engine.generate(asked, sampling)
-    own = [Row(g, r, 0.0) for g, rollouts in zip(group_of, result.rollouts, strict=True) for r in rollouts]
+
+    # The actor scores what its replica's engines sampled.
+    own = [ScoredRollout(g, r, 0.0) for g, rollouts in zip(group_of, result.rollouts, strict=True) for r in rollouts]
     rows = [(prompts[row.group], row.rollout) for row in share_with_model_group(own, grid)]
     inputs = [torch.tensor(p.token_ids) for p, _ in rows]
     actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], 1.0)
     gaps = torch.cat([a - r.log_probs for a, (_, r) in zip(actual, rows, strict=True)]).abs()
+
     # Not a number must not lose in a maximum.
     gap = collectives.all_reduce_max({"gap": float(gaps.nan_to_num(nan=float("inf")).max())})["gap"]
     if not gap <= tolerance:

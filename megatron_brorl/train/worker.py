@@ -1,6 +1,6 @@
 """One rank's share of a model with its optimizer, driven through Megatron's pipeline schedule.
 
-The only file that speaks to Megatron's schedule, DDP and optimizer, and the only one where a loss is a closure.
+The only file that drives Megatron's schedule, DDP and optimizer, and the only one where a loss is a closure.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StageOptions:
     dtype: torch.dtype = torch.float32
     share_prompt: bool = True  # config key train.share_prompt
     recompute: bool = False  # config key train.recompute
-    offload: bool = False  # config key train.offload: `away` has an effect
+    offload: bool = False  # config key train.offload: `offload` has an effect
     distributed_optimizer: bool = False  # config key parallel.distributed_optimizer
     overlap_grad_reduce: bool = False  # config key parallel.overlap_grad_reduce
     overlap_param_gather: bool = False  # config key parallel.overlap_param_gather
@@ -89,6 +89,8 @@ class Stage:
 
     def _make_trainable(self, optim: OptimConfig) -> None:
         config, o = self.module.config, self.options
+
+        # Gradients are added up over replicas in float32.
         self.model = DistributedDataParallel(
             config=config,
             ddp_config=DistributedDataParallelConfig(
@@ -99,6 +101,8 @@ class Stage:
             ),
             module=self.module,
         )
+
+        # Adam as [optim] says; the learning rate is set anew for every step.
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -115,6 +119,7 @@ class Stage:
             ),
             [self.model],
         )
+
         # Losses carry their global divisor already: gradients are only summed.
         config.finalize_model_grads_func = lambda models, _tokens, **kwargs: finalize_model_grads(models, **kwargs)
         config.no_sync_func = self.model.no_sync
@@ -130,9 +135,9 @@ class Stage:
             torch.cuda.empty_cache()  # for the engine, which is another process
 
     def reload(self) -> None:
-        """Undo `away`, for whoever reads weights or optimizer directly."""
+        """Undo `offload`, for whoever reads weights or optimizer directly."""
         self._finish_gather()
-        self._take_back()
+        self._reload()
 
     def require_finite(self, what: str, then: str) -> None:
         """Raise UserError, on every rank, where a weight is NaN or infinite; a collective. what, then: around its
@@ -146,7 +151,7 @@ class Stage:
             self._weights.reload()
         return hf_names.global_parameters(self.module)
 
-    def _take_back(self) -> None:
+    def _reload(self) -> None:
         for part in (self._weights, self._state):
             if part:
                 part.reload()
@@ -176,7 +181,7 @@ class Stage:
 
         `loss` must divide by the size of the global batch. Values come back on the last pipeline stage alone.
         """
-        self._take_back()
+        self._reload()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         values = self._run(self._pack(prompts, responses), loss, head)
@@ -237,7 +242,7 @@ class Stage:
                 group.pop("step", None)  # where Transformer Engine's Adam keeps the number
 
     def tokens(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, float]:
-        """Tokens of these rows, each with its prompt ("plain"), and those of shared streams ("computed").
+        """Tokens of these rows [tokens], each with its prompt ("plain"), and those of shared streams ("computed").
 
         The latter count a prompt once; one that spans micro-batches passes the model once in each.
         """
@@ -324,7 +329,7 @@ class Worker(Stage):
     def train(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, temperature: float, lr: float
     ) -> tuple[Update, list[Any]]:
-        """One optimizer step, as Stage._train says."""
+        """One optimizer step on rows [tokens] each, as Stage._train says."""
         return self._train(prompts, responses, loss, self._head(temperature), lr)
 
     def _head(self, temperature: float) -> MakeHead:
@@ -354,7 +359,7 @@ class CriticWorker(Stage):
     def train(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, lr: float
     ) -> tuple[Update, list[Any]]:
-        """One optimizer step, as Stage._train says."""
+        """One optimizer step on rows [tokens] each, as Stage._train says."""
         return self._train(prompts, responses, loss, self.critic.values, lr)
 
 
@@ -364,7 +369,7 @@ def _forward_step(batches: Iterator[Packed], model: Any, loss: LossFunction, hea
     module = model.module if isinstance(model, DistributedDataParallel) else model
 
     def end(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-        value, figures = loss(batch, head(hidden, batch))
-        return value, torch.ones((), dtype=torch.int), figures
+        value, metrics = loss(batch, head(hidden, batch))
+        return value, torch.ones((), dtype=torch.int), metrics
 
     return module.forward_packed(batch, model), end

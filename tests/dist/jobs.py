@@ -24,7 +24,7 @@ from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.train.policy import update_policy
+from megatron_brorl.train.actor_update import update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience, Prompt
 

@@ -34,12 +34,12 @@ def steps(
 def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> str:
     """What a checkpoint of weights says of which the last rank alone has a NaN, in its last layer."""
     trainer = make_trainer(directory, grid_of(**parallel), configured({"run": {"dir": root}}), fakes.Engine())
-    trainer.step = 1
+    trainer.state.step = 1
     trainer.save()
     if rank == torch.distributed.get_world_size() - 1:
         with torch.no_grad():
             trainer.worker.actor.decoder.layers[-1].mlp.linear_fc1.weight[-1, -1] = NAN
-    trainer.step = 2
+    trainer.state.step = 2
     try:
         trainer.save()
     except UserError as e:

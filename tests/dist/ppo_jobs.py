@@ -14,13 +14,14 @@ from megatron_brorl.models.critic import body
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
-from megatron_brorl.train.experience import Models, make_experience
+from megatron_brorl.train.actor_update import update_policy
+from megatron_brorl.train.critic_update import update_critic
+from megatron_brorl.train.experience import make_experience
 from megatron_brorl.train.groups import mini_batches
-from megatron_brorl.train.policy import update_policy
-from megatron_brorl.train.reference import Reference
-from megatron_brorl.train.value import update_critic
+from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.training_models import TrainingModels
 from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
-from megatron_brorl.types import OpenGroup, Prompt, Rollout, Row
+from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
 OPTIM = OptimConfig(lr=2e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
@@ -66,19 +67,19 @@ def ppo(
     critic = CriticWorker(shape, grid, stage, CRITIC_OPTIM)
     worker.load_hf(directory)
     critic.load_hf(directory)
-    models = Models(worker, critic, Reference(worker, ReferenceConfig()))
+    models = TrainingModels(worker, critic, ReferencePolicy(worker, ReferenceConfig()))
     figures = []
     for step in range(steps):
         prompts, responses, sampled, rewards = batch(step)
         names = [prompts[OF_PROMPT.index(g)] for g in range(4)]
         groups = [OpenGroup(Prompt(str(i), "", tuple(p.tolist()), None, "exact"), step, i) for i, p in enumerate(names)]
-        all_rows, earned = [], torch.zeros(4, 11)
+        all_rows, advantages = [], torch.zeros(4, 11)
         for i, group in enumerate(OF_PROMPT):
             sibling = i - OF_PROMPT.index(group)
-            all_rows.append(Row(group, Rollout(sibling, responses[i], sampled[i], "stop"), rewards[i]))
-            earned[group, sibling] = rewards[i]
+            all_rows.append(ScoredRollout(group, Rollout(sibling, responses[i], sampled[i], "stop"), rewards[i]))
+            advantages[group, sibling] = rewards[i]
         own = all_rows[24 * grid.dp_rank // grid.data : 24 * (grid.dp_rank + 1) // grid.data]
-        own, experience, credit = make_experience(own, groups, earned, models, ALGO, TEMPERATURE)
+        own, experience, credit = make_experience(own, groups, advantages, models, ALGO, TEMPERATURE)
         batches = mini_batches(own, [0, 1, 2, 3], ALGO.mini_batches, "siblings") * ALGO.epochs
         valued = update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
         figures.append({**credit, **valued, **update_policy(worker, experience, batches, ALGO, OPTIM, TEMPERATURE, 4 * step)})

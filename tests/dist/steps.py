@@ -27,9 +27,9 @@ from megatron_brorl.rollout.sampler import own_slots, requests
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train.loop import Trainer
-from megatron_brorl.train.reference import Reference
+from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.rollouts import Rollouts
-from megatron_brorl.train.value import critic_optim
+from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import OpenGroup
 
@@ -70,7 +70,7 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
         {},
         0.0,
         critic=_critic(directory, grid, config),
-        reference=Reference(worker, config.reference) if config.algo.kl_coef else None,
+        reference=ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None,
     )
 
 

@@ -15,7 +15,7 @@ from dist.steps import configured, make_trainer
 
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.theory.allocation import least_of, second_round
-from megatron_brorl.train.adaptive import Rounds, even_figures, raw_advantages
+from megatron_brorl.train.adaptive import Rounds, even_metrics, raw_advantages
 from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes, select
 
 P = [np.array([0.2, 0.5, 0.3]), np.array([0.35, 0.3, 0.35])]  # of three answers to each of two prompts
@@ -50,8 +50,8 @@ def gradient(prompt: int, answers: Sequence[int], factors: np.ndarray) -> np.nda
 def in_rounds(prompt: int, first: list[int], second: list[int]) -> np.ndarray:
     answers = [*first, *second]
     found = outcomes_of([REWARD[prompt][answers].tolist()])
-    earned, weights = raw_advantages(found, [0], Rounds(N, FIRST))
-    return gradient(prompt, answers, (earned * weights).double().numpy()[0])
+    advantages, weights = raw_advantages(found, [0], Rounds(N, FIRST))
+    return gradient(prompt, answers, (advantages * weights).double().numpy()[0])
 
 
 def test_expected_gradient_is_that_of_equal_groups():
@@ -90,12 +90,12 @@ def test_survivors_stand_for_those_that_are_lost():
     found = outcomes_of([[1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0]])
     state = found.state.clone()
     state[0, [1, 3, 6]] = LOST
-    earned, weights = raw_advantages(Outcomes(state, *list(vars(found).values())[1:]), [0], Rounds(8, 3))
+    advantages, weights = raw_advantages(Outcomes(state, *list(vars(found).values())[1:]), [0], Rounds(8, 3))
     assert weights[0].tolist() == pytest.approx([1.5, 0, 1.5, 0, 5 / 3, 5 / 3, 0, 5 / 3])
     scale = 7 / 8
     first, second = 2 * scale, 1.5 * scale
     expected = [first * 0.5, 0, -first * 0.5, 0, second * 2 / 3, -second / 3, 0, -second / 3]
-    assert earned[0].tolist() == pytest.approx(expected)
+    assert advantages[0].tolist() == pytest.approx(expected)
 
 
 def test_second_round_goes_where_it_helps():
@@ -163,7 +163,7 @@ def test_a_whole_step_by_hand(processes, model):
     assert (values["group_size_least"], values["group_size_most"]) == (first + counts.min(), first + counts.max())
 
 
-def test_even_figures_without_rounds():
+def test_even_metrics_without_rounds():
     found = outcomes_of([[1.0, 0.0]])
-    assert even_figures(found, select(found), None) == {}
+    assert even_metrics(select(found), None) == {}
     assert LENGTH not in found.state

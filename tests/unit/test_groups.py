@@ -11,8 +11,8 @@ from megatron_brorl.config.schema import AlgoConfig, ParallelConfig
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import grid
 from megatron_brorl.train.advantages import of_rollouts
-from megatron_brorl.train.groups import CUT, LOST, figures, gather, give_up, mini_batches, select
-from megatron_brorl.types import Rollout, Row
+from megatron_brorl.train.groups import CUT, LOST, gather, give_up, group_metrics, mini_batches, select
+from megatron_brorl.types import Rollout, ScoredRollout
 
 # Rewards by sibling; None: lost, "cut": goes on. Eight siblings each.
 TABLE = [
@@ -29,16 +29,16 @@ TABLE = [
 OPS = [backend(name, torch.device("cpu")) for name in ("fused", "reference")]
 
 
-def row(group: int, sibling: int, reward: float | str) -> Row:
+def row(group: int, sibling: int, reward: float | str) -> ScoredRollout:
     cut = reward == "cut"
     tokens = 1 + (group + sibling) % 3
     rollout = Rollout(
         sibling, torch.arange(tokens), torch.zeros(tokens), "cut" if cut else ("stop", "length")[group % 2]
     )
-    return Row(group, rollout, math.nan if cut else reward)
+    return ScoredRollout(group, rollout, math.nan if cut else reward)
 
 
-def all_rows() -> list[Row]:
+def all_rows() -> list[ScoredRollout]:
     return [row(g, i, r) for g, rewards in enumerate(TABLE) for i, r in enumerate(rewards) if r is not None]
 
 
@@ -78,7 +78,7 @@ def test_advantages_follow_the_equation(outcomes, ops):
 
 
 def test_figures_are_over_survivors_of_closed_groups(outcomes):
-    got = figures(outcomes, select(outcomes))
+    got = group_metrics(select(outcomes))
     alive = [(g, i, r) for g, rewards in enumerate(TABLE) if g != 5 for i, r in enumerate(rewards) if r is not None]
     assert len(alive) == 7 + 8 + 7 + 1 + 0 + 6
     expected = {
@@ -96,7 +96,7 @@ def test_figures_are_over_survivors_of_closed_groups(outcomes):
 
 def test_nothing_closed_has_no_means(outcomes):
     open_ones = gather([row(0, 0, "cut")], 1, 8, None)
-    got = figures(open_ones, select(open_ones))
+    got = group_metrics(select(open_ones))
     assert math.isnan(got["reward"])
     assert math.isnan(got["kept_share"])
     assert got["rollouts"] == 0

@@ -182,7 +182,7 @@ def test_a_run_ends_after_so_many_steps_in_a_row(processes, model, tmp_path, wha
         every = {(f"p/{i}", s): NAN for i in range(60) for s in range(N) if i // 3 != 2}
         trainer.rollouts.engine.engine.nonfinite = every
     else:
-        poison_gradients(trainer.worker.actor, lambda: trainer.step != 2)
+        poison_gradients(trainer.worker.actor, lambda: trainer.state.step != 2)
     with pytest.raises(UserError) as caught:
         trainer.run(None, _Silent(), lambda: False)
     said = str(caught.value)
@@ -218,10 +218,10 @@ def break_weight(trainer, value=NAN):
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_checkpoint_never_holds_what_is_not_finite(processes, model, tmp_path, value):
     trainer = trainer_of(model, processes, {"run": {"seed": 3, "dir": str(tmp_path)}, **PPO})
-    trainer.step = 1
+    trainer.state.step = 1
     trainer.save()
     files = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
-    trainer.step = 2
+    trainer.state.step = 2
     name = break_weight(trainer, value)
     with pytest.raises(UserError) as caught:
         trainer.save()
@@ -262,7 +262,7 @@ def test_weights_that_an_update_breaks_reach_no_engine(processes, model):
 
 def test_a_checkpoint_of_an_older_version_that_holds_nan_is_named(processes, model, tmp_path, monkeypatch):
     trainer = trainer_of(model, processes, {"run": {"seed": 3, "dir": str(tmp_path)}})
-    trainer.step = 1
+    trainer.state.step = 1
     name = break_weight(trainer)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "check", lambda *_: None)

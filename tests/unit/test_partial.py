@@ -83,7 +83,7 @@ def test_what_the_watchdog_cuts_goes_on(processes, model):
         asked = [(r.prompt.id, r.first, r.n, [b.index for b in r.begun]) for r in engine.calls[-1]]
         new = [(p.id, 0, N, []) for p in fakes.prompts(PROMPTS, PROMPTS * step)]
         assert asked == ([("p/1", 5, 1, [5])] if step else []) + new
-    assert not trainer.carried.groups
+    assert not trainer.state.carried.groups
 
 
 def test_a_group_that_is_carried_too_long_closes_without_the_rest(processes, model):
@@ -96,4 +96,4 @@ def test_a_group_that_is_carried_too_long_closes_without_the_rest(processes, mod
     second, _ = trainer.train_step()
     assert second["lost_share"] == 1 / (2 * N + 1)
     assert (second["carried"], second["rollouts"]) == (0, 3 * N - 1)
-    assert not trainer.carried.groups
+    assert not trainer.state.carried.groups

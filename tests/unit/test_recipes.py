@@ -12,7 +12,7 @@ import pytest
 
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
-from megatron_brorl.train.policy import scaled
+from megatron_brorl.train.actor_update import scaled
 
 if sys.version_info >= (3, 11):
     import tomllib

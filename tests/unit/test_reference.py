@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from megatron_brorl.config.schema import ReferenceConfig
-from megatron_brorl.train.reference import Reference
+from megatron_brorl.train.reference import ReferencePolicy
 
 
-def make(**settings: Any) -> tuple[Reference, torch.nn.Linear, list[str]]:
+def make(**settings: Any) -> tuple[ReferencePolicy, torch.nn.Linear, list[str]]:
     actor, calls = torch.nn.Linear(2, 1), []
     worker: Any = SimpleNamespace(actor=actor, reload=lambda: None, reset_optimizer=lambda: calls.append("optimizer"))
-    return Reference(worker, ReferenceConfig(**settings)), actor, calls
+    return ReferencePolicy(worker, ReferenceConfig(**settings)), actor, calls
 
 
 def test_every_so_many_steps():
@@ -30,7 +30,7 @@ def test_on_a_spike_of_the_kl():
 
 
 def test_on_a_stall_of_the_evaluation():
-    reference, _, _ = make(reset_patience=2)
+    reference, _, _ = make(reset_after_stalls=2)
     found = []
     for score in (0.3, 0.3, 0.4, 0.4, 0.35, 0.39, 0.41, 0.2, 0.41):
         reference.stall.record(score)

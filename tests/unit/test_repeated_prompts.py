@@ -93,7 +93,7 @@ def test_steps_with_repeated_prompts_are_trained_and_resumed(processes, model, t
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
         second.restore(checkpoint.find(tmp_path / "checkpoints"))
-    assert second.carried.groups == first.carried.groups
+    assert second.state.carried.groups == first.state.carried.groups
     second.refit()
     got += [second.train_step()[0] for _ in range(3)]
     assert list(map(repr, got)) == list(map(repr, figures))  # nan equals nan, and nothing else is let pass

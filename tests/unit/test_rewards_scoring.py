@@ -9,8 +9,8 @@ from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rewards.scoring import score_groups
-from megatron_brorl.types import FinishReason, Prompt, Rollout, RolloutGroup
+from megatron_brorl.rewards.scoring import Scores, score_rollouts
+from megatron_brorl.types import FinishReason, Prompt, Rollout
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +19,12 @@ def pool() -> Iterator[RewardPool]:
         yield pool
 
 
-def group(prompt: Prompt, finishes: list[FinishReason]) -> RolloutGroup:
-    rollouts = tuple(Rollout(i, torch.tensor([5]), torch.tensor([-1.0]), f) for i, f in enumerate(finishes))
-    return RolloutGroup(prompt, rollouts, 0)
+def responses(prompt: Prompt, finishes: list[FinishReason]) -> list[tuple[Prompt, Rollout]]:
+    return [(prompt, Rollout(i, torch.tensor([5]), torch.tensor([-1.0]), f)) for i, f in enumerate(finishes)]
+
+
+def score(asked: list[tuple[Prompt, Rollout]], texts: list[str], pool: RewardPool, config: RewardConfig) -> Scores:
+    return score_rollouts([p for p, _ in asked], [r for _, r in asked], texts, pool, config)
 
 
 def gym(answer: str) -> Prompt:
@@ -31,56 +34,53 @@ def gym(answer: str) -> Prompt:
 
 def test_strict_rewards(pool: RewardPool) -> None:
     exact = Prompt("e", "?", (1,), "yes", "exact")
-    groups = [group(exact, ["stop", "length", "stop"]), group(gym("3"), ["stop", "stop", "stop", "length"])]
-    texts = [["yes\n", "yes", "no"], ["3", "13", "x" * 5000, "3"]]
-    scored, counts, raised = score_groups(groups, texts, pool, RewardConfig())
-    assert [s.group for s in scored] == groups
-    assert [s.rewards.tolist() for s in scored] == [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
-    assert all(s.rewards.dtype == torch.float32 for s in scored)
-    assert scored[0].rewards.untyped_storage().nbytes() == 12  # its own storage, so saving one saves no other
-    assert [s.answers for s in scored] == [("yes", None, "no"), ("3", "13", None, None)]
-    assert counts == {
+    asked = responses(exact, ["stop", "length", "stop"]) + responses(gym("3"), ["stop", "stop", "stop", "length"])
+    scores = score(asked, ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"], pool, RewardConfig())
+    assert scores.rewards.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert scores.rewards.dtype == torch.float32
+    assert scores.answers == ["yes", None, "no", "3", "13", None, None]
+    assert scores.counts == {
         "ok": 4,
         "no_answer": 1,
         "length": 2,
         **dict.fromkeys(["timeout", "error", "broken", "invalid", "crash"], 0),
     }
-    assert raised == {}
+    assert scores.raised == {}
 
 
 def test_partial_credit(pool: RewardPool) -> None:
-    scored, counts, _ = score_groups(
-        [group(gym("3"), ["stop", "stop", "length"])],
-        [["3", "13", "3"]],
+    scores = score(
+        responses(gym("3"), ["stop", "stop", "length"]),
+        ["3", "13", "3"],
         pool,
         RewardConfig(strict=False, cut_off_factor=1.0),
     )
-    assert scored[0].rewards.tolist() == [1.0, 0.5, 1.0]
-    assert counts["ok"] == 3
-    assert counts["length"] == 0
+    assert scores.rewards.tolist() == [1.0, 0.5, 1.0]
+    assert scores.counts["ok"] == 3
+    assert scores.counts["length"] == 0
 
 
 def test_extraction_is_applied(pool: RewardPool) -> None:
-    scored, counts, _ = score_groups(
-        [group(gym("3"), ["stop"] * 3)],
-        [[r"\boxed{3}", r"\boxed{3} or \boxed{4}", "3"]],
+    scores = score(
+        responses(gym("3"), ["stop"] * 3),
+        [r"\boxed{3}", r"\boxed{3} or \boxed{4}", "3"],
         pool,
         RewardConfig(extract="boxed"),
     )
-    assert scored[0].rewards.tolist() == [1.0, 0.0, 0.0]
-    assert counts["no_answer"] == 2
+    assert scores.rewards.tolist() == [1.0, 0.0, 0.0]
+    assert scores.counts["no_answer"] == 2
 
 
 def test_texts_must_match_rollouts(pool: RewardPool) -> None:
     with pytest.raises(ValueError, match="shorter"):
-        score_groups([group(gym("3"), ["stop", "stop"])], [["3"]], pool, RewardConfig())
+        score(responses(gym("3"), ["stop", "stop"]), ["3"], pool, RewardConfig())
 
 
-def test_no_groups(pool: RewardPool) -> None:
-    scored, counts, raised = score_groups([], [], pool, RewardConfig())
-    assert scored == []
-    assert set(counts.values()) == {0}
-    assert raised == {}
+def test_no_rollouts(pool: RewardPool) -> None:
+    scores = score([], [], pool, RewardConfig())
+    assert scores.rewards.tolist() == []
+    assert set(scores.counts.values()) == {0}
+    assert scores.raised == {}
 
 
 def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:
@@ -88,15 +88,15 @@ def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:
     data = {"source_dataset": "prime_factorization", "entry": entry}
     primes = Prompt("p", "?", (1,), "2 \u00d7 3", "reasoning_gym", data)
     hollow = Prompt("h", "?", (1,), "3", "reasoning_gym", {**data, "source_dataset": "maze", "entry": {}})
-    scored, counts, raised = score_groups(
-        [group(primes, ["stop"] * 4), group(hollow, ["stop"] * 2)],
-        [["six", "2 \u00d7 3", "seven", "3 \u00d7 2"], ["3", "4"]],
+    scores = score(
+        responses(primes, ["stop"] * 4) + responses(hollow, ["stop"] * 2),
+        ["six", "2 \u00d7 3", "seven", "3 \u00d7 2", "3", "4"],
         pool,
         RewardConfig(),
     )
-    assert scored[0].rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
-    assert (counts["ok"], counts["error"], counts["broken"]) == (2, 2, 2)
-    assert raised == {
+    assert scores.rewards.tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+    assert (scores.counts["ok"], scores.counts["error"], scores.counts["broken"]) == (2, 2, 2)
+    assert scores.raised == {
         "verifier reasoning_gym (prime_factorization) raised on an answer, which scores 0 (figure verdict_errors)": (
             "ValueError: invalid literal for int() with base 10: 'six'"
         ),

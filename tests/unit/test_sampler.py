@@ -12,7 +12,7 @@ import torch
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
 from megatron_brorl.rollout.sampler import even_cuts, own_slots, requests
-from megatron_brorl.types import OpenGroup, Rollout, Row
+from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
 
 def best_by_search(total: int, loads: list[int]) -> list[int]:
@@ -77,7 +77,9 @@ def test_rows_travel_bit_for_bit():
     ):
         ids = torch.randint(0, 2**40, (length,), generator=g)
         reward = float("nan") if finish == "cut" else 1 / 3
-        rows.append(Row(i % 2, Rollout(i, ids, torch.randn(length, generator=g), finish, spans), reward, 2**52 - i))
+        rows.append(
+            ScoredRollout(i % 2, Rollout(i, ids, torch.randn(length, generator=g), finish, spans), reward, 2**52 - i)
+        )
     for sent in (rows, []):
         back = from_tensors(to_tensors(sent))
         for a, b in zip(sent, back, strict=True):

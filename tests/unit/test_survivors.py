@@ -53,7 +53,7 @@ def test_one_of_512_killed_and_another_stalled(processes, model, deaf, capfd):
     told = capfd.readouterr().err.splitlines()
     assert len(told) == (3 if deaf else 2)
     assert all("prompt p/0: sibling 17; prompt p/1: sibling 300" in line for line in told[:2])
-    assert trainer.stuck() == deaf
+    assert trainer.rollouts.stuck() == deaf
     # The engine's memory serves the training; one that hangs is not touched again.
     after = [] if deaf else ["sleep", "wake", "update_weights"]
     assert engine.verbs == ["wake", "update_weights", "generate", *after]

@@ -57,9 +57,9 @@ def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
         returns += goals.tolist()
     explained = 1 - statistics.pvariance(flat) / statistics.pvariance(returns) if lam else None
     if explained is not None and gamma:
-        assert credit.figures["explained_variance"] == pytest.approx(explained, rel=1e-4)
-    assert credit.figures["return_mean"] == pytest.approx(statistics.fmean(returns), abs=1e-6)
-    assert credit.figures["value_mean"] == pytest.approx(statistics.fmean(torch.cat(v).tolist()), abs=1e-6)
+        assert credit.metrics["explained_variance"] == pytest.approx(explained, rel=1e-4)
+    assert credit.metrics["return_mean"] == pytest.approx(statistics.fmean(returns), abs=1e-6)
+    assert credit.metrics["value_mean"] == pytest.approx(statistics.fmean(torch.cat(v).tolist()), abs=1e-6)
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -76,7 +76,7 @@ def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
     flat = torch.cat(free.advantages).double()
     whitened = (torch.cat(free.advantages).double() - flat.mean()) / flat.std(correction=0)
     torch.testing.assert_close(torch.cat(credit.advantages).double(), whitened, atol=1e-6, rtol=1e-6)
-    assert credit.figures["explained_variance"] == 0.0
+    assert credit.metrics["explained_variance"] == 0.0
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -104,7 +104,7 @@ def test_no_rows_and_equal_returns(replicas, ops):
     assert len(nothing.advantages) == len(nothing.returns) == 0
     equal = of_tokens(torch.ones(2), [2, 3], [torch.zeros(2), torch.zeros(3)], None, algo, ops, replicas)
     assert torch.count_nonzero(torch.cat(equal.advantages)) == 0
-    assert math.isnan(equal.figures["explained_variance"])
+    assert math.isnan(equal.metrics["explained_variance"])
 
 
 REWARDS = [[0.0, 1.0, None, 0.0], [1.0] * 4, [0.25, 0.5, 0.25, None]]

@@ -20,7 +20,7 @@ from megatron_brorl.theory.log import read_log
 N, TOKENS, POSITIONS, DEPTH, TEMPERATURE = 200, 12, 40, 3, 0.8
 CHANGES = {
     "rollout": {"n": N, "prompts": 3, "temperature": TEMPERATURE},
-    "theory": {"prompts": 2, "positions": POSITIONS, "depth": DEPTH, "measure_every": 1, "measure_samples": 16},
+    "theory": {"prompts": 2, "positions": POSITIONS, "max_position": DEPTH, "measure_every": 1, "measure_samples": 16},
 }
 
 
@@ -196,7 +196,7 @@ def test_an_engine_that_hangs_is_not_measured(processes, model):
     values, _ = trainer.train_step()
     release.set()
     assert values["updates"] == 1
-    assert trainer.stuck()
+    assert trainer.rollouts.stuck()
     assert engine.verbs.count("generate") == 1
     assert values["theory_exact/unsampled_mass"] > 0
     assert not any(key.startswith("theory_measured/") for key in values)

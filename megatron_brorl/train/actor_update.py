@@ -1,4 +1,4 @@
-"""The actor's update: mini-batches, the clipped loss, and the figures people watch."""
+"""The actor's update: mini-batches, the clipped loss, and the metrics people watch."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def update_policy(
     temperature: float,
     first_update: int,
 ) -> dict[str, float]:
-    """One optimizer step per mini-batch; returns their figures, the same on every rank.
+    """One optimizer step per mini-batch; returns their metrics, the same on every rank.
 
     mini_batches: this rank's rows of each, epoch by epoch, as many as on every rank. first_update: optimizer steps done
-    before. Figures are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where the actor
+    before. Metrics are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where the actor
     still has the weights that the engine sampled the newest tokens from. nonfinite_rows are those that had to be left
     out of an update, and of those after it, because the actor's log-probabilities of them are not finite.
     """
@@ -55,6 +55,7 @@ def update_policy(
     ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
     broken: set[int] = set()
 
+    # What tells a row that is not finite from the others.
     def score(rows: list[int]) -> list[Tensor]:
         part = experience.take(rows)
         return worker.log_probs(part.prompts, part.responses, temperature)
@@ -64,6 +65,8 @@ def update_policy(
         attempt = partial(_attempt, worker, experience, algo, temperature, rate)
         done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, worker.grid)
         broken |= set(left_out)
+
+        # Sums over mini-batches, of which the metrics are means.
         if done is None:
             continue  # every rank's share of this mini-batch was dropped
         lr, (update, found) = rate, done
@@ -74,10 +77,11 @@ def update_policy(
         skipped += not update.applied
         if i == 0:
             gap = {"mean": found["rollout_gap"] / (found["tokens"] or 1.0), "max": found["rollout_gap_max"]}
+
     tokens = sums["tokens"] or 1.0
-    figures = {"reference_kl": sums["reference_kl"] / tokens} if algo.kl_coef and algo.kl_in == "loss" else {}
+    metrics = {"reference_kl": sums["reference_kl"] / tokens} if algo.kl_coef and algo.kl_in == "loss" else {}
     return {
-        **figures,
+        **metrics,
         "loss": sums["loss"] / max(len(norms), 1),
         "grad_norm": sum(norms) / max(len(norms), 1),
         "updates": float(len(norms)),
@@ -100,7 +104,8 @@ def update_policy(
 def _attempt(
     worker: Worker, experience: Experience, algo: AlgoConfig, temperature: float, lr: float, rows: list[int]
 ) -> tuple[Update, dict[str, float]] | None:
-    """One optimizer step on these rows with its figures over all ranks; None where no replica has a token."""
+    """One optimizer step on these rows with its metrics over all ranks; None where no replica has a token."""
+    # How large the global mini-batch is, by which the loss is divided.
     part = experience.take(rows)
     lengths = [len(r) for r in part.responses]
     shares = part.weights or (1.0,) * len(lengths)
@@ -111,6 +116,7 @@ def _attempt(
     size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
     if not size["tokens"]:
         return None
+
     weights = token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
     weights = [w * share for w, share in zip(weights, shares, strict=True)]
     update, values = worker.train(part.prompts, part.responses, _loss_function(part, algo, weights), temperature, lr)
@@ -145,7 +151,7 @@ def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> 
 
 
 def _over_ranks(worker: Worker, values: list[losses.PolicyLoss]) -> dict[str, float]:
-    """Figures of all micro-batches of all ranks; only the last pipeline stage has any."""
+    """Metrics of all micro-batches of all ranks; only the last pipeline stage has any."""
     grid = worker.grid
     sums = {k: sum((v.sums[k] for v in values), 0.0) for k in losses.SUMS}
     maxima = {k: max((v.maxima[k] for v in values), default=0.0) for k in losses.MAXIMA}

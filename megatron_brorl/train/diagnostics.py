@@ -1,6 +1,6 @@
 """What a step's siblings left unsampled, what the theory makes of it, and what the update did to the same prompts.
 
-Figures are named theory_HOW/WHAT, where HOW is how they are known: exact, bound, estimate, hold_out, good_turing,
+Metrics are named theory_HOW/WHAT, where HOW is how they are known: exact, bound, estimate, hold_out, good_turing,
 predicted, measured (docs/theory.md says what each one is). All are the same on every rank, and none has a part in
 training. Beside numbers per rollout, only the first tokens of a few prompts' responses cross replicas.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_brorl.config.schema import TheoryConfig
+from megatron_brorl.config.schema import Config, TheoryConfig
 from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.parallel import device
@@ -28,11 +28,13 @@ from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.theory.agreement import PREDICTIONS, correlation
 from megatron_brorl.theory.diagnostics import TokenLevel, answer_level, good_turing, hold_out, token_level
 from megatron_brorl.theory.positions import Positions, change_of_success, draw_positions, draws_at
+from megatron_brorl.train import adaptive
+from megatron_brorl.train.collect import Collected
 from megatron_brorl.train.evaluate import sample_answers
-from megatron_brorl.train.groups import Outcomes, Selection
+from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import CORRECT, OpenGroup, Row
+from megatron_brorl.types import CORRECT
 
 _EXACT = ("unsampled_mass", "unsampled_2", "s_r", "a2", "b2", "siblings")
 _ESTIMATE = ("success", "sampled", "policy_gradient")
@@ -42,15 +44,12 @@ _NAMES = [f.name for f in fields(TokenLevel)]
 
 
 @dataclass
-class Look:
-    """The diagnostics of one step: `before`, `diagnose` and `after` in this order, all of them collectives."""
+class StepDiagnostics:
+    """The diagnostics of one step: before_update, diagnose and after_update in this order, all of them collectives."""
 
     config: TheoryConfig
     step: int
-    groups: Sequence[OpenGroup]
-    rows: Sequence[Row]  # this replica's that are trained on
-    outcomes: Outcomes
-    selection: Selection
+    collected: Collected
     n: int  # rollouts that every prompt has at least, but for lost ones
     worker: Worker
     rollouts: Rollouts
@@ -61,54 +60,58 @@ class Look:
 
     def __post_init__(self) -> None:
         """Choose the prompts that are looked at one by one: some of those that are trained on."""
-        kept = self.selection.kept
+        kept = self.collected.outcomes.kept
         draws = self._uniforms(0, len(kept)).tolist()
         self.chosen = sorted(g for _, g in sorted(zip(draws, kept, strict=True))[: self.config.prompts])
 
-    def before(self) -> None:
+    def before_update(self) -> None:
         """While the engine has the weights that sampled: pass@1 of the chosen prompts, where it is measured."""
         due = self.config.measure_every and self.step % self.config.measure_every == 0
         if due and self.chosen:
             self._rates = self._measure()
 
     def diagnose(self) -> dict[str, float]:
-        """Figures of the rollouts, before the update."""
+        """Metrics of the rollouts, before the update."""
         begun = time.monotonic()
-        figures = answer_figures(self.outcomes, self.selection.closed, self.n)
+        metrics = answer_metrics(self.collected.outcomes, self.n)
         if self.chosen:
-            levels = [answer_level(*_answers(self.outcomes, g)) for g in self.chosen]
+            levels = [answer_level(*_answers(self.collected.outcomes, g)) for g in self.chosen]
             self._predicted = {"answers": [level.change for level in levels]}
             if self.config.positions:
-                figures |= self._token_figures()
+                metrics |= self._token_metrics()
         self.seconds["diagnose"] += time.monotonic() - begun
-        return figures
+        return metrics
 
-    def after(self, lr: float) -> dict[str, float]:
+    def after_update(self, lr: float) -> dict[str, float]:
         """Predicted and measured change of pass@1, when the engine has the new weights.
 
         lr: the learning rates of the step's updates, added up; predicted is a plain gradient step of this size.
         """
-        figures = {f"theory_predicted/{k}": lr * float(np.mean(v)) for k, v in self._predicted.items()}
+        metrics = {f"theory_predicted/{k}": lr * float(np.mean(v)) for k, v in self._predicted.items()}
         rates = None if self._rates is None else self._measure()
         if rates is None or self._rates is None:
-            return figures
-        known = np.isfinite(rates - self._rates)  # a prompt whose samples were all lost counts for neither
+            return metrics
+
+        # A prompt whose samples were all lost counts for neither.
+        known = np.isfinite(rates - self._rates)
         change = (rates - self._rates)[known]
         if not len(change):
-            return figures
-        figures |= {
+            return metrics
+        metrics |= {
             "theory_measured/before": float(self._rates[known].mean()),
             "theory_measured/after": float(rates[known].mean()),
             "theory_measured/change": float(change.mean()),
             "theory_measured/samples": 2.0 * len(self.chosen) * self.config.measure_samples,
         }
+
+        # The spread over prompts, and whether the theory knew which ones change.
         if len(change) > 1:
-            figures["theory_measured/change_se"] = float(change.std(ddof=1)) / len(change) ** 0.5
+            metrics["theory_measured/change_se"] = float(change.std(ddof=1)) / len(change) ** 0.5
         for name in PREDICTIONS:
             if name in self._predicted:
                 r = correlation(np.asarray(self._predicted[name])[known], change)
-                figures[f"theory_measured/over_prompts_{name}"] = r
-        return figures
+                metrics[f"theory_measured/over_prompts_{name}"] = r
+        return metrics
 
     def _measure(self) -> npt.NDArray[np.float64] | None:
         """pass@1 of the chosen prompts [C]; nan where all samples were lost, None where an engine no longer answers.
@@ -119,19 +122,21 @@ class Look:
         if self.rollouts.stuck():
             return None
         begun = time.monotonic()
-        prompts = [self.groups[g].prompt for g in self.chosen]
+        prompts = [self.collected.groups[g].prompt for g in self.chosen]
         sampling = replace(self.sampling, budget=0, log_probs=False)
         answers = sample_answers(self.rollouts, prompts, self.config.measure_samples, sampling, f"theory {self.step}")
         rates = {a.place: a.right / a.samples for a in answers}
         self.seconds["measure"] += time.monotonic() - begun
         return np.array([rates.get(place, np.nan) for place in range(len(prompts))])
 
-    def _token_figures(self) -> dict[str, float]:
+    def _token_metrics(self) -> dict[str, float]:
         """Means over the chosen groups' shared tokens; also predicts for each of these groups."""
         tokens = self._first_tokens()
         draws = self._uniforms(1, len(tokens) * self.config.positions).view(len(tokens), -1)
         drawn = [draw_positions(t, u) for t, u in zip(tokens, draws, strict=True)]
         found = self._at_positions(tokens, drawn)
+
+        # What the theorem and a plain gradient step predict for each prompt.
         survivors = [int((t[:, 0] >= 0).sum()) for t in tokens]
         for name, change in {
             "theorem": lambda f: f.sampled + (f.unsampled_low + f.unsampled_high) / 2,
@@ -141,23 +146,25 @@ class Look:
         }.items():
             parts = zip(drawn, found, survivors, strict=True)
             self._predicted[name] = [change_of_success(p, change(f), f, n) for p, f, n in parts]
-        tokens_of = [float(self.outcomes.tokens[g][self.outcomes.ended[g]].sum()) for g in self.chosen]
+
+        outcomes = self.collected.outcomes
+        tokens_of = [float(outcomes.tokens[g][outcomes.ended[g]].sum()) for g in self.chosen]
         shared = sum(p.shared for p in drawn)
-        figures = {"theory_exact/shared_tokens": shared / (sum(tokens_of) or 1.0)}
+        metrics = {"theory_exact/shared_tokens": shared / (sum(tokens_of) or 1.0)}
         for name in _NAMES if shared else ():
             sums = [p.shared * float(getattr(f, name).mean()) for p, f in zip(drawn, found, strict=True) if p.shared]
-            figures[f"theory_{_LABELS[name]}/{name}"] = sum(sums) / shared
-        return figures
+            metrics[f"theory_{_LABELS[name]}/{name}"] = sum(sums) / shared
+        return metrics
 
     def _first_tokens(self) -> list[Tensor]:
         """The first `depth` tokens of every response of each chosen group [N, depth], -1 where there is none."""
         place = {g: i for i, g in enumerate(self.chosen)}
         depth = self.config.max_position
-        table = torch.zeros(len(self.chosen), self.outcomes.state.shape[1], depth, dtype=torch.int64)
-        mine = [row for row in self.rows if row.group in place]
+        table = torch.zeros(len(self.chosen), self.collected.outcomes.state.shape[1], depth, dtype=torch.int64)
+        mine = [r for r in self.collected.rollouts if r.group in place]
         if mine:
-            ids = pad_sequence([row.rollout.token_ids[:depth] for row in mine], batch_first=True, padding_value=-1)
-            at = [place[row.group] for row in mine], [row.rollout.index for row in mine]
+            ids = pad_sequence([r.rollout.token_ids[:depth] for r in mine], batch_first=True, padding_value=-1)
+            at = [place[r.group] for r in mine], [r.rollout.index for r in mine]
             table[at[0], at[1], : ids.shape[1]] = ids + 1
         table = table.to(device.default_device())
         # A rollout is on one replica, so that its tokens are only added to zeros.
@@ -166,14 +173,17 @@ class Look:
 
     def _at_positions(self, tokens: Sequence[Tensor], drawn: Sequence[Positions]) -> list[TokenLevel]:
         """theory.diagnostics.token_level at the positions of each chosen group, on every rank."""
+        # A position is the prompt and the tokens up to it, as a row of its own.
         prompts: list[Tensor] = []
         responses: list[Tensor] = []
         parts = []
         for g, t, p in zip(self.chosen, tokens, drawn, strict=True):
-            position, token, right = draws_at(p, t, self.outcomes.rewards[g] >= CORRECT)
+            position, token, right = draws_at(p, t, self.collected.outcomes.rewards[g] >= CORRECT)
             parts.append((len(prompts) + position, token, right))
-            prompts += [torch.tensor(self.groups[g].prompt.token_ids)] * len(p.depth)
+            prompts += [torch.tensor(self.collected.groups[g].prompt.token_ids)] * len(p.depth)
             responses += [t[i, : d + 1] for i, d in zip(p.sibling.tolist(), p.depth.tolist(), strict=True)]
+
+        # The last pipeline stage has the logits, and tells the others.
         table = torch.zeros(len(_NAMES), len(prompts), dtype=torch.float64)
         if prompts:
             logits = self.worker.last_logits(prompts, responses)
@@ -192,27 +202,43 @@ class Look:
         return uniforms(torch.full((count,), key), torch.arange(count), torch.full((count,), purpose))
 
 
-def answer_figures(outcomes: Outcomes, closed: Sequence[int], n: int) -> dict[str, float]:
+def diagnostics_where_due(
+    config: Config, step: int, collected: Collected, worker: Worker, rollouts: Rollouts, sampling: Sampling
+) -> StepDiagnostics | None:
+    """The diagnostics of this step, where theory.every has it."""
+    t = config.theory
+    if not t.every or step % t.every:
+        return None
+    rounds = adaptive.rounds_of(config.rollout)
+    n = rounds.least if rounds else config.rollout.n
+    return StepDiagnostics(t, step, collected, n, worker, rollouts, sampling)
+
+
+def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
     """Good-Turing, hold-out and the theorem's terms on final answers, as means over closed groups.
 
     Groups with at most half of n siblings left are not counted: they cannot hold out as many as the others.
     """
-    groups = [pair for g in closed if len((pair := _answers(outcomes, g))[0]) > max(n // 2, 2)]
+    groups = [pair for g in outcomes.closed if len((pair := _answers(outcomes, g))[0]) > max(n // 2, 2)]
     if not groups:
         return {}
     unseen, levels = [good_turing(*pair) for pair in groups], [answer_level(*pair) for pair in groups]
+
+    # Means over groups.
     names = [f.name for f in fields(unseen[0])]
-    figures = {f"theory_good_turing/{k}": float(np.mean([getattr(u, k) for u in unseen])) for k in names}
+    metrics = {f"theory_good_turing/{k}": float(np.mean([getattr(u, k) for u in unseen])) for k in names}
     for name in ("s_r", "a2", "b2", "sampled", "unsampled"):
-        figures[f"theory_hold_out/{name}"] = float(np.mean([getattr(level, name) for level in levels]))
+        metrics[f"theory_hold_out/{name}"] = float(np.mean([getattr(level, name) for level in levels]))
+
+    # The hold-out curve at powers of two.
     held = [2**k for k in range(1, n.bit_length()) if 2**k <= n // 2]
     if held:
         curve = hold_out(groups, held)
         for name in ("unsampled_mass", "u_pos2", "u_neg2"):
             values, errors = getattr(curve, name).tolist(), getattr(curve, f"{name}_se").tolist()
             for h, value, error in zip(held, values, errors, strict=True):
-                figures |= {f"theory_hold_out/{name}_{h}": value, f"theory_hold_out/{name}_{h}_se": error}
-    return figures
+                metrics |= {f"theory_hold_out/{name}_{h}": value, f"theory_hold_out/{name}_{h}_se": error}
+    return metrics
 
 
 def _answers(outcomes: Outcomes, group: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:

@@ -1,4 +1,4 @@
-"""The critic's update: the same mini-batches as the actor's, the clipped value loss, and its figures."""
+"""The critic's update: the same mini-batches as the actor's, the clipped value loss, and its metrics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_brorl.config.schema import CriticConfig, OptimConfig
 from megatron_brorl.ops.backend import Backend
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.train.actor_update import learning_rate
 from megatron_brorl.train.finite import train_on_finite
-from megatron_brorl.train.policy import learning_rate
 from megatron_brorl.train.worker import CriticWorker, LossFunction, Update
 from megatron_brorl.types import Experience
 
@@ -35,7 +35,7 @@ def update_critic(
     optim: OptimConfig,
     first_update: int,
 ) -> dict[str, float]:
-    """One optimizer step per mini-batch; returns their figures, the same on every rank.
+    """One optimizer step per mini-batch; returns their metrics, the same on every rank.
 
     mini_batches: this rank's rows of each, as many as on every rank. clip: config key critic.clip. first_update: the
     critic's steps done before. value_loss is the mean over steps of the token mean, value_clipped the share of tokens
@@ -54,12 +54,15 @@ def update_critic(
         attempt = partial(_attempt, critic, experience, clip, rate)
         done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, critic.grid)
         broken |= set(left_out)
+
+        # Sums over mini-batches, of which the metrics are means.
         if done is None:
             continue  # every rank's share of this mini-batch was dropped
         lr, (update, found) = rate, done
         totals = {key: totals[key] + found[key] for key in totals}
         norms.append(update.grad_norm)
         skipped += not update.applied
+
     steps = max(len(norms), 1)
     return {
         "value_loss": totals["loss"] / steps,

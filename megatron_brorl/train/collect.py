@@ -1,0 +1,166 @@
+"""The first half of a step: prompts -> N rollouts each -> verdicts -> groups with a signal.
+
+Rollouts may be lost, and may take several steps: a group is trained on with its survivors when none of it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from megatron_brorl.config.schema import Config
+from megatron_brorl.data.source import PromptSource
+from megatron_brorl.parallel import collectives
+from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.rows import in_order
+from megatron_brorl.rollout.sampler import Slot, open_groups, own_slots, share_with_model_group
+from megatron_brorl.train import adaptive
+from megatron_brorl.train.carried import Carried, carry, staleness
+from megatron_brorl.train.groups import CUT, Outcomes, gather, give_up, group_metrics, select
+from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
+from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a step trains on, and what its sampling came to."""
+
+    groups: list[OpenGroup]
+    rollouts: list[ScoredRollout]  # this replica's, of the groups to train on
+    outcomes: Outcomes  # of all groups, with those to train on chosen
+    carried: Carried  # what goes on in the next step
+    taken: int  # times that rollout.prompts were taken from the source so far
+    metrics: dict[str, float]  # the same on every rank
+    seconds: dict[str, float]  # of this rank, by phase
+
+
+@dataclass(frozen=True)
+class SampledRounds:
+    """One round of sampling and scoring, or several added up."""
+
+    rollouts: list[ScoredRollout]  # this replica's
+    counts: dict[str, float]  # of all ranks, see rollouts.Sampled.counts
+    seconds: dict[str, float]  # of this rank: "generate", "score"
+
+    def __add__(self, other: SampledRounds) -> SampledRounds:
+        return SampledRounds(
+            [*self.rollouts, *other.rollouts],
+            _added(self.counts, other.counts),
+            _added(self.seconds, other.seconds),
+        )
+
+
+@dataclass(frozen=True)
+class Collector:
+    """What one step collects its groups with. The state of the run is given to `collect`, and comes back from it."""
+
+    config: Config
+    grid: Grid
+    rollouts: Rollouts
+    source: PromptSource
+    sampling: Sampling
+
+    def collect(self, carried: Carried, step: int, taken: int, version: int) -> Collected:
+        """Sample, score and select; again while too few groups are kept and rollout.refills allows it. A collective.
+
+        carried: what goes on from the step before. taken: times that prompts were taken from the source so far.
+        version: of the actor's weights. Raises UserError where too many rollouts were lost, or have no verdict.
+        """
+        c, target = self.config, self.config.rollout.prompts
+        groups = list(carried.groups)
+        sampled = SampledRounds(carried.finished(), {}, {})
+        for _ in range(1 + c.rollout.refills):
+            # Prompts -> rollouts -> verdicts.
+            prompts = self.source.take(taken, target)
+            groups += open_groups(prompts, taken)
+            taken += 1
+            sampled += self._sample(carried, groups, len(prompts), sampled.rollouts)
+
+            # Verdicts -> groups; a group that has been open for too long closes without what is still unfinished.
+            too_old = [i for i, g in enumerate(groups) if step - int(g.step) >= c.rollout.max_carried_steps]
+            outcomes, given_up = give_up(self._outcomes(sampled.rollouts, groups), too_old)
+            lost, counts = sampled.counts["lost"] + given_up, sampled.counts
+            check_lost(f"step {step}", lost, counts["asked"], c.rollout.max_lost_share)
+            check_scored(f"step {step}", counts["unscored"], counts["scored"])
+            outcomes = select(outcomes, c.algo.dynamic_sampling)
+            if len(outcomes.kept) >= target:
+                break
+
+        # With refills, what is kept beyond the target waits for the next step.
+        waiting = outcomes.kept[target:] if c.rollout.refills else []
+        outcomes = outcomes.without(waiting)
+        rollouts = in_order(sampled.rollouts)
+        trained = _to_train_on(rollouts, outcomes, c.algo.overlong_filter)
+
+        metrics = self._metrics(outcomes, counts, lost)
+        if c.rollout.refills:
+            metrics |= {"prompts_sampled": counts["asked"] / c.rollout.n, "carried_groups": float(len(waiting))}
+        if c.rollout.partial_tokens or c.rollout.refills:
+            metrics |= staleness(trained, version, self.grid)
+        going_on = carry(groups, rollouts, outcomes.closed)
+        return Collected(groups, trained, outcomes, going_on, taken, metrics, sampled.seconds)
+
+    def _sample(
+        self, carried: Carried, groups: Sequence[OpenGroup], new: int, known: Sequence[ScoredRollout]
+    ) -> SampledRounds:
+        """The carried rollouts that go on, and those of the `new` last groups, in one round or two.
+
+        known: this replica's rollouts that need no sampling.
+        """
+        c = self.config.rollout
+        loads = carried.loads(self.grid) if c.partial_tokens else [0] * self.grid.data
+        rounds = adaptive.rounds_of(c)
+
+        n = rounds.first if rounds else c.n
+        slots = list(product(range(len(groups) - new, len(groups)), range(n)))
+        first = self._round(slots, groups, carried.begun(), loads)
+        if not rounds or self.rollouts.stuck():
+            return first
+
+        # What the first round brought decides how many rollouts each prompt gets in the second.
+        outcomes = self._outcomes([*known, *first.rollouts], groups)
+        rest = adaptive.allocate_rest(outcomes, rounds, c)
+        return first + self._round(rest, groups, {}, [0] * self.grid.data)
+
+    def _round(
+        self, slots: list[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], loads: list[int]
+    ) -> SampledRounds:
+        """One call of the engine of every rank; begun and loads as in sampler.own_slots."""
+        own = own_slots(list(begun), slots, loads, self.grid)
+        sampled = self.rollouts.sample(own, groups, self.sampling, begun)
+        rollouts = share_with_model_group(sampled.rollouts, self.grid)
+        return SampledRounds(rollouts, collectives.all_reduce_sum(sampled.counts()), sampled.seconds)
+
+    def _outcomes(self, rollouts: Sequence[ScoredRollout], groups: Sequence[OpenGroup]) -> Outcomes:
+        """What became of the rollouts so far; a collective."""
+        c, n = self.config, self.config.rollout.n
+        if c.rollout.adaptive != "off":  # as many columns as the largest group has siblings
+            siblings = max((r.rollout.index + 1.0 for r in rollouts), default=1.0)
+            n = int(collectives.all_reduce_max({"n": siblings})["n"])
+        return gather(rollouts, len(groups), n, self.grid.groups.dp, c.shaping.repetition_ngram)
+
+    def _metrics(self, outcomes: Outcomes, counts: Mapping[str, float], lost: float) -> dict[str, float]:
+        c = self.config.rollout
+        metrics = {
+            **group_metrics(outcomes),
+            **adaptive.even_metrics(outcomes, adaptive.rounds_of(c)),
+            "unscored_share": counts["unscored"] / (counts["scored"] or 1.0),
+            "verdict_errors": counts["errors"],
+            "lost_share": lost / counts["asked"],
+            "late": counts["late"],
+        }
+        if c.partial_tokens:
+            metrics["carried"] = float((outcomes.state == CUT).sum())
+        return metrics
+
+
+def _to_train_on(rollouts: Sequence[ScoredRollout], outcomes: Outcomes, overlong_filter: bool) -> list[ScoredRollout]:
+    """Those of kept groups that have ended, without the cut-off ones where they get no loss."""
+    kept, without = set(outcomes.kept), ("cut", "length") if overlong_filter else ("cut",)
+    return [r for r in rollouts if r.group in kept and r.rollout.finish not in without]
+
+
+def _added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in {**a, **b}}

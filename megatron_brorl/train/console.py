@@ -1,0 +1,55 @@
+"""What a run tells on the console."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_brorl.algo.estimators import widest
+from megatron_brorl.train.evaluate import Evaluation
+
+
+def evaluation_line(evaluation: dict[str, Any]) -> str:
+    """pass@1 with its interval, and pass@k of the largest k."""
+    p, more = evaluation["pass_at_1"], widest(evaluation["pass_at_k"])
+    text = f"pass@1 {100 * p['mean']:.1f}% (95% interval {100 * p['low']:.1f} to {100 * p['high']:.1f})"
+    return f"{text}, pass@{more[0]} {100 * more[1]:.1f}%" if more else text
+
+
+def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """What metrics.jsonl has of an evaluation."""
+    p = evaluation.pass_at_1
+    passes = {f"pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
+    return passes | {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high}
+
+
+def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
+    """The metrics of a step that are worth watching, by label; what should not happen is shown where it did."""
+    shown = {
+        "reward": f"{metrics['reward']:.3f}",
+        "kept": f"{100 * metrics['kept_share']:.0f}%",
+        "tokens": f"{metrics['response_tokens']:.1f}",
+        "gap": f"{metrics['logprob_gap_max']:.1e}",
+        "step": f"{seconds['step']:.1f}s",
+    }
+
+    # What went wrong.
+    if metrics["updates_skipped"]:
+        shown["updates skipped (gradient not finite)"] = f"{metrics['updates_skipped']:.0f}"
+    if metrics["verdict_errors"]:
+        shown["verifier raised"] = f"{metrics['verdict_errors']:.0f}x"
+    if metrics["nonfinite_rows"]:
+        shown["rows left out (not finite)"] = f"{metrics['nonfinite_rows']:.0f}"
+    if metrics["lost_share"]:
+        shown["lost"] = f"{100 * metrics['lost_share']:.2g}%"
+
+    # What only some recipes and some steps have.
+    if "explained_variance" in metrics:
+        shown["explained"] = f"{100 * metrics['explained_variance']:.0f}%"
+    if "carried" in metrics:
+        shown["carried"] = f"{metrics['carried']:.0f}"
+    if "pass_at_1" in metrics:
+        shown["pass@1"] = f"{100 * metrics['pass_at_1']:.1f}%"
+        passes = {k: v for key, v in metrics.items() if (k := key.removeprefix("pass_at_")).isdigit()}
+        if more := widest(passes):
+            shown[f"pass@{more[0]}"] = f"{100 * more[1]:.1f}%"
+    return shown

@@ -1,0 +1,90 @@
+"""The state of a run beside weights and optimizers, and the checkpoints that hold all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.config.schema import Config, TrainConfig
+from megatron_brorl.data.source import PromptSource
+from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.train.carried import Carried, read, write
+from megatron_brorl.train.stall import Stall
+from megatron_brorl.train.training_models import TrainingModels
+
+
+@dataclass
+class RunState:
+    """How far a run is; a step changes it, a checkpoint holds it."""
+
+    stall: Stall = field(default_factory=Stall)  # of held-out pass@1
+    step: int = 0  # steps done
+    taken: int = 0  # times that rollout.prompts were taken from the source: once per step, and once per refill
+    updates: int = 0  # optimizer steps done; the version of the actor's weights
+    critic_updates: int = 0  # optimizer steps done of the critic
+    carried: Carried = field(default_factory=Carried)  # rollouts that go on in the next step
+    before: dict[str, Any] | None = None  # the evaluation before step 0
+    trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
+    spent: float = 0.0  # seconds of the processes that this one goes on from
+
+    def over(self, config: TrainConfig) -> bool:
+        """Whether train.max_seconds or train.patience ends the run; all ranks get the same answer."""
+        out_of_time = bool(config.max_seconds) and self.trained_s >= config.max_seconds
+        return out_of_time or (bool(config.patience) and self.stall.count >= config.patience)
+
+
+def save(
+    state: RunState, models: TrainingModels, config: Config, grid: Grid, fingerprint: dict[str, Any], seconds: float
+) -> None:
+    """Write a checkpoint of the run; a collective.
+
+    fingerprint: what must not change when the run is resumed. seconds: of the job so far.
+    """
+    run = {
+        "updates": state.updates,
+        "critic_updates": state.critic_updates,
+        "taken": state.taken,
+        "trained_s": state.trained_s,
+        "stalls": [[stall.best, stall.count] for stall in _stalls(state, models)],
+        "before": state.before,
+        "fingerprint": fingerprint,
+        "spent": seconds,
+    }
+
+    def write_carried(directory: Path) -> None:
+        write(state.carried, directory, grid)
+
+    root, keep = Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints
+    checkpoint.save(root, state.step, models.checkpoint_parts(), run, keep, write_carried)
+
+
+def restore(
+    directory: Path, state: RunState, models: TrainingModels, source: PromptSource, config: Config, grid: Grid
+) -> RunState:
+    """The state that a checkpoint holds; models get its weights and optimizers. A collective.
+
+    The caller has checked the fingerprint. state: of a run that has not begun, for the settings of its stall.
+    """
+    run = checkpoint.read_run(directory)
+    checkpoint.load(directory, models.checkpoint_parts())
+    restored = RunState(
+        stall=replace(state.stall),
+        step=run[checkpoint.STEP],
+        taken=run["taken"],
+        updates=run["updates"],
+        critic_updates=run["critic_updates"],
+        carried=read(directory, source, config.rollout.prompts, grid),
+        before=run["before"],
+        trained_s=run["trained_s"],
+        spent=run["spent"],
+    )
+    for stall, (best, count) in zip(_stalls(restored, models), run["stalls"], strict=True):
+        stall.best, stall.count = best, count
+    return restored
+
+
+def _stalls(state: RunState, models: TrainingModels) -> list[Stall]:
+    """In the order of a checkpoint."""
+    return [state.stall, *([models.reference.stall] if models.reference else [])]

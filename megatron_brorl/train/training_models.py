@@ -1,0 +1,33 @@
+"""The models that a step trains and asks about its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_brorl.checkpoints.training import Part
+from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.worker import CriticWorker, Stage, Worker
+
+
+@dataclass(frozen=True)
+class TrainingModels:
+    """This rank's part of each."""
+
+    actor: Worker
+    critic: CriticWorker | None = None  # of algo.advantage = "gae"
+    reference: ReferencePolicy | None = None  # of algo.kl_coef
+
+    def stages(self) -> list[Stage]:
+        """The models that have an optimizer."""
+        return [self.actor, *([self.critic] if self.critic else [])]
+
+    def checkpoint_parts(self) -> list[Part]:
+        """What a checkpoint holds of them, in device memory."""
+        for stage in self.stages():
+            stage.reload()
+        parts = [Part("", self.actor.actor, self.actor.optimizer)]
+        if self.critic:
+            parts.append(Part("critic", self.critic.critic, self.critic.optimizer))
+        if self.reference:
+            parts.append(Part("reference", self.actor.actor, weights=self.reference.weights))
+        return parts
