@@ -89,6 +89,7 @@ def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pi
     from megatron_brorl.config.schema import ParallelConfig
     from megatron_brorl.model_shape import read_shape
     from megatron_brorl.models.hf_names import hf_shapes
+    from megatron_brorl.ops.backend import backend
     from megatron_brorl.ops.reference.sampling import sample_tokens
     from megatron_brorl.parallel import device, grid
     from megatron_brorl.rollout.native.engine import TorchEngine
@@ -97,7 +98,7 @@ def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pi
 
     shape = read_shape(directory)
     processes = grid.build(ParallelConfig(tensor=tensor, pipeline=pipeline))
-    worker = Worker(shape, processes, StageOptions(1024))
+    worker = Worker(shape, processes, StageOptions(1024, backend("fused", device.default_device())))
     worker.load_hf(directory)
     engine = TorchEngine(shape, hf_shapes(shape), device.default_device(), torch.float32, 64, sample_tokens)
     rows = []

@@ -21,7 +21,8 @@ from bench_common import options, write_model, write_rows
 
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ParallelConfig
 from megatron_brorl.model_shape import read_shape
-from megatron_brorl.parallel import grid
+from megatron_brorl.ops.backend import backend
+from megatron_brorl.parallel import device, grid
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.policy import update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
@@ -32,7 +33,8 @@ RESPONSE = 64
 
 def measure(directory: str, processes: Grid, prompt: int, n: int, share: bool, repeat: int) -> dict[str, Any]:
     optim = OptimConfig()
-    worker = Worker(read_shape(directory), processes, StageOptions(16384, share_prompt=share), optim)
+    options = StageOptions(16384, backend("fused", device.default_device()), share_prompt=share)
+    worker = Worker(read_shape(directory), processes, options, optim)
     worker.load_hf(directory)
     vocab = worker.shape.vocab
     g = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_brorl.model_shape import WEIGHTS, read_shape
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops.fused.decode import Fused
+from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.fused.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
@@ -47,7 +47,9 @@ def main() -> None:
     job = read_job()
     torch.set_num_threads(job["threads"])
     shape, dtype, sampler = read_shape(job["model"]), DTYPES[job["dtype"]], Sampler()
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), dtype, len(job["lengths"]), sampler, Fused())
+    engine = TorchEngine(
+        shape, hf_shapes(shape), torch.device("cpu"), dtype, len(job["lengths"]), sampler, FusedDecode()
+    )
     weights = {name: tensor.to(dtype) for name, tensor in load_file(f"{job['model']}/{WEIGHTS}").items()}
     engine.update_weights(weights.items(), 0)
 

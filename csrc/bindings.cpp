@@ -1,4 +1,4 @@
-// The module megatron_brorl._C: loading it registers the ops below. megatron_brorl/ops/fused/softmax.py and fused*.py add what
+// The module megatron_brorl._C: loading it registers the ops below. The files of megatron_brorl/ops/fused add what
 // PyTorch takes from Python: fake implementations and autograd formulas.
 #include <array>
 
@@ -26,8 +26,8 @@ TORCH_LIBRARY(brorl, library) {
       "Tensor? entropy_gradient, int start, float temperature, bool narrow) -> ()");
   library.def(
       "ppo_tokens(Tensor log_probs, Tensor entropy, Tensor? old, Tensor rollout, Tensor? reference, Tensor advantages, "
-      "Tensor weights, float eps_low, float eps_high, float dual_clip, float is_cap, float kl_coef, "
-      "str kl_estimator, float entropy_coef) -> (Tensor log_prob_gradient, Tensor entropy_gradient, Tensor columns)");
+      "Tensor weights, str policy_loss, float[] constants, float is_cap, float kl_coef, str kl_estimator, "
+      "float entropy_coef) -> (Tensor log_prob_gradient, Tensor entropy_gradient, Tensor columns)");
   library.def(
       "sample_tokens(Tensor logits, Tensor keys, Tensor index, Tensor position, float temperature, float top_p, "
       "int top_k) -> (Tensor ids, Tensor log_probs)");

@@ -1,25 +1,28 @@
-"""The shape of a model, read from a Hugging Face config.json (dense Llama, Qwen2 and Qwen3)."""
+"""The shape of a model, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.families import dense, gemma3, llama, qwen2, qwen3
+from megatron_brorl.families.family import ConfigJson, Dimension, ModelFamily
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
-FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+FAMILIES = {f.architecture: f for f in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, gemma3.FAMILY)}
+_BY_NAME = {f.name: f for f in FAMILIES.values()}
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """What both the Megatron actor and the rollout engine need to know of an architecture."""
 
-    family: str  # "llama", "qwen2" or "qwen3"
+    family: str  # name of its ModelFamily
     layers: int
     hidden: int
     heads: int
@@ -30,11 +33,64 @@ class ModelShape:
     context: int  # max_position_embeddings
     norm_eps: float
     tied: bool  # the LM head is the embedding
-    qkv_bias: bool
-    qk_norm: bool
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None  # the rope_scaling object, with "rope_type"
     init_std: float
+    # What few families have. None is part of a run's fingerprint, and of that of runs from before there was a field.
+    activation: str | None = None  # of the MLP's gate: "gelu_tanh"; None: silu
+    embedding_scale: float | None = None  # None: 1
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    local_layers: tuple[int, ...] | None = None  # that have a rotation of their own
+    local_rope_theta: float | None = None  # theirs, without scaling
+
+    @property
+    def facts(self) -> ModelFamily:
+        """What its family says of it."""
+        return _BY_NAME[self.family]
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have a bias."""
+        return self.facts.find(dense.QKV_BIAS) is not None
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether query and key heads are normed."""
+        return self.facts.find(dense.Q_NORM) is not None
+
+    @property
+    def zero_centred_norms(self) -> bool:
+        """Whether norms scale by 1 + weight: so do those that begin with a weight of zeros."""
+        return self.facts.final_norm.init == "zeros"
+
+    @property
+    def post_norms(self) -> bool:
+        """Whether what attention and MLP give is normed, before it is added to the residual stream."""
+        return self.facts.find(gemma3.POST_ATTENTION_NORM) is not None
+
+    @property
+    def llama_layers(self) -> bool:
+        """Whether a layer computes what Llama's does, up to biases and head norms: what fused layers are made for."""
+        others = self.activation, self.embedding_scale, self.attention_scale, self.local_layers
+        return others == (None,) * 4 and not self.zero_centred_norms and not self.post_norms
+
+    @property
+    def of_local_layers(self) -> ModelShape:
+        """The same with the rotation of the local layers."""
+        assert self.local_rope_theta is not None
+        return replace(self, rope_theta=self.local_rope_theta, rope_scaling=None)
+
+    @property
+    def dimensions(self) -> Mapping[Dimension, int]:
+        """The sizes that the shapes of the family's parameters are made of."""
+        return {
+            "vocab": self.vocab,
+            "hidden": self.hidden,
+            "q": self.heads * self.head_dim,
+            "kv": self.kv_heads * self.head_dim,
+            "head": self.head_dim,
+            "ffn": self.ffn,
+        }
 
 
 def read_shape(directory: str | Path) -> ModelShape:
@@ -58,54 +114,35 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
     architecture = (raw.get("architectures") or [None])[0]
     if architecture not in FAMILIES:
         raise UserError(f"{where}: architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")
-    family = FAMILIES[architecture]
+    family, config = FAMILIES[architecture], ConfigJson(raw, where)
+    for requirement in family.requires:
+        config.require(requirement)
 
-    def get(key: str, kind: type, default: Any = None) -> Any:
-        value = raw.get(key)
-        value = default if value is None else value
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise UserError(f"{where}: {key} = {value!r}: must be of type {kind.__name__}")
-        return value
-
-    def refuse(bad: Any, key: str, why: str) -> None:
-        if bad:
-            raise UserError(f"{where}: {key} = {raw.get(key)!r} is not supported: {why}")
-
-    refuse(raw.get("hidden_act", "silu") != "silu", "hidden_act", "only silu")
-    refuse(raw.get("use_sliding_window", False), "use_sliding_window", "only full attention")
-    refuse(raw.get("mlp_bias", False), "mlp_bias", "no dense family here has one")
-    refuse(raw.get("quantization_config"), "quantization_config", "train from an unquantised checkpoint")
-    refuse(family != "qwen2" and raw.get("attention_bias", False), "attention_bias", "an output bias is not mapped")
-    refuse(raw.get("partial_rotary_factor", 1.0) != 1.0, "partial_rotary_factor", "RoPE covers the whole head")
-
-    hidden, heads = get("hidden_size", int), get("num_attention_heads", int)
     # Transformers 5 writes one rope_parameters object; earlier versions rope_theta beside rope_scaling.
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(rope.pop("rope_theta", raw.get("rope_theta") or 10000.0))
     rope_type = rope.pop("type", None)
     rope.setdefault("rope_type", rope_type or "default")
+
+    hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     shape = ModelShape(
-        family=family,
-        layers=get("num_hidden_layers", int),
+        family=family.name,
+        layers=config.get("num_hidden_layers", int),
         hidden=hidden,
         heads=heads,
-        kv_heads=get("num_key_value_heads", int, heads),
-        head_dim=get("head_dim", int, 128 if family == "qwen3" else hidden // heads),
-        ffn=get("intermediate_size", int),
-        vocab=get("vocab_size", int),
-        context=get("max_position_embeddings", int),
-        norm_eps=get("rms_norm_eps", float, 1e-6),
-        tied=get("tie_word_embeddings", bool, False),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        kv_heads=config.get("num_key_value_heads", int, heads),
+        head_dim=config.get("head_dim", int, hidden // heads),
+        ffn=config.get("intermediate_size", int),
+        vocab=config.get("vocab_size", int),
+        context=config.get("max_position_embeddings", int),
+        norm_eps=config.get("rms_norm_eps", float, 1e-6),
+        tied=config.get("tie_word_embeddings", bool, False),
         rope_theta=theta,
         rope_scaling=None if rope["rope_type"] == "default" else rope,
-        init_std=get("initializer_range", float, 0.02),
+        init_std=config.get("initializer_range", float, 0.02),
     )
     if shape.heads % shape.kv_heads:
         raise UserError(
             f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {shape.kv_heads}"
         )
-    return shape
+    return replace(shape, **family.overrides(config))

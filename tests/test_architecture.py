@@ -10,7 +10,7 @@ ROOT = PACKAGE.parent
 
 # A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
 FLOORS = [
-    {"errors", "types", "config", "outputs", "metrics", "progress", "model_shape", "ranks"},
+    {"errors", "types", "config", "outputs", "metrics", "progress", "model_shape", "families", "ranks"},
     {"algo", "rewards"},
     {"ops", "theory"},  # the fused ops take up formulas of algo, the theory its intervals
     {"parallel"},
@@ -94,6 +94,15 @@ def test_heavy_packages_stay_in_their_rooms():
         for package, may in allowed.items():
             if any(t == package or t.startswith(f"{package}.") for t in targets):
                 assert may(module), f"{module} imports {package}"
+
+
+def test_ops_are_chosen_in_one_place():
+    """ops.backend chooses; layers of csrc are built where the backend says so, and `brorl doctor` looks for csrc."""
+    fused = "megatron_brorl.ops.fused"
+    for module, targets in GRAPH.items():
+        if any(t.startswith(fused) for t in targets) and not module.startswith(fused):
+            may = module in ("megatron_brorl.ops.backend", "megatron_brorl.cli.doctor")
+            assert may or module.startswith("megatron_brorl.models.layers."), f"{module} imports {fused}"
 
 
 def test_package_inits_are_empty():

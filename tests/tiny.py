@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+
+@dataclass(frozen=True)
+class Family:
+    """A family as transformers has it, and what of its config.json this project refuses."""
+
+    config: Any
+    model: Any
+    overrides: dict[str, Any] = field(default_factory=dict)  # beside or instead of the sizes that all have
+    refused: tuple[tuple[dict[str, Any], str], ...] = ()  # changes to config.json, and what the message says
+
+
+ATTENTION_BIAS = ({"attention_bias": True}, "attention_bias = True is not supported")
 FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": Family(LlamaConfig, LlamaForCausalLM, refused=(ATTENTION_BIAS, ({"mlp_bias": True}, "mlp_bias = True"))),
+    "qwen2": Family(Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": Family(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}, refused=(ATTENTION_BIAS,)),
+    "gemma3": Family(
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "max_position_embeddings": 512,
+            "sliding_window": 256,  # which the context ends with
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+        refused=(
+            ATTENTION_BIAS,
+            ({"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported"),
+            ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+            ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+            ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+            ({"layer_types": ["full_attention"]}, "must name sliding_attention or full_attention for each layer"),
+            ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type = 'yarn' of full_attention"),
+        ),
+    ),
 }
 CASES = [(family, tied) for family in FAMILIES for tied in (False, True)]
 VOCAB = 103  # not a multiple of any tensor-parallel size
@@ -20,8 +66,8 @@ VOCAB = 103  # not a multiple of any tensor-parallel size
 
 def make_model(directory: Path, family: str, tied: bool, seed: int = 0, std: float = 0.2, **overrides: Any) -> Any:
     """Write a random model whose every parameter (norms and biases too) is away from its default; return it."""
-    config_class, model_class = FAMILIES[family]
-    config = config_class(
+    kind = FAMILIES[family]
+    config = kind.config(
         **{
             "vocab_size": VOCAB,
             "hidden_size": 48,
@@ -29,22 +75,23 @@ def make_model(directory: Path, family: str, tied: bool, seed: int = 0, std: flo
             "num_hidden_layers": 4,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "head_dim": 12 if family != "qwen3" else 16,
+            "head_dim": 12,
             "max_position_embeddings": 256,
             "tie_word_embeddings": tied,
             "bos_token_id": 1,
             "eos_token_id": 2,
             "rms_norm_eps": 1e-5,
+            **kind.overrides,
             **overrides,
         }
     )
     if family == "qwen2":
         del config.head_dim
     torch.manual_seed(seed)
-    model = model_class(config).eval()
+    model = kind.model(config).eval()
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.normal_(1.0 if "norm" in name else 0.0, std)
+        for p in model.parameters():
+            p.normal_(float(p.mean().round()), std)  # norms around the one, or Gemma's zero, that they begin with
     model.save_pretrained(directory)
     return model
 

@@ -1,5 +1,5 @@
 // One decoding step's attention over [shared prompt | own suffix] with keys and values in pages, and the small ops around
-// it. megatron_brorl/ops/reference_decode.py defines them. On CPUs alone.
+// it. megatron_brorl/ops/reference/decode.py defines them. On CPUs alone.
 #pragma once
 
 #include <optional>

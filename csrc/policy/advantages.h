@@ -1,4 +1,5 @@
-// Advantages of tokens (GAE) and of whole rollouts (group-relative). megatron_brorl/ops/reference/linear.py defines them.
+// Advantages of tokens (GAE) and of whole rollouts (group-relative), as megatron_brorl/ops/reference/advantages.py defines
+// them.
 #pragma once
 
 #include <optional>

@@ -1,22 +1,34 @@
-// The policy loss of one token and its derivative: the only place in csrc/ where the formula stands.
+// The policy losses of one token and their derivatives: the only place in csrc/ where the formulas stand.
 #pragma once
 
 #include <cmath>
 
+#include "common/dual.h"
 #include "common/host_device.h"
 
 namespace brorl {
 
+// Every policy loss: its name in algo.policy_losses.POLICY_LOSSES and how many constants its function below takes.
+#define BRORL_POLICY_LOSSES(ENTRY) \
+  ENTRY(clip, 3)                    \
+  ENTRY(cispo, 2)                   \
+  ENTRY(sapo, 2)
+
+#define BRORL_POLICY_LOSS_NAME(name, count) name,
+enum class PolicyLoss : int { BRORL_POLICY_LOSSES(BRORL_POLICY_LOSS_NAME) };
+#undef BRORL_POLICY_LOSS_NAME
+
+constexpr int kMostConstants = 4;  // of one policy loss
+
 enum class KlEstimator : int { k1 = 1, k2 = 2, k3 = 3 };  // Schulman 2020, "Approximating KL divergence"
 
-// What does not change from token to token. Same meaning as algo.loss.PolicyLossSettings.
+// What does not change from token to token. Same meaning as algo.policy_losses.PolicyLossSettings.
 template <typename S>
 struct PpoSettings {
-  S clip_below;  // 1 - eps_low
-  S clip_above;  // 1 + eps_high
-  S dual_clip;   // bound on the ratio where the advantage is negative; 0: none
-  S is_cap;      // largest importance weight against the rollout policy; 0: every weight is 1
-  S kl_coef;     // 0: no reference policy is read
+  PolicyLoss loss;
+  S constants[kMostConstants];  // of that loss
+  S is_cap;   // largest importance weight against the rollout policy; 0: every weight is 1
+  S kl_coef;  // 0: no reference policy is read
   S entropy_coef;
   KlEstimator kl_estimator;
 };
@@ -38,7 +50,7 @@ struct PpoToken {
   S approx_kl;                      // r - 1 - log r: the k3 estimate of KL(pi_old || pi)
   S reference_kl;                   // the chosen estimate of KL(pi || pi_ref); 0 without reference
   S rollout_gap;                    // |log pi - log pi_rollout|, nats
-  S clipped_low, clipped_high, clipped_dual;  // 1 where that bound took the gradient away, else 0
+  S clipped_low, clipped_high, clipped_dual;  // 1 where that bound changes the objective, else 0
 };
 
 // An estimate of KL(pi || pi_ref) from delta = log pi - log pi_ref, and its derivative in log pi.
@@ -59,25 +71,70 @@ BRORL_HOST_DEVICE void kl_estimate(S raw, KlEstimator estimator, S bound, S& val
   if (raw < -bound || raw > bound) derivative = 0;
 }
 
-// -w (u min(r A, clip(r) A) - kl_coef KL - ...) with the clipping of BroRL (section 3.1; DAPO, eq. 8: clip-higher), the
-// dual clip of Ye et al. 2020 (eq. 5), the truncated importance weight u of Yao et al. 2025 and an entropy bonus.
+// What a policy loss makes of a token: the number to be maximised with its derivative in log pi, and which bounds act.
+template <typename S>
+struct Objective {
+  Dual<S> value;
+  bool clipped_low, clipped_high, clipped_dual;
+};
+
+// min(r A, clip(r) A) (BroRL, section 3.1; DAPO, eq. 8: clip-higher) with the dual clip of Ye et al. 2020 (eq. 5).
+// Constants: 1 - eps_low, 1 + eps_high, and the bound on the ratio where the advantage is negative (0: none).
+template <typename S>
+BRORL_HOST_DEVICE Objective<S> clip_objective(const Dual<S>& ratio, S advantage, const S* constants) {
+  const S below = constants[0], above = constants[1], bound = constants[2];
+  const bool low = ratio.value < below && advantage < 0;
+  const bool high = ratio.value > above && advantage > 0;
+  const bool dual = bound != 0 && advantage < 0 && ratio.value > bound;
+  const Dual<S> clipped = low ? constant(below) : high ? constant(above) : dual ? constant(bound) : ratio;
+  return {clipped * advantage, low, high, dual};
+}
+
+// The importance weight clip(r), without gradient, times A log r (MiniMax-M1, Chen et al. 2025, eq. 4 and 5).
+// Constants: 1 - eps_low, 1 + eps_high.
+template <typename S>
+BRORL_HOST_DEVICE Objective<S> cispo_objective(const Dual<S>& ratio, S advantage, const S* constants) {
+  const S below = constants[0], above = constants[1];
+  const S weight = clamp(ratio.value, below, above);
+  return {log(ratio) * (weight * advantage), ratio.value < below, ratio.value > above, false};
+}
+
+// 4 / tau sigmoid(tau (r - 1)) A: a gate in place of bounds (SAPO, Gao et al. 2025).
+// Constants: tau where the advantage is above 0, tau elsewhere.
+template <typename S>
+BRORL_HOST_DEVICE Objective<S> sapo_objective(const Dual<S>& ratio, S advantage, const S* constants) {
+  const S tau = advantage > 0 ? constants[0] : constants[1];
+  return {sigmoid((ratio - S(1)) * tau) * (4 / tau * advantage), false, false, false};
+}
+
+template <typename S>
+BRORL_HOST_DEVICE Objective<S> objective_of(const Dual<S>& ratio, S advantage, const PpoSettings<S>& settings) {
+#define BRORL_POLICY_LOSS_CASE(name, count) \
+  case PolicyLoss::name:                    \
+    return name##_objective(ratio, advantage, settings.constants);
+  switch (settings.loss) { BRORL_POLICY_LOSSES(BRORL_POLICY_LOSS_CASE) }
+#undef BRORL_POLICY_LOSS_CASE
+  return {};
+}
+
+// -w (u f(r, A) - kl_coef KL + entropy_coef H) with f the chosen policy loss and u the truncated importance weight of
+// Yao et al. 2025.
 //
 // old = log_prob where the actor is its own old policy. Derivatives treat old, rollout, reference and u as constants;
-// they are zero where a clip is active and where a log ratio has left +-20: exp(20) is far outside any clip range and far
-// inside float32. A masked token reads nothing, so its inputs may be anything.
+// that of the ratio is zero where its logarithm has left +-20: exp(20) is far outside any clip range and far inside
+// float32. A masked token reads nothing, so its inputs may be anything.
 template <typename S>
-BRORL_HOST_DEVICE PpoToken<S> ppo_token(S log_prob, S entropy, PpoInputs<S> in, PpoSettings<S> settings) {
+BRORL_HOST_DEVICE PpoToken<S> ppo_token(S log_prob, S entropy, PpoInputs<S> in, const PpoSettings<S>& settings) {
   PpoToken<S> token{};
   if (in.weight == 0) return token;
   const S bound = 20;
-  const S raw = log_prob - in.old, advantage = in.advantage;
+
+  const S raw = log_prob - in.old;
   const S log_ratio = clamp(raw, -bound, bound);
   const S ratio = std::exp(log_ratio);
-  const bool low = ratio < settings.clip_below && advantage < 0;
-  const bool high = ratio > settings.clip_above && advantage > 0;
-  const bool dual = settings.dual_clip != 0 && advantage < 0 && ratio > settings.dual_clip;
-  S objective = (low ? settings.clip_below : high ? settings.clip_above : dual ? settings.dual_clip : ratio) * advantage;
-  S slope = low || high || dual || raw < -bound || raw > bound ? S(0) : objective;  // d r / d log pi = r
+  const Dual<S> moving{ratio, raw < -bound || raw > bound ? S(0) : ratio};  // d r / d log pi = r
+  const Objective<S> found = objective_of(moving, in.advantage, settings);
+  S objective = found.value.value, slope = found.value.slope;
   if (settings.is_cap != 0) {
     // Equal first: both may be -inf, where their difference is not a number.
     S weight = in.old == in.rollout ? S(1) : std::exp(clamp(in.old - in.rollout, -bound, bound));
@@ -85,6 +142,7 @@ BRORL_HOST_DEVICE PpoToken<S> ppo_token(S log_prob, S entropy, PpoInputs<S> in, 
     objective *= weight;
     slope *= weight;
   }
+
   S kl = 0, kl_slope = 0;
   if (settings.kl_coef != 0) kl_estimate(log_prob - in.reference, settings.kl_estimator, bound, kl, kl_slope);
   token.loss = in.weight * (settings.kl_coef * kl - settings.entropy_coef * entropy - objective);
@@ -94,9 +152,9 @@ BRORL_HOST_DEVICE PpoToken<S> ppo_token(S log_prob, S entropy, PpoInputs<S> in, 
   token.approx_kl = ratio - 1 - log_ratio;
   token.reference_kl = kl;
   token.rollout_gap = std::fabs(log_prob - in.rollout);
-  token.clipped_low = low;
-  token.clipped_high = high;
-  token.clipped_dual = dual;
+  token.clipped_low = found.clipped_low;
+  token.clipped_high = found.clipped_high;
+  token.clipped_dual = found.clipped_dual;
   return token;
 }
 

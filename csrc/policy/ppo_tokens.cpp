@@ -20,6 +20,18 @@ Tensor vector(const Tensor& x, const char* name, const Tensor& log_probs) {
   return x.contiguous();
 }
 
+PolicyLoss policy_loss_of(std::string_view name, size_t constants) {
+#define BRORL_POLICY_LOSS_NAMED(loss, count)                                                                    \
+  static_assert(count <= kMostConstants);                                                                       \
+  if (name == #loss) {                                                                                          \
+    TORCH_CHECK_VALUE(constants == count, "policy_loss " #loss " takes " #count " constants, got ", constants); \
+    return PolicyLoss::loss;                                                                                    \
+  }
+  BRORL_POLICY_LOSSES(BRORL_POLICY_LOSS_NAMED)
+#undef BRORL_POLICY_LOSS_NAMED
+  TORCH_CHECK_VALUE(false, "csrc/policy/ppo_loss_math.h has no policy_loss ", name);
+}
+
 KlEstimator estimator(std::string_view name) {
   if (name == "k1") return KlEstimator::k1;
   if (name == "k2") return KlEstimator::k2;
@@ -31,9 +43,9 @@ KlEstimator estimator(std::string_view name) {
 
 std::tuple<Tensor, Tensor, Tensor> ppo_tokens(
     const Tensor& log_probs, const Tensor& entropy, const std::optional<Tensor>& old, const Tensor& rollout,
-    const std::optional<Tensor>& reference, const Tensor& advantages, const Tensor& weights, double eps_low,
-    double eps_high, double dual_clip, double is_cap, double kl_coef, std::string_view kl_estimator,
-    double entropy_coef) {
+    const std::optional<Tensor>& reference, const Tensor& advantages, const Tensor& weights,
+    std::string_view policy_loss, c10::ArrayRef<double> constants, double is_cap, double kl_coef,
+    std::string_view kl_estimator, double entropy_coef) {
   TORCH_CHECK_TYPE(
       log_probs.scalar_type() == at::kFloat || log_probs.scalar_type() == at::kDouble,
       "log_probs must be float32 or float64, got ", log_probs.scalar_type());
@@ -53,8 +65,10 @@ std::tuple<Tensor, Tensor, Tensor> ppo_tokens(
     const PpoTokenPointers<S> pointers{
         data(current), data(h), data(before), data(anchor), data(sampled), data(advantage), data(weight),
         slope.mutable_data_ptr<S>(), entropy_slope.mutable_data_ptr<S>(), columns.mutable_data_ptr<S>()};
-    const PpoSettings<S> settings{
-        S(1 - eps_low), S(1 + eps_high), S(dual_clip), S(is_cap), S(kl_coef), S(entropy_coef), estimator(kl_estimator)};
+    PpoSettings<S> settings{
+        policy_loss_of(policy_loss, constants.size()), {}, S(is_cap), S(kl_coef), S(entropy_coef),
+        estimator(kl_estimator)};
+    for (size_t k = 0; k < constants.size(); ++k) settings.constants[k] = S(constants[k]);
 #ifdef BRORL_CUDA
     if (log_probs.is_cuda()) {
       const c10::DeviceGuard guard(log_probs.device());

@@ -1,4 +1,4 @@
-// The policy loss token by token, given log-probabilities. megatron_brorl/algo/loss.py defines it.
+// The policy loss token by token, given log-probabilities. megatron_brorl/algo/loss.py and policy_losses.py define it.
 #pragma once
 
 #include <optional>
@@ -6,16 +6,17 @@
 #include <tuple>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 namespace brorl {
 
 // All tensors [R] float32 or float64. old: none where the actor is its own old policy; reference: none without KL.
-// Returns d loss / d log-prob [R], d loss / d entropy [R] and the columns [R, kTokenColumns] whose order
-// megatron_brorl/ops/fused/linear.py names.
+// policy_loss: a name in BRORL_POLICY_LOSSES (ppo_loss_math.h), with its constants. Returns d loss / d log-prob [R],
+// d loss / d entropy [R] and the columns [R, kTokenColumns], in the order of SUMS in megatron_brorl/algo/loss.py.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> ppo_tokens(
     const at::Tensor& log_probs, const at::Tensor& entropy, const std::optional<at::Tensor>& old,
     const at::Tensor& rollout, const std::optional<at::Tensor>& reference, const at::Tensor& advantages,
-    const at::Tensor& weights, double eps_low, double eps_high, double dual_clip, double is_cap, double kl_coef,
-    std::string_view kl_estimator, double entropy_coef);
+    const at::Tensor& weights, std::string_view policy_loss, c10::ArrayRef<double> constants, double is_cap,
+    double kl_coef, std::string_view kl_estimator, double entropy_coef);
 
 }  // namespace brorl

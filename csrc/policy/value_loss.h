@@ -1,4 +1,4 @@
-// The critic's loss. megatron_brorl/ops/reference/linear.py defines it.
+// The critic's loss. megatron_brorl/ops/reference/value.py defines it.
 #pragma once
 
 #include <tuple>

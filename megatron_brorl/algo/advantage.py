@@ -52,14 +52,14 @@ def merge(parts: Sequence[Moments]) -> Moments:
 
 
 def group_baseline(rewards: Tensor) -> Tensor:
-    """Rewards [N] minus their mean; exactly zero where all are equal."""
+    """Rewards [N] minus their mean, [N] (BroRL, section 3.1); exactly zero where all are equal."""
     if not has_signal(rewards):
         return torch.zeros_like(rewards)
     return (rewards.double() - rewards.double().mean()).to(rewards.dtype)
 
 
 def group_normalised(rewards: Tensor) -> Tensor:
-    """Rewards [N] minus their mean, over their sample standard deviation (n - 1, as torch.std) plus 1e-6.
+    """[N]: rewards [N] minus their mean, over their sample standard deviation (n - 1, as torch.std) plus 1e-6.
 
     GRPO (Shao et al. 2024, section 4.1.2). Exactly zero where all are equal, which a single reward always is.
     """
@@ -75,7 +75,7 @@ def explained_variance(returns: Moments, residuals: Moments) -> float:
 
 
 def whiten(values: Tensor, batch: Moments) -> Tensor:
-    """(values [...] - mean) / std of the global batch, of any shape; zero where that has no spread."""
+    """(values - mean) / std of the global batch, of the shape of values; zero where that has no spread."""
     if batch.std == 0.0:
         return torch.zeros_like(values)
     return ((values.double() - batch.mean) / batch.std).to(values.dtype)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.loss import MAX_LOG_RATIO
+from megatron_brorl.algo.kl import MAX_LOG_RATIO
 
 
 def mismatch_mask(old: Tensor, rollout: Tensor, by: Literal["token", "sequence"], low: float, high: float) -> Tensor:

@@ -13,6 +13,7 @@ from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models.gpt import build_actor
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import device, grid
 from megatron_brorl.parallel.batch import pack
 
@@ -35,7 +36,7 @@ def verify(first: Path, second: Path, shape: ModelShape, target: Path | None = N
 
 
 def logits(directory: Path, shape: ModelShape) -> Tensor:
-    """[ROWS * TOKENS, V] float32 on random tokens that depend on the vocabulary alone."""
+    """[ROWS * (TOKENS - 1), V] float32 after all tokens but the last of random rows, which V alone decides."""
     length = min(TOKENS, shape.context)
     ids = torch.randint(0, shape.vocab, (ROWS, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -57,7 +58,7 @@ def _hugging_face(directory: Path, ids: Tensor) -> Tensor:
 def _megatron(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
     """Megatron-Core's own loader into its own model, on this process alone."""
     processes = grid.build(ParallelConfig())
-    actor = build_actor(shape, processes, torch.float32).eval()
+    actor = build_actor(shape, processes, torch.float32, backend("fused", device.default_device())).eval()
     with device.bridge():
         state = dist_checkpointing.load({"model": actor.sharded_state_dict(prefix="")}, str(directory))
         actor.load_state_dict(state["model"])

@@ -38,7 +38,9 @@ class Source(Protocol):
 
     directory: Path
 
-    def dtype(self, entry: Entry) -> torch.dtype: ...
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """The type of an entry's tensors."""
+        ...
 
     def read(self, entry: Entry) -> list[Tensor]:
         """The full Hugging Face tensors of an entry."""
@@ -46,7 +48,10 @@ class Source(Protocol):
 
 
 def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
-    """A Hugging Face directory: its tensors, its shape and where config.json and tokenizer stand."""
+    """A Hugging Face directory: its tensors, its shape and where config.json and tokenizer stand.
+
+    Raises UserError where a file is missing or is none, or a tensor of config.json's model is.
+    """
     shape = read_shape(directory)
     source = hugging_face.Checkpoint(directory)
     source.check(hf_names.hf_shapes(shape))
@@ -58,6 +63,7 @@ def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelSh
     """A Megatron checkpoint, checked against its manifest where it has one.
 
     config: a Hugging Face directory with config.json and tokenizer, for checkpoints without them (those of a run).
+    Raises UserError where there is none, where it is damaged, or not of config.json's model.
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: no such Megatron checkpoint")
@@ -84,18 +90,24 @@ def to_megatron(
 ) -> int:
     """Write a Megatron checkpoint cut for tensor x pipeline ranks; returns the bytes of its tensors.
 
-    check is called with the finished directory before it takes its place.
+    check is called with the finished directory before it takes its place. Raises UserError where the ranks do not
+    divide the model, where a tensor cannot be read, or where the disk refuses; then nothing is left behind.
     """
     check_layout(shape, tensor, pipeline, FLAGS)
     entries = megatron_format.table(shape, pipeline)
     size = _bytes(source, entries)
+
     with _output(target, size) as aside:
+        # The tensors, one entry in memory at a time.
         written = megatron_format.write(aside, entries, shape, tensor, source.dtype, source.read)
         for number, entry in enumerate(written):
             report(number + 1, len(entries), entry.megatron)
+
+        # What the way back needs; the manifest last, since it hashes all the rest.
         (aside / COMPANIONS).mkdir()
         hugging_face.copy_companions(companions, aside / COMPANIONS)
         manifest.write(aside)
+
         if check:
             check(aside)
     return size
@@ -104,7 +116,7 @@ def to_megatron(
 def to_hf(
     source: Source, shape: ModelShape, companions: Path, target: Path, report: Report, check: Check | None = None
 ) -> int:
-    """Write a Hugging Face directory; returns the bytes of its tensors. check: see to_megatron."""
+    """Write a Hugging Face directory; returns the bytes of its tensors. check, errors: see to_megatron."""
     entries = megatron_format.table(shape)
     size = _bytes(source, entries)
     types = {name: source.dtype(entry) for entry in entries for name in entry.hf}
@@ -115,6 +127,7 @@ def to_hf(
             yield from zip(entry.hf, source.read(entry), strict=True)
             report(number + 1, len(entries), entry.megatron)
 
+    # config.json first: its dtype has to be that of the weights.
     with _output(target, size) as aside:
         hugging_face.copy_companions(companions, aside)
         hugging_face.complete(companions, aside)
@@ -126,6 +139,7 @@ def to_hf(
 
 
 def _bytes(source: Source, entries: list[Entry]) -> int:
+    """Of all tensors of a checkpoint."""
     return sum(source.dtype(e).itemsize * sum(math.prod(s) for s in e.hf_shapes) for e in entries)
 
 

@@ -123,14 +123,16 @@ def load(
 ) -> None:
     """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype.
 
-    own: parameters that no directory holds, which stay as they are. Raises UserError where the directory does not hold
-    the model of its config.json.
+    fused_norms: whether the actor's norms are in Transformer Engine's linear layers. own: parameters that no directory
+    holds, which stay as they are. Raises UserError where the directory does not hold the model of its config.json.
     """
     checkpoint = Checkpoint(Path(directory))
     checkpoint.check(hf_names.hf_shapes(shape))
     if "output_layer.weight" not in own:  # the head of the directory is used
         checkpoint.check_tied(shape)
     parameters = {k: v for k, v in hf_names.global_parameters(actor).items() if k not in own}
+
+    # Each rank reads the entries that its stage holds, and keeps its part of them.
     with torch.no_grad():
         for entry in hf_names.entries(shape, grid.pipeline, fused_norms):
             targets = [parameters.pop(entry.megatron)] if entry.stage == grid.pp_rank else []
@@ -140,6 +142,7 @@ def load(
                 part = to_local(entry, checkpoint.read(entry), shape.kv_heads, grid.tp_rank, grid.tensor)
                 for target in targets:
                     target.copy_(part)
+
     if parameters:
         raise AssertionError(f"parameters without a Hugging Face name: {sorted(parameters)}")
 
@@ -148,7 +151,8 @@ def save(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str 
     """Write a Hugging Face directory: config.json and tokenizer from `source`, weights from `tensors`.
 
     Written aside and renamed, so that `target` is either absent, the old one, or complete. dtype is torch's name of
-    the tensors' type ("float32"). One tensor at a time is in memory.
+    the tensors' type ("float32"). One tensor at a time is in memory. Raises ValueError unless `tensors` are exactly
+    those of the model that `source` describes.
     """
     source, target = Path(source), Path(target)
     shapes = hf_names.hf_shapes(read_shape(source))

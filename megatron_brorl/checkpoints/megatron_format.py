@@ -63,8 +63,9 @@ def write(
 ) -> Iterator[Entry]:
     """Write a checkpoint for tensor x pipeline ranks (the stages are those of `entries`), one file for each rank.
 
-    read(entry) gives an entry's full Hugging Face tensors; each is read once, and one entry is in memory at a time.
-    Yields every entry when it was written; the checkpoint is complete when the iterator ends.
+    dtype(entry) is the type of an entry's tensors, read(entry) gives them in full, as Hugging Face has them; each is
+    read once, and one entry is in memory at a time. Yields every entry when it was written; the checkpoint is complete
+    when the iterator ends. Raises UserError where layers differ in type.
     """
     tensors: dict[str, Any] = {}
     results: list[WriteResult] = []
@@ -72,6 +73,7 @@ def write(
         files: dict[str, BinaryIO] = {}
 
         def put(rank: int, index: MetadataIndex, data: Tensor | io.BytesIO) -> None:
+            """Append a chunk to a rank's file, and note where it lies."""
             name = f"__{rank}_0.distcp"
             if name not in files:
                 files[name] = stack.enter_context((directory / name).open("wb"))
@@ -84,6 +86,7 @@ def write(
             length = file.tell() - begin
             results.append(WriteResult(index, length, _StorageInfo(name, begin, length)))
 
+        # Extra states, which are empty but have to be there.
         for layer in range(shape.layers):
             for part in _EXTRA_STATES:
                 key = f"decoder.layers.{part}._extra_state/shard_{layer}_{shape.layers}"
@@ -91,7 +94,9 @@ def write(
                 torch.save([None], empty)
                 tensors[key] = BytesStorageMetadata()
                 put(0, MetadataIndex(key), empty)
+
         for entry in entries:
+            # The key's global tensor, which all layers share.
             key, _ = _key(entry.megatron)
             properties = TensorProperties(dtype=dtype(entry))
             meta = TensorStorageMetadata(properties, torch.Size(_global_shape(entry, shape, tensor)), [])
@@ -101,6 +106,8 @@ def write(
                     f"{entry.hf[0]} is of type {properties.dtype}, the same tensor of other layers of "
                     f"{meta.properties.dtype}: a Megatron checkpoint stores all layers in one type"
                 )
+
+            # Each tensor-parallel rank's chunks, to the file of the rank that will read them.
             full = read(entry)
             for rank in range(1 if entry.layout == "replicated" else tensor):
                 for offsets, data in _chunks(entry, full, shape, rank, tensor):
@@ -110,6 +117,8 @@ def write(
                     put(entry.stage * tensor + rank, index, data)
             del full
             yield entry
+
+    # What Megatron looks for first; .metadata, without which there is no checkpoint, comes last.
     torch.save({}, directory / "common.pt")
     (directory / "metadata.json").write_text(json.dumps(_BACKEND), encoding="utf-8")
     FileSystemWriter(directory).finish(Metadata(tensors), [results])
@@ -124,6 +133,7 @@ def _key(name: str) -> tuple[str, int | None]:
 
 
 def _global_shape(entry: Entry, shape: ModelShape, tensor: int) -> tuple[int, ...]:
+    """The shape of a key's tensor: the layers in front, and the vocabulary padded for `tensor` ranks."""
     rows, *rest = entry.hf_shapes[0]
     if entry.layout == "vocab":
         rows = padded_vocab(shape.vocab, tensor)
@@ -159,6 +169,8 @@ class MegatronCheckpoint:
         self._reader = FileSystemReader(directory)
         if not (directory / METADATA).is_file():
             raise UserError(f"{directory}: not a Megatron distributed checkpoint: {METADATA} is missing")
+
+        # What tensors there are; a pickle, which breaks in many ways.
         try:
             metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -167,6 +179,8 @@ class MegatronCheckpoint:
             }
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as e:
             raise UserError(f"{directory / METADATA}: not readable: {type(e).__name__}: {e}") from None
+
+        # They have to be those of config.json's model, no more and no fewer.
         for entry in table(shape):
             self._check(entry)
         known = {_key(entry.megatron)[0] for entry in table(shape)}
@@ -175,6 +189,7 @@ class MegatronCheckpoint:
                 raise UserError(f"{directory}: unknown tensor {key}; does config.json belong to it?")
 
     def _check(self, entry: Entry) -> None:
+        """Raise UserError unless an entry is there in its shape; the vocabulary may be padded."""
         key, _ = _key(entry.megatron)
         if key not in self._tensors:
             raise UserError(f"{self.directory}: {key} of config.json's model is missing")
@@ -187,10 +202,12 @@ class MegatronCheckpoint:
             )
 
     def dtype(self, entry: Entry) -> torch.dtype:
+        """The type of an entry's tensors."""
         return self._tensors[_key(entry.megatron)[0]].properties.dtype
 
     def read(self, entry: Entry) -> list[Tensor]:
         """The full Hugging Face tensors of an entry. Raises UserError where a file is missing, cut short or broken."""
+        # The part of the key's tensor that is this entry: one layer, and no padding.
         key, layer = _key(entry.megatron)
         meta = self._tensors[key]
         size = list(meta.size)
@@ -199,11 +216,14 @@ class MegatronCheckpoint:
             offsets[0], size[0] = layer, 1
         if entry.layout == "vocab":
             size[0] = self.shape.vocab  # the padding stays where it is
+
+        # The chunks that it lies in; a checkpoint cut for many ranks has many.
         target = torch.empty(size, dtype=meta.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
         items = create_read_items_for_chunk_list(key, meta, [wanted])
         if sum(item.lengths.numel() for item in items) != target.numel():
             raise UserError(f"{self.directory}: {METADATA} lists chunks of {key} that do not make up the whole tensor")
+
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except Exception as e:  # torch.load raises whatever the broken bytes lead it to
@@ -220,6 +240,7 @@ class _Into(DefaultLoadPlanner):
         self.target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The part of the target that a chunk fills."""
         view = self.target
         for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             view = view.narrow(dim, begin, length)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.model_shape import CONFIG, parse_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.models.hf_names import hf_inits, hf_shapes
 
 
 def qwen2_config(
@@ -26,7 +26,10 @@ def qwen2_config(
     context: int,
     **special_ids: int | None,
 ) -> dict[str, Any]:
-    """The config.json of a Qwen2 model with tied embeddings. special_ids: bos_token_id, eos_token_id, pad_token_id."""
+    """The config.json of a Qwen2 model with tied embeddings, a small one that a run trains from nothing.
+
+    special_ids: bos_token_id, eos_token_id, pad_token_id.
+    """
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -53,21 +56,23 @@ def write_random_model(
     """Write config.json and the weights, one tensor in memory at a time; returns the number of parameters.
 
     Linear weights and embeddings are drawn from N(0, initializer_range^2), those that write to the residual stream
-    scaled by 1 / sqrt(2 layers) (Radford et al. 2019, section 2.3); norms are one, biases zero. Without `defaults`
-    norms and biases are drawn around those, so that a test sees where each of them goes.
+    scaled by 1 / sqrt(2 layers) (Radford et al. 2019, section 2.3); norms scale by one, biases are zero. Without
+    `defaults` norms and biases are drawn around those, so that a test sees where each of them goes. Raises UserError
+    where config is not that of a supported model.
     """
-    shape = parse_shape(config, str(directory / "config.json"))
+    shape = parse_shape(config, str(directory / CONFIG))
+    sizes, inits = hf_shapes(shape), hf_inits(shape)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, size: tuple[int, ...]) -> Tensor:
-        mean, std = (1.0 if name.endswith("norm.weight") else 0.0), shape.init_std
-        if name.endswith(("norm.weight", ".bias")) and defaults:
+        """One tensor in float32; the generator goes on where the last one left it."""
+        mean, std = (1.0 if inits[name] == "ones" else 0.0), shape.init_std
+        if inits[name] in ("ones", "zeros") and defaults:
             return torch.full(size, mean)
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if inits[name] == "residual":
             std /= (2 * shape.layers) ** 0.5
         return torch.randn(size, generator=generator).mul_(std).add_(mean)
 
-    sizes = hf_shapes(shape)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     layout = {name: (size, dtype) for name, size in sizes.items()}

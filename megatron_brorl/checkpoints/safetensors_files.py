@@ -32,6 +32,8 @@ class Tensors:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+        # The header: where each tensor begins and ends.
         try:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
@@ -46,6 +48,8 @@ class Tensors:
             self._places = {name: (int(x["data_offsets"][0]), int(x["data_offsets"][1])) for name, x in header.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
             raise UserError(f"{path}: not a readable safetensors file: {e}") from None
+
+        # Its figures have to agree with the file's size: downloads break off.
         for name, (begin, end) in self._places.items():
             known = TYPES.get(self.types[name])
             if known and end - begin != _bytes((self.shapes[name], known)):
@@ -55,7 +59,7 @@ class Tensors:
             raise UserError(f"{path}: not a readable safetensors file: it has {size} bytes, its header says {end}")
 
     def read(self, name: str) -> Tensor:
-        """One tensor, whose type must be one of TYPES."""
+        """One tensor, whose type must be one of TYPES. Raises UserError where the file ends within it."""
         tensor = torch.empty(self.shapes[name], dtype=TYPES[self.types[name]])
         data = tensor.flatten().view(torch.uint8).numpy().data
         with self.path.open("rb", buffering=0) as file:
@@ -75,6 +79,7 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
     A file has at most MAX_SHARD_BYTES of tensors, or one tensor. One tensor at a time is in memory. Raises ValueError
     where one is missing, unknown, sent twice or of another shape or type.
     """
+    # Which tensor goes where is known before the first one comes.
     shards = _shards(layout)
     missing = dict.fromkeys(layout)
     with ExitStack() as files:
@@ -85,6 +90,8 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
             header, offsets = _header(shard, layout)
             shard_file.write(header)
             places |= {n: (shard_file, len(header) + offset, name) for n, offset in offsets.items()}
+
+        # Each goes to its place, in whatever order they come.
         for name, tensor in tensors:
             if name not in missing:
                 raise ValueError(f"export: {name} is {'sent twice' if name in layout else 'unknown'}")
@@ -95,8 +102,10 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
             data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
             file.write(data.numpy().data)
             del missing[name]
+
     if missing:
         raise ValueError(f"export: {len(missing)} tensors missing, for example {next(iter(missing))}")
+
     if len(shards) > 1:
         total = sum(_bytes(layout[name]) for name in layout)
         index = {"metadata": {"total_size": total}, "weight_map": {n: places[n][2] for n in layout}}
@@ -104,10 +113,12 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
 
 
 def _bytes(entry: tuple[tuple[int, ...], torch.dtype]) -> int:
+    """Of a tensor of this shape and type."""
     return math.prod(entry[0]) * entry[1].itemsize
 
 
 def _shards(layout: Layout) -> list[list[str]]:
+    """The names of each file's tensors."""
     shards: list[list[str]] = []
     size = 0
     for name, entry in layout.items():

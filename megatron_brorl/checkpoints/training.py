@@ -49,6 +49,7 @@ class Part:
 
     @property
     def prefix(self) -> str:
+        """What stands before the names of its tensors in the checkpoint."""
         return f"{self.name}." if self.name else ""
 
     def require_finite(self, what: str, then: str) -> None:
@@ -66,6 +67,7 @@ class Part:
         return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading)}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave and Megatron filled; an optimizer without a state gets the module's weights."""
         model = {k.removeprefix(self.prefix): v for k, v in state["model"].items()}
         if self.weights is not None:
             for name, weight in self.weights.items():
@@ -103,12 +105,16 @@ def save(
     Raises UserError, and leaves everything as it is, where a weight is not finite.
     """
     check(parts, step)
+
+    # Everything is written beside the place that it will take.
     target = root / _name(step)
     aside = root / f".{target.name}.writing"
     if dist.get_rank() == 0:
         _remove_unfinished(root)
         aside.mkdir(parents=True)
     dist.barrier()
+
+    # Every rank its shards. An optimizer that has not stepped yet has no state that Megatron could save.
     stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
     # Megatron starts a process that imports torch (190 MiB, seconds) for a queue that asynchronous saves alone need.
     filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
@@ -116,6 +122,8 @@ def save(
         dist_checkpointing.save(_states(parts, stepped), str(aside))
     add(aside)
     dist.barrier()
+
+    # Complete: hashed, renamed, pointed to, and only then older ones go.
     if dist.get_rank() == 0:
         (aside / RUN).write_text(json.dumps({**run, STEP: step, STEPPED: stepped}, indent=1), encoding="utf-8")
         manifest.write(aside)
@@ -215,6 +223,7 @@ def _give_way(target: Path, step: int) -> None:
 
 
 def read_run(directory: Path) -> dict[str, Any]:
+    """What save was given as `run`, and the names of the optimizers that had stepped."""
     return json.loads((directory / RUN).read_text(encoding="utf-8"))
 
 

@@ -23,10 +23,10 @@ from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8, memory
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops.decode import DecodeOps, Reference
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rollout.engine import RolloutEngine, SampleTokens
+from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.rollouts import Rollouts
@@ -68,8 +68,7 @@ class Session:
                 "parallel.distributed_optimizer = true: Megatron-Core can checkpoint it only with Transformer Engine's "
                 "Adam on a GPU; set it to false"
             )
-        if config.ops.implementation == "fused":
-            _check_extension()
+        self.ops = backend(config.ops.implementation, device.default_device())
         fp8.check(config.fp8, self.shape, config.parallel.tensor)  # and what FP8 asks of device and shape
 
         # Prompts that leave room for a response.
@@ -133,7 +132,7 @@ class Session:
         return StageOptions(
             tokens_per_micro_batch=c.train.tokens_per_micro_batch or (16384 if device.on_gpu() else 2048),
             dtype=DTYPES[c.model.dtype],
-            ops=c.ops.implementation,
+            ops=self.ops,
             share_prompt=c.train.share_prompt,
             recompute=c.train.recompute,
             offload=c.train.offload,
@@ -155,7 +154,7 @@ class Session:
         c = self.config
         pool = RewardPool(c.reward.workers, c.reward.timeout_s)
         self._closing.append(pool.close)
-        engine = self._trtllm() if c.rollout.engine == "trtllm" else self._torch_engine()
+        engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
         return Rollouts(
             engine=watchdog,
@@ -169,20 +168,19 @@ class Session:
 
     def _torch_engine(self) -> RolloutEngine:
         c = self.config
-        sample, ops = _engine_ops(c.ops.implementation)
         return TorchEngine(
             shape=self.shape,
             names=hf_shapes(self.shape),
             device=device.default_device(),
             dtype=DTYPES[c.rollout.dtype],
             max_rows=c.rollout.max_num_seqs,
-            sample=sample,
-            ops=ops,
+            sample=self.ops.sample_tokens,
+            ops=self.ops.decode,
             memory=c.rollout.kv_cache_mib * 2**20,
             decode=self.tokenizer.decode,
         )
 
-    def _trtllm(self) -> RolloutEngine:
+    def _remote_engine(self) -> RolloutEngine:
         from megatron_brorl.rollout.remote import group
 
         c = self.config
@@ -250,26 +248,3 @@ class Session:
         # A forked process shares most of its pages with its parent; counting them again would be wrong.
         children = sum(p.memory_full_info().uss for p in psutil.Process().children(recursive=True)) / 2**20
         return collectives.all_reduce_sum({"mib": own + children})["mib"]
-
-
-def _engine_ops(implementation: str) -> tuple[SampleTokens, DecodeOps]:
-    """How the engine draws tokens and attends. csrc attends on CPUs alone."""
-    if implementation == "reference":
-        from megatron_brorl.ops.reference.sampling import sample_tokens as plain
-
-        return plain, Reference()
-    from megatron_brorl.ops.fused.decode import Fused
-    from megatron_brorl.ops.fused.sampling import sample_tokens as fused
-
-    return fused, Reference() if device.on_gpu() else Fused()
-
-
-def _check_extension() -> None:
-    """Raise UserError where the fused ops cannot run on this device."""
-    from megatron_brorl.ops.fused import native
-
-    if device.on_gpu() and not native.CUDA:
-        raise UserError(
-            'ops.implementation = "fused": the extension was built without CUDA kernels; install again with '
-            'BRORL_CUDA=1 and CUDA_HOME set, or set it to "reference"'
-        )

@@ -9,9 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 
 import torch
+
+from megatron_brorl.rollout.registry import ENGINES
 
 LEAST_SHARED_MIB = 1024  # Docker's default of 64 holds no weights
 
@@ -81,11 +84,13 @@ def _engine() -> Finding:
     return Finding("Transformer Engine", version, f"cannot be imported ({last}): mend it" if done.returncode else "")
 
 
-def _trtllm() -> Finding:
-    here = importlib.util.find_spec("tensorrt_llm") is not None
-    value = metadata.version("tensorrt_llm") if here else "not in this environment: name another by trtllm.python"
-    alone = here and importlib.util.find_spec("ray") is None
-    return Finding("TensorRT-LLM", value, "Ray starts its workers and is not here: pip install ray" if alone else "")
+def _remote_engine(section: str) -> Finding:
+    """The engine of this section of the configuration: what it needs is wanted where it is itself."""
+    kind = ENGINES[section]
+    if importlib.util.find_spec(kind.package) is None:
+        return Finding(kind.name, f"not in this environment: name another by {section}.python")
+    remedies = [remedy for package, remedy in kind.needs.items() if importlib.util.find_spec(package) is None]
+    return Finding(kind.name, metadata.version(kind.package), "; ".join(remedies))
 
 
 def _shared_memory() -> Finding:
@@ -103,6 +108,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _devices,
     _extension,
     _engine,
-    _trtllm,
+    *(partial(_remote_engine, section) for section in ENGINES),
     _shared_memory,
 )

@@ -18,7 +18,10 @@ _SECTIONS = ("data", "rollout", "reward", "shaping", "algo", "critic", "referenc
 _FREE = {"rollout": ("timeout_s", "max_lost_share")}  # they decide when a run ends, not what it computes
 
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
-BEFORE_THE_KEY: Fingerprint = {"optim": {"decay_norms_and_biases": True}}
+BEFORE_THE_KEY: Fingerprint = {
+    "algo": {"policy_loss": "clip", "tau_pos": 1.0, "tau_neg": 1.05},
+    "optim": {"decay_norms_and_biases": True},
+}
 
 
 def fingerprint(config: Config, shape: ModelShape) -> Fingerprint:

@@ -175,9 +175,15 @@ class AlgoConfig:
     kl_coef: float = at_least(0, default=0.0)  # of the KL to the reference policy; 0 = no reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"  # in the loss only k2's gradient is that of KL(pi || reference)
     kl_in: Literal["loss", "reward"] = "loss"
-    eps_low: float = within("(0, 1)", default=0.2)
-    eps_high: float = above(0, default=0.28)
-    dual_clip: float = 0.0  # bound above 1 on the ratio of tokens with negative advantage; 0 = none
+    # What the loss makes of a token's importance ratio and advantage: "clip": PPO's clipped surrogate with its bounds
+    # apart (DAPO); "cispo": bounds on the importance weight alone, so that no token loses its gradient (MiniMax-M1);
+    # "sapo": a smooth gate of the temperatures tau in place of bounds (SAPO)
+    policy_loss: Literal["clip", "cispo", "sapo"] = "clip"
+    eps_low: float = within("(0, 1)", default=0.2)  # the ratio's lower bound is 1 - eps_low ...
+    eps_high: float = above(0, default=0.28)  # ... and its upper one 1 + eps_high
+    dual_clip: float = 0.0  # bound above 1 on the ratio of tokens with negative advantage ("clip" alone); 0 = none
+    tau_pos: float = above(0, default=1.0)  # of "sapo": how fast the gate closes where the advantage is above 0 ...
+    tau_neg: float = above(0, default=1.05)  # ... and elsewhere
     ratio: Literal["token", "sequence"] = "token"  # importance ratio of each token, or one per sequence (GSPO)
     is_cap: float = at_least(0, default=2.0)  # truncated importance sampling between engine and trainer; 0 = off
     # Tokens, or whole sequences by the geometric mean of theirs, whose pi_old / pi_rollout lies outside

@@ -169,6 +169,11 @@ def _algo(config: Config) -> Iterator[Rule]:
         "must be 0 (off) or above 1 + algo.eps_high",
     )
     yield (
+        algo.dual_clip == 0 or algo.policy_loss == "clip",
+        "algo.dual_clip",
+        f'algo.policy_loss = "{algo.policy_loss}" has no such bound: must be 0 (off)',
+    )
+    yield (
         algo.aggregation != "fixed" or algo.aggregation_tokens > 0,
         "algo.aggregation_tokens",
         'algo.aggregation = "fixed" divides by it: give the tokens per sequence, for example rollout.max_tokens',

@@ -41,6 +41,7 @@ class GeneratedPrompts:
         self._mixture = _Mixture(config.tasks, seed)
 
     def prompt(self, index: int) -> Prompt:
+        """Number `index` of the stream."""
         return self._first_outside(self._exclude, index)
 
     def held_out(self, count: int) -> list[Prompt]:

@@ -14,8 +14,13 @@ _MARK = "\u2039message\u203a"  # stands for the message while its chat template 
 
 
 class HuggingFaceTokenizer:
+    """A tokenizer.json with what transformers reads beside it."""
+
     def __init__(self, directory: Path) -> None:
+        """Raises UserError where transformers cannot load it, or there is no end-of-sequence token."""
         self.directory = directory
+
+        # Only files of this directory are read; nothing is fetched.
         try:
             self._inner: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except Exception as e:  # a broken tokenizer.json arrives as almost anything, even a bare Exception
@@ -23,6 +28,8 @@ class HuggingFaceTokenizer:
             raise UserError(
                 f"{directory}/tokenizer.json: transformers cannot load it: {reason}; copy the tokenizer files again"
             ) from None
+
+        # Special tokens: EOS ends responses and must be there, the others may be missing.
         self.vocab_size = len(self._inner)
         eos_id = self._inner.eos_token_id
         if eos_id is None:
@@ -35,6 +42,8 @@ class HuggingFaceTokenizer:
         self.pad_id: int | None = self._inner.pad_token_id
         unk_id = self._inner.unk_token_id  # GPT-2 calls its EOS that too, though it can write everything
         self.unk_id: int | None = None if unk_id in (self.eos_id, self.bos_id, self.pad_id) else unk_id
+
+        # Whether prompts begin with BOS is seen from what the tokenizer does with a text by itself.
         self._special = [t.content for t in self._inner.added_tokens_decoder.values() if t.special]
         plain = self._ids("a")
         led = self._inner("a").input_ids

@@ -31,6 +31,8 @@ _TOLERATED = 0.01  # share of rows that may be skipped
 
 @dataclass(frozen=True)
 class Row:
+    """A row that is well formed."""
+
     where: str  # file:row
     prompt: str
     answer: str | None
@@ -47,12 +49,16 @@ def read_rows(path: Path, skip_bad: bool) -> tuple[list[Row], list[str]]:
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise UserError(f"{path}: unknown kind of data file; use {' or '.join(readers)}")
+
+    # Row by row, so that a message can name the first that is wrong.
     rows: list[Row] = []
     skipped: list[str] = []
     places: dict[str, str] = {}  # id -> where
     try:
         for number, raw in readers[path.suffix](path):
             where = f"{path}:{number}"
+
+            # Wrong in itself, or by an id that another row has.
             try:
                 row = _check(raw, where, f"{path.name}:{number}")
                 if row.id in places:
@@ -64,12 +70,16 @@ def read_rows(path: Path, skip_bad: bool) -> tuple[list[Row], list[str]]:
                 continue
             places[row.id] = where
             rows.append(row)
+
+    # Faults of the file as a whole end the run whatever may be skipped.
     except FileNotFoundError:
         raise UserError(f"{path}: no such data file") from None
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
     except pyarrow.ArrowException as e:
         raise UserError(f"{path}: not a valid Parquet file: {' '.join(str(e).split())}") from None
+
+    # Some bad rows are an accident, many a file in another format.
     total = len(rows) + len(skipped)
     if len(skipped) > _TOLERATED * total:
         raise UserError(
@@ -131,12 +141,16 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _check(raw: Any, where: str, default_id: str) -> Row:
+    """The row of one line of JSON, or of a Parquet row; UserError for the first thing that is wrong with it."""
+    # An object with known keys.
     row = _parse(raw, where) if isinstance(raw, bytes) else raw
     if not isinstance(row, dict):
         raise UserError(f'{where}: a row must be an object such as {{"prompt": "...", "answer": "..."}}')
     unknown = [key for key in row if key not in _KEYS]
     if unknown:
         raise UserError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(_KEYS)}; put the rest in metadata")
+
+    # Types, in the order of the keys.
     prompt, answer, row_id = row.get("prompt"), row.get("answer"), row.get("id")
     if not isinstance(prompt, str) or not prompt.strip():
         raise UserError(f"{where}: prompt must be a string that is not empty, not {_shown(prompt)}")
@@ -144,22 +158,29 @@ def _check(raw: Any, where: str, default_id: str) -> Row:
         raise UserError(f"{where}: answer must be a string or null, not {_shown(answer)}; put it in quotes")
     if row_id is not None and (not isinstance(row_id, str) or not row_id):
         raise UserError(f"{where}: id must be a string that is not empty, not {_shown(row_id)}")
+
     verifier = row.get("verifier")
     verifier = "exact" if verifier is None else verifier
     if not isinstance(verifier, str):
         raise UserError(f"{where}: verifier must be a string, not {_shown(verifier)}")
     check_verifier(verifier, where)
+
+    # Parquet has no type for metadata of any form, so that a string of JSON stands for it there.
     metadata = row.get("metadata")
     if isinstance(metadata, str) and not isinstance(raw, bytes):
         metadata = _parse(metadata.encode("utf-8", "surrogatepass"), where)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict):
         raise UserError(f"{where}: metadata must be an object, not {_shown(metadata)}")
+
+    # JSON can say what neither a tokenizer nor a verifier can take.
     for key, text in (("prompt", prompt), ("answer", answer), ("id", row_id)):
         if text is not None and not _is_unicode(text):
             raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); mend its escapes")
     if not _is_finite(metadata):
         raise UserError(f"{where}: metadata has a NaN or infinite number; use a finite number or null")
+
+    # What the verifier will look for.
     if verifier == "exact" and answer is None:
         raise UserError(f'{where}: verifier "exact" compares with the answer, and there is none; add "answer"')
     if verifier == "reasoning_gym":

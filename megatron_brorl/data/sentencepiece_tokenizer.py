@@ -19,6 +19,7 @@ class SentencePieceTokenizer:
     """A tokenizer.model; whether prompts begin with BOS is said by tokenizer_config.json, as in Llama directories."""
 
     def __init__(self, directory: Path) -> None:
+        """Raises UserError where tokenizer.model is none, or has no end-of-sequence token."""
         self.directory = directory
         path = directory / "tokenizer.model"
         self._model = sentencepiece.SentencePieceProcessor()
@@ -69,10 +70,11 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
     Deterministic. Digits are single tokens and white space survives a round trip. The vocabulary is smaller than
     asked for where the texts do not yield that many pieces. From 512 pieces on, unseen characters fall back to bytes.
     """
+    # All characters are named, because the trainer overlooks some: a line break at the end of a text.
     texts = list(texts)
-    characters = sorted(
-        set().union(*texts) - {" ", "\0"}
-    )  # the trainer overlooks some, a line break at the end of a text
+    characters = sorted(set().union(*texts) - {" ", "\0"})
+
+    # Into memory, so that nothing is left behind where it fails.
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -80,16 +82,17 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
-            hard_vocab_limit=False,
+            hard_vocab_limit=False,  # few texts do not yield that many pieces
             character_coverage=1.0,
             required_chars="".join(characters),
-            split_digits=True,
+            split_digits=True,  # numbers are read digit by digit
             byte_fallback=vocab_size >= _BYTE_FALLBACK_FROM,
-            normalization_rule_name="identity",
+            normalization_rule_name="identity",  # with the next two: every text comes back as it was
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
-            max_sentence_length=1 << 24,
+            max_sentence_length=1 << 24,  # longer ones are left out
             num_threads=1,
+            # Numbers of the special tokens, in Llama's order.
             unk_id=0,
             bos_id=1,
             eos_id=2,
@@ -101,6 +104,8 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
             f"{directory}/tokenizer.model: cannot train a tokenizer of {vocab_size} pieces: {_one_line(e)}; "
             "give more text or another vocabulary size"
         ) from None
+
+    # The special tokens by the numbers above, as transformers' LlamaTokenizer reads them.
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.model").write_bytes(model.getvalue())
     config = {
@@ -115,6 +120,7 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
         "legacy": False,
         "clean_up_tokenization_spaces": False,
     }
+
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return SentencePieceTokenizer(directory)
 

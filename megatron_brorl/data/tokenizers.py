@@ -20,22 +20,28 @@ class Tokenizer(Protocol):
     """
 
     @property
-    def directory(self) -> Path: ...
+    def directory(self) -> Path:
+        """That it was read from."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Tokens that it knows; the model's vocabulary may be padded beyond that."""
 
     @property
-    def eos_id(self) -> int: ...
+    def eos_id(self) -> int:
+        """End of sequence: the last token of a response that ends by itself."""
 
     @property
-    def bos_id(self) -> int | None: ...
+    def bos_id(self) -> int | None:
+        """Beginning of sequence, where there is one."""
 
     @property
-    def pad_id(self) -> int | None: ...
+    def pad_id(self) -> int | None:
+        """Padding, where there is one."""
 
     @property
-    def unk_id(self) -> int | None: ...
+    def unk_id(self) -> int | None:
+        """Stands for what cannot be written; None where everything can."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, no special token added or recognized."""

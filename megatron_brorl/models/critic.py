@@ -14,7 +14,8 @@ from torch import Tensor
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models import hf_names
 from megatron_brorl.models.gpt import Actor, check_layout, mark_sharded, transformer_config
-from megatron_brorl.ops.reference.linear import compute_dtype
+from megatron_brorl.ops.backend import Backend
+from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.parallel.grid import Grid
@@ -36,7 +37,7 @@ class ValueHead(MegatronModule):
 class Critic(Actor):
     """The actor's stage, which on the last stage ends in values. Its embedding is tied to nothing."""
 
-    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: str) -> None:
+    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: Backend) -> None:
         super().__init__(replace(shape, tied=False), config, grid, ops)
         if self.post_process:
             self.output_layer = ValueHead(config)
@@ -56,8 +57,8 @@ def build_critic(
     shape: ModelShape,
     grid: Grid,
     dtype: torch.dtype,
+    ops: Backend,
     recompute: bool = False,
-    ops: str = "fused",
     fields: Mapping[str, Any] | None = None,
 ) -> Critic:
     """This rank's stage with an uninitialised body and a value head of zeros. fields: see

@@ -26,6 +26,7 @@ def problem(
     tensor: tensor-parallel size. capability: of the GPU. cuda, engine: versions of CUDA and Transformer Engine. The
     requirements are those of transformer_engine.pytorch.quantization, 2.20.
     """
+    # What Transformer Engine and the GPU can do.
     gpu = "{}.{}".format(*capability)
     if _version(engine) < _LEAST_ENGINE:
         return f"Transformer Engine {engine} is too old for Megatron-Core 0.16: install 2.9 or newer"
@@ -38,6 +39,8 @@ def problem(
         return f"block scaling needs compute capability 9.0 and CUDA 12.9 (here: {gpu} and {cuda}): use 'tensorwise'"
     if config.recipe == "mxfp8" and capability < (10, 0):
         return f"MXFP8 needs compute capability 10.0 (this GPU: {gpu}; H100 and H200 have 9.0): use 'blockwise'"
+
+    # What the model's sizes allow.
     if 2 * config.bf16_layers >= shape.layers:
         return f"fp8.bf16_layers = {config.bf16_layers} at each end leaves none of the {shape.layers} layers in FP8"
     align = get_fp8_align_size(config.recipe)

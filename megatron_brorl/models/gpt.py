@@ -1,9 +1,10 @@
-"""The actor of one pipeline stage: Megatron-Core's GPTModel for the dense Llama, Qwen2 and Qwen3 families."""
+"""The actor of one pipeline stage: Megatron-Core's GPTModel for the dense families of families/."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,22 +16,24 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from megatron_brorl.algo.loss import PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
+from megatron_brorl.algo.loss import PolicyLoss, PolicyTokens
+from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models.hf_names import entries, global_parameters
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
 from megatron_brorl.models.layers.fused_attention import FusedAttention, FusedSelfAttention
 from megatron_brorl.models.layers.linear import FusedColumnLinear, FusedRowLinear, FusedSwiGluLinear, TakenActivation
-from megatron_brorl.models.layers.norm import FusedRmsNorm, RmsNorm
+from megatron_brorl.models.layers.norm import FusedRmsNorm, PostNormRowLinear, RmsNorm
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.reference.linear import LinearPpoLoss, compute_dtype
+from megatron_brorl.ops.backend import Backend
+from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.parallel.vocab import linear_log_probs
 from megatron_brorl.reshard.layout import Entry
 
+_ACTIVATIONS = {None: torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -40,11 +43,11 @@ class Actor(GPTModel):
     The LM head is applied by `Head` to the predicting positions alone, so that prompt tokens cost no logits.
     """
 
-    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: str) -> None:
+    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: Backend) -> None:
         inv_freq, _ = rope.inverse_frequencies(shape)
         super().__init__(
             config=config,
-            transformer_layer_spec=_layers(shape, config, grid, fused_layers(ops)),
+            transformer_layer_spec=_layers(shape, config, grid, ops.fused_layers and shape.llama_layers),
             vocab_size=padded_vocab(shape.vocab, grid.tensor),
             max_sequence_length=shape.context,
             pre_process=grid.first_stage,
@@ -53,18 +56,23 @@ class Actor(GPTModel):
             position_embedding_type="none",
             pg_collection=grid.groups,
         )
+
         self.shape = shape
-        self.fused_norms = device.has_transformer_engine()  # the names of the norms in models.hf_names
-        self.fused_layers = fused_layers(ops)
+        self.fused_norms = _engine_layers(shape)  # the names of the norms in models.hf_names
+        self.fused_layers = ops.fused_layers and shape.llama_layers
         self.grid = grid
-        self.ops = ops  # config key ops.implementation
+        self.ops = ops
         self._inv_freq = inv_freq.to(device.default_device())
+        if shape.local_layers:
+            self._local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(device.default_device())
         for layer in self.decoder.layers if self.fused_layers else ():
             layer.self_attention.linear_qkv.take(layer.input_layernorm)
             layer.mlp.linear_fc1.take(layer.pre_mlp_layernorm)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        if self.pre_process and self.shape.embedding_scale is not None:
+            prepared = (prepared[0] * prepared[0].new_tensor(self.shape.embedding_scale), *prepared[1:])
         if not self.fused_norms:
             return prepared  # models.layers.attention rotates
         angles = rope.angles(position_ids.reshape(-1), self._frequencies())
@@ -86,9 +94,15 @@ class Actor(GPTModel):
 
         wrapper is the DistributedDataParallel around this module, where there is one.
         """
+        # Rotations are the same for all layers of a kind, so they are made here.
         where = device.default_device()
         positions = batch.position_ids.to(where)
         angles = positions.to(self._frequencies().dtype).unsqueeze(-1) * self._frequencies()
+        local = None
+        if self.shape.local_layers:
+            of_local = positions.to(angles.dtype).unsqueeze(-1) * self._local_inv_freq.to(angles.dtype)
+            local = (of_local.cos(), of_local.sin())
+
         return (wrapper or self)(
             input_ids=batch.input_ids.to(where).unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -97,6 +111,8 @@ class Actor(GPTModel):
                 groups=batch.groups,
                 cos=angles.cos(),
                 sin=angles.sin(),
+                local=local,
+                local_layers=self.shape.local_layers or (),
                 context=self.pg_collection.cp if self.grid.context > 1 else None,
             ),
         )
@@ -130,41 +146,25 @@ class Head:
     vocab: int  # without padding
     temperature: float
     group: dist.ProcessGroup  # tensor parallel
-    ops: str  # "fused" (ops.fused) or "reference" (parallel.vocab, algo.loss)
+    ops: Backend
 
     def log_probs(self) -> tuple[Tensor, Tensor]:
         """Log-probability of each target and entropy of each row [R], both differentiable."""
-        if self.ops == "fused":
-            from megatron_brorl.ops.fused import linear as fused
-
-            return fused.linear_log_probs(
-                self.rows, self.weight, self.targets, self.temperature, self.group, self.vocab
-            )
-        return linear_log_probs(self.rows, self.weight, self.targets, self.vocab, self.temperature, self.group)
+        return self.ops.linear_log_probs(self.rows, self.weight, self.targets, self.temperature, self.group, self.vocab)
 
     def logits(self, at: Tensor) -> Tensor:
         """Logits [K, V] of the rows `at` [K] at temperature 1, in at least float32; a collective of the group."""
         rows = self.rows.index_select(0, at.to(self.rows.device))
-        if self.ops == "fused":
-            from megatron_brorl.ops.fused.softmax import gemm_
-
-            part = rows.new_empty(len(rows), len(self.weight), dtype=compute_dtype(rows.dtype))
-            gemm_(part, rows, self.weight.t(), accumulate=False)
-        else:
-            part = rows.to(compute_dtype(rows.dtype)) @ self.weight.to(compute_dtype(rows.dtype)).t()
+        part = self.ops.linear_logits(rows, self.weight)
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, part, group=self.group)
         return torch.cat(parts, dim=-1)[:, : self.vocab]
 
-    def policy_loss(self, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss | LinearPpoLoss:
+    def policy_loss(self, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss:
         """algo.loss.policy_loss of the targets; one backward pass."""
-        if self.ops == "fused":
-            from megatron_brorl.ops.fused import linear as fused
-
-            return fused.linear_ppo_loss(
-                self.rows, self.weight, self.targets, tokens, settings, self.temperature, self.group, self.vocab
-            )
-        return policy_loss(*self.log_probs(), tokens, settings)
+        return self.ops.linear_ppo_loss(
+            self.rows, self.weight, self.targets, tokens, settings, self.temperature, self.group, self.vocab
+        )
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
@@ -187,17 +187,12 @@ def check_layout(
         raise UserError(f"{keys[1]} = {pipeline} does not divide num_hidden_layers = {shape.layers} of the model")
 
 
-def fused_layers(ops: str) -> bool:
-    """Whether layers use ops.fused.layers, which is for CPUs. ops: config key ops.implementation."""
-    return ops == "fused" and not device.on_gpu()
-
-
 def transformer_config(
     shape: ModelShape,
     grid: Grid,
     dtype: torch.dtype,
     recompute: bool,
-    ops: str,
+    ops: Backend,
     fields: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
     """Megatron's description of the model. dtype is that of weights and activations, ops what build_actor gets. fields:
@@ -206,27 +201,32 @@ def transformer_config(
     _, rope_factor = rope.inverse_frequencies(shape)
     gpu = device.on_gpu()
     return TransformerConfig(
+        # Sizes.
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn,
+        # What its family makes of them.
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
+        layernorm_zero_centered_gamma=shape.zero_centred_norms,
         qk_layernorm=shape.qk_norm,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=_ACTIVATIONS[shape.activation],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=shape.init_std,
         # The factor that YaRN puts on cos and sin of both query and key is one factor on their product.
-        softmax_scale=rope_factor**2 * shape.head_dim**-0.5,
+        softmax_scale=rope_factor**2 * (shape.attention_scale or shape.head_dim**-0.5),
+        # Arithmetic.
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        # Ranks.
         tensor_model_parallel_size=grid.tensor,
         pipeline_model_parallel_size=grid.pipeline,
         context_parallel_size=grid.context,
@@ -234,12 +234,14 @@ def transformer_config(
         variable_seq_lengths=True,  # packed streams differ in length
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts
         calculate_per_token_loss=True,  # losses arrive divided by the global count: gradients are summed, not averaged
+        # What can be done in one kernel here.
         use_cpu_initialization=not gpu,
         perform_initialization=False,  # weights always come from a Hugging Face directory
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=gpu,
-        use_te_activation_func=fused_layers(ops),  # a module of ours between the products of an MLP, see _layers
+        bias_activation_fusion=gpu and shape.activation is None,
+        # A module of ours between the products of an MLP, see _layers.
+        use_te_activation_func=ops.fused_layers and shape.llama_layers,
         bias_dropout_fusion=gpu,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -252,11 +254,11 @@ def build_actor(
     shape: ModelShape,
     grid: Grid,
     dtype: torch.dtype,
+    ops: Backend,
     recompute: bool = False,
-    ops: str = "fused",
     fields: Mapping[str, Any] | None = None,
 ) -> Actor:
-    """This rank's stage with uninitialised weights (checkpoints.hugging_face fills them). ops: see Head. fields: see
+    """This rank's stage with uninitialised weights (checkpoints.hugging_face fills them). fields: see
     transformer_config."""
     check_layout(shape, grid.tensor, grid.pipeline)
     with device.bridge():
@@ -284,18 +286,25 @@ def mark_sharded(model: Actor, table: Sequence[Entry]) -> None:
 
 
 def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: bool) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers on a GPU that has it, Megatron's own with our attention and norm anywhere else."""
+    """Transformer Engine's layers on a GPU that has it, Megatron's own with our attention and norm anywhere else, and
+    for families whose layers are not Llama's. Raises UserError where such a family is to train in FP8."""
     count = get_num_layers_to_build(config, pp_rank=grid.pp_rank)
-    if device.has_transformer_engine():
+    if _engine_layers(shape):
         from megatron_brorl.models.layers import te
 
         return te.layers(shape.qk_norm, count)
+    if config.fp8:
+        raise UserError(f'fp8.recipe = "{config.fp8_recipe}": {shape.family} has no layers of Transformer Engine here')
+
+    # Norms, and the MLP's products with norm and activation.
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer, norm = spec.submodules, FusedRmsNorm if fused else RmsNorm
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if fused:
         mlp = layer.mlp.submodules
         mlp.linear_fc1, mlp.activation_func, mlp.linear_fc2 = FusedColumnLinear, TakenActivation, FusedSwiGluLinear
+
+    # Attention.
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     if fused:
@@ -304,4 +313,13 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
             layer.self_attention.module, attention.core_attention = FusedSelfAttention, FusedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
+
+    # The norm of what either part gives comes with its last product.
+    if shape.post_norms:
+        attention.linear_proj = layer.mlp.submodules.linear_fc2 = PostNormRowLinear
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)
+
+
+def _engine_layers(shape: ModelShape) -> bool:
+    """Whether the layers are Transformer Engine's."""
+    return device.has_transformer_engine() and shape.llama_layers

@@ -1,96 +1,60 @@
-"""The one table of names: Megatron-Core's GPTModel <-> Hugging Face, for dense Llama, Qwen2 and Qwen3."""
+"""Every parameter of a model under both names, Megatron-Core's and Hugging Face's, from its family's table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from megatron_brorl.families.family import Init, Parameter
 from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.reshard.layout import Entry, Layout
-
-# (Megatron, Hugging Face, layout) within one layer; {norms} are named as the layer spec names them.
-_LAYER: list[tuple[str, tuple[str, ...], Layout]] = [
-    ("{attention_norm}", ("input_layernorm.weight",), "replicated"),
-    (
-        "self_attention.linear_qkv.weight",
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        "qkv",
-    ),
-    ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), "columns"),
-    ("{mlp_norm}", ("post_attention_layernorm.weight",), "replicated"),
-    ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up"),
-    ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "columns"),
-]
-_QKV_BIAS: tuple[str, tuple[str, ...], Layout] = (
-    "self_attention.linear_qkv.bias",
-    ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    "qkv",
-)
-_QK_NORM: list[tuple[str, tuple[str, ...], Layout]] = [
-    ("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), "replicated"),
-    ("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), "replicated"),
-]
-# Transformer Engine fuses each norm into the linear that follows it.
-_NORMS = {
-    False: {"attention_norm": "input_layernorm.weight", "mlp_norm": "pre_mlp_layernorm.weight"},
-    True: {
-        "attention_norm": "self_attention.linear_qkv.layer_norm_weight",
-        "mlp_norm": "mlp.linear_fc1.layer_norm_weight",
-    },
-}
+from megatron_brorl.reshard.layout import Entry
 
 
 def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list[Entry]:
-    """Every parameter of the model once, in Hugging Face order, with the pipeline stage that owns it."""
-    shapes = hf_shapes(shape)
-    rows = list(_LAYER)
-    if shape.qkv_bias:
-        rows.insert(2, _QKV_BIAS)
-    if shape.qk_norm:
-        rows[2:2] = _QK_NORM
+    """Every parameter of the model once, with the pipeline stage that owns it, in the order of their sending.
 
-    def entry(megatron: str, hf: tuple[str, ...], layout: Layout, stage: int) -> Entry:
-        return Entry(megatron, hf, tuple(shapes[name] for name in hf), layout, stage)
+    fused_norms: whether norms have the names that Transformer Engine gives them.
+    """
+    table = []
+    for layer, parameter in _parameters(shape):
+        of_hf = _in_layer("model.layers", layer)
 
-    table = [entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", 0)]
-    for layer in range(shape.layers):
-        for megatron, hf, layout in rows:
-            name = f"decoder.layers.{layer}.{megatron.format(**_NORMS[fused_norms])}"
-            hf_names = tuple(f"model.layers.{layer}.{x}" for x in hf)
-            table.append(entry(name, hf_names, layout, layer * pipeline // shape.layers))
-    table.append(entry("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", pipeline - 1))
-    if not shape.tied:
-        table.append(entry("output_layer.weight", ("lm_head.weight",), "vocab", pipeline - 1))
+        # Stages hold equally many layers; the embedding stands before the first, norm and head after the last.
+        if layer is None:
+            stage = 0 if parameter is shape.facts.embedding else pipeline - 1
+        else:
+            stage = layer * pipeline // shape.layers
+
+        table.append(
+            Entry(
+                _in_layer("decoder.layers", layer) + parameter.name(fused_norms),
+                tuple(of_hf + name for name in parameter.hf),
+                tuple(_sizes(shape, parameter).values()),
+                parameter.layout,
+                stage,
+            )
+        )
     return table
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the Hugging Face checkpoint (a tied lm_head is not one)."""
-    q, kv, h = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (h,),
-        "self_attn.q_proj.weight": (q, h),
-        "self_attn.k_proj.weight": (kv, h),
-        "self_attn.v_proj.weight": (kv, h),
-        "self_attn.o_proj.weight": (h, q),
-        "post_attention_layernorm.weight": (h,),
-        "mlp.gate_proj.weight": (shape.ffn, h),
-        "mlp.up_proj.weight": (shape.ffn, h),
-        "mlp.down_proj.weight": (h, shape.ffn),
+    return {
+        _in_layer("model.layers", layer) + name: size
+        for layer, parameter in _parameters(shape)
+        for name, size in _sizes(shape, parameter).items()
     }
-    if shape.qkv_bias:
-        layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
-    if shape.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (shape.head_dim,), "self_attn.k_norm.weight": (shape.head_dim,)}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, h)}
-    for i in range(shape.layers):
-        shapes |= {f"model.layers.{i}.{name}": s for name, s in layer.items()}
-    shapes["model.norm.weight"] = (h,)
-    if not shape.tied:
-        shapes["lm_head.weight"] = (shape.vocab, h)
-    return shapes
+
+
+def hf_inits(shape: ModelShape) -> dict[str, Init]:
+    """What each tensor of hf_shapes holds in a new model."""
+    return {
+        _in_layer("model.layers", layer) + name: parameter.init
+        for layer, parameter in _parameters(shape)
+        for name in parameter.hf
+    }
 
 
 def global_parameters(actor: Any) -> Mapping[str, Tensor]:
@@ -103,3 +67,25 @@ def global_parameters(actor: Any) -> Mapping[str, Tensor]:
             parts[2] = str(int(parts[2]) + first)
         named[".".join(parts)] = parameter
     return named
+
+
+def _parameters(shape: ModelShape) -> Iterator[tuple[int | None, Parameter]]:
+    """Every parameter with its layer, or None outside of the layers."""
+    family = shape.facts
+    yield None, family.embedding
+    for layer in range(shape.layers):
+        for parameter in family.layer:
+            yield layer, parameter
+    yield None, family.final_norm
+    if not shape.tied:
+        yield None, family.head
+
+
+def _sizes(shape: ModelShape, parameter: Parameter) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the Hugging Face tensors of a parameter."""
+    of = shape.dimensions
+    return {name: tuple(of[d] for d in dimensions) for name, dimensions in parameter.hf.items()}
+
+
+def _in_layer(prefix: str, layer: int | None) -> str:
+    return "" if layer is None else f"{prefix}.{layer}."

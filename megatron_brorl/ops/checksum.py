@@ -42,6 +42,8 @@ def checksum(name: str, tensor: Tensor) -> Tensor:
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     if data.storage_offset() % 8:  # a view in the middle of something else: words must be aligned
         data = data.clone()
+
+    # Whole rows of the table, in words; then words, then bytes.
     words = data[: len(data) // 8 * 8].view(torch.int64)
     full = len(words) // _COLUMNS * _COLUMNS
     values, places = [], []
@@ -50,6 +52,7 @@ def checksum(name: str, tensor: Tensor) -> Tensor:
         values.append(what)
         places.append(_places(kind, max(len(what), _COLUMNS), tensor.device)[: len(what)])
 
+    # Every sum or word that counts, with its number.
     if full:
         parts = words[:full].view(-1, _COLUMNS).split(_ROWS)
         sums = [(part.sum(1), part.sum(0)) for part in parts]  # the second pass finds the part in the cache
@@ -59,6 +62,8 @@ def checksum(name: str, tensor: Tensor) -> Tensor:
         add(3, words[full:])
     if len(words) * 8 < len(data):
         add(4, data[len(words) * 8 :].to(torch.int64))
+
+    # Scrambled together, with what the bytes do not say: name, type and shape.
     salt = _salt(f"{name} {tensor.dtype} {list(tensor.shape)}")
     if not values:
         return torch.tensor(salt, device=tensor.device)

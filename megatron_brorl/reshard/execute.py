@@ -15,7 +15,7 @@ from megatron_brorl.reshard.plan import Bucket, Place, Plan
 
 
 def stream(plan: Plan, parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype) -> Iterator[Sealed]:
-    """Yield every full tensor once, in the order of plan.names, on every rank of the grid.
+    """Yield every full tensor [Entry.hf_shapes] once, in the order of plan.names, on every rank of the grid.
 
     parameters holds this rank's parts under Entry.megatron names. A collective: every rank must consume the stream to
     its end. The checksums are taken on the stage that owns a tensor, before it leaves. The tensors are views of a
@@ -26,9 +26,13 @@ def stream(plan: Plan, parameters: Mapping[str, Tensor], grid: Grid, dtype: torc
         full: list[Tensor] = []
         sums = torch.empty(sum(len(e.hf) for e in bucket.entries), dtype=torch.int64, device=where)
         names = [name for entry in bucket.entries for name in entry.hf]
+
+        # The stage that owns the bucket puts it together ...
         if bucket.stage == grid.pp_rank:
             full = _gather(bucket, plan.kv_heads, parameters, grid)
             torch.stack([checksum(name, x) for name, x in zip(names, full, strict=True)], out=sums)
+
+        # ... and sends it to the others, which make room for it.
         if grid.pipeline > 1:
             message = torch.empty(bucket.full_size, dtype=dtype, device=where)
             views = [_at(message, place) for places in bucket.full for place in places]
@@ -38,6 +42,7 @@ def stream(plan: Plan, parameters: Mapping[str, Tensor], grid: Grid, dtype: torc
             dist.broadcast(message, owner, group=grid.groups.pp)
             dist.broadcast(sums, owner, group=grid.groups.pp)
             full = views
+
         for name, tensor, own in zip(names, full, sums, strict=True):
             yield Sealed(name, tensor, own)
 
@@ -45,6 +50,8 @@ def stream(plan: Plan, parameters: Mapping[str, Tensor], grid: Grid, dtype: torc
 def _gather(bucket: Bucket, kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid) -> list[Tensor]:
     """The full Hugging Face tensors of a bucket, on the ranks of its stage."""
     local = [parameters[entry.megatron].detach() for entry in bucket.entries]
+
+    # One message with all parts of a rank; replicated ones are whole already.
     messages: list[Tensor] = []
     if grid.tensor > 1 and bucket.part_size:
         mine = local[0].new_empty(bucket.part_size)
@@ -53,6 +60,7 @@ def _gather(bucket: Bucket, kv_heads: int, parameters: Mapping[str, Tensor], gri
                 _at(mine, place).copy_(tensor)
         messages = [torch.empty_like(mine) for _ in range(grid.tensor)]
         dist.all_gather(messages, mine, group=grid.groups.tp)
+
     full: list[Tensor] = []
     for entry, place, tensor in zip(bucket.entries, bucket.parts, local, strict=True):
         parts = [tensor] if place is None or not messages else [_at(m, place) for m in messages]

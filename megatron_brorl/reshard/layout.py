@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Layout = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
+from megatron_brorl.families.family import Layout
+
 _CUT = {"rows": 0, "columns": 1, "vocab": 0, "qkv": 0, "gate_up": 1}
 
 
@@ -57,7 +57,7 @@ def _view(layout: Layout, tensor: Tensor, kv_heads: int) -> Tensor:
 
 
 def to_local(entry: Entry, hf: Sequence[Tensor], kv_heads: int, rank: int, size: int) -> Tensor:
-    """The part of tensor-parallel rank `rank` of `size`, from full Hugging Face tensors."""
+    """The part [local_shape] of tensor-parallel rank `rank` of `size`, from full Hugging Face tensors [hf_shapes]."""
     if entry.layout == "replicated":
         return hf[0]
     if entry.layout == "vocab":
@@ -73,7 +73,8 @@ def to_local(entry: Entry, hf: Sequence[Tensor], kv_heads: int, rank: int, size:
 
 
 def to_hf(entry: Entry, parts: Sequence[Tensor], kv_heads: int) -> list[Tensor]:
-    """Full, contiguous Hugging Face tensors from the parts of all tensor-parallel ranks, in rank order.
+    """Full, contiguous Hugging Face tensors [hf_shapes] from the parts [local_shape] of all tensor-parallel ranks, in
+    rank order.
 
     They share memory with a part where nothing had to be put together.
     """

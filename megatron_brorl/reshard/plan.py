@@ -25,6 +25,7 @@ class Place:
 
     @property
     def end(self) -> int:
+        """The first element behind it."""
         return self.offset + math.prod(self.shape)
 
 
@@ -76,7 +77,7 @@ def _bucket(entries: Sequence[Entry], tensor: int, step: int) -> Bucket:
     """step: elements that offsets are multiples of."""
     parts: list[Place | None] = []
     full: list[tuple[Place, ...]] = []
-    part_size = full_size = 0
+    part_size = full_size = 0  # so far
     for entry in entries:
         part: Place | None = None
         if entry.layout != "replicated":

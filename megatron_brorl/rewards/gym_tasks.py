@@ -114,19 +114,25 @@ def check_entry(metadata: Mapping[str, Any], where: str) -> None:
 def create(name: str, seed: int, config: Mapping[str, Any], where: str) -> Any:
     """The reasoning-gym data set of an allowed task."""
     check_task(name, where)
+
+    # What was checked is one version's source.
     installed = metadata.version("reasoning-gym")
     if installed != CHECKED_VERSION:
         raise UserError(
             f"{where}: reasoning-gym {installed} is installed, but only the scorers of {CHECKED_VERSION} were checked; "
             f"pip install reasoning-gym=={CHECKED_VERSION}"
         )
+
     from reasoning_gym.factory import DATASETS  # a second of imports that runs on files never need
 
+    # The stream decides how its items are drawn (data.generate).
     reserved = [key for key in ("seed", "size") if key in config]
     if reserved:
         raise UserError(
             f"{where}: task {name!r}: {reserved[0]} is set by this program; remove it from the task's config"
         )
+
+    # Some configs check themselves in validate alone.
     dataset_class, config_class = DATASETS[name]
     try:
         built = config_class(seed=seed, **config)

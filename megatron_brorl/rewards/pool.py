@@ -29,6 +29,8 @@ _CHUNK = 256  # items at most per message
 
 @dataclass(frozen=True)
 class ScoreRequest:
+    """An answer to be scored."""
+
     prompt: Prompt
     answer: str | None  # None: the response holds no answer
 
@@ -80,6 +82,8 @@ class RewardPool:
         """One verdict per request, in order. Equal answers to the same prompt are scored once."""
         if self._closed:
             raise RuntimeError("the reward pool is closed")
+
+        # One item for equal answers to a prompt, and the place of each request's item.
         index: dict[tuple[str, str, str | None, int, str], int] = {}
         items: list[Item] = []
         places: list[int | None] = []
@@ -88,17 +92,21 @@ class RewardPool:
             if answer is None:
                 places.append(None)
                 continue
+            # A verdict is a function of these.
             key = (prompt.verifier, prompt.id, prompt.answer, id(prompt.metadata), answer)
             if key not in index:
                 index[key] = len(items)
                 items.append((prompt.verifier, prompt.answer, prompt.metadata, answer))
             places.append(index[key])
+
+        # Workers that an earlier call lost are started again first.
         self._open()
         try:
             verdicts = _Run(self, items).verdicts()
         except BaseException:
             self._kill()  # half-read verdicts must not meet the next call
             raise
+
         return [Verdict(0.0, "no_answer") if place is None else verdicts[place] for place in places]
 
     def _open(self) -> None:
@@ -135,17 +143,24 @@ class _Run:
         self._verdicts: list[Verdict | None] = [None] * len(items)
 
     def verdicts(self) -> list[Verdict]:
+        """One per item, in order."""
         lanes = self._pool._lanes
         with selectors.DefaultSelector() as selector:
             for lane in lanes:
                 selector.register(lane.worker, selectors.EVENT_READ, lane)
+
+            # Until every item has its verdict: keep all workers busy, listen to them until the next deadline.
             while self._queue or any(lane.pending for lane in lanes):
                 for lane in lanes:
                     if self._queue and not lane.pending:
                         self._hand_out(lane)
+
+                # Deadlines are measured from before listening, so that a verdict in the pipe is never too late.
                 began = time.monotonic()
                 wait = max(0.0, min(lane.deadline for lane in lanes) - began)
                 heard = [key.data for key, _ in selector.select(wait)]
+
+                # Who is gone or too slow is replaced; what it had not begun goes back to the front of the queue.
                 for lane in lanes:
                     if lane in heard:
                         alive = self._listen(lane)

@@ -20,6 +20,8 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class WorkerProcess:
+    """One worker, from start to end."""
+
     def __init__(self, resolve: str, memory_mb: int) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed in kill)
         self._process = subprocess.Popen(
@@ -41,6 +43,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
+        """Number of the process."""
         return self._process.pid
 
     def fileno(self) -> int:

@@ -22,24 +22,37 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 def main(resolve_path: str, memory_mb: int, parent: int) -> None:
+    """Judge what comes on standard input, within the limits, until the parent is gone.
+
+    resolve_path: "module:function" from a verifier's name to the verifier. parent: its process number.
+    """
+    # The terminal's signals are for the trainer; the kernel's limits are for hostile answers.
     end_with(parent)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _limit(resource.RLIMIT_AS, memory_mb << 20)
     _limit(resource.RLIMIT_CORE, 0)
+
+    # The pipes are out of reach of what runs here under the numbers 0 and 1.
     requests, verdicts = os.dup(0), os.dup(1)
     silence = os.open(os.devnull, os.O_RDWR)
     os.dup2(silence, 0)
     os.dup2(silence, 1)  # some verifiers print
+
+    # Verifiers are imported when an item first needs them.
     module, _, function = resolve_path.partition(":")
     resolve = getattr(importlib.import_module(module), function)
     known: dict[str, Verifier] = {}
+
+    # A chunk at a time: imports first, which are not on any answer's clock.
     while (items := _read_chunk(requests)) is not None:
         for name in {item[0] for item in items} - known.keys():
             known[name] = resolve(name)
         os.dup2(silence, 2)  # what went wrong until here is for the pool to read; from here on, verdicts say it
         os.write(verdicts, RECORD.pack(READY, 0.0, b""))
+
+        # A verdict is written before the next item begins, so that the pool knows where this process is.
         for item in items:
             os.write(verdicts, RECORD.pack(*judge(known[item[0]], item)))
 

@@ -60,7 +60,7 @@ class RolloutEngine(Protocol):
         """Which engine this is, and what to do where it draws several rollouts by the same random numbers."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take full tensors by Hugging Face name, or nothing at all.
+        """Take full tensors [any shape] by Hugging Face name, or nothing at all.
 
         Raises rollout.receive.UpdateRefused, and keeps the version it has, where one is missing, unknown, of the wrong
         shape or not what its checksum says (pairs of ops.checksum.Sealed), or where the stream itself breaks off.

@@ -20,7 +20,7 @@ def receive(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Copy a whole update to `device` in `dtype`: exactly the tensors of `names` (name -> shape), each once.
+    """Copy a whole update to `device` in `dtype`: exactly the tensors of `names` (name -> its shape [...]), each once.
 
     Pairs that are Sealed are compared with their checksums after they were copied; either all of an update is sealed
     or none. Raises UpdateRefused naming the first fault. The stream is read to its end all the same, because other
@@ -30,29 +30,39 @@ def receive(
     sums: list[Tensor] = []  # expected and found, in the order of `staged`
     sealed: bool | None = None
     fault, seen = "", 0
+
+    # The first fault ends the staging, not the reading.
     try:
         for pair in tensors:
             seen += 1
             if fault:
                 continue
             name, tensor = pair
+
+            # An update that is sealed in part may have lost a checksum on the way.
             own = pair.checksum if isinstance(pair, Sealed) else None
             sealed = own is not None if sealed is None else sealed
             fault = _fault(name, tensor, names, staged, sealed == (own is not None))
             if fault:
                 staged.clear()
                 continue
+
+            # The checksum is of what was sent; where this copy has another dtype it cannot be compared with it.
             staged[name] = tensor.detach().to(device, dtype, copy=True)
             if own is not None:
                 sums += [own.to(device), checksum(name, staged[name] if dtype == tensor.dtype else tensor).to(device)]
     except Exception as e:
         what = f"{type(e).__name__}: {e}"
         raise UpdateRefused(f"weight update: broke off after {seen} of {len(names)} tensors: {what}") from e
+
+    # Checksums are compared all at once: each comparison would wait for the device.
     if not fault and sums:
         expected, found = torch.stack(sums).view(-1, 2).unbind(1)
         wrong = [name for name, same in zip(staged, (expected == found).tolist(), strict=True) if not same]
         if wrong:
             fault = f"{len(wrong)} tensors are not what was sent (checksum), for example {wrong[0]}"
+
+    # A stream may end early without a word.
     missing = names.keys() - staged.keys()
     if not fault and missing:
         fault = f"{len(missing)} tensors missing, for example {min(missing)}"

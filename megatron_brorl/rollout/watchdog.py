@@ -52,30 +52,38 @@ class Watchdog:
 
         Ends within timeout_s + grace_s, whatever the engine does. Raises UserError where an earlier call never ended.
         """
+        # The thread of a call that was given up is still in the engine.
         if self.stuck:
             raise UserError(
                 f"rank {self.rank}: the rollout engine is still busy with a call that was given up: start the same "
                 "command again to go on from the last checkpoint"
             )
+
+        # Nothing to ask is nothing to wait for; the thread begins with the first call.
         call = _Call(requests, sampling)
         if not requests:
             return call.result(0)
         if not self._thread.is_alive():
             self._thread.start()
         self._calls.put(call)
+
+        # Half-way, the limit, and the end of the grace after it.
         late = 0
         if not call.done.wait(self.timeout_s / 2):
             late = self._name_missing(call, self.timeout_s / 2, "waiting")
             if not call.done.wait(self.timeout_s / 2):
                 self._name_missing(call, self.timeout_s, "telling the engine to stop")
                 call.cancel()
+
+                # Whether it stops is all that matters now: what it has delivered is taken in any case.
                 if not call.done.wait(self.grace_s):
                     self.stuck = True
                     self._name_missing(call, self.timeout_s + self.grace_s, "the engine did not stop and is given up")
         return call.result(late)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """As RolloutEngine.update_weights. An engine that is stuck takes no weights; it is not asked again either."""
+        """As RolloutEngine.update_weights, tensors [any shape]. An engine that is stuck takes no weights; it is not
+        asked again either."""
         if self.stuck:
             for _ in tensors:  # the other ranks take part in making every one of them
                 pass
@@ -88,6 +96,7 @@ class Watchdog:
             self.engine.sleep()
 
     def wake(self) -> None:
+        """As RolloutEngine.wake."""
         if not self.stuck:
             self.engine.wake()
 

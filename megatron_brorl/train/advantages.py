@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.advantage import Moments, explained_variance, merge, moments, whiten
+from megatron_brorl.algo.advantage import Moments, explained_variance, merge
 from megatron_brorl.config.schema import AlgoConfig
-from megatron_brorl.ops.reference import linear as reference
+from megatron_brorl.ops.backend import Backend
 from megatron_brorl.parallel import collectives
 from megatron_brorl.train.groups import Outcomes
 
 
-def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: str) -> Tensor:
+def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: Backend) -> Tensor:
     """What every survivor of the kept groups earns, float32 [groups, N], 0 elsewhere.
 
     "gae": its reward. "grpo": what that is over its group's mean, in its standard deviations. "reinforce_pp_baseline":
     over its group's mean, whitened over all kept survivors, the global batch, each rollout once (BroRL, section 3.1);
-    with a KL in the reward of_tokens whitens instead. ops: config key ops.implementation.
+    with a KL in the reward of_tokens whitens instead.
     """
     table = torch.zeros_like(outcomes.rewards)
     rewards = [outcomes.rewards_of(g) for g in kept]
@@ -34,11 +34,11 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
         return table
     earned, starts = torch.cat(rewards), torch.tensor([0, *(len(r) for r in rewards)]).cumsum(0)
     if algo.advantage == "grpo":
-        earned = _group_advantages(earned, starts, "mean_std", ops)
+        earned = ops.group_advantages(earned, starts, None, "mean_std")
     elif algo.advantage == "reinforce_pp_baseline":
-        earned = _group_advantages(earned, starts, "mean", ops)
+        earned = ops.group_advantages(earned, starts, None, "mean")
         if not kl_in_reward(algo):
-            earned = _whiten(earned, _moments(earned, ops), ops)
+            earned = ops.whiten(earned, ops.moments(earned))
     where = torch.zeros_like(outcomes.ended)
     where[list(kept)] = outcomes.ended[list(kept)]
     table[where] = earned
@@ -64,7 +64,7 @@ def of_tokens(
     values: Sequence[Tensor] | None,
     kl: Sequence[Tensor] | None,
     algo: AlgoConfig,
-    ops: str,
+    ops: Backend,
     replicas: dist.ProcessGroup | None,
 ) -> Credit:
     """The advantages of this replica's rows, from what each of them earned [B].
@@ -79,11 +79,11 @@ def of_tokens(
     rewards = torch.zeros(int(starts[-1])) if kl is None else -algo.kl_coef * torch.cat([torch.zeros(0), *kl])
     rewards[starts[1:] - 1] += earned
     old = torch.zeros_like(rewards) if values is None else torch.cat([torch.zeros(0), *values])
-    advantages, returns = _gae(rewards, old, starts, algo, ops)
+    advantages, returns = ops.gae(rewards, old, starts, gamma=algo.gamma, lam=algo.lam)
     # An advantage is what the critic's value leaves of the return.
-    of_returns, of_residuals = (_over_replicas(_moments(x, ops), replicas) for x in (returns, advantages))
+    of_returns, of_residuals = (_over_replicas(ops.moments(x), replicas) for x in (returns, advantages))
     if algo.advantage != "grpo":
-        advantages = _whiten(advantages, of_residuals, ops)
+        advantages = ops.whiten(advantages, of_residuals)
     sizes = list(lengths)
     if values is None:
         return Credit(advantages.split(sizes), None, {})
@@ -93,38 +93,6 @@ def of_tokens(
         "value_mean": of_returns.mean - of_residuals.mean,
     }
     return Credit(advantages.split(sizes), returns.split(sizes), figures)
-
-
-def _group_advantages(rewards: Tensor, starts: Tensor, kind: reference.GroupKind, ops: str) -> Tensor:
-    if ops == "fused":
-        from megatron_brorl.ops.fused import advantages as fused_advantages
-
-        return fused_advantages.group_advantages(rewards, starts, None, kind)
-    return reference.group_advantages(rewards, starts, None, kind)
-
-
-def _gae(rewards: Tensor, values: Tensor, starts: Tensor, algo: AlgoConfig, ops: str) -> tuple[Tensor, Tensor]:
-    if ops == "fused":
-        from megatron_brorl.ops.fused import advantages as fused_advantages
-
-        return fused_advantages.gae(rewards, values, starts, gamma=algo.gamma, lam=algo.lam)
-    return reference.gae(rewards, values, starts, gamma=algo.gamma, lam=algo.lam)
-
-
-def _moments(values: Tensor, ops: str) -> Moments:
-    if ops == "fused":
-        from megatron_brorl.ops.fused import advantages as fused_advantages
-
-        return fused_advantages.to_moments(fused_advantages.moments(values))
-    return moments(values)
-
-
-def _whiten(values: Tensor, batch: Moments, ops: str) -> Tensor:
-    if ops == "fused":
-        from megatron_brorl.ops.fused import advantages as fused_advantages
-
-        return fused_advantages.whiten_(values, batch.mean, batch.std)
-    return whiten(values, batch)
 
 
 def _over_replicas(own: Moments, replicas: dist.ProcessGroup | None) -> Moments:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.loss import kl_estimate
+from megatron_brorl.algo.kl import kl_estimate
 from megatron_brorl.algo.mismatch import mismatch_mask
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel import collectives

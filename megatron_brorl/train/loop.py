@@ -156,7 +156,7 @@ class Trainer:
         if rounds:
             earned, weights = adaptive.of_rounds(outcomes, got.selection.kept, rounds)
         else:
-            earned = of_rollouts(outcomes, got.selection.kept, c.algo, c.ops.implementation)
+            earned = of_rollouts(outcomes, got.selection.kept, c.algo, self.worker.options.ops)
         models = Models(self.worker, self.critic, self.reference)
         rows, experience, values = make_experience(
             got.rows, got.groups, earned, models, c.algo, c.rollout.temperature, weights

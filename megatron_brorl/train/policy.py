@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo import loss as losses
+from megatron_brorl.algo.aggregation import token_weights
+from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig
 from megatron_brorl.models.gpt import Head
-from megatron_brorl.ops.reference.linear import compute_dtype
+from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.finite import train_on_finite
@@ -109,36 +111,29 @@ def _attempt(
     size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
     if not size["tokens"]:
         return None
-    weights = losses.token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
+    weights = token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
     weights = [w * share for w, share in zip(weights, shares, strict=True)]
     update, values = worker.train(part.prompts, part.responses, _loss_function(part, algo, weights), temperature, lr)
     return update, _over_ranks(worker, values)
 
 
 def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> LossFunction:
-    settings = losses.PolicyLossSettings(
-        eps_low=algo.eps_low,
-        eps_high=algo.eps_high,
-        dual_clip=algo.dual_clip,
-        is_cap=algo.is_cap,
-        entropy_coef=algo.entropy_coef,
-        kl_coef=algo.kl_coef if algo.kl_in == "loss" else 0.0,
-        kl_estimator=algo.kl_estimator,
-        ratio=algo.ratio,
-    )
+    settings = PolicyLossSettings(**{field.name: getattr(algo, field.name) for field in fields(PolicyLossSettings)})
+    if algo.kl_in != "loss":
+        settings = replace(settings, kl_coef=0.0)
     row_weights = torch.tensor(weights, dtype=torch.float64)
     row_numbers = torch.arange(len(weights))
 
     def loss(batch: Packed, head: Head) -> tuple[Tensor, Any]:
         where, dtype = head.rows.device, compute_dtype(head.rows.dtype)
         old, reference, mask = part.old_log_probs, part.reference_log_probs, part.mask
-        token_weights = batch.repeat(row_weights)
+        of_tokens = batch.repeat(row_weights)
         if mask is not None:
-            token_weights = token_weights * batch.gather(mask)
+            of_tokens = of_tokens * batch.gather(mask)
         tokens = losses.PolicyTokens(
             rollout_log_probs=batch.gather(part.rollout_log_probs).to(where, dtype),
             advantages=batch.gather(part.advantages).to(where, dtype),
-            weights=token_weights.to(where, dtype),
+            weights=of_tokens.to(where, dtype),
             old_log_probs=None if old is None else batch.gather(old).to(where, dtype),
             reference_log_probs=None if reference is None else batch.gather(reference).to(where, dtype),
             sequences=batch.repeat(row_numbers).to(where) if settings.ratio == "sequence" else None,

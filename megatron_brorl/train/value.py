@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.config.schema import CriticConfig, OptimConfig
-from megatron_brorl.ops.reference import linear as reference
+from megatron_brorl.ops.backend import Backend
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.finite import train_on_finite
@@ -90,23 +89,14 @@ def _attempt(
     return update, collectives.all_reduce_sum(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
 
 
-def _loss_function(part: Experience, clip: float, weight: float, ops: str) -> LossFunction:
+def _loss_function(part: Experience, clip: float, weight: float, ops: Backend) -> LossFunction:
     if part.values is None or part.returns is None:
         raise ValueError("update_critic: the experience has no values and returns")
     old, returns = part.values, part.returns
-    value_loss = _op(ops)
 
     def loss(batch: Packed, values: Tensor) -> tuple[Tensor, Any]:
         weights = torch.full_like(values, weight)
-        result = value_loss(values, batch.gather(old).to(values), batch.gather(returns).to(values), weights, clip)
+        result = ops.value_loss(values, batch.gather(old).to(values), batch.gather(returns).to(values), weights, clip)
         return result.loss, replace(result, loss=result.loss.detach())
 
     return loss
-
-
-def _op(ops: str) -> Callable[..., reference.ValueLoss]:
-    if ops == "fused":
-        from megatron_brorl.ops.fused.value import value_loss
-
-        return value_loss
-    return reference.value_loss

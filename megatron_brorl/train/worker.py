@@ -28,8 +28,9 @@ from megatron_brorl.models import hf_names
 from megatron_brorl.models.critic import body, build_critic
 from megatron_brorl.models.finite import require_finite
 from megatron_brorl.models.gpt import Actor, Head, build_actor
+from megatron_brorl.ops.backend import Backend
 from megatron_brorl.ops.checksum import Sealed
-from megatron_brorl.ops.reference.linear import compute_dtype
+from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import LEAST_GAIN, Packed, pack, token_gain
 from megatron_brorl.parallel.context import share
@@ -58,8 +59,8 @@ class StageOptions:
     """What a stage is built and run with, the actor's and the critic's alike."""
 
     tokens_per_micro_batch: int
+    ops: Backend
     dtype: torch.dtype = torch.float32
-    ops: str = "fused"  # config key ops.implementation
     share_prompt: bool = True  # config key train.share_prompt
     recompute: bool = False  # config key train.recompute
     offload: bool = False  # config key train.offload: `away` has an effect
@@ -276,7 +277,7 @@ class Worker(Stage):
 
     def __init__(self, shape: ModelShape, grid: Grid, options: StageOptions, optim: OptimConfig | None = None) -> None:
         self.shape = shape
-        self.actor = build_actor(shape, grid, options.dtype, options.recompute, options.ops, options.fields)
+        self.actor = build_actor(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
         table = hf_names.entries(shape, grid.pipeline, self.actor.fused_norms)
         self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, options.dtype.itemsize)
         super().__init__(self.actor, options, optim)
@@ -336,7 +337,7 @@ class CriticWorker(Stage):
     def __init__(self, shape: ModelShape, grid: Grid, options: StageOptions, optim: OptimConfig) -> None:
         """optim is the critic's own."""
         self.shape = shape
-        self.critic = build_critic(shape, grid, options.dtype, options.recompute, options.ops, options.fields)
+        self.critic = build_critic(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
         super().__init__(self.critic, options, optim)
 
     def load_hf(self, directory: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.remote.engine import TrtLlmEngine
-from megatron_brorl.rollout.remote.options import EngineOptions
+from megatron_brorl.rollout.remote.engine import RemoteEngine
+from megatron_brorl.rollout.remote.options import EngineOptions, process_settings
 from megatron_brorl.rollout.remote.process import make_folder
 from megatron_brorl.types import Prompt, Rollout, RolloutGroup
 
@@ -47,33 +48,29 @@ def make_engine(
     log: Path,
     config: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
-    leader: TrtLlmEngine | None = None,
-) -> TrtLlmEngine:
+    leader: RemoteEngine | None = None,
+) -> RemoteEngine:
     """An engine of its own, or another rank's share of the leader's."""
     c = TrtLlmConfig(**{"start_timeout_s": 120.0, "cuda_graphs": False, **(config or {})})
     o = EngineOptions(
         **{
+            "engine": "trtllm",
             "model": str(model.directory),
             "vocab": model.shape.vocab,
             "context": 200,
             "dtype": "float32",
             "max_rows": 600,
             "stop_ids": (2,),
-            "tensor": c.tensor,
-            "sampler": c.sampler,
-            "quantization": c.quantization,
-            "kv_dtype": c.kv_dtype,
-            "memory_fraction": c.memory_fraction,
-            "max_num_tokens": c.max_num_tokens,
-            "cuda_graphs": c.cuda_graphs,
+            "section": dataclasses.asdict(c),
             **(options or {}),
         }
     )
-    folder = leader.folder if leader else make_folder(c.shared_memory)
-    return TrtLlmEngine(c, o, hf_shapes(model.shape), torch.float32, folder, None if leader else [0], log)
+    folder = leader.folder if leader else make_folder(c.shared_memory, "trtllm.shared_memory")
+    devices = None if leader else [0]
+    return RemoteEngine(process_settings(c), o, hf_shapes(model.shape), folder, devices, log)
 
 
-def draw(engine: TrtLlmEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> RolloutGroup:
+def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> RolloutGroup:
     """Siblings first .. first + n - 1 of PROMPT."""
     sampling = kwargs.pop("sampling", SAMPLING)
     return engine.generate([Request(PROMPT, key, n, first)], sampling, **kwargs)[0]

@@ -47,7 +47,7 @@ def test_damage_in_shared_memory_is_seen_by_the_worker(model, start, capfd):
     def spoiled(tensors, version):
         weights = stage(tensors, version)
         with open(weights.path, "r+b") as file:
-            file.seek(weights.rows[7][3] + 5)
+            file.seek(weights.records[7].offset + 5)
             file.write(b"\x55")
         return weights
 
@@ -91,7 +91,7 @@ def handles(tensor):
 
 def test_fp8_refit_gives_the_quantised_model(api, model, start):
     engine = start(config={"quantization": "fp8_block"})
-    assert engine.capabilities.fp8_refit
+    assert engine.capabilities.details["fp8_refit"]
     engine.update_weights(model.stream(), 0)
     rollouts = draw(engine).rollouts
     exact = {n: p.detach().clone() for n, p in model.module.named_parameters()}

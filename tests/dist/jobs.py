@@ -11,21 +11,25 @@ from megatron.core import parallel_state
 from ops.linear_cases import make
 
 import tiny
-from megatron_brorl.algo.loss import PolicyLossSettings
+from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ParallelConfig
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused import linear as fused
 from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.ops.fused.decode import Fused
+from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.train.policy import update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience, Prompt
+
+
+CPU = torch.device("cpu")
 
 
 def rows(seed: int, count: int = 24) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -61,7 +65,8 @@ def make_worker(
     **kwargs: Any,
 ) -> Worker:
     grid = grid_of(**parallel)
-    options = StageOptions(tokens, **{"share_prompt": grid.context == 1, **kwargs})
+    ops = backend(kwargs.pop("ops", "fused"), CPU)
+    options = StageOptions(tokens, ops, **{"share_prompt": grid.context == 1, **kwargs})
     worker = Worker(read_shape(directory), grid, options, optim)
     worker.load_hf(directory)
     return worker
@@ -145,7 +150,7 @@ def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:
     """Largest |log-prob of the engine - log-prob of the actor| over sampled tokens, weights taken from the stream."""
     worker = make_worker(directory, parallel)
     shape = worker.shape
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, sample_tokens, Fused())
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, sample_tokens, FusedDecode())
     engine.update_weights(worker.hf_tensors(), 0)
     prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(4, 4)[0])]
     groups = engine.generate([Request(p, 11 + i, 16) for i, p in enumerate(prompts)], Sampling(0.9, 1, 0, 24, (2,)))
@@ -159,7 +164,7 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
     """Two updates in bfloat16 with fp32 masters; figures, and the types of the weights."""
     grid = grid_of()
     optim = OptimConfig(lr=1e-3)
-    worker = Worker(read_shape(directory), grid, StageOptions(200, torch.bfloat16), optim)
+    worker = Worker(read_shape(directory), grid, StageOptions(200, backend("fused", CPU), torch.bfloat16), optim)
     worker.load_hf(directory)
     prompts, responses = rows(2)
     lp = worker.log_probs(prompts, responses, 1.0)

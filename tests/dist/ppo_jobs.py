@@ -11,6 +11,7 @@ from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ReferenceConfi
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import hf_names
 from megatron_brorl.models.critic import body
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
 from megatron_brorl.train.experience import Models, make_experience
@@ -59,7 +60,8 @@ def ppo(
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Figures of each step, and the weights of actor and critic at the end, the same on every rank."""
     grid, shape = grid_of(**parallel), read_shape(directory)
-    stage = StageOptions(**{"tokens_per_micro_batch": 120, **options})
+    ops = backend(options.get("ops", "fused"), torch.device("cpu"))
+    stage = StageOptions(**{"tokens_per_micro_batch": 120, **options, "ops": ops})
     worker = Worker(shape, grid, stage, OPTIM)
     critic = CriticWorker(shape, grid, stage, CRITIC_OPTIM)
     worker.load_hf(directory)

@@ -16,7 +16,7 @@ from dist.steps import configured, make_trainer
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops.fused.decode import Fused
+from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.fused.sampling import sample_tokens
 from megatron_brorl.rewards.pool import ScoreRequest, Verdict
 from megatron_brorl.rollout.native.engine import TorchEngine
@@ -61,7 +61,7 @@ def unmoved(
 ) -> tuple[list[dict[str, float]], bool]:
     """Steps with the real engine; figures, and whether every weight and master has its bits still."""
     shape = read_shape(directory)
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 200, sample_tokens, Fused())
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 200, sample_tokens, FusedDecode())
     trainer = _trainer(directory, parallel, changes, None, engine)
     before = _weights(trainer)
     trainer.refit()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel import device
@@ -27,6 +28,8 @@ from megatron_brorl.train.refit import refit
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train.verify import verify_reshard
 from megatron_brorl.train.worker import StageOptions, Worker
+
+OPTIONS = StageOptions(100, backend("fused", torch.device("cpu")))
 
 
 class Engine:
@@ -193,7 +196,7 @@ class CpuCopies(GlooCopyService):
 def between_layouts(_rank: int, directory: str, source: dict[str, Any], target: dict[str, Any]) -> list[str]:
     """megatron.core.resharding from one layout to another, then our stream of the target against the directory."""
     first = make_worker(directory, source)
-    second = Worker(first.shape, grid_of(**target), StageOptions(100))
+    second = Worker(first.shape, grid_of(**target), OPTIONS)
     with torch.no_grad():
         for p in second.actor.parameters():
             p.fill_(7.0)
@@ -207,7 +210,7 @@ def load_converted(
     _rank: int, directory: str, checkpoint: str, parallel: dict[str, Any]
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Megatron's own loader on a converted checkpoint: names that are not the directory's bits, and log-probs."""
-    worker = Worker(make_worker(directory, parallel).shape, grid_of(**parallel), StageOptions(100))
+    worker = Worker(make_worker(directory, parallel).shape, grid_of(**parallel), OPTIONS)
     with torch.no_grad():
         for p in worker.actor.parameters():
             p.fill_(7.0)

@@ -18,6 +18,7 @@ from megatron_brorl.model_shape import read_shape
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops import philox
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.reference import sampling
 from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.grid import Grid
@@ -47,8 +48,8 @@ def configured(changes: dict[str, dict[str, Any]]) -> Config:
 
 
 def _options(config: Config, grid: Grid) -> StageOptions:
-    tokens, ops = config.train.tokens_per_micro_batch, config.ops.implementation
-    return StageOptions(tokens, ops=ops, share_prompt=grid.context == 1)
+    ops = backend(config.ops.implementation, torch.device("cpu"))
+    return StageOptions(config.train.tokens_per_micro_batch, ops, share_prompt=grid.context == 1)
 
 
 def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any, grace_s: float = 30.0) -> Trainer:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dist.jobs import rows
 from dist.world import World
-from ops.linear_cases import EVERYTHING, SETTINGS, assert_agree, make
+from ops.linear_cases import EVERYTHING, OTHER_LOSSES, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -116,6 +116,17 @@ TRAINING = [
 ]
 
 
+TRAINED = [
+    *((*layout, case) for case in (("qwen2", True), ("qwen3", False)) for layout in TRAINING),
+    # The others once, where most is cut.
+    *(
+        (4, {"tensor": 2, "pipeline": 2, "sequence": True}, {}, (family, True))
+        for family in tiny.FAMILIES
+        if family not in ("qwen2", "qwen3")
+    ),
+]
+
+
 @pytest.fixture(scope="module")
 def single(worlds, models):
     """Two updates of a single process: one micro-batch, every row with its prompt, the ops in plain torch."""
@@ -131,8 +142,7 @@ def single(worlds, models):
     return get
 
 
-@pytest.mark.parametrize(("size", "parallel", "options"), TRAINING)
-@pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(("size", "parallel", "options", "case"), TRAINED)
 def test_training_step_equals_single_process(worlds, models, single, size, parallel, options, case):
     """Loss, gradient norm and updated weights of two clipped AdamW steps, within 1e-5 relative."""
     expected_figures, expected = single(case, options.get("algo", {}))
@@ -154,7 +164,7 @@ ENGINES = [*LAYOUTS, (2, {}), (4, {"tensor": 2}), (4, {"pipeline": 2})]
 
 
 @pytest.mark.parametrize(("size", "parallel"), ENGINES)
-@pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False), ("llama", False)])
+@pytest.mark.parametrize("case", [(family, family == "qwen2") for family in tiny.FAMILIES])
 def test_engine_log_probs_equal_the_actor_s(worlds, models, size, parallel, case):
     assert max(worlds(size).run("jobs:engine_gap", models[case][0], parallel)) <= 1e-4
 
@@ -186,7 +196,7 @@ def test_bf16_trains_with_fp32_masters(worlds, models):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("settings", [SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence")])
+@pytest.mark.parametrize("settings", [SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence"), *OTHER_LOSSES])
 def test_fused_loss_over_a_sharded_vocabulary(worlds, world, settings):
     """Values, figures and gradients of 2 and 4 tensor-parallel ranks equal the float64 reference of one."""
     expected = make(150, 16, 1001, seed=7).call(reference.linear_ppo_loss, settings=settings, upstream=-1.5)

@@ -10,6 +10,7 @@ from dist.jobs import rows
 from megatron_brorl.config.schema import AlgoConfig, Fp8Config, OptimConfig, ParallelConfig
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import device, grid
 from megatron_brorl.train.policy import update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
@@ -37,7 +38,8 @@ def test_a_step_is_near_the_one_in_fp32(config, offload, tmp_path):
     model = tiny.make_model(tmp_path, "qwen2", True, std=0.05, **sizes)
     shape = read_shape(tmp_path)
     fp8.check(config, shape, 1)
-    options = StageOptions(2048, torch.bfloat16, share_prompt=False, fields=fp8.settings(config), offload=offload)
+    ops, fields = backend("fused", device.default_device()), fp8.settings(config)
+    options = StageOptions(2048, ops, torch.bfloat16, share_prompt=False, fields=fields, offload=offload)
     worker = Worker(shape, grid.build(ParallelConfig()), options, OptimConfig(lr=1e-4))
     worker.load_hf(tmp_path)
     prompts, responses = rows(2)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo import loss as algo_loss
-from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
+from megatron_brorl.algo.loss import PolicyTokens
+from megatron_brorl.algo.policy_losses import POLICY_LOSSES, PolicyLossSettings
+from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.ops.reference import linear as reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}
@@ -26,6 +28,12 @@ VARIANTS = [
     dataclasses.replace(SETTINGS, entropy_coef=0.7),
     dataclasses.replace(SETTINGS, ratio="sequence", dual_clip=1.4, entropy_coef=0.1),
     dataclasses.replace(EVERYTHING, ratio="sequence"),
+]
+OTHER_LOSSES = [
+    dataclasses.replace(settings, policy_loss=name)
+    for name in POLICY_LOSSES
+    for settings in (dataclasses.replace(EVERYTHING, dual_clip=0.0), dataclasses.replace(SETTINGS, ratio="sequence"))
+    if name != "clip"
 ]
 
 
@@ -58,7 +66,7 @@ class Case:
         return result, hidden.grad, weight.grad
 
     def tokens_in(self, dtype: torch.dtype, device: str = "cpu") -> PolicyTokens:
-        compute = reference.compute_dtype(dtype)
+        compute = compute_dtype(dtype)
         cast = {
             k: v if v is None else v.to(device) if k == "sequences" else v.to(device, compute)
             for k, v in vars(self.tokens).items()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_brorl.algo.advantage import Moments, merge, whiten
 from megatron_brorl.ops.fused import advantages as fused
-from megatron_brorl.ops.reference import linear as reference
+from megatron_brorl.ops.reference import advantages as reference
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 LAYERS = [fused, reference]

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_brorl.ops.decode import PAGE, HeadNorms, Reference, Rows
-from megatron_brorl.ops.fused.decode import Fused
+from megatron_brorl.ops.decode import PAGE, HeadNorms, Rows
+from megatron_brorl.ops.fused.decode import FusedDecode
+from megatron_brorl.ops.reference.decode import ReferenceDecode
 
-IMPLEMENTATIONS = [Fused(), Reference()]
+IMPLEMENTATIONS = [FusedDecode(), ReferenceDecode()]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 EPS, THETA = 1e-5, 100.0
 # (heads, kv heads, head size, own tokens of each row, its prompt, prompt tokens)
@@ -126,7 +127,7 @@ def test_the_same_bits_for_any_number_of_threads():
     before, found = torch.get_num_threads(), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(make(2, torch.float32).run(Fused()))
+        found.append(make(2, torch.float32).run(FusedDecode()))
     torch.set_num_threads(before)
     assert all(torch.equal(found[0], x) for x in found[1:])
 
@@ -181,4 +182,4 @@ def test_mistakes_raise_one_clear_error(wrong, error, message):
     case = make(0, torch.float32)
     case.rows = dataclasses.replace(case.rows, **wrong)
     with pytest.raises(error, match=message):
-        case.run(Fused())
+        case.run(FusedDecode())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ops.linear_cases import (
     EVERYTHING,
+    OTHER_LOSSES,
     SETTINGS,
     SHAPES,
     TEMPERATURE,
@@ -20,7 +21,9 @@ from ops.linear_cases import (
     make,
 )
 
-from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
+from megatron_brorl.algo.loss import PolicyTokens
+from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.ops.fused import linear as fused
 from megatron_brorl.ops.fused.softmax import softmax_gradient_
 from megatron_brorl.ops.reference import linear as reference
@@ -32,13 +35,13 @@ from megatron_brorl.ops.reference import linear as reference
 def test_agrees_with_float64(rows, width, vocab, dtype, settings):
     case = make(rows, width, vocab, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     got = case.call(fused.linear_ppo_loss, dtype, settings, upstream=-2.5)
-    assert got[0].loss.dtype == got[0].log_probs.dtype == reference.compute_dtype(dtype)
+    assert got[0].loss.dtype == got[0].log_probs.dtype == compute_dtype(dtype)
     assert got[1].dtype == got[2].dtype == dtype
     assert_agree(got, case.call(reference.linear_ppo_loss, settings=settings, upstream=-2.5), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("settings", VARIANTS)
+@pytest.mark.parametrize("settings", [*VARIANTS, *OTHER_LOSSES])
 def test_every_term_agrees(settings, dtype):
     case = make(240, 20, 333)
     wanted = case.call(reference.linear_ppo_loss, settings=settings)
@@ -135,7 +138,7 @@ def test_an_impossible_rollout_stays_out_of_the_gradient():
     assert got[0].sums["rollout_gap"] == expected[0].sums["rollout_gap"] == float("inf")
 
 
-@pytest.mark.parametrize("settings", VARIANTS)
+@pytest.mark.parametrize("settings", [*VARIANTS, *OTHER_LOSSES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("op", [fused.linear_ppo_loss, reference.linear_ppo_loss], ids=["fused", "reference"])
 @pytest.mark.parametrize("rows", ["finite rows", "rows of NaN"])

@@ -23,7 +23,7 @@ def test_opcheck(dtype, entropy):
     torch.library.opcheck(OPS.softmax_gradient_.default, (logits.clone(), *rest, False))
     vectors = [torch.randn(5, dtype=dtype) for _ in range(5)]
     old, anchor = (vectors[0], vectors[1]) if entropy else (None, None)
-    settings = (0.2, 0.3, 0.0, 2.0, 0.1 if entropy else 0.0, "k3", 0.0)
+    settings = ("clip", [0.8, 1.3, 0.0], 2.0, 0.1 if entropy else 0.0, "k3", 0.0)
     torch.library.opcheck(OPS.ppo_tokens.default, (*vectors[:2], old, vectors[2], anchor, *vectors[3:], *settings))
     a, b = torch.randn(5, 3, dtype=dtype), torch.randn(3, 4, dtype=dtype)
     torch.library.opcheck(OPS.gemm_.default, (torch.zeros(5, 4, dtype=dtype), a, b, entropy))
@@ -128,4 +128,8 @@ def test_shapes_and_dtypes_that_do_not_fit():
         OPS.gemm_(*(torch.zeros(2, 2, dtype=torch.bfloat16) for _ in range(3)), False)
     v = torch.zeros(2)
     with pytest.raises(ValueError, match="kl_estimator must be k1, k2 or k3, got k4"):
-        OPS.ppo_tokens(v, v, None, v, None, v, v, 0.2, 0.2, 0.0, 0.0, 0.0, "k4", 0.0)
+        OPS.ppo_tokens(v, v, None, v, None, v, v, "clip", [0.8, 1.2, 0.0], 0.0, 0.0, "k4", 0.0)
+    with pytest.raises(ValueError, match="has no policy_loss clap"):
+        OPS.ppo_tokens(v, v, None, v, None, v, v, "clap", [0.8, 1.2, 0.0], 0.0, 0.0, "k1", 0.0)
+    with pytest.raises(ValueError, match="policy_loss clip takes 3 constants, got 2"):
+        OPS.ppo_tokens(v, v, None, v, None, v, v, "clip", [0.8, 1.2], 0.0, 0.0, "k1", 0.0)

@@ -12,7 +12,7 @@ from ops.value_cases import CASES, Case, assert_agree, by_hand, make
 
 from megatron_brorl.algo.advantage import explained_variance, merge
 from megatron_brorl.ops.fused.value import value_loss
-from megatron_brorl.ops.reference import linear as reference
+from megatron_brorl.ops.reference import value as reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
 

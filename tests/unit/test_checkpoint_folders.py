@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.train.worker import StageOptions, Worker
 
 NAMES = [
@@ -26,7 +28,9 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def part(processes, model):
-    worker = Worker(read_shape(model[0]), processes, StageOptions(100), OptimConfig())
+    worker = Worker(
+        read_shape(model[0]), processes, StageOptions(100, backend("fused", torch.device("cpu"))), OptimConfig()
+    )
     worker.load_hf(model[0])
     return checkpoint.Part("", worker.actor, worker.optimizer)
 

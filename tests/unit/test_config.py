@@ -132,6 +132,8 @@ def test_file_then_overrides(tmp_path):
         ("[critic]\nclip = -1", [], "critic.clip = -1.0: must not be negative"),
         ("[reward]\ncut_off_factor = 1.5", [], "reward.cut_off_factor = 1.5: must be in [0, 1]"),
         ("[shaping]\noverlong_tokens = 2000", [], "shaping.overlong_tokens = 2000: a response has rollout.max_tokens"),
+        ("[algo]\npolicy_loss = 'cispo'\ndual_clip = 3", [], 'algo.dual_clip = 3.0: algo.policy_loss = "cispo" has no'),
+        ("[algo]\ntau_neg = 0", [], "algo.tau_neg = 0.0: must be above 0"),
         ("[algo]\nmismatch_low = 6", [], "algo.mismatch_high = 5.0: must be above mismatch_low = 6.0"),
         (
             "[algo]\nmismatch_mask = 'token'\nold_log_probs = 'rollout'",

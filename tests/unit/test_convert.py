@@ -60,6 +60,7 @@ SHAPES = {
     "llama 3 rope": (("llama", False, {"rope_parameters": LLAMA3}), 2, 1),
     "yarn": (("qwen2", True, {"rope_parameters": YARN}), 2, 2),
     "one kv head": (("llama", True, {"num_key_value_heads": 1}), 1, 2),
+    **{family: ((family, True, {}), 2, 2) for family in tiny.FAMILIES},
     "as many kv heads as heads": (("llama", False, {"num_key_value_heads": 4}), 4, 2),
 }
 
@@ -308,12 +309,14 @@ def test_a_training_checkpoint_becomes_a_hugging_face_directory(tmp_path):
     """What a run saves, optimizer and all; config.json and tokenizer from the model it began with."""
     from megatron_brorl.checkpoints import training as checkpoint
     from megatron_brorl.config.schema import OptimConfig, ParallelConfig
+    from megatron_brorl.ops.backend import backend
     from megatron_brorl.parallel import grid
     from megatron_brorl.train.worker import StageOptions, Worker
 
     tiny.make_model(tmp_path / "hf", "qwen3", True)
     edit(tmp_path / "hf/config.json", dtype="bfloat16")  # the run trains in fp32 what was published in bf16
-    worker = Worker(read_shape(tmp_path / "hf"), grid.build(ParallelConfig()), StageOptions(100), OptimConfig())
+    options = StageOptions(100, backend("fused", torch.device("cpu")))
+    worker = Worker(read_shape(tmp_path / "hf"), grid.build(ParallelConfig()), options, OptimConfig())
     worker.load_hf(tmp_path / "hf")
     saved = checkpoint.save(tmp_path / "checkpoints", 1, [checkpoint.Part("", worker.actor, worker.optimizer)], {}, 1)
     grid.leave()

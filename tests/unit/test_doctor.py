@@ -36,7 +36,7 @@ def test_small_shared_memory_is_told_on_a_gpu(monkeypatch):
 def test_tensorrt_llm_without_ray_is_told(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
     monkeypatch.setattr(doctor.metadata, "version", lambda _: "1.2.1")
-    assert doctor._trtllm() == doctor.Finding(
+    assert doctor._remote_engine("trtllm") == doctor.Finding(
         "TensorRT-LLM", "1.2.1", "Ray starts its workers and is not here: pip install ray"
     )
 

@@ -9,10 +9,10 @@ import torch
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops.decode import Reference
 from megatron_brorl.ops.fused import sampling as fused_sampling
-from megatron_brorl.ops.fused.decode import Fused
+from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.ops.reference.decode import ReferenceDecode
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
@@ -24,7 +24,7 @@ STOPS = (2, 5, 7, 11)
 
 def make_engine(directory, model, max_rows=1000, sample=sample_tokens, ops=None, memory=0, decode=None):
     shape = read_shape(directory)
-    device, dtype, ops = torch.device("cpu"), torch.float32, ops or Fused()
+    device, dtype, ops = torch.device("cpu"), torch.float32, ops or FusedDecode()
     engine = TorchEngine(shape, hf_shapes(shape), device, dtype, max_rows, sample, ops, memory, decode)
     engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=3)
     return engine
@@ -220,7 +220,7 @@ def test_rows_make_room_where_memory_is_short(one):
         make_engine(*one, memory=8 * page).generate(asked, sampling)
 
 
-@pytest.mark.parametrize("ops", [Fused(), Reference()])
+@pytest.mark.parametrize("ops", [FusedDecode(), ReferenceDecode()])
 def test_rollouts_cut_by_a_budget_go_on_as_if_nothing_had_been(one, ops):
     engine = make_engine(*one, ops=ops)
     asked = [Request(p, stream_key(0, 4, p.id), 32) for p in prompts()]
@@ -295,7 +295,7 @@ def test_bfloat16_stays_near_float32(pair):
     shape = read_shape(directory)
     asked = [Request(p, 7, 20) for p in prompts()]
     exact = make_engine(directory, model)
-    for ops in (Fused(), Reference()):
+    for ops in (FusedDecode(), ReferenceDecode()):
         engine = TorchEngine(shape, exact.names, torch.device("cpu"), torch.bfloat16, 100, sample_tokens, ops)
         engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=3)
         for group in engine.generate(asked, Sampling(1.0, 1, 0, 20, ())):

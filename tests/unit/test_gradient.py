@@ -6,20 +6,25 @@ import pytest
 import tiny
 import torch
 
-from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
+from megatron_brorl.algo.loss import PolicyTokens
+from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.gpt import build_actor
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import pack
 
 
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize(("family", "tied", "ops"), [("qwen2", True, "fused"), ("qwen3", False, "reference")])
+@pytest.mark.parametrize(
+    ("family", "tied", "ops"),
+    [(f, f != "qwen3", "reference" if f == "qwen3" else "fused") for f in tiny.FAMILIES],
+)
 def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, tied, ops, share):
     tiny.make_model(tmp_path, family, tied)
     shape = read_shape(tmp_path)
-    actor = build_actor(shape, processes, torch.float64, ops=ops)
+    actor = build_actor(shape, processes, torch.float64, backend(ops, device.default_device()))
     hugging_face.load(actor, shape, processes, tmp_path, actor.fused_norms)
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (4, 7)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_brorl.config.schema import AlgoConfig, ParallelConfig
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import grid
 from megatron_brorl.train.advantages import of_rollouts
 from megatron_brorl.train.groups import CUT, LOST, figures, gather, give_up, mini_batches, select
@@ -23,6 +24,9 @@ TABLE = [
     [0.0, 1.0, "cut", None, 0.0, 0.0, 0.0, 1.0],
     [0.25, 0.5, None, None, 0.25, 1.0, 1.0, 0.0],  # kept with 6
 ]
+
+
+OPS = [backend(name, torch.device("cpu")) for name in ("fused", "reference")]
 
 
 def row(group: int, sibling: int, reward: float | str) -> Row:
@@ -56,7 +60,7 @@ def test_closed_and_kept(outcomes):
     assert outcomes.state[5, 2] == CUT
 
 
-@pytest.mark.parametrize("ops", ["fused", "reference"])
+@pytest.mark.parametrize("ops", OPS)
 def test_advantages_follow_the_equation(outcomes, ops):
     """A = R - mean_group(R), then (A - mean_batch) / std_batch over all survivors (BroRL, section 3.1)."""
     got = of_rollouts(outcomes, [0, 6], AlgoConfig(), ops)

@@ -17,7 +17,7 @@ from megatron_brorl.models.hf_names import hf_shapes
 def test_shapes_equal_those_transformers_writes(tmp_path, family, tied):
     model = tiny.make_model(tmp_path, family, tied)
     shape = read_shape(tmp_path)
-    assert (shape.family, shape.tied, shape.norm_eps) == (family, tied, 1e-5)
+    assert (shape.family, shape.tied, shape.norm_eps, shape.context) == (family, tied, 1e-5, 256)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}  # named_parameters lists ties once
     assert hf_shapes(shape) == expected
     Checkpoint(tmp_path).check(hf_shapes(shape))
@@ -43,6 +43,24 @@ def test_refusals_name_file_and_key(tmp_path, change, message):
         read_shape(tmp_path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_refusals_of_each_family(tmp_path, family):
+    tiny.make_model(tmp_path, family, True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    common = ({"partial_rotary_factor": 0.5}, "0.5"), ({"quantization_config": {"quant_method": "fp8"}}, "fp8")
+    for change, message in (*common, *tiny.FAMILIES[family].refused):
+        with pytest.raises(UserError, match=f"^config.json: .*{message}"):
+            parse_shape(raw | change, "config.json")
+
+
+def test_what_qwen2_says_of_attention_bias_does_not_matter(tmp_path):
+    """transformers' Qwen2 always has a bias of queries, keys and values, and never one of the output."""
+    tiny.make_model(tmp_path, "qwen2", True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert parse_shape(raw | {"attention_bias": False}, "") == parse_shape(raw | {"attention_bias": True}, "")
+    assert parse_shape(raw, "").qkv_bias
 
 
 def test_missing_directory_and_broken_json(tmp_path):

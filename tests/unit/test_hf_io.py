@@ -15,13 +15,14 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import parse_shape, read_shape
 from megatron_brorl.models.gpt import build_actor
 from megatron_brorl.models.hf_names import entries, global_parameters
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
 
 
 def load(directory, processes):
     shape = read_shape(directory)
-    actor = build_actor(shape, processes, torch.float32)
+    actor = build_actor(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
     hugging_face.load(actor, shape, processes, directory, fused_norms=False)
     plan = make_plan(entries(shape, 1), shape.kv_heads, 1, 1, 4)
     return stream(plan, global_parameters(actor), processes, torch.float32)

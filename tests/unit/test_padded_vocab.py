@@ -14,10 +14,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops.decode import Reference
 from megatron_brorl.ops.fused import sampling as fused_sampling
-from megatron_brorl.ops.fused.decode import Fused
+from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.reference import sampling
+from megatron_brorl.ops.reference.decode import ReferenceDecode
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.native.stopping import Stops
@@ -94,7 +94,9 @@ def test_the_engine_samples_them_with_the_models_probabilities(padded, implement
     """Log-probs are those of transformers' softmax over the whole vocabulary; what is padded stops nothing."""
     directory, tokenizer, decode, module = padded
     fused = implementation == "fused"
-    sample, ops = (fused_sampling.sample_tokens, Fused()) if fused else (sampling.sample_tokens, Reference())
+    sample, ops = (
+        (fused_sampling.sample_tokens, FusedDecode()) if fused else (sampling.sample_tokens, ReferenceDecode())
+    )
     shape = read_shape(directory)
     names = hf_shapes(shape)
     cpu = torch.device("cpu")

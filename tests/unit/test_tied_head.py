@@ -19,6 +19,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import WEIGHTS, read_shape
 from megatron_brorl.models import critic
 from megatron_brorl.models.gpt import build_actor
+from megatron_brorl.ops.backend import backend
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
@@ -45,7 +46,7 @@ def another(tmp_path):
 
 def load(directory: Path, processes) -> torch.nn.Module:
     shape = read_shape(directory)
-    actor = build_actor(shape, processes, torch.float32)
+    actor = build_actor(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
     hugging_face.load(actor, shape, processes, directory, fused_norms=False)
     return actor
 
@@ -92,7 +93,7 @@ def test_a_head_of_another_shape_is_named(another, processes):
 def test_a_critic_leaves_the_head_of_an_untied_model_aside(another, processes):
     set_tied(another, False)
     shape = read_shape(another)
-    built = critic.build_critic(shape, processes, torch.float32)
+    built = critic.build_critic(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
     own = ["output_layer.weight"]
     hugging_face.load(built, critic.body(shape), processes, another, built.fused_norms, own)
     assert torch.equal(built.embedding.word_embeddings.weight[: tiny.VOCAB], tiny.weights(another)[EMBEDDING])

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from megatron_brorl.config.schema import AlgoConfig, ParallelConfig
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import grid
 from megatron_brorl.train.advantages import of_rollouts, of_tokens
 from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes
 
 LENGTHS = [3, 1, 5, 2]
 EARNED = [0.75, -1.5, 0.25, 1.0]
+OPS = [backend(name, torch.device("cpu")) for name in ("fused", "reference")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +41,7 @@ def recursive(reward, v, gamma, lam):
     return found[::-1]
 
 
-@pytest.mark.parametrize("ops", ["fused", "reference"])
+@pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
 def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
     v = values()
@@ -60,7 +62,7 @@ def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
     assert credit.figures["value_mean"] == pytest.approx(statistics.fmean(torch.cat(v).tolist()), abs=1e-6)
 
 
-@pytest.mark.parametrize("ops", ["fused", "reference"])
+@pytest.mark.parametrize("ops", OPS)
 def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
     """gamma = lambda = 1 and V = 0: every token's advantage is its response's (REINFORCE++, section 3.3)."""
     algo = AlgoConfig(advantage="gae")
@@ -77,7 +79,7 @@ def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
     assert credit.figures["explained_variance"] == 0.0
 
 
-@pytest.mark.parametrize("ops", ["fused", "reference"])
+@pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["gae", "grpo", "reinforce_pp_baseline"])
 def test_kl_in_the_reward(replicas, ops, kind):
     """r_t = -beta KL_t, and what the response earned at its end; A_t = sum of what comes, from t on."""
@@ -94,7 +96,7 @@ def test_kl_in_the_reward(replicas, ops, kind):
     assert (credit.returns is None) == (kind != "gae")
 
 
-@pytest.mark.parametrize("ops", ["fused", "reference"])
+@pytest.mark.parametrize("ops", OPS)
 def test_no_rows_and_equal_returns(replicas, ops):
     """A replica without rows takes part; returns that do not vary leave no advantage and no variance to explain."""
     algo = AlgoConfig(advantage="gae")
@@ -115,7 +117,7 @@ def outcomes():
     return Outcomes(torch.tensor(state), torch.tensor(table).nan_to_num(0.0), torch.ones(3, 4).long(), none, none)
 
 
-@pytest.mark.parametrize("ops", ["fused", "reference"])
+@pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["gae", "grpo", "reinforce_pp_baseline"])
 def test_what_rollouts_earn(ops, kind):
     """Of mixed, all-right and partly-right groups with lost siblings."""

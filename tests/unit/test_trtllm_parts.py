@@ -15,12 +15,12 @@ from megatron_brorl.ops.checksum import checksum
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.rollout.duplicates import LEAST_NATS, improbable
 from megatron_brorl.rollout.engine import Request
+from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote import process
 from megatron_brorl.rollout.remote.fp8_blocks import BLOCK, dequantize, quantize
+from megatron_brorl.rollout.remote.log_probs import log_prob_limits, sampled_log_probs
 from megatron_brorl.rollout.remote.messages import Message, ProtocolError, decode, encode
-from megatron_brorl.rollout.remote.options import Capabilities, log_prob_limits
 from megatron_brorl.rollout.remote.shared_weights import read, room, write
-from megatron_brorl.rollout.remote.trtllm.log_probs import sampled_log_probs
 from megatron_brorl.types import Prompt, Rollout
 
 
@@ -41,7 +41,7 @@ def test_messages_arrive_as_they_were():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda f: [f[0].replace(b'"protocol": 1', b'"protocol": 2'), f[1]], "different protocols (2 and 1)"),
+        (lambda f: [f[0].replace(b'"protocol": 2', b'"protocol": 3'), f[1]], "different protocols (3 and 2)"),
         (lambda f: [b"\x00\x01"], "not a message"),
         (lambda f: [json.dumps([1]).encode()], "not a message"),
         (lambda f: f[:1], "0 tensors came, the header lists 1"),
@@ -50,7 +50,7 @@ def test_messages_arrive_as_they_were():
 )
 def test_what_is_no_message_of_this_version_is_refused(spoil, message):
     with pytest.raises(ProtocolError) as caught:
-        decode(spoil(encode(Message("row", {}, {"ids": torch.tensor([1, 2])}))))
+        decode(spoil(encode(Message("rollout", {}, {"ids": torch.tensor([1, 2])}))))
     assert message in str(caught.value)
 
 
@@ -65,20 +65,20 @@ def test_weights_in_a_file(tmp_path):
         "d": torch.randn(4, generator=g),
     }
     shapes = {n: tuple(x.shape) for n, x in tensors.items()}
-    held = write(tmp_path / "w", tensors.items(), 5, room(shapes, torch.float32))
-    for name, tensor in read(str(held.path), held.rows).items():
+    held = write(tmp_path / "w", tensors.items(), 5, room(shapes, torch.float32), "x.shared_memory")
+    for name, tensor in read(str(held.path), held.records).items():
         assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8))
-    for row in held.rows:
-        assert row[4] == int(checksum(row[0], tensors[row[0]]))
-        assert row[3] % 64 == 0
+    for record in held.records:
+        assert record.checksum == int(checksum(record.name, tensors[record.name]))
+        assert record.offset % 64 == 0
     # A scale stays with its weight, whatever the limit.
-    assert [[row[0] for row in bucket] for bucket in held.buckets(70)] == [
+    assert [[record.name for record in bucket] for bucket in held.buckets(70)] == [
         ["a"],
         ["b"],
         ["c.weight", "c.weight_scale_inv"],
         ["d"],
     ]
-    assert [row for bucket in held.buckets(1 << 30) for row in bucket] == list(held.rows)
+    assert [record for bucket in held.buckets(1 << 30) for record in bucket] == list(held.records)
     held.delete()
     assert not held.path.exists()
 
@@ -89,7 +89,7 @@ def test_a_folder_without_room_is_told_before_it_is_touched(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UserError, match=r"trtllm\.shared_memory: .* has no room for 1 MiB of weights \(No space left"):
-        write(tmp_path / "w", [("a", torch.ones(3))], 0, 1 << 20)
+        write(tmp_path / "w", [("a", torch.ones(3))], 0, 1 << 20, "trtllm.shared_memory")
     assert not (tmp_path / "w").exists()
 
 
@@ -142,8 +142,7 @@ def test_what_was_not_sampled_so_is_refused():
 
 def test_where_log_probs_cannot_be_had():
     def limits(kind, *sampling):
-        c = Capabilities("1.2.1", "2.9.1", "1.2", "x", "request", kind, 1, False, "model", ())
-        return bool(log_prob_limits(c, *sampling))
+        return bool(log_prob_limits(kind, *sampling))
 
     table = [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.95, 0), (0.6, 0.95, 0), (0.6, 0.95, 20), (0.0, 0.9, 0)]
     assert [limits("processed", *s) for s in table] == [False] * 6
@@ -173,22 +172,25 @@ def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PYTHONPATH", "/other")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    env = process.environment(tmp_path, [2, 3])
+    env = process.environment(tmp_path, [2, 3], {"ITS_OWN": "2"})
     assert not {"SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR"} & env.keys()
-    assert env["KEPT"] == "1"
-    assert env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # else Ray listens on all interfaces
+    assert (env["KEPT"], env["ITS_OWN"]) == ("1", "2")
     assert env["PYTHONPATH"] == f"{tmp_path}/code:/other"
     assert env["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert process.environment(tmp_path, [2, 3])["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert process.environment(tmp_path, [2, 3], {})["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_ray_listens_on_loopback():
+    assert ENGINES["trtllm"].environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # else on all interfaces
 
 
 def test_folders_of_trainers_that_are_gone_are_removed(tmp_path):
     gone = tmp_path / f"{process.PREFIX}{2**22 + 1}-x"  # above the largest process number
     gone.mkdir()
     (gone / "weights_1").touch()
-    mine = process.make_folder(str(tmp_path))
-    second = process.make_folder(str(tmp_path))
+    mine = process.make_folder(str(tmp_path), "x.shared_memory")
+    second = process.make_folder(str(tmp_path), "x.shared_memory")
     assert not gone.exists()
     assert mine.is_dir()
     assert second != mine

@@ -15,6 +15,7 @@ from megatron_brorl.cli.fingerprint import check_fingerprint
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.train.sft import sft_optim
 from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 
@@ -25,7 +26,7 @@ LR = 0.125  # of the steps: what schedules make of OPTIM.lr
 
 
 def stage_of(kind, directory, processes, optim, distributed=False):
-    options = StageOptions(1000, distributed_optimizer=distributed)
+    options = StageOptions(1000, backend("fused", torch.device("cpu")), distributed_optimizer=distributed)
     stage = kind(read_shape(directory), processes, options, optim)
     stage.load_hf(directory)
     return stage

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_brorl.models.layers import flex_attention
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.reference.linear import compute_dtype
+from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel.batch import Group
 from megatron_brorl.parallel.context import own_tokens
 
@@ -28,6 +28,8 @@ class Segments(PackedSeqParams):
     groups: tuple[Group, ...] = ()
     cos: Tensor | None = None  # [T, d / 2], float32 or float64: one table for all layers, queries and keys
     sin: Tensor | None = None
+    local: tuple[Tensor, Tensor] | None = None  # the same of local_layers, where a model has some
+    local_layers: tuple[int, ...] = ()
     mask: BlockMask | None = None  # of groups, made where it is first needed
     table: Tensor | None = None  # of groups, likewise (models.layers.fused_attention.segment_table)
     context: dist.ProcessGroup | None = None  # over which every segment is cut (parallel.context); T is this rank's
@@ -37,11 +39,12 @@ class Segments(PackedSeqParams):
         """Whether segments attend to a prompt that stands once in the stream."""
         return any(g.prefix for g in self.groups)
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """x [T, heads, d], a query or key, turned by its position."""
+    def rotate(self, x: Tensor, layer: int) -> Tensor:
+        """x [T, heads, d], a query or key of a layer (from 0, of the whole model), turned by its position."""
         assert self.cos is not None
         assert self.sin is not None
-        cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(1).to(x.dtype) for half in (self.cos, self.sin))
+        halves = self.local if self.local and layer in self.local_layers else (self.cos, self.sin)
+        cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(1).to(x.dtype) for half in halves)
         return rope.rotate(x, cos, sin)
 
     def attend_on_gpu(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -57,9 +60,12 @@ class PackedAttention(torch.nn.Module):
     On a CPU runs of segments of equal length are one batched call.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, layer_number: int = 1, **_: Any
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.layer = layer_number - 1
 
     def forward(
         self,
@@ -72,8 +78,11 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d], not yet rotated -> [T, 1, heads * d]."""
-        query, key = (packed_seq_params.rotate(x.squeeze(1)) for x in (query, key))
+        # Positions, which Megatron would have given the query and key before.
+        query, key = (packed_seq_params.rotate(x.squeeze(1), self.layer) for x in (query, key))
         value, dtype = value.squeeze(1), query.dtype
+
+        # On a GPU one masked call; over context-parallel ranks every segment is cut.
         if query.is_cuda and packed_seq_params.shared:
             return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
         if not query.is_cuda:  # in bfloat16 the backward pass of the CPU's attention takes twice as long
@@ -81,6 +90,8 @@ class PackedAttention(torch.nn.Module):
         if packed_seq_params.context is not None:
             out = self._over_ranks(query, key, value, packed_seq_params.groups, packed_seq_params.context)
             return out.flatten(1).unsqueeze(1).to(dtype)
+
+        # Otherwise group by group: the prompt, if it is shared, by itself, then all that follow it.
         outputs, begin = [], 0
         for group in packed_seq_params.groups:
             front = slice(begin, begin + group.prefix)
@@ -111,9 +122,12 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """This rank's queries [t, heads, d] over the keys and values of all ranks, of which this one has
         [t, kv_heads, d]; each segment by itself."""
+        # The keys and values of all ranks, in the order of the stream.
         size, rank = ranks.size(), ranks.rank()
         order = torch.cat([own_tokens(groups, r, size) for r in range(size)]).argsort().to(query.device)
         key, value = (gather_from_sequence_parallel_region(x, group=ranks)[order] for x in (key, value))
+
+        # This rank has two chunks of every segment, one from the front and one from the back (zigzag).
         segments = tuple(run for group in groups for run in group.segments)
         queries = _cut(tuple((count, length // size) for count, length in segments), query)
         outputs = []
@@ -121,6 +135,8 @@ class PackedAttention(torch.nn.Module):
             k, v = (_batched(x, count, length) for x in kv)
             chunk = length // (2 * size)
             halves = q.unflatten(0, (count, 2, chunk)).transpose(2, 3)  # [count, 2, heads, chunk, d]
+
+            # A chunk sees what stands before it, and itself causally.
             found = []
             for half, place in ((0, rank), (1, 2 * size - 1 - rank)):
                 seen = (place + 1) * chunk
@@ -154,6 +170,7 @@ class _SharedPrompt(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         """query [t, heads, d], key and value [t, kv_heads, d], prompt_* [P, kv_heads, d] -> [t, heads, d]."""
+        # Over the prompt all rows at once, over their own segments run by run.
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         on_prompt, prompt_sum = flash(
             *(_batched(x, 1, len(x)) for x in (query, prompt_key, prompt_value)), 0.0, False, scale=scale
@@ -163,6 +180,7 @@ class _SharedPrompt(torch.autograd.Function):
             for (count, length), qkv in zip(segments, _cut(segments, query, key, value), strict=True)
         ]
         on_own, own_sum = (_joined([_flat(p[i]) for p in parts]) for i in range(2))
+
         out, total = _merged(_flat(on_prompt), _flat(prompt_sum), on_own, own_sum)
         ctx.save_for_backward(query, key, value, prompt_key, prompt_value, out, total)
         ctx.segments, ctx.scale = segments, scale
@@ -170,6 +188,7 @@ class _SharedPrompt(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of what forward takes, from that of its result [t, heads, d]."""
         query, key, value, prompt_key, prompt_value, out, total = ctx.saved_tensors
         back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grad = upstream[0].contiguous()
@@ -179,6 +198,7 @@ class _SharedPrompt(torch.autograd.Function):
             k, v = (_batched(x, count, len(x) // count) for x in keys)
             return [_flat(x) for x in back(g, q, k, v, o, s, 0.0, causal, scale=ctx.scale)]
 
+        # Both parts' own backward passes, given the whole's output and log-sum.
         rows = (grad, query, out, total)
         grad_query, grad_prompt_key, grad_prompt_value = run(1, len(query), False, rows, (prompt_key, prompt_value))
         own = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -16,6 +17,28 @@ class RmsNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         # Read by megatron.core.distributed.finalize_model_grads.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centred = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] normed and scaled by the weight, or by 1 + weight in at least float32."""
+        if not self.zero_centred:
+            return super().forward(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = 1 + self.weight.to(wide)
+        return torch.nn.functional.rms_norm(x.to(wide), self.normalized_shape, scale, self.eps).to(x.dtype)
+
+
+class PostNormRowLinear(RowParallelLinear):
+    """RowParallelLinear whose result is normed, on its way to the residual stream."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.post_layernorm = RmsNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, in/tp] -> [T, 1, H], and no bias."""
+        out, bias = super().forward(x)
+        return self.post_layernorm(out), bias
 
 
 class FusedRmsNorm(RmsNorm):

@@ -35,6 +35,8 @@ class PackedTeAttention(TEDotProductAttention):
         if packed_seq_params.shared:
             streams = (x.squeeze(1) for x in (query, key, value))
             return packed_seq_params.attend_on_gpu(*streams, self.config.softmax_scale)  # YaRN's factor is in it
+
+        # One boundary per segment, as Transformer Engine wants them.
         lengths = segment_lengths(packed_seq_params.groups)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
         packing = PackedSeqParams(
@@ -46,13 +48,14 @@ class PackedTeAttention(TEDotProductAttention):
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         )
+
         streams = (x.squeeze(1) for x in (query, key, value))
         out = super().forward(*streams, attention_mask, packed_seq_params=packing, **kwargs)
         return out.reshape(len(query), 1, -1)
 
 
 def layers(qk_norm: bool, count: int) -> TransformerBlockSubmodules:
-    """`count` layers with fused norms and linears."""
+    """`count` layers with fused norms and linears. qk_norm: whether query and key heads are normed."""
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
     spec.submodules.self_attention.submodules.core_attention = PackedTeAttention
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=TENorm)

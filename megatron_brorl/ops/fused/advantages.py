@@ -1,4 +1,4 @@
-"""Advantages and whitening of csrc/advantages.* and csrc/moments.* with types; none of them is differentiable.
+"""Advantages and whitening of csrc/policy/advantages.* and moments.* with types; none of them is differentiable.
 
 Importing this file loads the extension and completes the registration of the ops. All of them take
 float32 or float64 (TypeError otherwise) on one device: the CPU, or CUDA where the extension was built for it; and raise
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_brorl.algo.advantage import Moments
 from megatron_brorl.ops.fused.native import check_devices
-from megatron_brorl.ops.reference.linear import GroupKind, check_kind
+from megatron_brorl.ops.reference.advantages import GroupKind, check_kind
 
 
 def gae(
@@ -26,7 +26,7 @@ def gae(
     lam: float = 1.0,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As reference.gae, in one pass over memory and with sums in float64: (advantages [T], returns [T]).
+    """As ops.reference.advantages.gae, in one pass over memory and with sums in float64: (advantages [T], returns [T]).
 
     rewards and values [T], starts [S + 1] int64, mask [T] bool, bootstrap [S] in the dtype of rewards. out: where the
     results go, contiguous and in that dtype; it may be (rewards, values). Fresh memory costs about as much as the op.
@@ -40,7 +40,7 @@ def gae(
 
 
 def group_advantages(rewards: Tensor, starts: Tensor, mask: Tensor | None = None, kind: GroupKind = "mean") -> Tensor:
-    """As reference.group_advantages: [B] from rewards [B], starts [G + 1] int64 and mask [B] bool."""
+    """As ops.reference.advantages.group_advantages: [B] from rewards [B], starts [G + 1] int64 and mask [B] bool."""
     check_kind(kind)
     check_devices("group_advantages", rewards, starts, mask)
     with torch.no_grad():

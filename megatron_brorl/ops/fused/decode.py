@@ -1,5 +1,6 @@
-"""ops.decode by csrc/decode_attention.*: up to eight queries read a prompt's pages together, new keys and values go to
-their places in memory, and nothing is gathered. On CPUs, in float32 and bfloat16, for heads of up to 256.
+"""The ops of a decoding step by csrc/cpu/decode_attention.* and layer_ops.*: up to eight queries read a prompt's pages
+together, new keys and values go to their places in memory, and nothing is gathered. On CPUs, in float32 and bfloat16,
+for heads of up to 256.
 
 Importing this file loads the extension. Raises ValueError, TypeError or IndexError for tensors that do not fit.
 """
@@ -13,12 +14,13 @@ from megatron_brorl.ops.decode import HeadNorms, Rows
 from megatron_brorl.ops.fused import native
 
 
-class Fused:
+class FusedDecode:
     """See ops.decode.DecodeOps."""
 
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Rows, scale: float, heads: int
     ) -> Tensor:
+        """See DecodeOps: qkv [B, (heads + 2 K) d] -> [B, heads d]."""
         native.check_devices("decode_attention_", qkv, keys, values, *vars(rows).values())
         out = qkv.new_empty(len(qkv), heads * keys.shape[2])
         q, k, eps = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
@@ -27,11 +29,13 @@ class Fused:
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """See DecodeOps: x [B, H], of which x + delta takes the place, and weight [H] -> [B, H]."""
         out = torch.empty_like(x)
         torch.ops.brorl.add_rms_norm_(x, delta, weight, eps, out)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See DecodeOps: [B, 2 F] -> [B, F]."""
         return torch.ops.brorl.silu_mul(gate_up)
 
 

@@ -1,5 +1,6 @@
-"""The parts of a layer that is trained, on CPUs, in float32, bfloat16 and float64: matrix products by csrc/gemm.*, and
-what stands between them by csrc/layer_ops.*: one pass over memory forward, one backward, and little kept in between.
+"""The parts of a layer that is trained, on CPUs, in float32, bfloat16 and float64: matrix products (csrc/cpu/gemm.*)
+and what stands between them (csrc/cpu/layer_ops.*, segment_attention.*): one pass over memory forward, one backward,
+and little kept in between.
 
 Importing this file loads the extension. Raises ValueError or TypeError for tensors that do not fit.
 """
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.ops.fused import native  # noqa: F401  loads the ops
 from megatron_brorl.ops.fused.softmax import gemm_
-from megatron_brorl.ops.reference.linear import compute_dtype
 
 WIDE = 16  # heads of a multiple of it are what attention takes; others are filled up with zeros
 

@@ -2,7 +2,7 @@
 
 Chunk by chunk of rows: a product to logits, csrc's passes over them, and products to the gradients. Under tensor
 parallelism each rank of `group` holds its rows of the LM head and the statistics of the softmax are merged in between,
-so that csrc/ knows nothing of communication. reference.py defines the results.
+so that csrc/ knows nothing of communication. ops.reference.linear defines the results.
 
 A token's policy gradient depends on its own log-probability alone, so linear_ppo_loss finds the gradients on the way
 forward, with three products in all (as Liger-Kernel's fused losses do). A ratio over the whole sequence is known only
@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.loss import MAXIMA, SUMS, PolicyLossSettings, PolicyTokens, policy_loss
+from megatron_brorl.algo.loss import MAXIMA, SUMS, PolicyLoss, PolicyTokens, policy_loss
+from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.fused.softmax import Shard, gemm_, merged, ppo_tokens, softmax_gradient_, softmax_statistics
-from megatron_brorl.ops.reference.linear import LinearPpoLoss, compute_dtype
 
 # Rows of logits held at a time. With fewer, the products lose speed (the weight's gradient is read and written once per
 # chunk); with more, only memory grows. A very large vocabulary gives way to the limit in bytes.
@@ -61,7 +62,7 @@ def linear_ppo_loss(
     temperature: float,
     group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
-) -> LinearPpoLoss:
+) -> PolicyLoss:
     """As reference.linear_ppo_loss; matrices, group, vocab and errors as in linear_log_probs.
 
     The log-probabilities are bitwise those of linear_log_probs on the same rows. With ratio = "token" the gradients are
@@ -72,11 +73,17 @@ def linear_ppo_loss(
     _check_tokens(tokens, hidden)
     if settings.ratio == "sequence":
         log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, shard)
-        result = policy_loss(log_probs, entropy, tokens, settings)
-        return LinearPpoLoss(result.loss, log_probs.detach(), entropy.detach(), result.sums, result.maxima)
+        return policy_loss(log_probs, entropy, tokens, settings)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     loss, log_probs, entropy, columns = _LinearPpoLoss.apply(hidden, weight, ids, tokens, settings, shard, wanted)
-    return LinearPpoLoss(loss, log_probs, entropy, *_figures(columns, entropy, tokens.weights))
+    return PolicyLoss(loss, log_probs, entropy, *_figures(columns, entropy, tokens.weights))
+
+
+def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """As reference.linear_logits: [K, H] and [V, H] -> [K, V]; not differentiable."""
+    logits = hidden.new_empty(len(hidden), len(weight), dtype=compute_dtype(hidden.dtype))
+    gemm_(logits, hidden, weight.t(), accumulate=False)
+    return logits
 
 
 def _checked(
@@ -88,6 +95,8 @@ def _checked(
     group: dist.ProcessGroup | None,
     vocab: int | None,
 ) -> Shard:
+    """The shard of this rank, of arguments that fit; see linear_log_probs for what is raised."""
+    # Shapes, dtypes and settings.
     check_devices(op, hidden, weight, ids)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not hidden.shape[1]:
         shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
@@ -102,6 +111,8 @@ def _checked(
         raise TypeError(f"{op}: ids must be int64, got {ids.dtype}")
     if temperature <= 0:
         raise ValueError(f"{op}: temperature must be above 0, got {temperature}")
+
+    # The vocabulary: of all ranks together, without padding.
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     vocab = len(weight) * ranks if vocab is None else vocab
     if not 0 < vocab <= len(weight) * ranks:
@@ -111,6 +122,8 @@ def _checked(
         if not 0 <= worst < vocab:
             place = int((ids == worst).nonzero()[0])
             raise IndexError(f"{op}: ids[{place}] is {worst}, outside a vocabulary of {vocab}")
+
+    # This rank's part of it.
     start = rank * len(weight)
     live = min(max(vocab - start, 0), len(weight))
     return Shard(start, live, temperature, group if ranks > 1 else None)
@@ -149,11 +162,13 @@ class _Chunk:
     statistics: Tensor  # [count, 4], of the whole vocabulary
 
     def log_probs(self, shard: Shard) -> Tensor:
+        """Of the ids [count], nats."""
         largest, total, _, target = self.statistics.unbind(1)
         # Rounded here, so that a policy that has not moved has a ratio of exactly 1 to its own stored log-probs.
         return ((target - largest) / shard.temperature - total.log()).to(self.logits.dtype)
 
     def entropy(self) -> Tensor:
+        """Of each row [count], nats."""
         _, total, weighted, _ = self.statistics.unbind(1)
         return (total.log() - weighted / total).to(self.logits.dtype)
 
@@ -201,6 +216,7 @@ class _Gradients:
         """Rows without any gradient (clipped, masked, of a group without signal) are left out of the two products."""
         if self.of_hidden is None and self.of_weight is None:
             return
+        # Move the rows that have a gradient to the front.
         live = log_prob_gradient != 0
         if entropy_gradient is not None:
             live |= entropy_gradient != 0
@@ -212,10 +228,14 @@ class _Gradients:
             entropy_gradient = None if entropy_gradient is None else entropy_gradient[order]
         else:
             hidden, ids, statistics = chunk.hidden, chunk.ids, chunk.statistics
+
+        # The gradient of the logits takes their place.
         d, narrow = chunk.logits[: len(order)], hidden.dtype == torch.bfloat16
         softmax_gradient_(d, ids, statistics, log_prob_gradient, entropy_gradient, self.shard, narrow)
         if narrow:  # it lies in the first half of each row
             d = d.view(torch.bfloat16)[:, : d.shape[1]]
+
+        # Two products take it to hidden states, whose other rows get 0, and to the weight, summed over chunks.
         if self.of_hidden is not None:
             rows = self.of_hidden[chunk.rows]
             if len(order) < len(live):
@@ -228,6 +248,7 @@ class _Gradients:
             gemm_(self.of_weight[: self.shard.live], d.t(), hidden, accumulate=chunk.rows.start > 0)
 
     def finished(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of hidden [R, H], summed over the group, and weight [V_local, H]; None: not wanted."""
         if self.of_hidden is not None and self.shard.group is not None:
             dist.all_reduce(self.of_hidden, group=self.shard.group)
         return tuple(None if g is None else g.to(dtype) for g in (self.of_hidden, self.of_weight))  # type: ignore[return-value]
@@ -269,6 +290,8 @@ class _LinearPpoLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
         entropy, gradients = torch.empty_like(log_probs), _Gradients(hidden, weight, shard, wanted)
+
+        # Chunk by chunk: log-probabilities, the loss of each token with its derivatives, and the gradients of both.
         columns = []
         for chunk in _chunks(hidden, weight, ids, shard):
             log_prob, row_entropy = chunk.log_probs(shard), chunk.entropy()
@@ -276,6 +299,8 @@ class _LinearPpoLoss(torch.autograd.Function):
             first, second, column = ppo_tokens(log_prob, row_entropy, tokens.where(chunk.rows), settings)
             columns.append(column)
             gradients.add(chunk, first, second if settings.entropy_coef else None)
+
+        # The sum in float64, and what is left for the backward pass.
         table = torch.cat(columns) if columns else log_probs.new_zeros(0, len(SUMS) - 2)
         loss = table[:, 0].double().sum().to(log_probs.dtype)
         # Not save_for_backward, which would keep a reference: autograd takes the gradients over, copying none.

@@ -12,7 +12,7 @@ from megatron_brorl.errors import UserError
 
 def _hidden_copy() -> Path | None:
     """The folder of an installed copy that has the extension, where this one, imported in its stead, has none."""
-    own = Path(__file__).parents[1]
+    own = Path(__file__).parents[2]
     folders = [Path(p or ".").resolve() / own.name for p in sys.path]
     built = [p for p in (own, *folders) if any(p.glob("_C.*.so"))]
     return built[0] if built and built[0] != own else None
@@ -24,7 +24,7 @@ except ImportError as error:
     hidden = _hidden_copy()
     if hidden:
         raise UserError(
-            f"ops: Python imports megatron_brorl from the sources in {Path(__file__).parents[1]}, which are not built, "
+            f"ops: Python imports megatron_brorl from the sources in {Path(__file__).parents[2]}, which are not built, "
             f"and not the copy installed in {hidden}: start from another folder than the checkout, or install with pip "
             "install --no-build-isolation -e ."
         ) from error

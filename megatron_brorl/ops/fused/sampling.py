@@ -1,4 +1,4 @@
-"""The keyed sampler of csrc/ with types: the arguments, results and meaning of sampling.sample_tokens.
+"""The keyed sampler of csrc/sampling with types: arguments and results of ops.reference.sampling.sample_tokens.
 
 Importing this file loads the extension and completes the op's registration.
 """
@@ -20,7 +20,7 @@ def sample_tokens(
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As sampling.sample_tokens, inverse CDF in vocabulary order, but without a copy of the logits or a sort of them.
+    """As ops.reference.sampling.sample_tokens, in vocabulary order, but without a copy of the logits or a sort of them.
 
     logits [B, V] float32 or bfloat16, whose rows may lie apart; keys (63 bits), index and position (32 bits) [B] int64.
     Returns ids [B] int64 and their log-probabilities [B] float32 in nats under the distribution they were drawn from.

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.loss import PolicyLossSettings, PolicyTokens
+from megatron_brorl.algo.loss import PolicyTokens
+from megatron_brorl.algo.policy_losses import PolicyLossSettings, policy_loss_entry
 from megatron_brorl.ops.fused import native
 
 TOKEN_COLUMNS = 8  # of ppo_tokens: those of algo.loss.SUMS before "entropy"
@@ -81,9 +82,8 @@ def ppo_tokens(
         tokens.reference_log_probs,
         tokens.advantages,
         tokens.weights,
-        settings.eps_low,
-        settings.eps_high,
-        settings.dual_clip,
+        settings.policy_loss,
+        policy_loss_entry(settings.policy_loss).constants(settings),
         settings.is_cap,
         settings.kl_coef,
         settings.kl_estimator,

@@ -1,4 +1,4 @@
-"""The critic's loss of csrc/policy/value_loss.cpp and .cu with types: reference.value_loss in one pass over memory.
+"""The critic's loss of csrc/policy/value_loss.cpp and .cu with types: ops.reference.value in one pass over memory.
 
 Importing this file loads the extension and completes the registration of the op.
 """
@@ -13,13 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from megatron_brorl.algo.advantage import Moments
 from megatron_brorl.ops.fused.native import check_devices
-from megatron_brorl.ops.reference.linear import ValueLoss
+from megatron_brorl.ops.reference.value import ValueLoss
 
 _SUMS = 8  # the fields of ValueSums in csrc/policy/value_loss_math.h
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> ValueLoss:
-    """As reference.value_loss, with the gradient of values found on the way forward and only scaled on the way back.
+    """As ops.reference.value.value_loss; the gradient of values is found on the way forward and scaled on the way back.
 
     All tensors are [R], float32 or float64, on one device (CPU, or CUDA where the extension was built for it). The
     results are bitwise the same for any number of CPU threads and from run to run. Second derivatives are refused.

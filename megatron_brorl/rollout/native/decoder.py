@@ -1,4 +1,4 @@
-"""A plain decoder for dense Llama, Qwen2 and Qwen3 over paged keys and values.
+"""A plain decoder for the dense families of model_shape.FAMILIES over paged keys and values.
 
 Shapes: B rows, H hidden size, V vocabulary; pages as in ops.decode.
 """
@@ -6,14 +6,16 @@ Shapes: B rows, H hidden size, V vocabulary; pages as in ops.decode.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
+from megatron_brorl.families import dense, gemma3
+from megatron_brorl.families.family import Parameter
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.decode import PAGE, DecodeOps, HeadNorms, Rows
@@ -23,13 +25,16 @@ from megatron_brorl.rollout.native.pages import PagePool, pages_for
 
 @dataclass(frozen=True)
 class _Layer:
-    norm1: Tensor
-    qkv: Linear
+    norm1: Tensor  # [H], before attention
+    qkv: Linear  # [B, H] -> [B, (heads + 2 kv heads) d]
     head_norms: HeadNorms | None
-    o: Linear
-    norm2: Tensor
-    gate_up: Linear
-    down: Linear
+    o: Linear  # [B, heads d] -> [B, H]
+    post1: Tensor | None  # [H], after attention
+    norm2: Tensor  # [H], before the MLP
+    gate_up: Linear  # [B, H] -> [B, 2 ffn]
+    down: Linear  # [B, ffn] -> [B, H]
+    post2: Tensor | None  # [H], after the MLP
+    local: bool  # has the second rotation
 
 
 @dataclass(frozen=True)
@@ -42,37 +47,65 @@ class Passage:
 
 
 class Decoder:
-    """Weights are Hugging Face tensors, with q/k/v and gate/up fused at load."""
+    """Weights are Hugging Face tensors, with q/k/v and gate/up fused at load.
+
+    Which of them a layer has, and what Hugging Face calls them, its family says.
+    """
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype, ops: DecodeOps) -> None:
+        """weights: every tensor of models.hf_names.hf_shapes, on the device to run on."""
         self.shape, self.dtype, self.ops = shape, dtype, ops
-        self.embedding = weights["model.embed_tokens.weight"].to(dtype)
+        facts = shape.facts
+
+        # Outside of the layers.
+        self.embedding = _fused(weights, "", facts.embedding).to(dtype)
         self.device = self.embedding.device
-        self.head = Linear(self.embedding if shape.tied else weights["lm_head.weight"].to(dtype))
-        self.norm = weights["model.norm.weight"].to(dtype)
-        self.layers = [self._layer(weights, f"model.layers.{i}.") for i in range(shape.layers)]
+        self.head = Linear(self.embedding if shape.tied else _fused(weights, "", facts.head).to(dtype))
+        self.norm = self._scale(_fused(weights, "", facts.final_norm)).to(dtype)
+
+        self.layers = [self._layer(weights, f"model.layers.{i}.", i) for i in range(shape.layers)]
+
+        # What attention needs of the shape.
         self.inv_freq, self.rope_factor = rope.inverse_frequencies(shape)
         self.inv_freq = self.inv_freq.to(self.device)
-        self.scale = shape.head_dim**-0.5
+        if shape.local_layers:
+            self.local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(self.device)
+        self.scale = shape.attention_scale or shape.head_dim**-0.5
 
-    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
-        def get(*names: str) -> Tensor:
-            tensors = [weights[prefix + n] for n in names]
-            return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).to(self.dtype)
+    def _scale(self, norm: Tensor) -> Tensor:
+        """By what a norm of this weight [n] scales."""
+        return 1 + norm.float() if self.shape.zero_centred_norms else norm
 
-        s, qkv = self.shape, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    def _layer(self, weights: Mapping[str, Tensor], prefix: str, number: int) -> _Layer:
+        def find(part: Parameter) -> Tensor | None:
+            found = self.shape.facts.find(part)
+            return None if found is None else _fused(weights, prefix, found)
+
+        def get(part: Parameter) -> Tensor:
+            found = find(part)
+            assert found is not None, f"a family without {part.megatron}"
+            return found.to(self.dtype)
+
+        def norm(part: Parameter) -> Tensor | None:
+            found = find(part)
+            return None if found is None else self._scale(found).to(self.dtype)
+
+        # What only some families have.
+        bias, q_norm, k_norm = find(dense.QKV_BIAS), find(dense.Q_NORM), find(dense.K_NORM)
         norms = None
-        if s.qk_norm:
-            q, k = (weights[f"{prefix}self_attn.{x}_norm.weight"].float() for x in "qk")
-            norms = HeadNorms(q, k, s.norm_eps)
+        if q_norm is not None and k_norm is not None:
+            norms = HeadNorms(self._scale(q_norm).float(), self._scale(k_norm).float(), self.shape.norm_eps)
         return _Layer(
-            norm1=get("input_layernorm.weight"),
-            qkv=Linear(get(*(f"{n}.weight" for n in qkv)), get(*(f"{n}.bias" for n in qkv)) if s.qkv_bias else None),
+            norm1=self._scale(get(dense.ATTENTION_NORM)).to(self.dtype),
+            qkv=Linear(get(dense.QKV), None if bias is None else bias.to(self.dtype)),
             head_norms=norms,
-            o=Linear(get("self_attn.o_proj.weight")),
-            norm2=get("post_attention_layernorm.weight"),
-            gate_up=Linear(get("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-            down=Linear(get("mlp.down_proj.weight")),
+            o=Linear(get(dense.ATTENTION_OUT)),
+            post1=norm(gemma3.POST_ATTENTION_NORM),
+            norm2=self._scale(get(dense.MLP_NORM)).to(self.dtype),
+            gate_up=Linear(get(dense.GATE_UP)),
+            down=Linear(get(dense.DOWN)),
+            post2=norm(gemma3.POST_MLP_NORM),
+            local=number in (self.shape.local_layers or ()),
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -84,34 +117,68 @@ class Decoder:
         angle = positions.to(self.inv_freq.dtype).unsqueeze(-1) * self.inv_freq
         return angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
 
+    def _local_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of the layers that have the second rotation."""
+        angle = positions.to(self.local_inv_freq.dtype).unsqueeze(-1) * self.local_inv_freq
+        return angle.cos(), angle.sin()
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """[B] -> [B, H]."""
+        x, scale = self.embedding[ids], self.shape.embedding_scale
+        return x if scale is None else x * x.new_tensor(scale)
+
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        """[B, 2 ffn] -> [B, ffn]."""
+        if self.shape.activation is None:
+            return self.ops.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gelu(gate, approximate="tanh") * up
+
+    def _post(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """What a part of a layer gives, [B, H], as it is added to the residual stream."""
+        return x if norm is None else self.ops.add_norm(x, None, norm, self.shape.norm_eps)
+
     def _through(self, x: Tensor, attend: Any) -> Tensor:
         """x [B, H] through all layers; attend(layer number, layer, qkv) -> [B, heads d]."""
         delta, eps = None, self.shape.norm_eps
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(self.ops.add_norm(x, delta, layer.norm1, eps))
-            delta = layer.o(attend(i, layer, qkv))
-            delta = layer.down(self.ops.silu_mul(layer.gate_up(self.ops.add_norm(x, delta, layer.norm2, eps))))
+            delta = self._post(layer.o(attend(i, layer, qkv)), layer.post1)
+            gated = self._activate(layer.gate_up(self.ops.add_norm(x, delta, layer.norm2, eps)))
+            delta = self._post(layer.down(gated), layer.post2)
         return self.ops.add_norm(x, delta, self.norm, eps)
 
     def step(self, pool: PagePool, rows: Rows, ids: Tensor) -> Tensor:
         """Feed each row's newest token [B]; returns the hidden states [B, H] after it."""
+        local_rows = rows
+        if self.shape.local_layers:
+            cos, sin = self._local_angles(rows.prompt_lengths[rows.prompts] + rows.lengths - 1)
+            local_rows = replace(rows, cos=cos, sin=sin)
 
         def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
+            where = local_rows if layer.local else rows
             return self.ops.attend(
-                qkv, layer.head_norms, pool.keys[i], pool.values[i], rows, self.scale, self.shape.heads
+                qkv, layer.head_norms, pool.keys[i], pool.values[i], where, self.scale, self.shape.heads
             )
 
-        return self._through(self.embedding[ids], attend)
+        return self._through(self._embed(ids), attend)
 
     def prefill(self, pool: PagePool, passages: Sequence[Passage]) -> Tensor:
         """Compute passages from their first tokens on; returns the hidden states [passages, H] after their last."""
         s, device = self.shape, self.device
+
+        # Passages side by side, padded on the right.
         lengths = torch.tensor([len(p.ids) for p in passages])
         ids = pad_sequence([torch.tensor(p.ids) for p in passages], batch_first=True).to(device)
         batch, width = ids.shape
-        cos, sin = (torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(torch.arange(width, device=device)))
+        places = torch.arange(width, device=device)
+        whole = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(places)]
+        local = whole
+        if s.local_layers:
+            local = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self._local_angles(places)]
 
         def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
+            # [B, heads, tokens, d], normed and rotated as training does.
             parts = qkv.view(batch, width, -1, s.head_dim).transpose(1, 2)
             q, k, v = parts.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
             if layer.head_norms is not None:
@@ -120,15 +187,26 @@ class Decoder:
                     torch.nn.functional.rms_norm(x, (s.head_dim,), w.to(x.dtype), n.eps)
                     for x, w in ((q, n.q), (k, n.k))
                 )
+            cos, sin = local if layer.local else whole
             q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+
+            # Every layer's keys and values go to the passages' pages.
             for p, key, value in zip(passages, k, v, strict=True):
                 _store(pool.keys[i], pool.values[i], p, key, value)
+
             # Padding stands on the right, so causality alone keeps it away from the real tokens.
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             return out.transpose(1, 2).reshape(batch * width, -1)
 
-        hidden = self._through(self.embedding[ids.flatten()], attend)
+        # All tokens through all layers; only the last token of a passage is drawn from.
+        hidden = self._through(self._embed(ids.flatten()), attend)
         return hidden[torch.arange(batch) * width + lengths - 1]
+
+
+def _fused(weights: Mapping[str, Tensor], prefix: str, parameter: Parameter) -> Tensor:
+    """A parameter's Hugging Face tensors, one under another: q, k and v, or gate and up, as one matrix."""
+    tensors = [weights[prefix + name] for name in parameter.hf]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _store(keys: Tensor, values: Tensor, passage: Passage, key: Tensor, value: Tensor) -> None:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.ops.decode import DecodeOps, Reference
+from megatron_brorl.ops.decode import DecodeOps
+from megatron_brorl.ops.reference.decode import ReferenceDecode
 from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling, Watch
 from megatron_brorl.rollout.native.decoder import Decoder
 from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
-from megatron_brorl.rollout.native.scheduler import Flight
+from megatron_brorl.rollout.native.scheduler import Scheduler
 from megatron_brorl.rollout.native.stopping import Stops
 from megatron_brorl.rollout.receive import receive
 from megatron_brorl.types import FinishReason, Rollout, RolloutGroup
@@ -42,13 +43,14 @@ class TorchEngine:
         for keys and values; 0 = half of what is free. decode: tokens -> text, for stop strings.
         """
         self.shape, self.names, self.device, self.dtype, self.max_rows = shape, names, device, dtype, max_rows
-        self.sample, self.ops, self.memory, self.decode = sample, ops or Reference(), memory, decode
+        self.sample, self.ops, self.memory, self.decode = sample, ops or ReferenceDecode(), memory, decode
         self.version = -1
         self._decoder: Decoder | None = None
         self._pool: PagePool | None = None
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutEngine. Nothing is taken over before the whole stream was seen and found complete."""
+        """See RolloutEngine; tensors [any shape]. Nothing is taken over before the whole stream was seen and found
+        complete."""
         received = receive(tensors, self.names, self.device, self.dtype)
         self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
         self.version = version
@@ -67,6 +69,7 @@ class TorchEngine:
         return 0 if pool is None else (pool.size - pool.free) * page_bytes(self.shape, self.dtype)
 
     def sleep(self) -> None:
+        """See RolloutEngine."""
         self._decoder = self._pool = None
         self.version = -1
 
@@ -81,9 +84,11 @@ class TorchEngine:
         if decoder is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
         self._check(requests, sampling)
+
+        # What this call needs: when rows end, where their keys and values lie, whose turn it is.
         stops = Stops(sampling.stop_ids, sampling.stop_strings, self.decode)
         pool = self._pages(requests, sampling)
-        flight = Flight(decoder, pool, requests, sampling, self.max_rows, self.version)
+        scheduler = Scheduler(decoder, pool, requests, sampling, self.max_rows, self.version)
         found: list[list[Rollout]] = [[] for _ in requests]
 
         def deliver(results: list[tuple[int, Rollout]]) -> None:
@@ -92,33 +97,41 @@ class TorchEngine:
                 if watch and rollout.finish != "cut":
                     watch.finished(request, rollout)
 
-        hidden = flight.admit()
-        while len(flight.active):
+        # hidden [active rows, H]: what the next token of each is drawn from. A token a turn for all of them.
+        hidden = scheduler.admit()
+        while len(scheduler.active):
             if watch and watch.cancelled():
                 break
-            deliver(self._advance(flight, hidden, stops, sampling))
-            staying = flight.make_room()
-            hidden = flight.decoder.embedding.new_empty(0, self.shape.hidden)
+            deliver(self._advance(scheduler, hidden, stops, sampling))
+
+            # Those that go on feed the token that they just got; then rows that waited take the slots that are free.
+            staying = scheduler.make_room()
+            hidden = scheduler.decoder.embedding.new_empty(0, self.shape.hidden)
             if staying:
-                new = flight.tokens[flight.active, flight.produced[flight.active] - 1]
-                hidden = decoder.step(pool, flight.rows(), new.to(self.device))
-            if flight.waiting and flight.spare:
-                hidden = torch.cat((hidden, flight.admit()))
-        deliver(flight.unfinished())
+                new = scheduler.tokens[scheduler.active, scheduler.produced[scheduler.active] - 1]
+                hidden = decoder.step(pool, scheduler.rows(), new.to(self.device))
+            if scheduler.waiting and scheduler.spare:
+                hidden = torch.cat((hidden, scheduler.admit()))
+
+        # Only a call that was cancelled has any left.
+        deliver(scheduler.unfinished())
         return [
             RolloutGroup(r.prompt, tuple(sorted(rollouts, key=lambda x: x.index)), self.version)
             for r, rollouts in zip(requests, found, strict=True)
         ]
 
-    def _advance(self, flight: Flight, hidden: Tensor, stops: Stops, sampling: Sampling) -> list[tuple[int, Rollout]]:
+    def _advance(
+        self, scheduler: Scheduler, hidden: Tensor, stops: Stops, sampling: Sampling
+    ) -> list[tuple[int, Rollout]]:
         """Draw the next token of every row; returns what ended."""
-        active = flight.active
-        new, log_probs = self._draw(flight, hidden, sampling)
+        active = scheduler.active
+        new, log_probs = self._draw(scheduler, hidden, sampling)
         if len(new) and int(new.min()) < 0:  # how the sampler on CUDA says that a row has no distribution
             raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
-        flight.write(new, log_probs)
-        stopped = stops.hit(new, active, flight.tokens, flight.produced)
-        full = flight.produced[active] >= flight.limit[active]
+
+        scheduler.write(new, log_probs)
+        stopped = stops.hit(new, active, scheduler.tokens, scheduler.produced)
+        full = scheduler.produced[active] >= scheduler.limit[active]
         gone = (stopped | full).nonzero().squeeze(-1)
         if not len(gone):
             return []
@@ -126,15 +139,15 @@ class TorchEngine:
         def reason(i: int) -> FinishReason:
             if stopped[i]:
                 return "stop"
-            return "length" if flight.produced[active[i]] == sampling.max_tokens else "cut"
+            return "length" if scheduler.produced[active[i]] == sampling.max_tokens else "cut"
 
-        return flight.leave(gone, [reason(i) for i in gone.tolist()])
+        return scheduler.leave(gone, [reason(i) for i in gone.tolist()])
 
-    def _draw(self, flight: Flight, hidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    def _draw(self, scheduler: Scheduler, hidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Token ids and log-probs [rows], on the CPU, for the hidden states [rows, H] of the active rows."""
         assert self._decoder is not None
-        active = flight.active
-        places = (flight.key[active], flight.sibling[active], flight.produced[active])
+        active = scheduler.active
+        places = (scheduler.key[active], scheduler.sibling[active], scheduler.produced[active])
         settings = (sampling.temperature, sampling.top_p, sampling.top_k)
         # On a CPU a few rows at a time: the sampler finds their logits in cache, and their memory serves again.
         size = ROWS_DRAWN if self.device.type == "cpu" else max(len(hidden), 1)
@@ -153,9 +166,12 @@ class TorchEngine:
 
     def _pages(self, requests: Sequence[Request], sampling: Sampling) -> PagePool:
         """As many pages as all rows in flight can need, or as fit; the ones at hand where they are so many."""
+        # Of all prompts, and of as many responses as are decoded at a time.
         own = pages_for(sampling.max_tokens)
         prompts = [pages_for(len(r.prompt.token_ids)) for r in requests]
         needed = sum(prompts) + own * min(self.max_rows, sum(r.n for r in requests))
+
+        # A pool that is far too large gives its memory back too.
         if self._pool is None or self._pool.size < needed or self._pool.size > 2 * needed + 64:
             self._pool = None
             size = page_bytes(self.shape, self.dtype)
@@ -168,5 +184,6 @@ class TorchEngine:
                     "raise rollout.kv_cache_mib or lower rollout.max_tokens"
                 )
             self._pool = PagePool(self.shape, min(needed, fitting), self.dtype, self.device)
+
         self._pool.reset()
         return self._pool

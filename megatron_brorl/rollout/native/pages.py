@@ -11,6 +11,7 @@ from megatron_brorl.ops.decode import PAGE
 
 
 def pages_for(tokens: int) -> int:
+    """Pages that so many tokens take, or memory positions of so many channels in steps of a page."""
     return -(-tokens // PAGE)
 
 
@@ -41,6 +42,7 @@ class PagePool:
         return taken
 
     def give(self, pages: Tensor) -> None:
+        """Take pages [any number] int32 back."""
         self._free[self.free : self.free + len(pages)] = pages.flip(0)
         self.free += len(pages)
 

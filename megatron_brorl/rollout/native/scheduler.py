@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.ops.decode import PAGE, Rows
+from megatron_brorl.rollout.continuation import extended, siblings
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.decoder import Decoder, Passage
 from megatron_brorl.rollout.native.pages import PagePool, pages_for
@@ -23,15 +24,15 @@ PREFILL_TOKENS = 8192  # computed at once, padding included
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A row that waits."""
+class WaitingRollout:
+    """A rollout that has no slot yet, or had to give up its own."""
 
     request: int
     so_far: Rollout  # without tokens at first
     limit: int  # tokens at which this call cuts it; sampling.max_tokens where no budget does
 
 
-class Flight:
+class Scheduler:
     """Slots 0 .. max_rows - 1 hold the rows in flight; `active` [B] lists them, siblings side by side."""
 
     def __init__(
@@ -44,16 +45,20 @@ class Flight:
         version: int,
     ) -> None:
         self.decoder, self.pool, self.requests, self.version = decoder, pool, requests, version
-        self.most = sampling.max_tokens
-        self.waiting = deque(_entries(requests, sampling))
+        self.max_tokens = sampling.max_tokens
+        self.waiting = deque(_waiting(requests, sampling))
+
+        # Per slot.
         slots = min(max_rows, len(self.waiting))
         self.spare = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
-        self.entry: list[Entry | None] = [None] * slots
+        self.holders: list[WaitingRollout | None] = [None] * slots  # what each slot was given to
         self.request, self.sibling, self.key, self.produced, self.limit = torch.zeros(5, slots, dtype=torch.int64)
-        self.tokens = torch.empty(slots, self.most, dtype=torch.int64)
-        self.log_probs = torch.empty(slots, self.most)
-        self.tables = torch.zeros(slots, pages_for(self.most), dtype=torch.int32)
+        self.tokens = torch.empty(slots, self.max_tokens, dtype=torch.int64)
+        self.log_probs = torch.empty(slots, self.max_tokens)
+        self.tables = torch.zeros(slots, pages_for(self.max_tokens), dtype=torch.int32)
+
+        # Per request: its prompt is in memory once, from its first row to its last.
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         self.prompt_tables = torch.zeros(len(requests), pages_for(longest), dtype=torch.int32)
         self.prompt_lengths = torch.zeros(len(requests), dtype=torch.int64)  # 0: not in memory
@@ -66,58 +71,66 @@ class Flight:
         passages: list[Passage] = []
         owner: list[tuple[str, int]] = []  # of each passage: a prompt's request, or a slot
         while self.waiting and self.spare:
-            entry = self.waiting[0]
-            prompt = self.requests[entry.request].prompt.token_ids
-            begun = len(entry.so_far.token_ids)
-            resident = int(self.prompt_lengths[entry.request]) > 0
+            # What it needs: pages for its prompt where no sibling has it in memory, and for its own tokens.
+            first = self.waiting[0]
+            prompt = self.requests[first.request].prompt.token_ids
+            begun = len(first.so_far.token_ids)
+            resident = int(self.prompt_lengths[first.request]) > 0
             of_prompt, own = 0 if resident else pages_for(len(prompt)), pages_for(begun)
-            others = len(self.active) + len(new)
+
             # One page for everybody's next tokens stays free, so that nobody has to make room at once.
+            others = len(self.active) + len(new)
             if others and self.pool.free < of_prompt + own + 1 + others:
                 break
             self.waiting.popleft()
+
+            # It has its pages and a slot; what it goes on from is computed below, with that of all others.
             if not resident:
                 pages = self.pool.take(of_prompt)
-                self.prompt_tables[entry.request, :of_prompt] = pages
-                self.prompt_lengths[entry.request] = len(prompt)
+                self.prompt_tables[first.request, :of_prompt] = pages
+                self.prompt_lengths[first.request] = len(prompt)
                 passages.append(Passage(prompt, 0, pages))
-                owner.append(("prompt", entry.request))
-            slot = self._enter(entry, begun)
+                owner.append(("prompt", first.request))
+            slot = self._enter(first, begun)
             if begun:
                 pages = self.pool.take(own)
                 self.tables[slot, :own] = pages
-                passages.append(Passage((*prompt, *entry.so_far.token_ids.tolist()), len(prompt), pages))
+                passages.append(Passage((*prompt, *first.so_far.token_ids.tolist()), len(prompt), pages))
                 owner.append(("row", slot))
             new.append(slot)
         if not new:
             return self.decoder.embedding.new_empty(0, self.decoder.shape.hidden)
+
+        # Prefill: the last hidden state of every passage is drawn from, a prompt's by all siblings without tokens.
         of_row: dict[int, Tensor] = {}
         for part in _batches(passages):
             hidden = self.decoder.prefill(self.pool, [passages[i] for i in part])
             for i, h in zip(part, hidden, strict=True):
                 kind, number = owner[i]
                 (self.prompt_hidden if kind == "prompt" else of_row)[number] = h
+
         self.active = torch.cat((self.active, torch.tensor(new)))
         return torch.stack([of_row[s] if s in of_row else self.prompt_hidden[int(self.request[s])] for s in new])
 
-    def _enter(self, entry: Entry, begun: int) -> int:
+    def _enter(self, waiting: WaitingRollout, begun: int) -> int:
+        """Give it a slot."""
         slot = self.spare.pop()
-        self.entry[slot] = entry
-        self.request[slot], self.sibling[slot] = entry.request, entry.so_far.index
-        self.key[slot] = self.requests[entry.request].key
-        self.produced[slot], self.limit[slot] = begun, entry.limit
-        self.tokens[slot, :begun] = entry.so_far.token_ids
-        self.log_probs[slot, :begun] = entry.so_far.log_probs
+        self.holders[slot] = waiting
+        self.request[slot], self.sibling[slot] = waiting.request, waiting.so_far.index
+        self.key[slot] = self.requests[waiting.request].key
+        self.produced[slot], self.limit[slot] = begun, waiting.limit
+        self.tokens[slot, :begun] = waiting.so_far.token_ids
+        self.log_probs[slot, :begun] = waiting.so_far.log_probs
         return slot
 
     def write(self, new: Tensor, log_probs: Tensor) -> None:
-        """The next token of every active row."""
+        """The next token of every active row: new [B] int64, log_probs [B] float32."""
         place = self.produced[self.active]
         self.tokens[self.active, place], self.log_probs[self.active, place] = new, log_probs
         self.produced[self.active] = place + 1
 
     def leave(self, gone: Tensor, finish: Sequence[FinishReason]) -> list[tuple[int, Rollout]]:
-        """Take the given places of `active` out, with their results as (request, rollout)."""
+        """Take the given places [gone] of `active` out, with their results as (request, rollout)."""
         results = []
         for slot, reason in zip(self.active[gone].tolist(), finish, strict=True):
             request = int(self.request[slot])
@@ -133,8 +146,8 @@ class Flight:
 
     def unfinished(self) -> list[tuple[int, Rollout]]:
         """Active rows, then those that wait, as they are."""
-        flying = [(int(self.request[slot]), self._rollout(slot, "cut")) for slot in self.active.tolist()]
-        return flying + [(e.request, e.so_far) for e in self.waiting]
+        active = [(int(self.request[slot]), self._rollout(slot, "cut")) for slot in self.active.tolist()]
+        return active + [(w.request, w.so_far) for w in self.waiting]
 
     def make_room(self) -> int:
         """A page for every active row whose newest token needs one; returns how many rows stay, the first ones.
@@ -145,14 +158,15 @@ class Flight:
         needy = place % PAGE == 0
         while int(needy.sum()) > self.pool.free:
             slot = int(self.active[-1])
-            entry = self.entry[slot]
-            assert entry is not None
+            holder = self.holders[slot]
+            assert holder is not None
             assert len(self.active) > 1  # the pool holds any one row
-            self.waiting.appendleft(Entry(entry.request, self._rollout(slot, "cut"), entry.limit))
+            self.waiting.appendleft(WaitingRollout(holder.request, self._rollout(slot, "cut"), holder.limit))
             self._release(slot)
             self.active, needy, place = self.active[:-1], needy[:-1], place[:-1]
-            if not bool((self.request[self.active] == entry.request).any()):
-                self._forget_prompt(entry.request)
+            if not bool((self.request[self.active] == holder.request).any()):
+                self._forget_prompt(holder.request)
+
         rows = self.active[needy]
         self.tables[rows, place[needy] // PAGE] = self.pool.take(len(rows))
         return len(self.active)
@@ -174,15 +188,10 @@ class Flight:
         )
 
     def _rollout(self, slot: int, finish: FinishReason) -> Rollout:
-        entry, end = self.entry[slot], int(self.produced[slot])
-        assert entry is not None
-        before = entry.so_far
-        fresh = end - len(before.token_ids)
-        spans = before.spans
-        if fresh and spans and spans[-1][0] == self.version:
-            spans = (*spans[:-1], (self.version, spans[-1][1] + fresh))
-        elif fresh:
-            spans = (*spans, (self.version, fresh))
+        holder, end = self.holders[slot], int(self.produced[slot])
+        assert holder is not None
+        before = holder.so_far
+        spans = extended(before.spans, self.version, end - len(before.token_ids))
         # Clones, so that a short response does not keep the whole buffer alive.
         ids, log_probs = self.tokens[slot, :end].clone(), self.log_probs[slot, :end].clone()
         return Rollout(before.index, ids, log_probs, finish, spans)
@@ -190,7 +199,7 @@ class Flight:
     def _release(self, slot: int) -> None:
         """Pages of all tokens but the newest, which has none yet."""
         self.pool.give(self.tables[slot, : pages_for(int(self.produced[slot]) - 1)])
-        self.entry[slot] = None
+        self.holders[slot] = None
         self.spare.append(slot)
 
     def _forget_prompt(self, request: int) -> None:
@@ -200,14 +209,11 @@ class Flight:
         self.prompt_lengths[request] = 0
 
 
-def _entries(requests: Sequence[Request], sampling: Sampling) -> Iterable[Entry]:
-    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
+def _waiting(requests: Sequence[Request], sampling: Sampling) -> Iterable[WaitingRollout]:
     for i, request in enumerate(requests):
-        begun = {r.index: r for r in request.begun}
-        for sibling in range(request.first, request.first + request.n):
-            so_far = begun.get(sibling) or Rollout(sibling, *nothing, "cut")
+        for so_far in siblings(request):
             budget = len(so_far.token_ids) + sampling.budget if sampling.budget else sampling.max_tokens
-            yield Entry(i, so_far, min(budget, sampling.max_tokens))
+            yield WaitingRollout(i, so_far, min(budget, sampling.max_tokens))
 
 
 def _batches(passages: Sequence[Passage]) -> list[list[int]]:

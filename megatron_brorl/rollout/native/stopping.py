@@ -26,7 +26,7 @@ class Stops:
         self.may_end: dict[int, bool] = {}  # by token
 
     def hit(self, new: Tensor, rows: Tensor, tokens: Tensor, produced: Tensor) -> Tensor:
-        """new [B] int64, of rows [B] in tokens [rows, most], of which produced [rows] are there -> [B] bool."""
+        """new [B] int64, of rows [B] in tokens [rows, max_tokens], of which produced [rows] are there -> [B] bool."""
         ended = torch.isin(new, self.ids)
         if self.strings:
             for i, (token, row) in enumerate(zip(new.tolist(), rows.tolist(), strict=True)):

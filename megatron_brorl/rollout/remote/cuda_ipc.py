@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from megatron_brorl.ops.checksum import checksum
 from megatron_brorl.rollout.remote.options import WorkerBucket
-from megatron_brorl.rollout.remote.shared_weights import BUCKET_BYTES
+from megatron_brorl.rollout.remote.shared_weights import BUCKET_BYTES, TensorRecord
 
 
 class IpcSender:
@@ -37,8 +37,8 @@ class IpcSender:
         self.failed = False  # `send` raised; nothing more is sent then
 
     def tee(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass a stream on, and send it on the way. It is passed on to its end whatever the engine does, because other
-        ranks take part in it."""
+        """Pass a stream of (name, tensor [any shape]) on, and send it on the way. It is passed on to its end whatever
+        the engine does, because other ranks take part in it."""
         bucket: list[tuple[str, Tensor]] = []
         for pair in tensors:
             for name, tensor in self.form(*pair):
@@ -55,11 +55,12 @@ class IpcSender:
             bucket.clear()
             return
         handles = [(name, self.reduce(x)) for name, x in bucket]
-        rows = [
-            (name, str(x.dtype).removeprefix("torch."), tuple(x.shape), 0, int(checksum(name, x))) for name, x in bucket
+        records = [
+            TensorRecord(name, str(x.dtype).removeprefix("torch."), tuple(x.shape), 0, int(checksum(name, x)))
+            for name, x in bucket
         ]
         try:
-            self.send({"handles": {self.device: base64.b64encode(pickle.dumps(handles)).decode()}, "rows": rows})
+            self.send({"handles": {self.device: base64.b64encode(pickle.dumps(handles)).decode()}, "records": records})
         except RuntimeError:  # the weights are sent again as a whole, by another way
             self.failed = True
         self.names += [name for name, _ in bucket]
@@ -67,5 +68,5 @@ class IpcSender:
 
 
 def own_device() -> str:
-    """UUID of this process's CUDA device, as TensorRT-LLM writes it."""
+    """UUID of this process's CUDA device, as nvidia-smi writes it."""
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"

@@ -24,8 +24,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     n, k = weight.shape
     padded = pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    most = blocks.abs().amax(dim=(1, 3))
-    scale_inv = torch.where(most > 0, most / FP8_MAX, torch.ones_like(most))
+    amax = blocks.abs().amax(dim=(1, 3))
+    scale_inv = torch.where(amax > 0, amax / FP8_MAX, torch.ones_like(amax))
     scaled = (blocks / scale_inv[:, None, :, None]).view_as(padded)[:n, :k]
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale_inv
 
@@ -38,7 +38,7 @@ def dequantize(weight: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def quantized(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What an FP8 engine is sent for a Hugging Face tensor: linears of the layers as a pair, all else as it is."""
+    """What an FP8 engine is sent for a Hugging Face tensor: linears [N, K] as a pair of `quantize`, all else as is."""
     if name.endswith(_LINEARS):
         weight, scale_inv = quantize(tensor)
         yield name, weight

@@ -9,7 +9,7 @@ import zmq
 from megatron_brorl.rollout.remote.messages import Message, decode, encode
 from megatron_brorl.rollout.remote.options import Capabilities
 
-_SILENT_S = 1.5  # without a beat; then the engine is greeted again, which a new one needs
+_SILENT_S = 1.5  # without a heartbeat; then the engine is greeted again, which a new one needs
 
 
 class Link:
@@ -40,23 +40,26 @@ class Link:
         self.heard = time.monotonic()
 
     def send(self, message: Message) -> None:
+        """Hand a message over for sending; whether it arrives, answers show."""
         self._socket.send_multipart(encode(message))
 
     def greet(self) -> None:
+        """Make oneself known to the process, which answers with its capabilities and state."""
         self._greeted = time.monotonic()
         self.send(Message("hello"))
 
     def poll(self, seconds: float) -> list[Message]:
-        """What has arrived, after waiting so long for the first; beats are taken note of. Raises ProtocolError."""
+        """What has arrived, after waiting so long for the first; heartbeats are taken note of. Raises ProtocolError."""
         now = time.monotonic()
         if now - max(self.heard, self._greeted) > _SILENT_S or not self._greeted:
             self.greet()
+
         found = []
         if self._socket.poll(int(seconds * 1000)):
             while self._socket.poll(0):
                 message = decode(self._socket.recv_multipart())
                 self.heard = time.monotonic()
-                if message.kind == "beat":
+                if message.kind == "heartbeat":
                     self.boot, self.version = message.fields["boot"], message.fields["version"]
                 elif message.kind == "hello":
                     fields = {**message.fields, "devices": tuple(message.fields["devices"])}
@@ -66,4 +69,5 @@ class Link:
         return found
 
     def close(self) -> None:
+        """Close the socket."""
         self._socket.close()

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PROTOCOL = 1  # raised with every change of a message
+PROTOCOL = 2  # raised with every change of a message
 _DTYPES = {"int64": torch.int64, "float32": torch.float32}
 
 
 class ProtocolError(RuntimeError):
-    """The other end speaks another version, or something that is no message of ours."""
+    """The other end has another version, or something that is no message of ours."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Message:
 
 
 def encode(message: Message) -> list[bytes]:
+    """The frames of a message: its header, then each tensor [n] in bytes."""
     table = [[name, str(x.dtype).removeprefix("torch."), len(x)] for name, x in message.tensors.items()]
     header = {"protocol": PROTOCOL, "kind": message.kind, "fields": dict(message.fields), "tensors": table}
     return [json.dumps(header).encode(), *(x.contiguous().numpy().tobytes() for x in message.tensors.values())]
@@ -38,6 +39,7 @@ def encode(message: Message) -> list[bytes]:
 
 def decode(frames: Sequence[bytes]) -> Message:
     """The message of `frames`. Raises ProtocolError naming both versions where they differ."""
+    # What comes from another version may have any other form: nothing but the version is looked at before it fits.
     try:
         header = json.loads(frames[0])
         protocol = header["protocol"]
@@ -45,12 +47,16 @@ def decode(frames: Sequence[bytes]) -> Message:
         raise ProtocolError(f"not a message of the engine protocol: {e}") from None
     if protocol != PROTOCOL:
         raise ProtocolError(
-            f"trainer and engine process speak different protocols ({protocol} and {PROTOCOL}): both must run the same "
+            f"trainer and engine process have different protocols ({protocol} and {PROTOCOL}): both must run the same "
             "version of megatron_brorl"
         )
+
+    # Every tensor is as long as the header says.
     table = header["tensors"]
     if len(table) != len(frames) - 1:
         raise ProtocolError(f"{header['kind']}: {len(frames) - 1} tensors came, the header lists {len(table)}")
+
+    # Bytes are copied, because a frame's memory is the socket's, and an empty frame has none.
     tensors = {}
     for (name, dtype, length), data in zip(table, frames[1:], strict=True):
         if len(data) != length * _DTYPES[dtype].itemsize:

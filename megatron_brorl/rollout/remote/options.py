@@ -2,54 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-WorkerBucket = dict[str, object]  # {"path", "rows"} in host memory, or {"handles", "rows"} by CUDA IPC
+# {"path", "records"} in host memory, or {"handles", "records"} by CUDA IPC; records: shared_weights.TensorRecord
+WorkerBucket = dict[str, object]
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """Keys that every engine's section of the configuration has; see there for their defaults."""
+
+    python: str  # interpreter of the engine's environment; "" = the one that runs the trainer
+    tensor: int  # neighbouring ranks of a node that share an engine
+    quantization: Literal["none", "fp8_block"]  # of the weights that it is sent
+    transport: Literal["auto", "cuda_ipc", "host"]
+    shared_memory: str  # folder in memory
+    start_timeout_s: float
+    heartbeat_timeout_s: float
+    max_restarts: int
+
+
+def process_settings(section: Any) -> ProcessSettings:
+    """Those of an engine's section, which may have more keys."""
+    return ProcessSettings(**{f.name: getattr(section, f.name) for f in fields(ProcessSettings)})
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Arguments of the engine process; see config.TrtLlmConfig and config.RolloutConfig for those with a key there."""
+    """Arguments of the engine process; see config.RolloutConfig for those with a key there."""
 
+    engine: str  # key of rollout.registry.ENGINES, and the section of the configuration
     model: str  # Hugging Face directory; its config.json alone is read
     vocab: int
     context: int  # prompt + response tokens at most
     dtype: str  # "bfloat16", or "float32" in tests on a CPU
     max_rows: int
     stop_ids: tuple[int, ...]
-    tensor: int
-    sampler: Literal["auto", "TRTLLMSampler", "TorchSampler"]
-    quantization: Literal["none", "fp8_block"]
-    kv_dtype: Literal["auto", "fp8"]
-    memory_fraction: float
-    max_num_tokens: int
-    cuda_graphs: bool
+    section: Mapping[str, Any]  # all keys of the engine's section, which its leaf alone reads
+
+    @property
+    def key(self) -> str:
+        """The choice of the engine as messages name it."""
+        return f'rollout.engine = "{self.engine}"'
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What this build of TensorRT-LLM does, found out when an engine starts (rollout.remote.trtllm.llm)."""
+    """What this build of an engine does, found out by its leaf when it starts."""
 
-    tensorrt_llm: str  # version
+    engine: str  # name, version and what else tells it from others, for messages
     torch: str  # version
-    api: Literal["1.2", "1.3"]  # generation: enable_sleep, or sleep_config
-    sampler: str
     seeds: Literal["request", "generator"]  # a request's seed counts, or only that of the engine's one generator
     log_probs: Literal["processed", "tempered", "raw"]  # after temperature and cuts; after temperature; of the model
-    log_probs_value: int  # SamplingParams.logprobs with which the sampled token's is among them
-    fp8_refit: bool
-    weights_tag: str  # of sleep and wake
-    devices: tuple[str, ...]  # UUID of each worker's
-
-
-def log_prob_limits(c: Capabilities, temperature: float, top_p: float, top_k: int) -> str:
-    """Why log-probs under this sampling distribution cannot be had, or "" where they can.
-
-    Where few tokens survive top_k, their log-probs are all reported and are renormalised (trtllm.log_probs).
-    """
-    if temperature == 0 or c.log_probs == "processed" or top_k > 0 or (temperature == 1 and top_p == 1):
-        return ""
-    if c.log_probs == "tempered":
-        return "" if top_p == 1 else "reports log-probs before top-p"
-    return "reports log-probs of the model before temperature and top-p"
+    if_repeating: str  # what to choose where it draws several rollouts by the same random numbers
+    devices: tuple[str, ...]  # UUID of each worker's, as cuda_ipc.own_device writes it
+    details: Mapping[str, Any]  # for people: what the leaf found out beyond that

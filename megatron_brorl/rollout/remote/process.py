@@ -10,42 +10,43 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import megatron_brorl
 from megatron_brorl.errors import UserError
 from megatron_brorl.ranks import LAUNCHER
+from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.options import EngineOptions
 
-PREFIX = "brorl-trtllm-"
-_MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")  # Ray's workers would take themselves for ranks of the launcher's
+PREFIX = "brorl-engine-"
+_MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")  # workers would take themselves for ranks of the launcher's
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", LAUNCHER, "OMP_NUM_THREADS")
 
 
-def make_folder(parent: str) -> Path:
+def make_folder(parent: str, key: str) -> Path:
     """A private folder in memory for one engine; those of trainers that are gone are removed.
 
-    Raises UserError where `parent` cannot be written.
+    key: of the configuration, that names `parent`. Raises UserError where `parent` cannot be written.
     """
     where = Path(parent)
     with contextlib.suppress(OSError):
         for old in where.glob(f"{PREFIX}*"):
             if not Path("/proc", old.name.removeprefix(PREFIX).partition("-")[0]).exists():
                 shutil.rmtree(old, ignore_errors=True)
+
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
         # Only this package is put before the other environment's own: its torch must be the one it came with.
         (folder / "code").mkdir()
         (folder / "code" / "megatron_brorl").symlink_to(Path(megatron_brorl.__file__).parent.resolve())
     except OSError as e:
-        raise UserError(
-            f"trtllm.shared_memory = {parent}: cannot be written: {e.strerror}; name another folder"
-        ) from None
+        raise UserError(f"{key} = {parent}: cannot be written: {e.strerror}; name another folder") from None
     return folder
 
 
 def address(folder: Path) -> str:
+    """Of the socket of the engine whose folder this is."""
     return f"ipc://{folder}/socket"
 
 
@@ -53,13 +54,18 @@ class EngineProcess:
     """A running engine process. It ends with this one."""
 
     def __init__(self, python: str, folder: Path, options: EngineOptions, devices: Sequence[int], log: Path) -> None:
-        """python: interpreter of the environment that has tensorrt_llm. devices: CUDA devices of the engine.
+        """python: interpreter of the engine's environment. devices: CUDA devices of the engine.
 
         log: file that its output is appended to. Raises UserError where the interpreter does not start.
         """
+        kind = ENGINES[options.engine]
+
         self.log = log
-        (folder / "socket").unlink(missing_ok=True)  # of a process that was killed
+        # Nothing of a process that was killed may be in the way.
+        (folder / "socket").unlink(missing_ok=True)
         log.parent.mkdir(parents=True, exist_ok=True)
+
+        # It ends when its standard input does. A session of its own, so that its children can be ended with it.
         with open(log, "ab") as output:
             try:
                 self._process = subprocess.Popen(
@@ -70,17 +76,18 @@ class EngineProcess:
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=environment(folder, devices),
+                    env=environment(folder, devices, kind.environment),
                     start_new_session=True,
                 )
             except OSError as e:
                 raise UserError(
-                    f"trtllm.python = {python}: {e.strerror}; give the interpreter of the environment that has "
-                    "tensorrt_llm"
+                    f"{options.engine}.python = {python}: {e.strerror}; give the interpreter of the environment that "
+                    f"has {kind.package}"
                 ) from None
 
     @property
     def pid(self) -> int:
+        """Number of the process."""
         return self._process.pid
 
     def ended(self) -> str:
@@ -102,19 +109,15 @@ class EngineProcess:
             self._process.stdin.close()
 
 
-def environment(folder: Path, devices: Sequence[int]) -> dict[str, str]:
-    """The trainer's environment without its launcher, and with what TensorRT-LLM needs beside a trainer."""
+def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) -> dict[str, str]:
+    """The trainer's environment without its launcher, and with the engine's own variables."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith((*_MPI, *_LAUNCHER))}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    own = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
+    seen = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
     path = [str(folder / "code"), *filter(None, [kept.get("PYTHONPATH")])]
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join(path),
-        "CUDA_VISIBLE_DEVICES": ",".join(own),
-        "RAY_ADDRESS": "local",  # a Ray of its own, beside those of the node's other engines
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # so that it takes 127.0.0.1, and listens there alone, on Linux too
-        "TLLM_NUMA_AWARE_WORKER_AFFINITY": "0",  # clashes with Ray's choice of cores
-        "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # lower peak memory in a refit
-        "NCCL_CUMEM_ENABLE": "1",  # tensor parallelism over nodes hangs at 0
+        "CUDA_VISIBLE_DEVICES": ",".join(seen),
+        **own,
     }

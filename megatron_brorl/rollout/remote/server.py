@@ -1,4 +1,4 @@
-"""The engine process, in TensorRT-LLM's environment: answers the messages of its trainer ranks over a local socket.
+"""The engine process, in the engine's environment: answers the messages of its trainer ranks over a local socket.
 
 python -m megatron_brorl.rollout.remote.server ADDRESS OPTIONS (JSON of EngineOptions)
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import shutil
@@ -23,46 +24,52 @@ import torch
 import zmq
 import zmq.asyncio
 
+from megatron_brorl.rollout.registry import ENGINES
+from megatron_brorl.rollout.remote.log_probs import sampled_log_probs
 from megatron_brorl.rollout.remote.messages import Message, ProtocolError, decode, encode
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions
-from megatron_brorl.rollout.remote.trtllm.llm import Llm
-from megatron_brorl.rollout.remote.trtllm.log_probs import sampled_log_probs
+from megatron_brorl.rollout.remote.protocol import EngineLeaf
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 
 
 class Server:
     """One engine and the ranks that share it. Weights are changed by one rank alone, while nobody generates."""
 
-    def __init__(self, llm: Llm, capabilities: Capabilities, address: str) -> None:
+    def __init__(self, llm: EngineLeaf, capabilities: Capabilities, address: str) -> None:
         self.llm, self.capabilities = llm, capabilities
         self.version = -1  # of complete weights; -1 while they are random, gone or half loaded
         self.boot = os.getpid()
         self.clients: set[bytes] = set()
-        self.calls: dict[tuple[bytes, int], list[Any]] = {}  # rows in flight, to be aborted
+        self.calls: dict[tuple[bytes, int], list[Any]] = {}  # handles of rollouts in flight, to be aborted
         self.tasks: set[asyncio.Task[None]] = set()
         self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self.socket.bind(address)
 
     async def serve(self) -> None:
-        self._spawn(self._beat())
+        """Answer messages for ever; those that the other end got wrong are told so."""
+        self._spawn(self._heartbeat())
         changes = {"begin": self._begin, "load": self._load, "finish": self._finish, "sleep": self._sleep}
+
         while True:
+            # A rank of another version is told so, and costs the others nothing.
             client, *frames = await self.socket.recv_multipart()
             try:
                 message = decode(frames)
             except ProtocolError as e:
                 await self._send(client, Message("error", {"what": str(e)}))
                 continue
+
+            # Generation runs beside what follows; changes of weights and memory are finished before the next message.
             if message.kind == "hello":
                 self.clients.add(client)
                 await self._send(client, Message("hello", dataclasses.asdict(self.capabilities)))
                 await self._send(client, self._state())
-            elif message.kind == "generate":
+            elif message.kind == "generate":  # "rollout" for each, then "ended"
                 self._spawn(self._generate(client, message))
-            elif message.kind == "cancel":
-                for row in self.calls.get((client, message.fields["call"]), []):
-                    row.abort()
+            elif message.kind == "cancel":  # which may come too late
+                for handle in self.calls.get((client, message.fields["call"]), []):
+                    self.llm.abort(handle)
             elif message.kind == "wake":
                 await self._change(client, message, self.llm.wake())
             else:
@@ -74,13 +81,13 @@ class Server:
         task.add_done_callback(self.tasks.discard)
 
     def _state(self) -> Message:
-        return Message("beat", {"boot": self.boot, "version": self.version})
+        return Message("heartbeat", {"boot": self.boot, "version": self.version})
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         while True:
             for client in list(self.clients):
                 await self._send(client, self._state())
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def _send(self, client: bytes, message: Message) -> None:
         await self.socket.send_multipart([client, *encode(message)])
@@ -113,27 +120,29 @@ class Server:
         await self.llm.sleep()
 
     async def _generate(self, client: bytes, message: Message) -> None:
-        """Answer with a "row" for each that ends, then "ended"; with "stale" where other weights were asked."""
+        """Answer with a "rollout" for each that ends, then "ended"; with "stale" where other weights were asked."""
         f, call = message.fields, message.fields["call"]
         if f["version"] != self.version:
             await self._send(client, Message("stale", {"call": call}))
             return
+
         try:
             if self.capabilities.seeds == "generator":
                 await self.llm.reseed(f["reseed"])
             rows = self._submit(message)
             self.calls[client, call] = [handle for _, handle in rows]
-            await asyncio.gather(*(self._row(client, call, number, handle, f) for number, handle in rows))
+            await asyncio.gather(*(self._answer(client, call, number, handle, f) for number, handle in rows))
         except Exception as e:
             for handle in self.calls.get((client, call), []):
-                handle.abort()
+                self.llm.abort(handle)
             await self._send(client, Message("error", {"what": f"generate: {type(e).__name__}: {e}", "call": call}))
         finally:
             self.calls.pop((client, call), None)
+
         await self._send(client, Message("ended", {"call": call}))
 
     def _submit(self, message: Message) -> list[tuple[int, Any]]:
-        """Every row of the message as a request of its own, siblings side by side so that they share their prefix."""
+        """Every rollout of the message as a request of its own, siblings side by side: they share their prefix."""
         f, t = message.fields, message.tensors
         rows = []
         texts = t["ids"].split(t["lengths"].tolist())
@@ -143,24 +152,24 @@ class Server:
             rows.append((number, self.llm.submit(ids.tolist(), params)))
         return rows
 
-    async def _row(self, client: bytes, call: int, number: int, handle: Any, f: Mapping[str, Any]) -> None:
-        output = (await handle).outputs[0]
-        finish = {"stop": "stop", "length": "length"}.get(output.finish_reason, "cut")
-        ids, log_probs = list(output.token_ids), []
-        if finish == "cut":
-            ids = []
+    async def _answer(self, client: bytes, call: int, number: int, handle: Any, f: Mapping[str, Any]) -> None:
+        """Wait for one rollout and send it."""
+        done = await self.llm.completion(handle)
+        ids, log_probs = done.token_ids, []
+        if done.finish == "cut":
+            ids = []  # what was drawn so far is drawn again, by the same seed
         elif f["log_probs"]:
-            reported = [{k: getattr(v, "logprob", v) for k, v in entry.items()} for entry in output.logprobs]
             kind = self.capabilities.log_probs
-            log_probs = sampled_log_probs(ids, reported, kind, f["temperature"], f["top_p"], f["top_k"])
-        if finish == "stop" and (not ids or ids[-1] not in self.llm.options.stop_ids):
-            raise ValueError(f"a row ended by a stop token that it does not hold: ..., {ids[-3:]}")
+            log_probs = sampled_log_probs(ids, done.reported, kind, f["temperature"], f["top_p"], f["top_k"])
+
+        if done.finish == "stop" and (not ids or ids[-1] not in self.llm.options.stop_ids):
+            raise ValueError(f"a rollout ended by a stop token that it does not hold: ..., {ids[-3:]}")
         tensors = {"ids": torch.tensor(ids, dtype=torch.int64), "log_probs": torch.tensor(log_probs)}
-        await self._send(client, Message("row", {"call": call, "number": number, "finish": finish}, tensors))
+        await self._send(client, Message("rollout", {"call": call, "number": number, "finish": done.finish}, tensors))
 
 
 async def _main(address: str, options: EngineOptions) -> None:
-    llm = Llm(options)
+    llm: EngineLeaf = importlib.import_module(ENGINES[options.engine].leaf).Llm(options)
     await Server(llm, await llm.start(), address).serve()
 
 

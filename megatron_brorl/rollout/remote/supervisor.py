@@ -9,15 +9,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_brorl.config.schema import TrtLlmConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.remote.link import Link
 from megatron_brorl.rollout.remote.messages import Message
-from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
+from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, ProcessSettings, WorkerBucket
 from megatron_brorl.rollout.remote.process import EngineProcess, address
 from megatron_brorl.rollout.remote.shared_weights import HostWeights
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 class EngineError(RuntimeError):
@@ -28,23 +27,25 @@ class Supervisor:
     """Of the leader among the ranks that share an engine."""
 
     def __init__(
-        self, config: TrtLlmConfig, options: EngineOptions, folder: Path, devices: Sequence[int], log: Path
+        self, settings: ProcessSettings, options: EngineOptions, folder: Path, devices: Sequence[int], log: Path
     ) -> None:
         """Starts the process and waits until it can be asked. Raises UserError where it does not come up."""
-        self.config, self.options, self.folder, self.devices, self.log = config, options, folder, devices, log
-        self.kept: HostWeights | None = None  # the weights in use
+        self.settings, self.options, self.folder, self.devices, self.log = settings, options, folder, devices, log
+        self.weights: HostWeights | None = None  # the weights in use
         self.restarts = 0
         self.failure = ""  # why there is no engine any more
         self.lock = threading.RLock()
         self._closing = threading.Event()
         self._asleep = False
+
+        # Whoever waits for the engine hears in time why there is none; the watch begins when it is up.
         self._link = Link(address(folder))
         self._process = self._start()
         try:
             self.capabilities = self._wait()
         except EngineError as e:
             self._process.kill()
-            raise UserError(f'rollout.engine = "trtllm": {e}') from None
+            raise UserError(f"{options.key}: {e}") from None
         self._thread = threading.Thread(target=self._watch, name="engine supervisor", daemon=True)
         self._thread.start()
 
@@ -69,7 +70,7 @@ class Supervisor:
                     self._ask(Message("finish", {"names": list(loaded), "version": weights.version}))
             except EngineError as e:
                 self._restart(str(e), weights)
-            old, self.kept = self.kept, weights
+            old, self.weights = self.weights, weights
             if old:
                 old.delete()
 
@@ -87,15 +88,17 @@ class Supervisor:
             return True
 
     def send(self, bucket: WorkerBucket) -> None:
+        """Let the workers load a bucket. Raises EngineError."""
         with self.lock:
             self._ask(Message("load", {"bucket": bucket}))
 
     def restart(self, why: str) -> None:
         """End the process and start it again with the weights in use."""
         with self.lock:
-            self._restart(why, self.kept)
+            self._restart(why, self.weights)
 
     def sleep(self) -> None:
+        """Give the engine's memory back; the weights in use are forgotten."""
         with self.lock:
             if self._asleep:
                 return
@@ -104,9 +107,9 @@ class Supervisor:
             except EngineError:
                 self._process.kill()  # which gives its memory back too
             self._asleep = True
-            if self.kept:
-                self.kept.delete()
-                self.kept = None
+            if self.weights:
+                self.weights.delete()
+                self.weights = None
 
     def wake(self) -> None:
         """Take the memory again. Raises EngineError where no engine comes up any more."""
@@ -117,57 +120,60 @@ class Supervisor:
                 self._restart(str(e), None)
 
     def close(self) -> None:
+        """End the process, and the watch over it."""
         self._closing.set()
         with self.lock:
             self._process.kill()
             self._link.close()
 
     def _watch(self) -> None:
-        while not self._closing.wait(_LOOK_S):
+        while not self._closing.wait(_POLL_S):
             with self.lock:
                 if self._closing.is_set() or self.failure:
                     return
                 try:
                     self._link.poll(0)
-                    why = self._trouble()
+                    why = self._problem()
                     if why and not self._asleep:  # else its memory is in use by others: `wake` starts it again
-                        self._restart(why, self.kept)
+                        self._restart(why, self.weights)
                 except EngineError as e:
                     self.failure = str(e)
 
-    def _trouble(self) -> str:
+    def _problem(self) -> str:
         """What is wrong with the process, or ""."""
         ended = self._process.ended()
         if ended:
             return ended
         silent = time.monotonic() - self._link.heard
-        too_long = silent > self.config.heartbeat_timeout_s
+        too_long = silent > self.settings.heartbeat_timeout_s
         return f"engine process {self.pid} is silent for {silent:.0f} s" if too_long else ""
 
     def _start(self) -> EngineProcess:
-        return EngineProcess(self.config.python or sys.executable, self.folder, self.options, self.devices, self.log)
+        return EngineProcess(self.settings.python or sys.executable, self.folder, self.options, self.devices, self.log)
 
     def _wait(self) -> Capabilities:
-        """Until the process answers, which takes as long as TensorRT-LLM takes to start."""
+        """Until the process answers, which takes as long as an engine takes to start."""
         self._link.renew()
-        deadline = time.monotonic() + self.config.start_timeout_s
+        deadline = time.monotonic() + self.settings.start_timeout_s
         while not self._link.boot or self._link.capabilities is None:
-            self._link.poll(_LOOK_S)
+            self._link.poll(_POLL_S)
             ended = self._process.ended()
             if ended:
                 raise EngineError(ended)
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"engine process {self.pid} did not answer within trtllm.start_timeout_s = "
-                    f"{self.config.start_timeout_s:g} s; see {self.log}"
+                    f"engine process {self.pid} did not answer within {self.options.engine}.start_timeout_s = "
+                    f"{self.settings.start_timeout_s:g} s; see {self.log}"
                 )
         return self._link.capabilities
 
     def _restart(self, why: str, weights: HostWeights | None) -> None:
         while True:
             self.restarts += 1
-            if self.restarts > self.config.max_restarts:
-                self.failure = f"{why}; given up after trtllm.max_restarts = {self.config.max_restarts}"
+            if self.restarts > self.settings.max_restarts:
+                self.failure = (
+                    f"{why}; given up after {self.options.engine}.max_restarts = {self.settings.max_restarts}"
+                )
                 raise EngineError(self.failure)
             holding = f"with the weights of version {weights.version}" if weights else "without weights"
             with contextlib.suppress(OSError):
@@ -190,9 +196,9 @@ class Supervisor:
 
     def _push(self, weights: HostWeights) -> None:
         self._ask(Message("begin"))
-        for rows in weights.buckets():
-            self._ask(Message("load", {"bucket": {"path": str(weights.path), "rows": rows}}))
-        self._ask(Message("finish", {"names": [row[0] for row in weights.rows], "version": weights.version}))
+        for records in weights.buckets():
+            self._ask(Message("load", {"bucket": {"path": str(weights.path), "records": records}}))
+        self._ask(Message("finish", {"names": [record.name for record in weights.records], "version": weights.version}))
 
     def _ask(self, message: Message) -> None:
         """Send and wait for "done". Raises EngineError."""
@@ -200,11 +206,11 @@ class Supervisor:
             raise EngineError(self.failure)
         self._link.send(message)
         while True:
-            for answer in self._link.poll(_LOOK_S):
+            for answer in self._link.poll(_POLL_S):
                 if answer.kind == "error":
                     raise EngineError(f"engine process {self.pid}: {answer.fields['what']}")
                 if answer.kind == "done":
                     return
-            why = self._trouble()
+            why = self._problem()
             if why:
                 raise EngineError(why)

@@ -1,6 +1,6 @@
 """TensorRT-LLM's AsyncLLM as the engine process uses it, in the forms of 1.2 and of 1.3.
 
-With trtllm_extension the only file that imports tensorrt_llm. Not yet run on a GPU; tests run it on the contract
+With extension.py the only file that imports tensorrt_llm. Not yet run on a GPU; tests run it on the contract
 double.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tensorrt_llm
 import torch
@@ -16,7 +16,9 @@ from tensorrt_llm import AsyncLLM, SamplingParams
 from tensorrt_llm._torch.virtual_memory import ExecutorMemoryType
 from tensorrt_llm.llmapi import CapacitySchedulerPolicy, CudaGraphConfig, KvCacheConfig, SchedulerConfig, llm_args
 
+from megatron_brorl.config.schema import TrtLlmConfig
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
+from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf
 
 EXTENSION = "megatron_brorl.rollout.remote.trtllm.extension.BrorlExtension"
 KV_CACHE = "kv_cache"
@@ -26,84 +28,91 @@ _SLEEP_CONFIG = hasattr(llm_args, "SleepConfig")  # 1.3; enable_sleep before
 _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
-class Llm:
-    """One engine. All methods belong to one event loop."""
+class Llm(EngineLeaf):
+    """TensorRT-LLM's leaf."""
 
     def __init__(self, options: EngineOptions) -> None:
         """Raises ValueError where this version of TensorRT-LLM cannot do what is asked."""
-        self.options = o = options
+        self.options, self.config = options, TrtLlmConfig(**options.section)
         # TorchSampler of 1.2 ignores seeds; 1.3 has no TRTLLMSampler any more.
         automatic = "TorchSampler" if _SLEEP_CONFIG else "TRTLLMSampler"
-        self.sampler = automatic if o.sampler == "auto" else o.sampler
-        self.fp8_refit = _SLEEP_CONFIG or not o.cuda_graphs
-        if o.quantization == "fp8_block" and not self.fp8_refit:
+        self.sampler = automatic if self.config.sampler == "auto" else self.config.sampler
+        self.fp8_refit = _SLEEP_CONFIG or not self.config.cuda_graphs
+        if self.config.quantization == "fp8_block" and not self.fp8_refit:
             raise ValueError(
                 f"TensorRT-LLM {tensorrt_llm.__version__} cannot take FP8 weights under CUDA graphs: set "
                 "trtllm.cuda_graphs = false or trtllm.quantization = 'none'"
             )
+
+        # Names that changed between the generations.
         tags = {str(tag.value) for tag in ExecutorMemoryType}
         self.weights_tag = "model_weights" if "model_weights" in tags else "model"
         # The enumeration of SamplingParams.logprobs_mode, where there is one.
         modes: list[Any] = [type(f.default) for f in dataclasses.fields(SamplingParams) if f.name == "logprobs_mode"]
         self.mode = modes[0] if modes else None
-        self.log_probs_value = 0
+
+        self.log_probs_value = 0  # found out by `start`
         self._llm = self._build()
 
     def _build(self) -> Any:
-        o = self.options
+        o, c = self.options, self.config
+
+        # What depends on the generation and on the configuration.
         extra: dict[str, Any] = {"enable_sleep": True}
         if _SLEEP_CONFIG:
             # Nothing is kept: after a sleep the weights are sent again (rollout.remote.engine).
             modes = {ExecutorMemoryType(tag): "NONE" for tag in (KV_CACHE, self.weights_tag)}
             extra = {"sleep_config": llm_args.SleepConfig(restore_modes=modes)}
-        if o.quantization == "fp8_block":
+        if c.quantization == "fp8_block":
             extra["model_kwargs"] = {"quantization_config": _FP8}
+
         return AsyncLLM(
             model=o.model,
-            skip_tokenizer_init=True,
-            tensor_parallel_size=o.tensor,
+            skip_tokenizer_init=True,  # ids in, ids out
+            tensor_parallel_size=c.tensor,
             dtype=o.dtype,
-            load_format="dummy",
+            load_format="dummy",  # weights come from the trainer
             max_batch_size=o.max_rows,
+            # Neither a prompt nor a rollout that goes on may be cut short of the context.
             max_input_len=o.context,
             max_seq_len=o.context,
-            max_num_tokens=max(o.max_num_tokens, o.context),
+            max_num_tokens=max(c.max_num_tokens, o.context),
             kv_cache_config=KvCacheConfig(
-                enable_block_reuse=True, free_gpu_memory_fraction=o.memory_fraction, dtype=o.kv_dtype
+                enable_block_reuse=True, free_gpu_memory_fraction=c.memory_fraction, dtype=c.kv_dtype
             ),
             # The default reserves prompt + max_tokens for every request: hundreds of long siblings would queue.
             scheduler_config=SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy.MAX_UTILIZATION),
-            cuda_graph_config=CudaGraphConfig(max_batch_size=o.max_rows) if o.cuda_graphs else None,
+            cuda_graph_config=CudaGraphConfig(max_batch_size=o.max_rows) if c.cuda_graphs else None,
             sampler_type=self.sampler,
             ray_worker_extension_cls=EXTENSION,
             **extra,
         )
 
     async def start(self) -> Capabilities:
-        """Bring the workers up and find out what they do, with random weights.
-
-        Raises ValueError where siblings could not differ or no log-probs come back.
-        """
+        """See EngineLeaf."""
         await self._llm
         value = await self._find_log_probs()
         seeds = await self._find_seeds()
         return Capabilities(
-            tensorrt_llm=tensorrt_llm.__version__,
+            engine=f"TensorRT-LLM {tensorrt_llm.__version__} with {self.sampler}",
             torch=torch.__version__,
-            api="1.3" if _SLEEP_CONFIG else "1.2",
-            sampler=self.sampler,
             seeds=seeds,
             log_probs="processed" if self.mode else "tempered" if self.sampler == "TRTLLMSampler" else "raw",
-            log_probs_value=value,
-            fp8_refit=self.fp8_refit,
-            weights_tag=self.weights_tag,
+            if_repeating="choose another trtllm.sampler",
             devices=tuple(await self._llm.collective_rpc("brorl_device")),
+            details={
+                "api": "1.3" if _SLEEP_CONFIG else "1.2",  # generation: sleep_config, or enable_sleep
+                "sampler": self.sampler,
+                "log_probs_value": value,  # SamplingParams.logprobs with which the sampled token's is among them
+                "fp8_refit": self.fp8_refit,
+                "weights_tag": self.weights_tag,  # of sleep and wake
+            },
         )
 
     def params(
         self, temperature: float, top_p: float, top_k: int, tokens: int, seed: int, log_probs: bool = True
     ) -> SamplingParams:
-        """Of one row. All settings are explicit: left out, they would mean greedy."""
+        """See EngineLeaf. All settings are explicit: left out, they would mean greedy."""
         stop = list(self.options.stop_ids)
         value = max(self.log_probs_value, top_k if self.mode is None else 0)
         extra: dict[str, Any] = {"logprobs_mode": self.mode["PROCESSED"]} if self.mode else {}
@@ -124,59 +133,77 @@ class Llm:
         )
 
     def submit(self, ids: Sequence[int], params: SamplingParams) -> Any:
-        """Queue one row; the result can be awaited and aborted."""
+        """See EngineLeaf."""
         return self._llm.generate_async(list(ids), sampling_params=params)
 
+    async def completion(self, handle: Any) -> Completion:
+        """See EngineLeaf."""
+        output = (await handle).outputs[0]
+        reported = [{k: getattr(v, "logprob", v) for k, v in entry.items()} for entry in output.logprobs or []]
+        reason = output.finish_reason
+        return Completion(list(output.token_ids), reason if reason in ("stop", "length") else "cut", reported)
+
+    def abort(self, handle: Any) -> None:
+        """See EngineLeaf."""
+        handle.abort()
+
     async def begin(self) -> None:
+        """See EngineLeaf."""
         await self._llm.collective_rpc("brorl_begin")
 
     async def load(self, bucket: WorkerBucket) -> None:
+        """See EngineLeaf."""
         await self._llm.collective_rpc("brorl_load", args=(bucket,))
 
     async def finish(self, names: Sequence[str]) -> None:
+        """See EngineLeaf."""
         await self._llm.collective_rpc("brorl_finish", args=(list(names),))
 
     async def sleep(self) -> None:
+        """See EngineLeaf."""
         # Released blocks would still be found by their prefix.
         await self._llm.collective_rpc("brorl_reset_prefix_cache")
         await self._llm.release([KV_CACHE, self.weights_tag])
 
     async def wake(self) -> None:
+        """See EngineLeaf."""
         await self._llm.resume([self.weights_tag])
         await self._llm.resume([KV_CACHE])
 
     async def reseed(self, seed: int) -> None:
+        """See EngineLeaf."""
         await self._llm.collective_rpc("brorl_reseed", args=(seed,))
 
-    async def _draw(self, seed: int) -> Any:
+    async def _draw(self, seed: int) -> Completion:
         """Tokens of the random model, so many that no two draws agree by chance, and their reported log-probs."""
         ids = [i % self.options.vocab for i in range(8)]
         params = self.params(1.0, 1.0, 0, _PROBE_TOKENS, seed)
-        result = await self.submit(ids, params)
-        return result.outputs[0]
+        return await self.completion(self.submit(ids, params))
 
     async def _find_log_probs(self) -> int:
         """The least SamplingParams.logprobs with which every sampled token's log-prob is reported."""
         for value in (0, 1):
             self.log_probs_value = value
             drawn = await self._draw(1)
-            reported = drawn.logprobs or []
-            if len(reported) == len(drawn.token_ids) and all(
-                token in entry for token, entry in zip(drawn.token_ids, reported, strict=True)
+            if len(drawn.reported) == len(drawn.token_ids) and all(
+                token in entry for token, entry in zip(drawn.token_ids, drawn.reported, strict=True)
             ):
                 return value
         raise ValueError(f"TensorRT-LLM {tensorrt_llm.__version__} reports no log-probs of sampled tokens")
 
-    async def _find_seeds(self) -> Any:
+    async def _find_seeds(self) -> Literal["request", "generator"]:
+        """What decides which tokens are drawn: a request's own seed, or that of the sampler's generator."""
         first, again, other = [(await self._draw(seed)).token_ids for seed in (1, 1, 2)]
         if first == again and first != other:
             return "request"
+
         drawn = []
         for seed in (3, 3, 4):
             await self.reseed(seed)
             drawn.append((await self._draw(1)).token_ids)
         if drawn[0] == drawn[1] and drawn[0] != drawn[2]:
             return "generator"
+
         raise ValueError(
             f"TensorRT-LLM {tensorrt_llm.__version__} with {self.sampler} takes no seed: siblings on different engines "
             "would repeat one another; choose another trtllm.sampler"

@@ -1,4 +1,4 @@
-"""From the log-probabilities that TensorRT-LLM reports to those of the distribution that it sampled from."""
+"""From the log-probabilities that an engine reports to those of the distribution that it sampled from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 Reported = Mapping[int, float]  # log-probability by token id, the sampled token's among them
+
+
+def log_prob_limits(kind: str, temperature: float, top_p: float, top_k: int) -> str:
+    """Why log-probs under this sampling distribution cannot be had, or "" where they can.
+
+    kind: Capabilities.log_probs. Where few tokens survive top_k, their log-probs are all reported and are renormalised.
+    """
+    if temperature == 0 or kind == "processed" or top_k > 0 or (temperature == 1 and top_p == 1):
+        return ""
+    if kind == "tempered":
+        return "" if top_p == 1 else "reports log-probs before top-p"
+    return "reports log-probs of the model before temperature and top-p"
 
 
 def sampled_log_probs(
@@ -22,6 +34,7 @@ def sampled_log_probs(
         raise ValueError(f"{len(reported)} log-probs for {len(token_ids)} tokens")
     if temperature == 0:
         return [0.0] * len(token_ids)  # a point mass
+
     result = []
     for token, entry in zip(token_ids, reported, strict=True):
         if token not in entry:

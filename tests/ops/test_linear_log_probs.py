@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_brorl.config.schema import ParallelConfig
-from megatron_brorl.parallel import grid, vocab
+from megatron_brorl.ops.reference import linear
+from megatron_brorl.parallel import grid
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def reference(hidden, weight, targets, temperature):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("rows", "hidden", "vocabulary", "scale"), [(7, 5, 11, 1), (130, 16, 33, 3), (1, 3, 2, 1e3)])
 def test_value_and_gradient(group, monkeypatch, dtype, rows, hidden, vocabulary, scale):
-    monkeypatch.setattr(vocab, "CHUNK_BYTES", 4 * vocabulary * 50)  # several chunks
+    monkeypatch.setattr(linear, "CHUNK_BYTES", 4 * vocabulary * 50)  # several chunks
     g = torch.Generator().manual_seed(rows)
     h = scale * torch.randn(rows, hidden, dtype=torch.float64, generator=g)
     w = torch.randn(vocabulary, hidden, dtype=torch.float64, generator=g)
@@ -36,7 +37,7 @@ def test_value_and_gradient(group, monkeypatch, dtype, rows, hidden, vocabulary,
     expected, expected_entropy = reference(*expected_inputs, targets, 0.7)
     (expected @ upstream + expected_entropy @ upstream.cos()).backward()
     inputs = [x.to(dtype).requires_grad_() for x in (h, w)]
-    got, entropy = vocab.linear_log_probs(*inputs, targets, vocabulary, 0.7, group)
+    got, entropy = linear.linear_log_probs(*inputs, targets, 0.7, group, vocabulary)
     (got @ upstream.to(dtype) + entropy @ upstream.cos().to(dtype)).backward()
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     assert got.dtype == dtype
@@ -52,7 +53,7 @@ def test_padding_has_no_probability_and_no_gradient(group):
     w[8:] = 1e3  # would win every softmax
     padded = w.clone().requires_grad_()
     targets = torch.arange(6)
-    got, _ = vocab.linear_log_probs(h, padded, targets, 8, 1.0, group)
+    got, _ = linear.linear_log_probs(h, padded, targets, 1.0, group, 8)
     expected, _ = reference(h, w[:8], targets, 1.0)
     torch.testing.assert_close(got, expected)
     got.sum().backward()
@@ -64,13 +65,13 @@ def test_gradcheck(group):
     h = torch.randn(5, 3, dtype=torch.float64, generator=g, requires_grad=True)
     w = torch.randn(7, 3, dtype=torch.float64, generator=g, requires_grad=True)
     targets = torch.randint(0, 7, (5,), generator=g)
-    assert torch.autograd.gradcheck(lambda a, b: vocab.linear_log_probs(a, b, targets, 7, 1.3, group), (h, w))
+    assert torch.autograd.gradcheck(lambda a, b: linear.linear_log_probs(a, b, targets, 1.3, group, 7), (h, w))
 
 
 def test_no_rows(group):
     h = torch.zeros(0, 3, requires_grad=True)
     w = torch.zeros(7, 3, requires_grad=True)
-    got, entropy = vocab.linear_log_probs(h, w, torch.zeros(0, dtype=torch.int64), 7, 1.0, group)
+    got, entropy = linear.linear_log_probs(h, w, torch.zeros(0, dtype=torch.int64), 1.0, group, 7)
     assert got.shape == entropy.shape == (0,)
     got.sum().backward()
     assert torch.count_nonzero(w.grad) == 0
@@ -88,7 +89,7 @@ def test_rows_without_a_gradient_may_hold_anything(group):
     expected, expected_entropy = reference(*expected_inputs, targets[read], 0.7)
     (expected.sum() + expected_entropy.square().sum()).backward()
     inputs = [h.requires_grad_(), w.requires_grad_()]
-    got, entropy = vocab.linear_log_probs(*inputs, targets, 7, 0.7, group)
+    got, entropy = linear.linear_log_probs(*inputs, targets, 0.7, group, 7)
     (got[read].sum() + entropy[read].square().sum()).backward()
     torch.testing.assert_close(h.grad[read], expected_inputs[0].grad)
     assert torch.count_nonzero(h.grad[~read]) == 0

@@ -1,0 +1,88 @@
+"""A family of models as a table of facts, for the trainer, the engine, the converter and random weights alike.
+
+Below all of them: no torch, no Megatron. A family is one file of this room and its line in model_shape.FAMILIES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_brorl.errors import UserError
+
+Layout = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]  # see reshard.layout
+# q, kv: heads and kv heads times head size; head: one head; ffn: intermediate size.
+Dimension = Literal["vocab", "hidden", "q", "kv", "head", "ffn"]
+# What a new model begins with. residual: drawn like normal, but writes to the residual stream.
+Init = Literal["normal", "residual", "zeros", "ones"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of Megatron's model and the Hugging Face tensors that it is made of."""
+
+    megatron: str  # within its layer, for parameters of a layer
+    hf: Mapping[str, tuple[Dimension, ...]]  # name (within its layer too) -> shape
+    layout: Layout  # how tensor parallelism cuts it
+    init: Init = "normal"
+    fused: str = ""  # Megatron's name where Transformer Engine keeps this norm in the linear layer that follows it
+
+    def name(self, fused_norms: bool) -> str:
+        """Megatron's name, with or without Transformer Engine's fused norms."""
+        return self.fused if fused_norms and self.fused else self.megatron
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A key of config.json that has to have one of these values; where it is missing it counts as the first."""
+
+    key: str
+    values: tuple[Any, ...]
+    why: str
+
+
+class ConfigJson:
+    """The content of a config.json, and the file's name for messages."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw, self.where = raw, where
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of a key, or `default` where it is missing or null. Raises UserError unless it is a `kind`."""
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise UserError(f"{self.where}: {key} = {value!r}: must be of type {kind.__name__}")
+        return value
+
+    def require(self, requirement: Requirement) -> None:
+        """Raises UserError where a key has a value that is not supported."""
+        if self.raw.get(requirement.key, requirement.values[0]) not in requirement.values:
+            value = self.raw[requirement.key]
+            raise UserError(f"{self.where}: {requirement.key} = {value!r} is not supported: {requirement.why}")
+
+
+def no_overrides(config: ConfigJson) -> Mapping[str, Any]:
+    """For families whose shape is read like that of any other."""
+    return {}
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """What makes a family; all that is not named here is as in Llama."""
+
+    name: str
+    architecture: str  # of config.json
+    requires: tuple[Requirement, ...]
+    layer: tuple[Parameter, ...]  # of each layer, in the order in which they are sent to the engines
+    embedding: Parameter
+    final_norm: Parameter
+    head: Parameter  # not there where the embedding is tied to it
+    overrides: Callable[[ConfigJson], Mapping[str, Any]] = no_overrides  # fields of ModelShape, read in another way
+
+    def find(self, part: Parameter) -> Parameter | None:
+        """The layer's parameter that Megatron calls as it calls `part`, or None: Hugging Face's names may differ."""
+        return next((p for p in self.layer if p.megatron == part.megatron), None)

@@ -1,0 +1,66 @@
+"""The ops of a decoding step in plain torch, for any device and dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+from megatron_brorl.ops import rope
+from megatron_brorl.ops.decode import PAGE, HeadNorms, Rows
+
+
+class ReferenceDecode:
+    """See ops.decode.DecodeOps; gathers every row's pages, the prompt's too."""
+
+    def attend(
+        self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Rows, scale: float, heads: int
+    ) -> Tensor:
+        """See DecodeOps: qkv [B, (heads + 2 K) d] -> [B, heads d]."""
+        # Queries, keys and values, normed and rotated in float32.
+        _, kv_heads, dim, _ = keys.shape
+        batch = len(qkv)
+        q, k, v = qkv.float().unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
+        if norms is not None:
+            q, k = rms_norm(q, (dim,), norms.q, norms.eps), rms_norm(k, (dim,), norms.k, norms.eps)
+        cos, sin = (torch.cat((x, x), dim=-1).unsqueeze(1) for x in (rows.cos, rows.sin))
+        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+
+        # The new key and value of each row go to the place of its last token.
+        place = rows.lengths - 1
+        page = rows.tables.gather(1, (place // PAGE).unsqueeze(1)).squeeze(1).long()
+        keys[page, :, :, place % PAGE] = k.to(keys.dtype)
+        values[page, :, place % PAGE, :dim] = v.to(values.dtype)
+
+        # The pages of each row's prompt and of its own tokens, and which slots in them hold a token.
+        used = int(-(-rows.lengths.max() // PAGE))
+        tables = torch.cat((rows.prompt_tables[rows.prompts], rows.tables[:, :used]), dim=1).long()
+        slots = torch.arange(PAGE * used, device=qkv.device)
+        prompt_slots = torch.arange(PAGE * rows.prompt_tables.shape[1], device=qkv.device)
+        there = torch.cat(
+            (
+                prompt_slots < rows.prompt_lengths[rows.prompts].unsqueeze(1),
+                slots < rows.lengths.unsqueeze(1),
+            ),
+            dim=1,
+        )
+        tables = tables.masked_fill(~there[:, ::PAGE], 0)  # entries beyond a length hold anything
+
+        # Softmax attention over the gathered slots (Vaswani et al. 2017, eq. 1).
+        k = keys[tables].permute(0, 2, 3, 1, 4).flatten(3).float()  # [B, K, d, tokens]
+        v = values[tables].transpose(1, 2).flatten(2, 3)[..., :dim].float()  # [B, K, tokens, d]
+        v = v.masked_fill(~there[:, None, :, None], 0)
+        scores = (scale * q).view(batch, kv_heads, -1, dim) @ k
+        weights = scores.masked_fill(~there[:, None, None, :], float("-inf")).softmax(-1)
+        return (weights @ v).view(batch, -1).to(qkv.dtype)
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """See DecodeOps: x [B, H], of which x + delta takes the place, and weight [H] -> [B, H]."""
+        if delta is not None:
+            x += delta
+        return rms_norm(x, weight.shape, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See DecodeOps: [B, 2 F] -> [B, F]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate) * up

@@ -1,0 +1,67 @@
+"""What an engine's leaf does for the server: the part of an engine process that differs from engine to engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of one rollout."""
+
+    token_ids: list[int]  # that were added
+    finish: Literal["stop", "length", "cut"]  # cut: aborted
+    reported: Sequence[Mapping[int, float]]  # log-probability by token id, of each token; empty: not asked for
+
+
+class EngineLeaf(Protocol):
+    """One engine in this process. All methods belong to one event loop.
+
+    A class Llm(options) in the module that rollout.registry names; its constructor raises ValueError where this version
+    of the engine cannot do what is asked.
+    """
+
+    options: EngineOptions
+
+    async def start(self) -> Capabilities:
+        """Bring the workers up and find out what they do, with random weights.
+
+        Raises ValueError where siblings could not differ or no log-probs come back.
+        """
+
+    def params(
+        self, temperature: float, top_p: float, top_k: int, tokens: int, seed: int, log_probs: bool = True
+    ) -> Any:
+        """The engine's own sampling settings of one rollout of at most `tokens` tokens."""
+
+    def submit(self, ids: Sequence[int], params: Any) -> Any:
+        """Queue one rollout; returns a handle."""
+
+    async def completion(self, handle: Any) -> Completion:
+        """Wait for a rollout."""
+
+    def abort(self, handle: Any) -> None:
+        """Give a rollout up; its completion is then "cut"."""
+
+    async def begin(self) -> None:
+        """A new version of the weights begins."""
+
+    async def load(self, bucket: WorkerBucket) -> None:
+        """Let all workers load a bucket. Raises where a tensor is not what was sent; the weights are mixed then."""
+
+    async def finish(self, names: Sequence[str]) -> None:
+        """The weights are complete: generate with them, and forget what was cached of others. Raises where other
+        tensors than `names` were loaded."""
+
+    async def sleep(self) -> None:
+        """Give the memory of weights and caches back."""
+
+    async def wake(self) -> None:
+        """Take the memory again; weights follow."""
+
+    async def reseed(self, seed: int) -> None:
+        """Seed the one generator of an engine whose requests have no seeds of their own."""

@@ -1,0 +1,57 @@
+"""The choice of an implementation of the ops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.ops.backend import backend
+from megatron_brorl.ops.fused import native
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+WITHOUT_EXTENSION = """
+import sys, torch
+sys.modules["megatron_brorl._C"] = None  # its import fails
+from megatron_brorl.ops.backend import backend
+log_probs, _ = backend("reference", torch.device("cpu")).linear_log_probs(
+    torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([0, 3]), 1.0
+)
+assert torch.allclose(log_probs, torch.tensor(0.25).log())
+"""
+
+
+def test_the_reference_runs_without_the_extension():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTENSION], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_fused_on_a_gpu_needs_kernels_for_it(monkeypatch):
+    monkeypatch.setattr(native, "CUDA", False)
+    with pytest.raises(UserError, match="built without CUDA kernels; install again with BRORL_CUDA=1"):
+        backend("fused", CUDA)
+    assert backend("fused", CPU).fused_layers
+    monkeypatch.setattr(native, "CUDA", True)
+    on_gpu, plain = backend("fused", CUDA), backend("reference", CUDA)
+    assert not on_gpu.fused_layers
+    assert type(on_gpu.decode) is type(plain.decode)  # csrc decodes on CPUs alone
+
+
+def test_an_unknown_name():
+    with pytest.raises(ValueError, match=r"it takes \"reference\" or \"fused\""):
+        backend("fast", CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_logits_agree(dtype):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 24, generator=g).to(dtype) for n in (7, 31))
+    expected = hidden.double() @ weight.double().T
+    for name in ("fused", "reference"):
+        got = backend(name, CPU).linear_logits(hidden, weight)
+        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert (got.double() - expected).norm() <= 1e-6 * expected.norm()

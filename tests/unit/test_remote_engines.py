@@ -1,0 +1,166 @@
+"""What any engine in another process needs is written for none of them: an engine is its leaf and a few entries."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from megatron_brorl.config.schema import Config, RolloutConfig, TrtLlmConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.rollout import registry, remote
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.registry import ENGINES, EngineKind
+from megatron_brorl.rollout.remote.engine import RemoteEngine
+from megatron_brorl.rollout.remote.link import Link
+from megatron_brorl.rollout.remote.messages import Message
+from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, process_settings
+from megatron_brorl.rollout.remote.process import EngineProcess, address
+from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf
+from megatron_brorl.rollout.remote.server import Server
+from megatron_brorl.types import Prompt
+
+ROOM = Path(remote.__path__[0])
+OPTIONS = EngineOptions("other", "", 50, 40, "float32", 8, (2,), {})
+
+
+class Leaf(EngineLeaf):
+    """Answers every request with its seed's last digit, the token before, and the end; weights are counted."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.heard: list[Any] = []
+
+    async def start(self) -> Capabilities:
+        return Capabilities("Other 1.0", "0", "request", "raw", "choose another", (), {})
+
+    def params(self, temperature, top_p, top_k, tokens, seed, log_probs=True):
+        return seed, tokens
+
+    def submit(self, ids, params):
+        return list(ids), params
+
+    async def completion(self, handle):
+        ids, (seed, _) = handle
+        drawn = [10 + seed % 10, ids[-1], 2]
+        return Completion(drawn, "stop", [{t: -float(t)} for t in drawn])
+
+    def abort(self, handle):
+        self.heard.append("abort")
+
+    async def begin(self):
+        self.heard.append("begin")
+
+    async def load(self, bucket):
+        self.heard.append(bucket)
+
+    async def finish(self, names):
+        self.heard.append(list(names))
+
+    async def sleep(self):
+        self.heard.append("sleep")
+
+    async def wake(self):
+        self.heard.append("wake")
+
+    async def reseed(self, seed):
+        raise AssertionError("its requests have seeds")
+
+
+@pytest.fixture
+def leaf(tmp_path):
+    """A server of the leaf in a thread of this process."""
+    leaf, ready = Leaf(OPTIONS), threading.Event()
+    running: list[Any] = []
+
+    async def serve():
+        server = Server(leaf, await leaf.start(), address(tmp_path))
+        running.extend((asyncio.get_running_loop(), asyncio.current_task()))
+        ready.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await server.serve()
+        server.socket.close(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert ready.wait(30)
+    yield leaf
+    loop, task = running
+    loop.call_soon_threadsafe(task.cancel)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def ask(link: Link, message: Message) -> None:
+    link.send(message)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if any(answer.kind == "done" for answer in link.poll(0.05)):
+            return
+    raise AssertionError(message.kind)
+
+
+def test_an_engine_is_its_leaf(leaf, tmp_path):
+    """All of generate, with weights, through a leaf that no engine but this test has."""
+    settings = process_settings(TrtLlmConfig(start_timeout_s=30.0))
+    engine = RemoteEngine(settings, OPTIONS, {}, tmp_path, None, tmp_path / "log")
+    assert engine.if_repeating == 'Other 1.0; choose another, or start anew with rollout.engine = "torch"'
+    leader = Link(address(tmp_path))
+    ask(leader, Message("begin"))
+    ask(leader, Message("load", {"bucket": {"path": "x", "records": []}}))
+    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
+    assert leaf.heard == ["begin", {"path": "x", "records": []}, ["a"]]
+    engine.update_weights([], 3)
+    requests = [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 3, 4)]
+    (group,) = engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
+    assert [r.index for r in group.rollouts] == [4, 5, 6]
+    for rollout in group.rollouts:
+        first, second, last = rollout.token_ids.tolist()
+        assert (10 <= first < 20, second, last) == (True, 6, 2)
+        assert rollout.log_probs.tolist() == [-float(first), -6.0, -2.0]
+        assert (rollout.finish, rollout.spans) == ("stop", ((3, 3),))
+    with pytest.raises(UserError, match=r"rollout\.temperature = 0\.5, rollout\.top_p = 1: Other 1\.0 reports"):
+        engine.generate(requests, Sampling(0.5, 1.0, 0, 8, (2,)))
+    ask(leader, Message("sleep"))
+    ask(leader, Message("wake"))
+    assert leaf.heard[3:] == ["sleep", "wake"]
+    leader.close()
+    engine.close()
+
+
+def test_messages_name_the_engine_that_was_chosen(tmp_path, monkeypatch):
+    kind = EngineKind("Other", "other_package", "nowhere", ("bf16",))
+    monkeypatch.setattr(registry, "ENGINES", {"other": kind})
+    monkeypatch.setattr("megatron_brorl.rollout.remote.process.ENGINES", {"other": kind})
+    with pytest.raises(UserError) as caught:
+        EngineProcess("/nowhere/python", tmp_path, OPTIONS, [0], tmp_path / "log")
+    assert str(caught.value) == (
+        "other.python = /nowhere/python: No such file or directory; give the interpreter of the environment that has "
+        "other_package"
+    )
+
+
+def test_every_engine_has_an_entry_a_section_and_a_leaf():
+    assert {"torch", *ENGINES} == set(get_args(get_type_hints(RolloutConfig)["engine"]))
+    for engine, kind in ENGINES.items():
+        section = getattr(Config(), engine)
+        settings = process_settings(section)
+        assert dataclasses.asdict(settings).items() <= dataclasses.asdict(section).items()
+        leaf = ROOM.parents[2] / (kind.leaf.replace(".", "/") + ".py")
+        assert leaf == ROOM / engine / "llm.py"
+        assert leaf.is_file()
+
+
+def test_no_engine_is_named_outside_of_its_leaves():
+    names = [name for engine, kind in ENGINES.items() for name in (engine, kind.name, kind.package)]
+    pattern = re.compile("|".join(map(re.escape, names)), re.IGNORECASE)
+    files = sorted(ROOM.glob("*.py"))
+    assert len(files) > 10
+    assert [f"{f.name}: {found[0]}" for f in files for found in pattern.finditer(f.read_text(encoding="utf-8"))] == []
