@@ -85,10 +85,12 @@ def _tilted(like: Floats, frequency: Floats, values: Floats, tilt: float, weight
     """Maximise log-likelihood + tilt * value over weights, by expectation maximisation with a tilted second half."""
     before = np.inf
     for iteration in range(4000):
+        # Expected counts of each success rate under the weights so far.
         counts = weights * ((frequency / (like @ weights)) @ like)
         counts[counts < 1e-100] = 0  # gone; dividing by what is left of them would overflow
         alive = counts > 0
         push = tilt * (values - values[alive].max())  # 0 at best, so that no gap below rounds to 0
+
         # weights = counts / (mu - push), with mu such that they add up to 1: Newton from the left of the root.
         mu = float((counts + push)[alive].max())
         for _ in range(30):
@@ -98,12 +100,16 @@ def _tilted(like: Floats, frequency: Floats, values: Floats, tilt: float, weight
             if abs(excess) < 1e-10:
                 break
             mu += excess / float((terms / gap).sum())
+
         weights = terms / terms.sum()
+
+        # Every fifty rounds: does the value still move?
         if iteration % 50 == 49:
             now = float(weights @ values)
             if abs(now - before) < 5e-5:
                 break
             before = now
+
     return weights
 
 
