@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
     def read(self, entry: Entry) -> list[Tensor]:
-        """The full Hugging Face tensors of an entry."""
+        """The full Hugging Face tensors of an entry, of the shapes that it lists."""
         ...
 
 

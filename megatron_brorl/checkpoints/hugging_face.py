@@ -148,7 +148,7 @@ def load(
 
 
 def save(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path, dtype: str) -> None:
-    """Write a Hugging Face directory: config.json and tokenizer from `source`, weights from `tensors`.
+    """Write a Hugging Face directory: config.json and tokenizer from `source`, weights from `tensors`, of its shapes.
 
     Written aside and renamed, so that `target` is either absent, the old one, or complete. dtype is torch's name of
     the tensors' type ("float32"). One tensor at a time is in memory. Raises ValueError unless `tensors` are exactly

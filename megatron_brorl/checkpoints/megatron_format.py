@@ -63,7 +63,7 @@ def write(
 ) -> Iterator[Entry]:
     """Write a checkpoint for tensor x pipeline ranks (the stages are those of `entries`), one file for each rank.
 
-    dtype(entry) is the type of an entry's tensors, read(entry) gives them in full, as Hugging Face has them; each is
+    dtype(entry) is the type of an entry's tensors, read(entry) gives them in full, of its Hugging Face shapes; each is
     read once, and one entry is in memory at a time. Yields every entry when it was written; the checkpoint is complete
     when the iterator ends. Raises UserError where layers differ in type.
     """
@@ -206,7 +206,10 @@ class MegatronCheckpoint:
         return self._tensors[_key(entry.megatron)[0]].properties.dtype
 
     def read(self, entry: Entry) -> list[Tensor]:
-        """The full Hugging Face tensors of an entry. Raises UserError where a file is missing, cut short or broken."""
+        """The full tensors of an entry, of its Hugging Face shapes.
+
+        Raises UserError where a file is missing, cut short or broken.
+        """
         # The part of the key's tensor that is this entry: one layer, and no padding.
         key, layer = _key(entry.megatron)
         meta = self._tensors[key]

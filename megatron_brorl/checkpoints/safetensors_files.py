@@ -59,7 +59,7 @@ class Tensors:
             raise UserError(f"{path}: not a readable safetensors file: it has {size} bytes, its header says {end}")
 
     def read(self, name: str) -> Tensor:
-        """One tensor, whose type must be one of TYPES. Raises UserError where the file ends within it."""
+        """One tensor of the header's shape, its type one of TYPES. Raises UserError where the file ends within it."""
         tensor = torch.empty(self.shapes[name], dtype=TYPES[self.types[name]])
         data = tensor.flatten().view(torch.uint8).numpy().data
         with self.path.open("rb", buffering=0) as file:

@@ -16,6 +16,8 @@ from megatron_brorl.parallel import collectives
 def require_finite(named: Mapping[str, Tensor], what: str, then: str) -> None:
     """Raise UserError, on every rank alike, where a value of any rank's tensors is NaN or infinite; a collective.
 
+    named: tensors of any shape, of which ranks may have different ones.
+
     The line is "`what`: weights that are not finite: ...; `then`" with the first tensor's name and the others' number.
     """
     broken = [name for name, tensor in named.items() if not _is_finite(tensor)]

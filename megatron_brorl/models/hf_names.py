@@ -58,7 +58,7 @@ def hf_inits(shape: ModelShape) -> dict[str, Init]:
 
 
 def global_parameters(actor: Any) -> Mapping[str, Tensor]:
-    """This stage's parameters with global layer numbers (Megatron numbers layers from 0 on every stage)."""
+    """This stage's parameters by name, of this rank's shapes, with global layer numbers: Megatron's begin at 0 anew."""
     first = actor.decoder.layers[0].layer_number - 1
     named = {}
     for name, parameter in actor.named_parameters():

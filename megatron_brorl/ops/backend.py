@@ -53,7 +53,7 @@ class Backend(Protocol):
         group: dist.ProcessGroup | None = None,
         vocab: int | None = None,
     ) -> PolicyLoss:
-        """The policy loss of R tokens from their hidden states on; allows one backward pass."""
+        """hidden [R, H], weight [V/tp, H], ids [R] -> the policy loss, a scalar; allows one backward pass."""
 
     def linear_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden [K, H], weight [V, H] -> logits [K, V] in at least float32, without gradient."""

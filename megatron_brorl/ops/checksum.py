@@ -26,7 +26,7 @@ class Sealed(tuple[str, Tensor]):
 
 
 def seal(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Sealed]:
-    """Put a checksum on every pair."""
+    """Put a checksum on every pair, whose tensor has any shape."""
     for name, tensor in tensors:
         yield Sealed(name, tensor, checksum(name, tensor))
 

@@ -60,7 +60,7 @@ def moments(values: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def to_moments(packed: Tensor) -> Moments:
-    """What moments() gave, as what algo.advantage.merge takes over micro-batches and ranks. Waits for the device."""
+    """What moments() gave, [3], as algo.advantage.merge takes it over micro-batches and ranks. Waits for the device."""
     if packed.shape != (3,):
         raise ValueError(f"to_moments: takes the [3] tensor that moments() gives, got {list(packed.shape)}")
     count, mean, m2 = packed.tolist()

@@ -63,7 +63,7 @@ def linear_ppo_loss(
     group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
 ) -> PolicyLoss:
-    """As reference.linear_ppo_loss; matrices, group, vocab and errors as in linear_log_probs.
+    """As reference.linear_ppo_loss: a scalar; matrices, group, vocab and errors as in linear_log_probs.
 
     The log-probabilities are bitwise those of linear_log_probs on the same rows. With ratio = "token" the gradients are
     found on the way forward and only scaled on the way back, in place: a second backward pass through one result raises

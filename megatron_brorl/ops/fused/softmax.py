@@ -26,7 +26,7 @@ class Shard:
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """out = a @ b, or out += a @ b. Matrices in float32 or float64, or bfloat16 with out in float32."""
+    """out [m, n] = a [m, k] @ b [k, n], or out += that. All float32 or float64, or bfloat16 with out in float32."""
     if a.dtype == torch.bfloat16 and a.device.type == "cpu" and not native.BFLOAT16_KERNEL:
         a, b = a.float(), b.float()  # without a kernel for them the matrices are widened: slower, never coarser
     torch.ops.brorl.gemm_(out, a, b, accumulate)
@@ -39,7 +39,7 @@ def softmax_statistics(logits: Tensor, ids: Tensor, shard: Shard) -> Tensor:
 
 
 def merged(statistics: Tensor, shard: Shard) -> Tensor:
-    """The statistics of the whole vocabulary, the same on every rank of the group (softmax_math.h, merge)."""
+    """The statistics [R, 4] of the whole vocabulary, the same on every rank of the group (softmax_math.h, merge)."""
     if shard.group is None:
         return statistics
     largest = statistics[:, 0].clone()
