@@ -121,7 +121,9 @@ def functions(path: Path) -> Iterator[Function]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = child.body[1:] if ast.get_docstring(child) is not None else child.body
-                own = lines[body[0].lineno - 1 : child.end_lineno] if body else []
+                # From the docstring on, because a comment may stand before the first statement.
+                start = child.body[0].end_lineno if body is not child.body else body[0].lineno - 1
+                own = lines[start : child.end_lineno] if body else []
                 yield Function(path, child, owner, nested, own)
                 yield from walk(child, "", True)
             elif isinstance(child, ast.ClassDef):
