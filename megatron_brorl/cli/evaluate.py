@@ -47,6 +47,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
     config = load(args.config, args.overrides)
     with Session(config, benchmarks=True) as session:
+        # What there is to ask, told before the model is loaded.
         names = session.benchmarks
         if not names:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
@@ -64,6 +65,7 @@ def evaluate(args: argparse.Namespace) -> int:
         every = [a for part in answers.values() for a in part]  # answers of all benchmarks
         whole = sum_up(every, sum(map(len, names.values())), e, rollouts.seed)
 
+        # The whole at the top level, each benchmark beneath by its name.
         result = {
             **whole.as_dict(),
             "benchmarks": {n: sum_up(answers[n], len(names[n]), e, rollouts.seed).as_dict() for n in names},

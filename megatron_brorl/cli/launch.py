@@ -67,6 +67,7 @@ def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[
             if rank == 0:
                 told[LISTENER] = str(listener.fileno())
 
+            # The user's own OMP_NUM_THREADS wins over the share above; what a rank is told wins over both.
             yield subprocess.Popen(
                 command,
                 env={"OMP_NUM_THREADS": threads, **kept, **told},
@@ -102,6 +103,7 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _verdict(ended: Mapping[int, int], signals: Signals) -> int:
     """The launcher's exit code, with a line where the ranks could not say themselves what happened."""
+    # All done, or all saved: there is nothing to explain.
     codes = set(ended.values())
     if codes in ({0}, {SAVED}):
         return codes.pop()
@@ -110,6 +112,8 @@ def _verdict(ended: Mapping[int, int], signals: Signals) -> int:
     rank, code = next(((r, c) for r, c in ended.items() if c not in (0, SAVED)), (-1, 1))
     told = rank >= 0 and code > 0  # by the rank itself
     what = f"rank {rank} ended with exit code {code}"
+
+    # Popen has minus the signal's number; shells report 128 plus the number.
     if code < 0:
         memory = " (out of memory?)" if code == -signal.SIGKILL and not signals.first else ""
         what = f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
@@ -123,6 +127,7 @@ def _verdict(ended: Mapping[int, int], signals: Signals) -> int:
     elif signals.first:
         what = f"{signal.Signals(signals.first).name} came, and not every rank has saved: {what}"
     elif told:
+        # It has printed its own line.
         return code
     print(f"brorl: {what}", file=sys.stderr)
     return code

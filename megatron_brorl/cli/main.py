@@ -74,6 +74,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
+    # Commands are named by functions that import late: --help does not wait for torch.
     parser = argparse.ArgumentParser(
         prog="brorl", description="Reinforcement learning with hundreds of rollouts per prompt, on Megatron-Core."
     )
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
                 const="train.verify_reshard=true",
                 help="after each refit, compare the engine's log-probs with the actor's (config: train.verify_reshard)",
             )
+        # Its own options become overrides too, in _parse.
         if name == "evaluate":
             evaluate_cli.add_options(command)
         command.set_defaults(command=function, name=name)  # `name`: what a launcher's ranks are started with

@@ -69,6 +69,7 @@ def _add_simulate(commands: Commands) -> None:
             options["choices"] = get_args(kind)
         command.add_argument(f"--{field.name.replace('_', '-')}", **options)
 
+    # How much is written, and where.
     command.add_argument("--every", type=int, default=10, help="steps per line of curves.csv (10)")
     command.add_argument("--out", type=Path, default=Path("runs/simulate"), help="folder for simulate.png, curves.csv")
     command.add_argument("--json", type=Path, help="also write one summary row per N and seed to this file")
@@ -82,6 +83,7 @@ def _add_advise(commands: Commands) -> None:
     command.add_argument("log", type=Path, help="JSON Lines: prompt_id, reward, and answer or token_ids per rollout")
     command.add_argument("--n", type=int, nargs="+", default=list(CANDIDATES), help="values of N to compare")
     command.add_argument("--right", type=float, default=1.0, help="smallest reward of a right rollout (1.0)")
+    # Several runs with different N tell the cost of a prompt from that of a rollout.
     command.add_argument("--run", type=Path, action="append", default=[], help="a run.dir to take the times from")
 
     # What a step costs, where no run is there to measure it.
@@ -103,6 +105,7 @@ def _add_advise(commands: Commands) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> int:
+    # Imported here: matplotlib takes time that other commands should not wait for.
     from megatron_brorl.progress import progress
     from megatron_brorl.report.simulation import plot_simulation
 
@@ -116,6 +119,7 @@ def _simulate(args: argparse.Namespace) -> int:
         if n < 1 or seed < 0:
             raise UserError(f"--n {n} --seeds {seed}: draws must be at least 1 and seeds not negative")
 
+    # All options are checked: a folder that cannot be made ends it before minutes of simulation.
     make_folder(args.out)
     curves: list[Curves] = []
     quarter = max(1, settings.steps // 4)  # so often a line is told
@@ -158,6 +162,7 @@ def _advise(args: argparse.Namespace) -> int:
     from megatron_brorl.theory.advisor import advise
     from megatron_brorl.theory.log import read_log
 
+    # Results must not replace the log that they come from.
     check_output(args.out / "advice.json", [("the log", args.log)])
     groups = read_log(args.log)  # The pilot, what a step costs, and what is asked of N.
     costs, how = _costs(args)
@@ -179,6 +184,7 @@ def _advise(args: argparse.Namespace) -> int:
         raise UserError(f"{args.log}: {e}") from None
     plan = _plan(args, groups) if args.tokens is not None else None  # before anything is written
 
+    # Targets and costs stand beside the figures, which mean nothing without them.
     make_folder(args.out)
     write_json(
         args.out / "advice.json",
@@ -193,6 +199,7 @@ def _advise(args: argparse.Namespace) -> int:
     )
     figure = plot_advice(advice, targets, costs.unit, args.out / "advice.png")  # in the unit of the costs
 
+    # The same for people, and where the rest is.
     print(advice_text(advice, targets, costs, prompts))
     print(f"times    {how}")
     if plan:  # of --tokens
@@ -245,6 +252,7 @@ def _plan(args: argparse.Namespace, groups: list[LoggedGroup]) -> dict[str, Any]
     if len(lengths) < len(groups):
         raise UserError(f"{args.log}: --tokens needs the length of every rollout: log token_ids or tokens")
 
+    # What the counts of each group say of its success rate, and what that is worth in rollouts.
     n = np.array([g.n for g in groups])
     right = np.array([int((g.rewards >= args.right).sum()) for g in groups])
     _, posterior = success_rates(right, n)  # [groups, G] over success rates
@@ -265,6 +273,7 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
     """The table and the recommendation."""
     from megatron_brorl.theory.costs import learning_rate_factor
 
+    # The head: its widths are those of the rows below.
     cost = f"cost per step ({costs.unit})"
     lines = [
         f"{advice.prompts} prompts, {advice.groups} groups; a step keeps {prompts} prompts; 95% intervals over prompts",
@@ -280,6 +289,7 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
         if c.coupling is not None and c.coupling_known is not None:
             left = f"{mark[c.coupling_known]}{c.coupling.mean:7.2%} ({c.coupling.low:.2%} to {c.coupling.high:.2%})"
 
+        # A coupling that is unknown hinders no recommendation, but is not shown as met.
         known = [name for name in names if name != "coupling" or c.coupling is not None]  # targets that could be judged
         met = ", ".join(name for name, ok in zip(names, c.meets, strict=True) if ok and name in known) or "none"
         seconds = f"{c.seconds.mean:.4g} ({c.seconds.low:.4g} to {c.seconds.high:.4g})"

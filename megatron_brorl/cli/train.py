@@ -42,10 +42,12 @@ def run(args: argparse.Namespace) -> int:
         writer = session.writer(resume_step)
         trainer.rollout_log = session.rollout_log(resume_step)
 
+        # Train, and evaluate once more where the steps were not cut short.
         with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
             p.note(session.report)
             if found:
                 p.note(f"resumed from {found}")
+            # All ranks agree on a stop, so that all of them leave here or none.
             if not trainer.run(writer, p, session.stop_requested):
                 p.note("stopped by a signal; the state is saved: start the same command again to go on")
                 return ranks.SAVED

@@ -86,6 +86,8 @@ def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
         return value
     if hint is float and type(value) in (int, float):  # TOML tells 1 from 1.0; a float key takes both
         return _finite(value, where, key)
+
+    # The rest, bool, int and str, is taken as it is: a number in quotes is no number.
     if type(value) is not hint:
         raise UserError(f"{where}: {key} = {value!r}: must be of type {hint.__name__}")
     return value

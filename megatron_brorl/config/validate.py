@@ -42,12 +42,16 @@ def _rollout(config: Config) -> Iterator[Rule]:
     # Partial rollouts.
     if rollout.partial_tokens:
         steps = -(-rollout.max_tokens // rollout.partial_tokens)  # rounded up
+
+        # The longest response must be done before it counts as too old.
         yield (
             rollout.max_carried_steps >= steps - 1,
             "rollout.max_carried_steps",
             f"a response of rollout.max_tokens = {rollout.max_tokens} at {rollout.partial_tokens} tokens per step "
             f"(rollout.partial_tokens) is carried over {steps - 1} steps: all long responses would be lost",
         )
+
+        # The engine's log-probs of its parts come from different weights.
         yield (
             algo.old_log_probs == "actor",
             "algo.old_log_probs",
@@ -57,17 +61,25 @@ def _rollout(config: Config) -> Iterator[Rule]:
     # Adaptive allocation, in two rounds within a step.
     if rollout.adaptive == "off":
         return
+
+    # The first round has a quarter of them by default, and needs 2.
     yield rollout.n >= 8, "rollout.n", "rollout.adaptive cuts a prompt's rollouts in two rounds: must be at least 8"
+
+    # 0 leaves the share of the first round to the program.
     yield (
         rollout.adaptive_first == 0 or 2 <= rollout.adaptive_first <= rollout.n - 2,
         "rollout.adaptive_first",
         f"each of two rounds needs 2 rollouts per prompt: must be in [2, rollout.n - 2 = {rollout.n - 2}], or 0",
     )
+
+    # Each round has a baseline and weights of its own, which are made for one advantage alone.
     yield (
         algo.advantage == "reinforce_pp_baseline" and not (algo.kl_coef and algo.kl_in == "reward"),
         "rollout.adaptive",
         'its weights are for algo.advantage = "reinforce_pp_baseline" without a KL in the reward: must be "off"',
     )
+
+    # Groups that span steps have no two rounds within one.
     yield (
         not rollout.partial_tokens and not rollout.refills,
         "rollout.adaptive",
@@ -100,12 +112,15 @@ def _parallel(config: Config) -> Iterator[Rule]:
         "train.share_prompt",
         "parallel.context > 1 cuts sequences that hold their own prompt: must be false",
     )
+
+    # A ratio per sequence is a mean over its tokens, which no rank holds alone.
     yield (
         p.context == 1 or config.algo.ratio == "token",
         "algo.ratio",
         "parallel.context > 1 puts the tokens of a sequence on several ranks: must be 'token'",
     )
 
+    # Only that optimizer leaves each rank a part of the weights to gather.
     yield (
         not p.overlap_param_gather or p.distributed_optimizer,
         "parallel.overlap_param_gather",
@@ -155,8 +170,12 @@ def _algo(config: Config) -> Iterator[Rule]:
 
     # Advantages.
     for key, value in (("algo.gamma", algo.gamma), ("algo.lam", algo.lam)):
+        # Refused, not ignored: a value that changes nothing would pass for one that does.
         yield value == 1 or algo.advantage == "gae", key, 'only algo.advantage = "gae" discounts: must be 1'
+
+    # One rollout is its own group mean: its advantage would always be 0.
     yield (
+        # A critic needs no group; selecting groups by their spread does.
         rollout.n >= 2 or (algo.advantage == "gae" and not algo.dynamic_sampling),
         "rollout.n",
         "a group baseline needs at least 2 rollouts per prompt, and so does algo.dynamic_sampling",
@@ -164,15 +183,20 @@ def _algo(config: Config) -> Iterator[Rule]:
 
     # The policy loss.
     yield (
+        # A lower bound would cut ratios that the clip lets pass.
         algo.dual_clip == 0 or algo.dual_clip > 1 + algo.eps_high,
         "algo.dual_clip",
         "must be 0 (off) or above 1 + algo.eps_high",
     )
+
+    # Only the clipped loss has a use for it.
     yield (
         algo.dual_clip == 0 or algo.policy_loss == "clip",
         "algo.dual_clip",
         f'algo.policy_loss = "{algo.policy_loss}" has no such bound: must be 0 (off)',
     )
+
+    # There is no length that would suit every task, hence no default.
     yield (
         algo.aggregation != "fixed" or algo.aggregation_tokens > 0,
         "algo.aggregation_tokens",
@@ -181,6 +205,7 @@ def _algo(config: Config) -> Iterator[Rule]:
 
     # How a step is cut.
     yield (
+        # Counted in whole groups, also where algo.mini_batch_of cuts every group.
         rollout.prompts >= algo.mini_batches,
         "algo.mini_batches",
         f"cannot cut {rollout.prompts} prompts (rollout.prompts) into that many mini-batches",
@@ -188,6 +213,7 @@ def _algo(config: Config) -> Iterator[Rule]:
 
 
 def _recipe(config: Config) -> Iterator[Rule]:
+    # The penalty sets in that many tokens before the longest response.
     algo, rollout = config.algo, config.rollout
     yield (
         config.shaping.overlong_tokens <= rollout.max_tokens,
@@ -197,10 +223,13 @@ def _recipe(config: Config) -> Iterator[Rule]:
 
     # Differences between engine and trainer.
     yield (
+        # Crossed bounds would mask every token.
         algo.mismatch_low < algo.mismatch_high,
         "algo.mismatch_high",
         f"must be above mismatch_low = {algo.mismatch_low}",
     )
+
+    # A mask needs two log-probs of a token that can differ.
     yield (
         algo.mismatch_mask == "off" or algo.old_log_probs == "actor",
         "algo.mismatch_mask",
@@ -209,10 +238,12 @@ def _recipe(config: Config) -> Iterator[Rule]:
 
     # The reference policy.
     for key, value in dataclasses.asdict(config.reference).items():
+        # Key by key, so that the message names the one that was set.
         yield not value or algo.kl_coef > 0, f"reference.{key}", "without algo.kl_coef there is no reference policy"
 
     # Groups that are kept for the next step.
     yield (
+        # Without a selection every group is kept, and there is nothing to make up for.
         not rollout.refills or (algo.dynamic_sampling and not rollout.partial_tokens and algo.old_log_probs == "actor"),
         "rollout.refills",
         'needs algo.dynamic_sampling, rollout.partial_tokens = 0 and algo.old_log_probs = "actor" (what is kept for '

@@ -40,6 +40,7 @@ def build_figure(advice: Advice, targets: Targets, unit: str) -> Figure:
     kept.set_ylim(-0.03, 1.03)
     kept.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
+    # Unknown without outcomes: the panel stays and says so.
     panel(left, "Unsampled coupling", "left of the whole", "N (rollouts per prompt)")  # of the third term of Theorem 1
     shares = [x.coupling for x in found if x.coupling is not None]  # None: unknown
     if shares:
@@ -59,6 +60,7 @@ def build_figure(advice: Advice, targets: Targets, unit: str) -> Figure:
     work.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     work.legend(frameon=False, fontsize=9, loc="lower right")
 
+    # Intervals of the cost are those of the kept share: the times are taken as known.
     panel(time, "Cost", f"per step ({unit})", "N (rollouts per prompt)")
     _curve(time, advice, [x.seconds for x in found], [x.kept_known == "unbiased" for x in found], ORANGE)
     time.set_yscale("log")  # costs grow in proportion to N

@@ -16,11 +16,13 @@ COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 
 def markdown(result: dict[str, Any]) -> str:
     """One row per benchmark, with the mean over benchmarks where there are several, and one per task beneath."""
+    # Columns: pass@1 with its interval, then every other k.
     parts = result["benchmarks"]
     ks = list(result["pass_at_k"])  # 1 among them, which has its own column
     head = ["benchmark", "prompts", "samples", "pass@1 (95% interval)", *(f"pass@{k}" for k in ks if k != "1")]
     rows = [[*head, "response tokens"]]
 
+    # A benchmark that lacks one of the k gets a dash there.
     for name, part in parts.items():
         p = part["pass_at_1"]
         interval = f"{p['mean']:.2%} ({p['low']:.2%} to {p['high']:.2%})"  # over prompts
@@ -56,8 +58,10 @@ def build_figure(result: dict[str, Any]) -> Figure:
     parts = result["benchmarks"]
     figure = Figure(figsize=(13.5, 4.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     score, curve, tokens = figure.subplots(1, 3)
+    # Bars stand at 0, 1, ...; the names come below them.
     places = list(range(len(parts)))
 
+    # How good, how much better with more tries, and at what length.
     panel(score, "Accuracy", "pass@1 and 95% interval", "benchmark")
     panel(curve, "At least one of k right", "pass@k", "k")
     panel(tokens, "Response length", "mean length (tokens)", "benchmark")

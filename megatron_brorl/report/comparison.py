@@ -23,6 +23,7 @@ _FIELDS = {"benchmark": str, "id": str, "samples": int, "right": int, "tokens": 
 
 def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
     """The lines of an evaluation.jsonl by prompt. Raises UserError naming the line that is not one."""
+    # A wrong folder and an unreadable file have different remedies.
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -30,6 +31,7 @@ def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: cannot be read: {e}") from None
 
+    # One prompt per line; the first line that is none is named.
     found: dict[Key, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         try:
@@ -64,6 +66,8 @@ def compare(
             f"{name} and {other}: {len(alone)} prompts are in one of them only, for example {prompt!r} of {benchmark} "
             f"in {where}; evaluate both on the same files"
         )
+
+    # Sorted, so that the bootstrap draws the same prompts in any order of lines.
     keys = sorted(before)
     if len(keys) < 2:
         raise UserError(f"{name}: a comparison needs at least 2 prompts")
@@ -73,6 +77,7 @@ def compare(
     groups = {n: [k for k in keys if k[0] == n] for n in names}  # prompts of each benchmark
     most = min(row["samples"] for row in (*before.values(), *after.values()))
 
+    # The same figures for the whole and for each benchmark.
     return {
         "before": name,
         "after": other,
@@ -85,6 +90,7 @@ def _compared(
     before: dict[Key, Any], after: dict[Key, Any], keys: list[Key], most: int, resamples: int, seed: int
 ) -> dict[str, Any]:
     """most: samples that every prompt has at least, on both sides; the k of pass@k beside pass@1."""
+    # Entry i of either side's scores is of keys[i]: that is what pairs them.
     sides: dict[str, Any] = {"prompts": len(keys)}
     scores = {}
 
@@ -103,6 +109,8 @@ def _compared(
     # Both, prompt by prompt.
     sides["lost"] = sum(before[k]["right"] > 0 == after[k]["right"] for k in keys)
     sides["gained"] = sum(after[k]["right"] > 0 == before[k]["right"] for k in keys)
+
+    # One prompt has a gap, but no spread to test it against.
     if len(keys) > 1:
         sides["paired"] = paired(scores["before"], scores["after"], resamples, seed).as_dict()
     return sides
@@ -110,6 +118,7 @@ def _compared(
 
 def markdown(result: dict[str, Any]) -> str:
     """Scores and tokens of both per benchmark, and what the paired tests say of all prompts."""
+    # Columns: a second pass@k only where every prompt has several samples.
     k = widest(result["all"]["before"]["pass_at_k"])  # None where each prompt has one sample
     wide = [f"{side} pass@{k[0]}" for side in "AB"] if k else []
     head = ["benchmark", "prompts", "A pass@1", "B pass@1", "B - A (95% interval)", *wide, "A tokens", "B tokens"]
@@ -122,6 +131,7 @@ def markdown(result: dict[str, Any]) -> str:
         if test:
             gap += f" ({test['difference']['low']:+.2%} to {test['difference']['high']:+.2%})"
 
+        # In the order of the head; a pair of columns is left out where k is None.
         rows.append(
             [
                 name,
@@ -146,6 +156,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"Prompts with a right answer among their samples in A alone: {result['all']['lost']}, in B alone: "
         f"{result['all']['gained']}."
     )
+
+    # Names stand above the table: as heads, paths would make it too wide.
     return f"A = {result['before']}\n\nB = {result['after']}\n\n{table(rows)}\n{said}\n\n{lost}\n"
 
 
@@ -160,6 +172,7 @@ def build_figure(result: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(13.5, 4.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     score, gap, tokens = figure.subplots(1, 3)
 
+    # Who is better, how surely, and at what length.
     panel(score, "Accuracy", "pass@1", "benchmark")
     panel(gap, "Difference", "B - A and 95% interval", "benchmark")
     panel(tokens, "Token efficiency", "pass@1", "mean response length (tokens)")
@@ -189,5 +202,6 @@ def build_figure(result: dict[str, Any]) -> Figure:
     for axes in (score, gap, tokens):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
 
+    # Only the first benchmark's bars have labels: one entry for A, one for B.
     score.legend(frameon=False, fontsize=9)
     return figure

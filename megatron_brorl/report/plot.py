@@ -40,6 +40,7 @@ def build_figure(rows: list[Row], summary: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(13.5, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     figure.suptitle(_title(rows, summary), fontsize=13)
     (reward, accuracy, length), (kept, seconds, health) = figure.subplots(2, 3)
+    # Rows count steps from 0; the axis says how many are done.
     steps = np.array([row["step"] + 1 for row in rows], dtype=np.int64)
 
     # What is trained for.
@@ -121,6 +122,7 @@ def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, smooth
     padded = np.concatenate([[False], known, [False]])
     marked = known if few else known & ~padded[:-2] & ~padded[2:]
 
+    # NaN breaks the line: a gap shows as a gap.
     axes.plot(
         steps,
         values,
@@ -132,6 +134,7 @@ def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, smooth
         markevery=np.flatnonzero(marked).tolist(),
     )
 
+    # The window grows with the run: the mean stays as smooth in a long one.
     if faint:
         half = max(2, len(values) // 40)  # of the window, a twentieth of the run
         means = [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
@@ -175,11 +178,13 @@ def _wide(rows: list[Row], summary: dict[str, Any]) -> tuple[int, dict[int, floa
 
 
 def _accuracy(axes: Axes, rows: list[Row], summary: dict[str, Any]) -> None:
+    # Steps done -> pass@1 with its interval; empty until the first evaluation.
     found = _evaluations(rows, summary)
     if not found:
         say(axes, "no evaluation yet")
         return
 
+    # One line through all of them: before, during and after the run.
     mean, low, high = np.array(list(found.values()), dtype=np.float64).T
     axes.errorbar(
         list(found),

@@ -57,6 +57,8 @@ def build_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
     against = "its start" if settings.drop_against == "start" else "the step before"  # of Settings.drop_against
     panel(drop, "Worst change of a correct token", f"change of p against {against}", "step")
     _seeds(drop, runs, "worst_drop")
+
+    # Drops are tiny: their common power of ten stands at the axis once.
     format_ = ScalarFormatter(useMathText=True)
     format_.set_powerlimits((-3, 3))
     drop.yaxis.set_major_formatter(format_)
@@ -68,6 +70,8 @@ def build_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
     )
     panel(moved, title, "change of $Q_{pos}$ over the run", "N")
     _parts(moved, runs, MOVED, with_measured=True)  # first-order parts of the optimizer's real steps
+
+    # Without momentum, AdamW's scaling and decay: the theorem's own step.
     panel(predicted, "What Theorem 1 predicts: plain gradient", "change of $Q_{pos}$ over the run", "N")
     _parts(predicted, runs, PREDICTED, with_measured=False)
     panel(signs, "Steps that raise the mass", "share of steps", "N")

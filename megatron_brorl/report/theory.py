@@ -29,6 +29,7 @@ def build_figure(rows: list[Row]) -> Figure:
     """Three panels, in reading order in `figure.axes`. Missing or null values leave gaps."""
     figure = Figure(figsize=(13.5, 4.3), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     mass, curve, change = figure.subplots(1, 3)
+    # Rows count steps from 0; the axis says how many are done.
     steps = np.array([row["step"] + 1 for row in rows])
 
     # Mass that no sibling had: of answers with an interval, of tokens exactly.
@@ -54,6 +55,7 @@ def build_figure(rows: list[Row]) -> Figure:
     # Prediction against measurement, one point per measured step.
     panel(change, "Prediction and measurement", "measured change of pass@1", "predicted change (plain gradient step)")
     x, y = _column(rows, f"theory_predicted/{_SHOWN}"), _column(rows, "theory_measured/change")
+    # A point whose error is unknown keeps its place, with a bar of length 0.
     error = np.nan_to_num(1.96 * _column(rows, "theory_measured/change_se"))  # 95%
     if np.isfinite(x * y).any():  # a step that has both
         change.errorbar(x, y, yerr=error, fmt="o", color=GREEN, markersize=4, elinewidth=0.8)
@@ -71,6 +73,7 @@ def _hold_out(axes: Axes, rows: list[Row]) -> None:
         # Numbers of siblings that were held out.
         held = sorted(int(k.removeprefix(prefix)) for k in row if k.startswith(prefix) and not k.endswith("_se"))
         if held:
+            # Masses and their errors, in the order of `held`.
             values = np.concatenate([_column([row], f"{prefix}{h}") for h in held])
             errors = np.concatenate([_column([row], f"{prefix}{h}_se") for h in held])  # nan: unknown
 
@@ -82,6 +85,7 @@ def _hold_out(axes: Axes, rows: list[Row]) -> None:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
             axes.set_ylim(bottom=0)
 
+            # A bar that is missing would pass for certainty.
             if np.isnan(errors).any():
                 note = "without a bar: interval unknown, nothing seen"
                 axes.text(0.98, 0.03, note, transform=axes.transAxes, ha="right", fontsize=9, color=GREY)

@@ -102,6 +102,7 @@ def advise(
     score functions: s (1 - s) / (N - 1), which is N / (N - 1) times that of a perfect baseline. The signal of a prompt
     is its inverse, so that signal per time is (N - 1) over the time of a prompt, up to a factor that N does not change.
     """
+    # Intervals come from resampling prompts: a single one has none.
     names = sorted({g.prompt_id for g in groups})
     if len(names) < 2:
         raise UserError("the log holds one prompt; intervals over prompts need at least 2, and advice needs dozens")
@@ -116,6 +117,7 @@ def advise(
     times = _resampled(np.searchsorted(names, [g.prompt_id for g in groups]), len(names), resamples, seed)
     kept, ranges, known = _kept_shares(right, n, times, candidates)
     signal = _means(times, spread(right, n))  # [1 + resamples]: mean s (1 - s)
+    # Couplings are None where outcomes are not logged, are too few, or never came twice.
     left, left_ranges, left_known = _couplings(groups, threshold, times, candidates)
     per_time = np.stack([(c - 1) / np.array([costs.prompt(c, k) for k in kept[i]]) for i, c in enumerate(candidates)])
     efficiency = per_time / per_time.max(0)  # over the best candidate's
@@ -153,6 +155,7 @@ def advise(
     # And of the choice.
     low, high = np.percentile(choice[1:], [2.5, 97.5], method="nearest")
 
+    # Entry 0 is the log itself: it makes the recommendation, the samples only its interval.
     return Advice(
         candidates=tuple(found),
         recommended=_name(choice[0], candidates),
@@ -207,6 +210,7 @@ def _kept_shares(
             again = mixture.fit(like, frequency[1:], np.repeat(whole, len(times) - 1, axis=0), iterations=200)
             fitted = np.vstack([whole, again])
 
+        # The row is the best fit; the range holds every distribution that the counts allow.
         rows.append(fitted @ values)  # expectations over the fitted distribution
         ranges.append(mixture.profile(like, frequency[0], values, fitted[0]))
         known.append("extrapolated")

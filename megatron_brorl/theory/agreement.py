@@ -42,6 +42,7 @@ def agreement(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     over steps of the correlation over the prompts of a step, with a bootstrap interval over steps; same_sign, the share
     of steps whose two changes have one sign.
     """
+    # A run without theory.measure_every has nothing to compare.
     measured = [row for row in rows if row.get("theory_measured/change") is not None]
     if not measured:
         return None

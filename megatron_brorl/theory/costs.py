@@ -104,6 +104,7 @@ def read_costs(runs: Sequence[Path]) -> tuple[Costs, str]:
         else:
             how = "generation grows no slower than N in these runs: all of it is counted with the rollouts"
 
+    # What is left beside the phases may come out below 0; a cost may not.
     return Costs(prefill, decode, float(np.mean(train)), max(0.0, float(np.mean(fixed)))), how
 
 

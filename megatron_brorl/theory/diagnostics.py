@@ -200,6 +200,7 @@ def hold_out(groups: Sequence[tuple[Ints, npt.NDArray[np.bool_]]], held_out: Seq
     sums: dict[str, Any] = {k: np.zeros(held.size) for k in ("u", "u_var", "pos", "pos_var", "neg", "neg_var")}
     for outcomes, right in groups:
         n = len(outcomes)
+        # Pairs take two held-out siblings, and one must remain to compare with.
         if held.min() < 2 or held.max() >= n:
             raise ValueError(f"hold_out: from {n} siblings 2 to {n - 1} can be held out, not {list(held_out)}")
         counts, share = _counts(outcomes, right)  # of each distinct outcome

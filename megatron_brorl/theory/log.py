@@ -126,6 +126,7 @@ def _rollouts(row: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
 
 def _rollout(row: dict[str, Any], where: str) -> dict[str, Any]:
     """One rollout, checked: its keys as in the log, outcome and response as values that compare."""
+    # A null is as good as no value.
     for key in ("prompt_id", "reward"):
         if row.get(key) is None:
             raise UserError(f'{where}: no "{key}"; every rollout needs one')
@@ -136,6 +137,7 @@ def _rollout(row: dict[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f'{where}: "prompt_id" must be a string or an integer')
     if not isinstance(reward, (int, float)) or not np.isfinite(reward):  # NaN is no reward
         raise UserError(f'{where}: "reward" must be a finite number, not {json.dumps(reward)}')
+    # type(), not isinstance: to Python true and false are integers.
     if step is not None and type(step) is not int:
         raise UserError(f'{where}: "step" must be an integer')
 
@@ -175,6 +177,8 @@ def _log_prob(values: Any, ids: list[int] | None, where: str) -> float | None:
 
 def _group(key: tuple[str, int | None], rows: list[dict[str, Any]], path: Path) -> LoggedGroup:
     name = f"prompt {key[0]!r}" + ("" if key[1] is None else f" at step {key[1]}")  # for messages
+
+    # Every figure compares siblings: one alone says nothing.
     if len(rows) == 1:
         raise UserError(f"{path}: {name} has a single rollout; a group needs at least 2")
 
@@ -200,6 +204,7 @@ def _group(key: tuple[str, int | None], rows: list[dict[str, Any]], path: Path) 
     def numbers(field: str) -> Floats | None:
         return None if columns[field][0] is None else np.array(columns[field], dtype=np.float64)
 
+    # Entry i of every field is of the i-th row that the file has of this group.
     return LoggedGroup(
         prompt_id=key[0],
         step=key[1],

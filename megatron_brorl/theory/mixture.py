@@ -99,6 +99,7 @@ def _tilted(like: Floats, frequency: Floats, values: Floats, tilt: float, weight
             excess = float(terms.sum()) - 1
             if abs(excess) < 1e-10:
                 break
+            # The excess is convex and falls in mu, so that no step from the left passes the root.
             mu += excess / float((terms / gap).sum())
 
         weights = terms / terms.sum()

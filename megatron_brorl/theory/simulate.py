@@ -138,6 +138,7 @@ def simulate(n: int, seed: int, settings: Settings, tell: Callable[[int], None] 
         improved = float((p[:c] > start).mean())
         rows[step] = (step, now, improved, drop, now - q, *predicted, *parts)
 
+        # What the next step is compared with.
         q = now
         if s.drop_against == "previous":
             before = p[:c].copy()
@@ -239,6 +240,7 @@ class _Optimizer:
         else:
             scale = np.full_like(z, -s.lr)
 
+        # The step itself; what follows is its account.
         z += scale * self.first
 
         scale *= p  # from here on the change of p per unit of a first moment
@@ -246,6 +248,7 @@ class _Optimizer:
         right, wrong = float(scale[:c] @ self.first[:c]), float(scale[c:] @ self.first[c:])
         idle_right, idle_wrong = float(scale[:c] @ self.undrawn[:c]), float(scale[c:] @ self.undrawn[c:])
 
+        # To first order Q_pos gains 1 - Q of a right token's p dz, and loses Q of a wrong one's.
         return (
             (1 - q) * (right - idle_right),
             -q * (wrong - idle_wrong),
