@@ -90,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--processes", type=int, default=0, help="start this many ranks here; leave it out under torchrun or Slurm"
         )
-        command.add_argument("config", help="TOML file")  # Their one source of settings, and what replaces single ones.
+        # Their one source of settings, and what replaces single ones.
+        command.add_argument("config", help="TOML file")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace single values")
         # Options that stand for a key of the configuration.
         if name == "train":

@@ -164,7 +164,9 @@ def _advise(args: argparse.Namespace) -> int:
 
     # Results must not replace the log that they come from.
     check_output(args.out / "advice.json", [("the log", args.log)])
-    groups = read_log(args.log)  # The pilot, what a step costs, and what is asked of N.
+
+    # The pilot, what a step costs, and what is asked of N.
+    groups = read_log(args.log)
     costs, how = _costs(args)
     targets = Targets(**{f.name: getattr(args, f.name) for f in fields(Targets)})
     # Options that cannot be meant.

@@ -203,12 +203,13 @@ def _algo(config: Config) -> Iterator[Rule]:
         'algo.aggregation = "fixed" divides by it: give the tokens per sequence, for example rollout.max_tokens',
     )
 
-    # How a step is cut.
+    # How a step is cut: by whole groups, or every group by its siblings.
+    by_prompts = algo.mini_batch_of == "prompts"
+    pieces, of = (rollout.prompts, "prompts (rollout.prompts)") if by_prompts else (rollout.n, "siblings (rollout.n)")
     yield (
-        # Counted in whole groups, also where algo.mini_batch_of cuts every group.
-        rollout.prompts >= algo.mini_batches,
+        pieces >= algo.mini_batches,
         "algo.mini_batches",
-        f"cannot cut {rollout.prompts} prompts (rollout.prompts) into that many mini-batches",
+        f"cannot cut {pieces} {of} into that many mini-batches",
     )
 
 

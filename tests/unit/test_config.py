@@ -72,6 +72,11 @@ def test_file_then_overrides(tmp_path):
             "parallel.overlap_param_gather = True: weights are gathered with parallel.distributed_optimizer = true",
         ),
         ("[algo]\nmini_batches = 9\n[rollout]\nprompts = 8", [], "algo.mini_batches = 9: cannot cut 8 prompts"),
+        (
+            "[algo]\nmini_batches = 9\nmini_batch_of = 'siblings'\n[rollout]\nn = 8",
+            [],
+            "algo.mini_batches = 9: cannot cut 8 siblings",
+        ),
         ("[rollout]\ntimeout_s = 0", [], "rollout.timeout_s = 0.0: must be above 0"),
         ("[rollout]\ntimeout_s = inf", [], "rollout.timeout_s = inf: must be finite"),
         ("[rollout]\nmax_lost_share = 1.5", [], "rollout.max_lost_share = 1.5: must be in [0, 1]"),
@@ -193,3 +198,8 @@ def test_every_old_key_leads_to_one_that_exists():
         names = {f.name for f in dataclasses.fields(kind)}
         assert new in names, old
         assert old.split(".")[-1] not in names, old
+
+
+def test_siblings_are_cut_whatever_the_number_of_prompts(tmp_path):
+    text = "[algo]\nmini_batches = 8\nmini_batch_of = 'siblings'\n[rollout]\nprompts = 4\nn = 512"
+    assert load(write(tmp_path, text)).algo.mini_batches == 8
