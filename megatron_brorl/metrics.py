@@ -98,6 +98,7 @@ class MetricsWriter:
         if clash:
             raise ValueError(f"reserved metric names: {', '.join(sorted(clash))}")
 
+        # The file first: it is the record, and what the disk refuses is kept there and tried again.
         row: dict[str, Any] = {"step": step, **_finite(values)}
         nonfinite = [key for key, value in values.items() if not math.isfinite(value)]  # JSON has no NaN
         if nonfinite:
@@ -105,6 +106,7 @@ class MetricsWriter:
         row["time"] = _finite(seconds)  # apart from the rest, for it differs from run to run
         self._lines.append([row])
 
+        # The display second. It is given up at its first error, the run never.
         if self._board is not None:
             scalars = {**values, **{f"time/{key}": value for key, value in seconds.items()}}
             try:

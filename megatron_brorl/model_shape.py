@@ -114,6 +114,8 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
     architecture = (raw.get("architectures") or [None])[0]
     if architecture not in FAMILIES:
         raise UserError(f"{where}: architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")
+
+    # What the code does not compute is refused by the family before any size is read.
     family, config = FAMILIES[architecture], ConfigJson(raw, where)
     for requirement in family.requires:
         config.require(requirement)
@@ -121,16 +123,17 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
     # Transformers 5 writes one rope_parameters object; earlier versions rope_theta beside rope_scaling.
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(rope.pop("rope_theta", raw.get("rope_theta") or 10000.0))
-    rope_type = rope.pop("type", None)
-    rope.setdefault("rope_type", rope_type or "default")
+    rope_type = rope.pop("type", None)  # an older name of the key
+    rope.setdefault("rope_type", rope_type or "default")  # none at all is plain RoPE
 
+    # A key read without a default has to be there; the defaults are Llama's in transformers.
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     shape = ModelShape(
         family=family.name,
         layers=config.get("num_hidden_layers", int),
         hidden=hidden,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads", int, heads),
+        kv_heads=config.get("num_key_value_heads", int, heads),  # missing: no grouping of queries
         head_dim=config.get("head_dim", int, hidden // heads),
         ffn=config.get("intermediate_size", int),
         vocab=config.get("vocab_size", int),
@@ -138,11 +141,15 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
         norm_eps=config.get("rms_norm_eps", float, 1e-6),
         tied=config.get("tie_word_embeddings", bool, False),
         rope_theta=theta,
-        rope_scaling=None if rope["rope_type"] == "default" else rope,
+        rope_scaling=None if rope["rope_type"] == "default" else rope,  # plain RoPE is None, however it was written
         init_std=config.get("initializer_range", float, 0.02),
     )
+
+    # Query groups have equal numbers of heads; every attention here relies on that.
     if shape.heads % shape.kv_heads:
         raise UserError(
             f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {shape.kv_heads}"
         )
+
+    # The family's own readings come last: they replace what was read above as in Llama.
     return replace(shape, **family.overrides(config))

@@ -68,9 +68,9 @@ def write(
     when the iterator ends. Raises UserError where layers differ in type.
     """
     tensors: dict[str, Any] = {}
-    results: list[WriteResult] = []
+    results: list[WriteResult] = []  # where each chunk lies, for .metadata
     with ExitStack() as stack:
-        files: dict[str, BinaryIO] = {}
+        files: dict[str, BinaryIO] = {}  # by name, opened with a rank's first chunk
 
         def put(rank: int, index: MetadataIndex, data: Tensor | io.BytesIO) -> None:
             """Append a chunk to a rank's file, and note where it lies."""
@@ -83,24 +83,27 @@ def write(
                 file.write(data.getbuffer())
             else:
                 torch.save(data.clone(), file)  # a view would be saved with all that it is a view of
+
+            # A file holds nothing but chunks: without these figures none could be found.
             length = file.tell() - begin
             results.append(WriteResult(index, length, _StorageInfo(name, begin, length)))
 
         # Extra states, which are empty but have to be there.
         for layer in range(shape.layers):
             for part in _EXTRA_STATES:
+                # Megatron's name for objects that are one per layer: shard i of n.
                 key = f"decoder.layers.{part}._extra_state/shard_{layer}_{shape.layers}"
                 empty = io.BytesIO()
                 torch.save([None], empty)
                 tensors[key] = BytesStorageMetadata()
-                put(0, MetadataIndex(key), empty)
+                put(0, MetadataIndex(key), empty)  # whoever loads finds it through .metadata
 
         for entry in entries:
             # The key's global tensor, which all layers share.
             key, _ = _key(entry.megatron)
             properties = TensorProperties(dtype=dtype(entry))
             meta = TensorStorageMetadata(properties, torch.Size(_global_shape(entry, shape, tensor)), [])
-            meta = tensors.setdefault(key, meta)
+            meta = tensors.setdefault(key, meta)  # the first layer makes it, the others add their chunks
             if meta.properties.dtype != properties.dtype:
                 raise UserError(
                     f"{entry.hf[0]} is of type {properties.dtype}, the same tensor of other layers of "
@@ -109,17 +112,18 @@ def write(
 
             # Each tensor-parallel rank's chunks, to the file of the rank that will read them.
             full = read(entry)
+            # What is not cut is stored once, by tensor rank 0 of its stage.
             for rank in range(1 if entry.layout == "replicated" else tensor):
                 for offsets, data in _chunks(entry, full, shape, rank, tensor):
                     chunk = ChunkStorageMetadata(torch.Size(offsets), data.shape)
                     index = MetadataIndex(key, chunk.offsets, len(meta.chunks))
                     meta.chunks.append(chunk)
-                    put(entry.stage * tensor + rank, index, data)
+                    put(entry.stage * tensor + rank, index, data)  # Megatron's order of ranks: tensor first
             del full
             yield entry
 
     # What Megatron looks for first; .metadata, without which there is no checkpoint, comes last.
-    torch.save({}, directory / "common.pt")
+    torch.save({}, directory / "common.pt")  # what is not a tensor: nothing
     (directory / "metadata.json").write_text(json.dumps(_BACKEND), encoding="utf-8")
     FileSystemWriter(directory).finish(Metadata(tensors), [results])
 
@@ -167,6 +171,8 @@ class MegatronCheckpoint:
         """Raises UserError where it is none, or is not one of a model of this shape."""
         self.directory, self.shape = directory, shape
         self._reader = FileSystemReader(directory)
+
+        # Told before the reader tries: its own error would be a traceback.
         if not (directory / METADATA).is_file():
             raise UserError(f"{directory}: not a Megatron distributed checkpoint: {METADATA} is missing")
 
@@ -174,6 +180,7 @@ class MegatronCheckpoint:
         try:
             metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+            # Objects, such as the extra states, are of no use here.
             self._tensors = {
                 k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)
             }
@@ -183,6 +190,8 @@ class MegatronCheckpoint:
         # They have to be those of config.json's model, no more and no fewer.
         for entry in table(shape):
             self._check(entry)
+
+        # A tensor too many means another model. Optimizer state and a critic have other names, and are passed over.
         known = {_key(entry.megatron)[0] for entry in table(shape)}
         for key in self._tensors:
             if key not in known and key.startswith(("decoder.", "embedding.", "output_layer.")):
@@ -215,7 +224,7 @@ class MegatronCheckpoint:
         meta = self._tensors[key]
         size = list(meta.size)
         offsets = [0] * len(size)
-        if layer is not None:
+        if layer is not None:  # all layers are stacked in one tensor
             offsets[0], size[0] = layer, 1
         if entry.layout == "vocab":
             size[0] = self.shape.vocab  # the padding stays where it is
@@ -224,14 +233,19 @@ class MegatronCheckpoint:
         target = torch.empty(size, dtype=meta.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
         items = create_read_items_for_chunk_list(key, meta, [wanted])
+
+        # A gap would leave memory that was never written among the weights.
         if sum(item.lengths.numel() for item in items) != target.numel():
             raise UserError(f"{self.directory}: {METADATA} lists chunks of {key} that do not make up the whole tensor")
 
+        # Each chunk goes straight to its place in the target.
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except Exception as e:  # torch.load raises whatever the broken bytes lead it to
             what = str(e).splitlines()[0] if str(e) else type(e).__name__
             raise UserError(f"{self.directory}: {key} cannot be read, a file is missing or damaged: {what}") from None
+
+        # Megatron's one matrix becomes the tensors that Hugging Face has: q, k and v, or gate and up.
         return to_hf(entry, [target if layer is None else target.squeeze(0)], self.shape.kv_heads)
 
 

@@ -38,10 +38,13 @@ class Tensors:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 size = path.stat().st_size
+                # Any 8 bytes are a length: believed unchecked, one could ask for exabytes.
                 if not 0 < length <= size - 8:
                     raise ValueError(f"a header of {length} bytes in a file of {size}")
                 header: dict[str, Any] = json.loads(file.read(length))
-            header.pop("__metadata__", None)
+            header.pop("__metadata__", None)  # free text, no tensor
+
+            # Offsets count from the end of the header.
             self._begin = 8 + length
             self.types: dict[str, str] = {name: x["dtype"] for name, x in header.items()}
             self.shapes = {name: tuple(map(int, x["shape"])) for name, x in header.items()}
@@ -51,9 +54,12 @@ class Tensors:
 
         # Its figures have to agree with the file's size: downloads break off.
         for name, (begin, end) in self._places.items():
+            # A type that is not read here has an unknown width: whoever reads the tensor refuses it.
             known = TYPES.get(self.types[name])
             if known and end - begin != _bytes((self.shapes[name], known)):
                 raise UserError(f"{path}: not a readable safetensors file: {name} has {end - begin} bytes")
+
+        # Otherwise a file cut short would fail only when its last tensors are read.
         end = self._begin + max((end for _, end in self._places.values()), default=0)
         if end != size:
             raise UserError(f"{path}: not a readable safetensors file: it has {size} bytes, its header says {end}")
@@ -81,10 +87,11 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
     """
     # Which tensor goes where is known before the first one comes.
     shards = _shards(layout)
-    missing = dict.fromkeys(layout)
+    missing = dict.fromkeys(layout)  # an ordered set, for the message
     with ExitStack() as files:
         places: dict[str, tuple[BinaryIO, int, str]] = {}
         for number, shard in enumerate(shards):
+            # Names as transformers writes them, with the number of files in each.
             name = WEIGHTS if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
             shard_file = files.enter_context((directory / name).open("wb"))
             header, offsets = _header(shard, layout)
@@ -93,6 +100,7 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
 
         # Each goes to its place, in whatever order they come.
         for name, tensor in tensors:
+            # What does not fit would overwrite its neighbour.
             if name not in missing:
                 raise ValueError(f"export: {name} is {'sent twice' if name in layout else 'unknown'}")
             if (tuple(tensor.shape), tensor.dtype) != layout[name]:
@@ -103,9 +111,11 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
             file.write(data.numpy().data)
             del missing[name]
 
+    # A hole would read as zeros, so an incomplete export is an error.
     if missing:
         raise ValueError(f"export: {len(missing)} tensors missing, for example {next(iter(missing))}")
 
+    # Several files need an index that says which one holds what.
     if len(shards) > 1:
         total = sum(_bytes(layout[name]) for name in layout)
         index = {"metadata": {"total_size": total}, "weight_map": {n: places[n][2] for n in layout}}

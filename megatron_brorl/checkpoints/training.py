@@ -110,8 +110,8 @@ def save(
     target = root / _name(step)
     aside = root / f".{target.name}.writing"
     if dist.get_rank() == 0:
-        _remove_unfinished(root)
-        aside.mkdir(parents=True)
+        _remove_unfinished(root)  # a save that was killed may have left this very name
+        aside.mkdir(parents=True)  # the other ranks wait for it below
     dist.barrier()
 
     # Every rank its shards. An optimizer that has not stepped yet has no state that Megatron could save.
@@ -127,7 +127,7 @@ def save(
     if dist.get_rank() == 0:
         (aside / RUN).write_text(json.dumps({**run, STEP: step, STEPPED: stepped}, indent=1), encoding="utf-8")
         manifest.write(aside)
-        _give_way(target, step)
+        _give_way(target, step)  # what is the user's is kept
         replace_directory(aside, target)
         _write_atomically(root / LATEST, target.name)
         rotate(root, step, keep)
@@ -152,23 +152,31 @@ def find(root: Path) -> Path | None:
     """
     pointer = root / LATEST
     steps = [step for step, folder in _folders(root).items() if _stored_step(folder) in (step, None)]
+
+    # What `latest` names counts even where its folder is gone: falling back to an older one without a word
+    # would throw steps away.
     if pointer.is_file():
         named = pointer.read_text(encoding="utf-8", errors="replace").strip()
         pointed = _step_of(named)
         if pointed is None:
             raise UserError(f"{pointer}: says {named!r}, which is no checkpoint's name; delete it to go on without it")
         steps.append(pointed)
+
     if not steps:
         return None
+
     # A crash between the two renames leaves a complete checkpoint newer than the pointer: take it.
-    newest = max(steps)
+    newest = max(steps)  # numbers, since names do not sort beyond 8 digits
     directory = root / _name(newest)
+
+    # It is read only when every byte is what was written; Megatron would not notice.
     if directory.is_dir():
         stored = _stored_step(directory)
         copied = f"is a copy of step {stored}" if stored not in (newest, None) else ""
         problem = copied or manifest.damage(directory)
     else:
         problem = "is missing"
+
     if problem:
         raise UserError(f"{directory}: {problem}; delete it and {pointer} to go on from an older checkpoint")
     return directory

@@ -38,9 +38,12 @@ def _overrides(config: ConfigJson) -> Mapping[str, Any]:
     # Which layers are local. Earlier versions of transformers wrote only how often a layer is not.
     every = config.get("sliding_window_pattern", int, 6)
     kinds = raw.get("layer_types") or [_KINDS[(i + 1) % every == 0] for i in range(layers)]
+    # A guess for a missing layer would rotate it wrongly without any error.
     if len(kinds) != layers or not set(kinds) <= set(_KINDS):
         raise UserError(f"{config.where}: layer_types = {kinds!r}: must name {' or '.join(_KINDS)} for each layer")
     local = tuple(i for i, kind in enumerate(kinds) if kind == _KINDS[0])
+
+    # The context as the model was trained; windows shorten it below.
     context = config.get("max_position_embeddings", int, 131072)
 
     # A rotation for each kind; earlier versions wrote them beside one another.
@@ -49,21 +52,25 @@ def _overrides(config: ConfigJson) -> Mapping[str, Any]:
         _KINDS[1]: {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})},
     }
     of_local, of_full = (dict(ropes.get(kind) or {}) for kind in _KINDS)
+
+    # The base of full layers stands apart from the scaling, as in every other family.
     theta = float(of_full.pop("rope_theta", None) or 1e6)
+    # Local layers are never scaled; the others at most linearly.
     for kind, rope, supported in ((_KINDS[0], of_local, ("default",)), (_KINDS[1], of_full, ("default", "linear"))):
         if rope.setdefault("rope_type", "default") not in supported:
             raise UserError(f"{config.where}: rope_type = {rope['rope_type']!r} of {kind} is not supported")
 
+    # The defaults are Gemma3TextConfig's.
     return {
         "head_dim": config.get("head_dim", int, 256),
         "tied": config.get("tie_word_embeddings", bool, True),
         "context": min(context, config.get("sliding_window", int, 4096)) if local else context,
         "rope_theta": theta,
-        "rope_scaling": None if of_full["rope_type"] == "default" else of_full,
+        "rope_scaling": None if of_full["rope_type"] == "default" else of_full,  # of full layers
         "local_layers": local,
         "local_rope_theta": float(of_local.get("rope_theta") or 1e4),
-        "attention_scale": config.get("query_pre_attn_scalar", float, 256.0) ** -0.5,
-        "embedding_scale": config.get("hidden_size", int) ** 0.5,
+        "attention_scale": config.get("query_pre_attn_scalar", float, 256.0) ** -0.5,  # not of head_dim
+        "embedding_scale": config.get("hidden_size", int) ** 0.5,  # on the way in alone, not in the tied head
         "activation": "gelu_tanh",
     }
 

@@ -33,6 +33,8 @@ def problem(
     if config.recipe == "delayed" and _version(engine) >= _BEYOND_ENGINE:
         # Megatron-Core gives DelayedScaling an override_linear_precision, which 2.20 no longer takes.
         return f"Megatron-Core 0.16 is made for Transformer Engine below 2.12 (here: {engine}): use 'tensorwise'"
+
+    # The GPU: each recipe has a first generation that computes it, block scaling a first CUDA too.
     if capability < (8, 9):
         return f"FP8 needs compute capability 8.9 (this GPU: {gpu}): set it to 'none'"
     if config.recipe == "blockwise" and (capability < (9, 0) or _version(cuda) < (12, 9)):
@@ -43,6 +45,9 @@ def problem(
     # What the model's sizes allow.
     if 2 * config.bf16_layers >= shape.layers:
         return f"fp8.bf16_layers = {config.bf16_layers} at each end leaves none of the {shape.layers} layers in FP8"
+
+    # Both sides of each weight on a rank have to be multiples of this. Tensor parallelism leaves the hidden
+    # size whole and cuts the other sides; the LM head is not computed in FP8.
     align = get_fp8_align_size(config.recipe)
     widths = {
         "hidden_size": shape.hidden,

@@ -48,12 +48,12 @@ class Actor(GPTModel):
         super().__init__(
             config=config,
             transformer_layer_spec=_layers(shape, config, grid, ops.fused_layers and shape.llama_layers),
-            vocab_size=padded_vocab(shape.vocab, grid.tensor),
+            vocab_size=padded_vocab(shape.vocab, grid.tensor),  # every rank gets equally many rows
             max_sequence_length=shape.context,
             pre_process=grid.first_stage,
             post_process=grid.last_stage,
             share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="none",
+            position_embedding_type="none",  # positions come with each packed batch
             pg_collection=grid.groups,
         )
 
@@ -62,9 +62,14 @@ class Actor(GPTModel):
         self.fused_layers = ops.fused_layers and shape.llama_layers
         self.grid = grid
         self.ops = ops
+
+        # Plain tensors, not buffers: they stay in float32 when the module is cast, and out of its checkpoints.
         self._inv_freq = inv_freq.to(device.default_device())
         if shape.local_layers:
             self._local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(device.default_device())
+
+        # A fused product computes the norm before it as well. The weight stays the norm's own parameter, so that
+        # names and checkpoints are the same with and without fusion.
         for layer in self.decoder.layers if self.fused_layers else ():
             layer.self_attention.linear_qkv.take(layer.input_layernorm)
             layer.mlp.linear_fc1.take(layer.pre_mlp_layernorm)
@@ -98,22 +103,26 @@ class Actor(GPTModel):
         where = device.default_device()
         positions = batch.position_ids.to(where)
         angles = positions.to(self._frequencies().dtype).unsqueeze(-1) * self._frequencies()
+
+        # Local layers, where a family has some, turn by frequencies of their own.
         local = None
         if self.shape.local_layers:
             of_local = positions.to(angles.dtype).unsqueeze(-1) * self._local_inv_freq.to(angles.dtype)
             local = (of_local.cos(), of_local.sin())
 
+        # The ids matter to the first stage alone: Megatron's pipeline has handed the others the hidden states
+        # of the stage before.
         return (wrapper or self)(
             input_ids=batch.input_ids.to(where).unsqueeze(0),
             position_ids=positions.unsqueeze(0),
-            attention_mask=None,
+            attention_mask=None,  # groups say who sees whom
             packed_seq_params=Segments(
                 groups=batch.groups,
                 cos=angles.cos(),
                 sin=angles.sin(),
                 local=local,
                 local_layers=self.shape.local_layers or (),
-                context=self.pg_collection.cp if self.grid.context > 1 else None,
+                context=self.pg_collection.cp if self.grid.context > 1 else None,  # None: this rank has whole segments
             ),
         )
 
@@ -200,6 +209,8 @@ def transformer_config(
     whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     _, rope_factor = rope.inverse_frequencies(shape)
     gpu = device.on_gpu()
+
+    # A key of `fields` that stands here too is a TypeError: nothing is overruled in silence.
     return TransformerConfig(
         # Sizes.
         num_layers=shape.layers,
@@ -289,10 +300,14 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
     """Transformer Engine's layers on a GPU that has it, Megatron's own with our attention and norm anywhere else, and
     for families whose layers are not Llama's. Raises UserError where such a family is to train in FP8."""
     count = get_num_layers_to_build(config, pp_rank=grid.pp_rank)
+
+    # Transformer Engine's own description needs none of the choices that follow.
     if _engine_layers(shape):
-        from megatron_brorl.models.layers import te
+        from megatron_brorl.models.layers import te  # its import fails without CUDA
 
         return te.layers(shape.qk_norm, count)
+
+    # No other layer computes in FP8, and nothing falls back silently.
     if config.fp8:
         raise UserError(f'fp8.recipe = "{config.fp8_recipe}": {shape.family} has no layers of Transformer Engine here')
 
@@ -301,6 +316,7 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
     layer, norm = spec.submodules, FusedRmsNorm if fused else RmsNorm
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if fused:
+        # The activation becomes a pass-through: the product after it computes it.
         mlp = layer.mlp.submodules
         mlp.linear_fc1, mlp.activation_func, mlp.linear_fc2 = FusedColumnLinear, TakenActivation, FusedSwiGluLinear
 
@@ -309,6 +325,7 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
     attention.core_attention = PackedAttention
     if fused:
         attention.linear_qkv, attention.linear_proj = FusedColumnLinear, FusedRowLinear
+        # csrc's attention works in float32 and on whole segments alone.
         if config.context_parallel_size == 1 and config.params_dtype != torch.float64:
             layer.self_attention.module, attention.core_attention = FusedSelfAttention, FusedAttention
     if shape.qk_norm:
@@ -317,6 +334,8 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
     # The norm of what either part gives comes with its last product.
     if shape.post_norms:
         attention.linear_proj = layer.mlp.submodules.linear_fc2 = PostNormRowLinear
+
+    # One description serves all layers of the stage; layer_norm is the model's final norm.
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)
 
 

@@ -29,9 +29,9 @@ def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list
 
         table.append(
             Entry(
-                _in_layer("decoder.layers", layer) + parameter.name(fused_norms),
-                tuple(of_hf + name for name in parameter.hf),
-                tuple(_sizes(shape, parameter).values()),
+                _in_layer("decoder.layers", layer) + parameter.name(fused_norms),  # layers are counted over all stages
+                tuple(of_hf + name for name in parameter.hf),  # several where Megatron holds them in one matrix
+                tuple(_sizes(shape, parameter).values()),  # of the whole tensors, not of a rank's part
                 parameter.layout,
                 stage,
             )

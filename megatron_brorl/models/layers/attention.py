@@ -87,6 +87,7 @@ class PackedAttention(torch.nn.Module):
             return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
         if not query.is_cuda:  # in bfloat16 the backward pass of the CPU's attention takes twice as long
             query, key, value = (x.to(compute_dtype(dtype)) for x in (query, key, value))
+        # No prompt is shared then: config/validate.py and pack both refuse it.
         if packed_seq_params.context is not None:
             out = self._over_ranks(query, key, value, packed_seq_params.groups, packed_seq_params.context)
             return out.flatten(1).unsqueeze(1).to(dtype)
@@ -94,18 +95,23 @@ class PackedAttention(torch.nn.Module):
         # Otherwise group by group: the prompt, if it is shared, by itself, then all that follow it.
         outputs, begin = [], 0
         for group in packed_seq_params.groups:
+            # A group's tokens lie together: its prompt, then its runs of equally long segments.
             front = slice(begin, begin + group.prefix)
             begin += group.prefix + sum(count * length for count, length in group.segments)
             own = slice(front.stop, begin)
             q, k, v = (x[own] for x in (query, key, value))
+            # Without a shared prompt each segment carries its own and sees only itself.
             if not group.prefix:
                 outputs.append(self._causal(q, k, v, group.segments))
                 continue
+            # The prompt attends to itself once, for all who follow it.
             front_q, front_k, front_v = (x[front] for x in (query, key, value))
             outputs.append(self._causal(front_q, front_k, front_v, ((1, group.prefix),)))
             if group.segments:
                 scale = self.scale if self.scale is not None else q.shape[-1] ** -0.5
                 outputs.append(_SharedPrompt.apply(q, k, v, front_k, front_v, group.segments, scale))
+
+        # The pieces are in the stream's order: a prompt before its segments, group after group.
         return _joined(outputs).flatten(1).unsqueeze(1).to(dtype)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, segments: tuple[tuple[int, int], ...]) -> Tensor:
@@ -125,6 +131,7 @@ class PackedAttention(torch.nn.Module):
         # The keys and values of all ranks, in the order of the stream.
         size, rank = ranks.size(), ranks.rank()
         order = torch.cat([own_tokens(groups, r, size) for r in range(size)]).argsort().to(query.device)
+        # The backward pass of this gather sums a key's gradient over the ranks that saw it.
         key, value = (gather_from_sequence_parallel_region(x, group=ranks)[order] for x in (key, value))
 
         # This rank has two chunks of every segment, one from the front and one from the back (zigzag).
@@ -134,18 +141,21 @@ class PackedAttention(torch.nn.Module):
         for (count, length), (q,), kv in zip(segments, queries, _cut(segments, key, value), strict=True):
             k, v = (_batched(x, count, length) for x in kv)
             chunk = length // (2 * size)
+            # pack padded every segment to a multiple of 2 * size, so chunks are equal.
             halves = q.unflatten(0, (count, 2, chunk)).transpose(2, 3)  # [count, 2, heads, chunk, d]
 
             # A chunk sees what stands before it, and itself causally.
             found = []
             for half, place in ((0, rank), (1, 2 * size - 1 - rank)):
-                seen = (place + 1) * chunk
+                seen = (place + 1) * chunk  # keys from the segment's begin to the chunk's end
                 mask = torch.ones(chunk, seen, dtype=torch.bool, device=q.device).tril(seen - chunk)
                 found.append(
                     scaled_dot_product_attention(
                         halves[:, half], k[:, :, :seen], v[:, :, :seen], mask, scale=self.scale, enable_gqa=True
                     )
                 )
+
+            # Back to the order that this rank's queries came in.
             outputs.append(torch.stack(found, dim=1).transpose(2, 3).flatten(0, 2))
         return _joined(outputs)
 

@@ -39,8 +39,10 @@ class PackedTeAttention(TEDotProductAttention):
         # One boundary per segment, as Transformer Engine wants them.
         lengths = segment_lengths(packed_seq_params.groups)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
+
+        # Queries and keys are the same tokens: this is self-attention.
         packing = PackedSeqParams(
-            qkv_format="thd",
+            qkv_format="thd",  # [tokens, heads, d]: no dimension for a batch
             cu_seqlens_q=ends,
             cu_seqlens_kv=ends,
             cu_seqlens_q_padded=ends,  # of the whole stream, which context parallelism divides; padding is a token too
@@ -50,6 +52,7 @@ class PackedTeAttention(TEDotProductAttention):
         )
 
         streams = (x.squeeze(1) for x in (query, key, value))
+        # Megatron's extra dimension of 1 goes away for this layout and comes back after it.
         out = super().forward(*streams, attention_mask, packed_seq_params=packing, **kwargs)
         return out.reshape(len(query), 1, -1)
 
