@@ -49,13 +49,18 @@ class ConfigJson:
         self.raw, self.where = raw, where
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of a key, or `default` where it is missing or null. Raises UserError unless it is a `kind`."""
+        """The value of a key, or `default` where it is missing or null.
+
+        Raises UserError unless it is a `kind`, and at least 1 where that is int.
+        """
         value = self.raw.get(key)
         value = default if value is None else value
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
             raise UserError(f"{self.where}: {key} = {value!r}: must be of type {kind.__name__}")
+        if kind is int and value < 1:  # every whole number in there is a size or a count
+            raise UserError(f"{self.where}: {key} = {value}: must be at least 1")
         return value
 
     def require(self, requirement: Requirement) -> None:

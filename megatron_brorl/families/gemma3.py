@@ -57,7 +57,8 @@ def _overrides(config: ConfigJson) -> Mapping[str, Any]:
     theta = float(of_full.pop("rope_theta", None) or 1e6)
     # Local layers are never scaled; the others at most linearly.
     for kind, rope, supported in ((_KINDS[0], of_local, ("default",)), (_KINDS[1], of_full, ("default", "linear"))):
-        if rope.setdefault("rope_type", "default") not in supported:
+        older = rope.pop("type", None)  # an older name of the key
+        if rope.setdefault("rope_type", older or "default") not in supported:
             raise UserError(f"{config.where}: rope_type = {rope['rope_type']!r} of {kind} is not supported")
 
     # The defaults are Gemma3TextConfig's.
