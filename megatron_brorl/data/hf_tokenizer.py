@@ -30,7 +30,7 @@ class HuggingFaceTokenizer:
             ) from None
 
         # Special tokens: EOS ends responses and must be there, the others may be missing.
-        self.vocab_size = len(self._inner)
+        self.vocab_size = len(self._inner)  # with added tokens, which its own vocab_size leaves out
         eos_id = self._inner.eos_token_id
         if eos_id is None:
             raise UserError(
@@ -45,8 +45,8 @@ class HuggingFaceTokenizer:
 
         # Whether prompts begin with BOS is seen from what the tokenizer does with a text by itself.
         self._special = [t.content for t in self._inner.added_tokens_decoder.values() if t.special]
-        plain = self._ids("a")
-        led = self._inner("a").input_ids
+        plain = self._ids("a")  # without special tokens
+        led = self._inner("a").input_ids  # with those that it adds unasked
         self._leads_with_bos = self.bos_id is not None and led[:1] == [self.bos_id] and plain[:1] != [self.bos_id]
 
     def encode(self, text: str) -> list[int]:

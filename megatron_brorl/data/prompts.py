@@ -55,6 +55,7 @@ def read_rows(path: Path, skip_bad: bool) -> tuple[list[Row], list[str]]:
     skipped: list[str] = []
     places: dict[str, str] = {}  # id -> where
     try:
+        # The readers are generators, so that faults of the file may show at any row.
         for number, raw in readers[path.suffix](path):
             where = f"{path}:{number}"
 
@@ -66,9 +67,9 @@ def read_rows(path: Path, skip_bad: bool) -> tuple[list[Row], list[str]]:
             except UserError as e:
                 if not skip_bad:
                     raise
-                skipped.append(str(e))
+                skipped.append(str(e))  # for the caller to tell
                 continue
-            places[row.id] = where
+            places[row.id] = where  # only rows that are kept take an id
             rows.append(row)
 
     # Faults of the file as a whole end the run whatever may be skipped.
@@ -80,7 +81,7 @@ def read_rows(path: Path, skip_bad: bool) -> tuple[list[Row], list[str]]:
         raise UserError(f"{path}: not a valid Parquet file: {' '.join(str(e).split())}") from None
 
     # Some bad rows are an accident, many a file in another format.
-    total = len(rows) + len(skipped)
+    total = len(rows) + len(skipped)  # blank lines are no rows
     if len(skipped) > _TOLERATED * total:
         raise UserError(
             f"{path}: {len(skipped)} of {total} rows are malformed, more than {_TOLERATED:.0%}; mend the file; "
@@ -143,9 +144,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 def _check(raw: Any, where: str, default_id: str) -> Row:
     """The row of one line of JSON, or of a Parquet row; UserError for the first thing that is wrong with it."""
     # An object with known keys.
-    row = _parse(raw, where) if isinstance(raw, bytes) else raw
+    row = _parse(raw, where) if isinstance(raw, bytes) else raw  # rows of Parquet are objects already
     if not isinstance(row, dict):
         raise UserError(f'{where}: a row must be an object such as {{"prompt": "...", "answer": "..."}}')
+
+    # A misspelt key would pass for one that was left out.
     unknown = [key for key in row if key not in _KEYS]
     if unknown:
         raise UserError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(_KEYS)}; put the rest in metadata")
@@ -159,6 +162,7 @@ def _check(raw: Any, where: str, default_id: str) -> Row:
     if row_id is not None and (not isinstance(row_id, str) or not row_id):
         raise UserError(f"{where}: id must be a string that is not empty, not {_shown(row_id)}")
 
+    # Null is as good as left out: Parquet has nothing else for what a row lacks.
     verifier = row.get("verifier")
     verifier = "exact" if verifier is None else verifier
     if not isinstance(verifier, str):
@@ -169,7 +173,7 @@ def _check(raw: Any, where: str, default_id: str) -> Row:
     metadata = row.get("metadata")
     if isinstance(metadata, str) and not isinstance(raw, bytes):
         metadata = _parse(metadata.encode("utf-8", "surrogatepass"), where)
-    metadata = {} if metadata is None else metadata
+    metadata = {} if metadata is None else metadata  # null, as above
     if not isinstance(metadata, dict):
         raise UserError(f"{where}: metadata must be an object, not {_shown(metadata)}")
 
@@ -185,6 +189,8 @@ def _check(raw: Any, where: str, default_id: str) -> Row:
         raise UserError(f'{where}: verifier "exact" compares with the answer, and there is none; add "answer"')
     if verifier == "reasoning_gym":
         check_entry(metadata, where)
+
+    # A row without an id is known by its place, which is the same in every run.
     return Row(where, prompt, answer, verifier, default_id if row_id is None else row_id, metadata)
 
 

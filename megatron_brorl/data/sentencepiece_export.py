@@ -76,6 +76,8 @@ def convert(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
     """The content of tokenizer.json. Raises InexactError for what has no counterpart there."""
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.serialized())
     trained, normal, kind = model.trainer_spec, model.normalizer_spec, model.SentencePiece
+
+    # What the tokenizers library has no counterpart for, or a different one.
     for unlike, what in (
         (trained.model_type != trained.BPE, "it is no BPE model"),
         (bool(normal.precompiled_charsmap), f"it normalizes text ({normal.name or 'by rules of its own'})"),
@@ -87,29 +89,38 @@ def convert(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
     ):
         if unlike:
             raise InexactError(what)
+
+    # Pieces are merged from single characters, so that each of these must be a piece too.
     scores = {p.piece: p.score for p in model.pieces if p.type == kind.NORMAL}
     if not all(set(piece) <= scores.keys() for piece in scores):
         raise InexactError("a piece has a character that is none itself")
+    # Fallback must be able to write any character.
     if trained.byte_fallback and sum(p.type == kind.BYTE for p in model.pieces) != 256:
         raise InexactError("it has not a piece for every byte")
 
     # Merges in the order of their scores; those of one piece are of one score.
+    # sentencepiece joins the pair whose piece scores best, tokenizers the one that is first in its list.
     splits = [(piece[:i], piece[i:]) for piece in scores for i in range(1, len(piece))]
     merges = [(a, b) for a, b in splits if a in scores and b in scores]
     merges.sort(key=lambda pair: (-scores[pair[0] + pair[1]], len(pair[0])))
 
-    prefix = normal.add_dummy_prefix
+    prefix = normal.add_dummy_prefix  # a space before the text; lists are multiplied by it below
+    # Marks that stand for no text.
     special = [i for i, p in enumerate(model.pieces) if p.type in (kind.CONTROL, kind.UNKNOWN)]
+
+    # A tokenizer.json; null where a stage does nothing.
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [_special(i, model.pieces[i].piece) for i in special],
+        # Text as pieces spell it.
         "normalizer": _sequence(
             "normalizers", [{"type": "Prepend", "prepend": _SPACE}] * prefix + [_replace(" ", _SPACE)]
         ),
-        "pre_tokenizer": None,
+        "pre_tokenizer": None,  # sentencepiece cuts no text before it merges
         "post_processor": _led_by(tokenizer) if tokenizer.leads_with_bos else None,
+        # The way back: bytes become characters before the space at the start is dropped.
         "decoder": _sequence(
             "decoders",
             [_replace(_SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
@@ -121,10 +132,10 @@ def convert(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
             "unk_token": None if tokenizer.unk_id is None else tokenizer.piece(tokenizer.unk_id),
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
-            "fuse_unk": True,
+            "fuse_unk": True,  # unknown characters side by side are one token, as there
             "byte_fallback": bool(trained.byte_fallback),
-            "ignore_merges": False,
-            "vocab": {p.piece: i for i, p in enumerate(model.pieces)},
+            "ignore_merges": False,  # a text that is a piece is merged like any other
+            "vocab": {p.piece: i for i, p in enumerate(model.pieces)},  # ids are places in the model
             "merges": [[a, b] for a, b in merges],
         },
     }

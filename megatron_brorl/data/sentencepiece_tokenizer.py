@@ -72,7 +72,7 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
     asked for where the texts do not yield that many pieces. From 512 pieces on, unseen characters fall back to bytes.
     """
     # All characters are named, because the trainer overlooks some: a line break at the end of a text.
-    texts = list(texts)
+    texts = list(texts)  # gone through twice
     characters = sorted(set().union(*texts) - {" ", "\0"})
 
     # Into memory, so that nothing is left behind where it fails.
@@ -84,15 +84,15 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
             model_type="bpe",
             vocab_size=vocab_size,
             hard_vocab_limit=False,  # few texts do not yield that many pieces
-            character_coverage=1.0,
+            character_coverage=1.0,  # none is left out for being rare
             required_chars="".join(characters),
             split_digits=True,  # numbers are read digit by digit
-            byte_fallback=vocab_size >= _BYTE_FALLBACK_FROM,
+            byte_fallback=vocab_size >= _BYTE_FALLBACK_FROM,  # else what was never seen is <unk>
             normalization_rule_name="identity",  # with the next two: every text comes back as it was
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             max_sentence_length=1 << 24,  # longer ones are left out
-            num_threads=1,
+            num_threads=1,  # for the same pieces every time
             # Numbers of the special tokens, in Llama's order.
             unk_id=0,
             bos_id=1,
@@ -115,14 +115,16 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
         "bos_token": "<s>",
         "eos_token": "</s>",
         "pad_token": "<pad>",
-        "add_bos_token": False,
+        "add_bos_token": False,  # said outright: LlamaTokenizer's default is true
         "add_eos_token": False,
         "add_prefix_space": False,
         "legacy": False,
-        "clean_up_tokenization_spaces": False,
+        "clean_up_tokenization_spaces": False,  # decoding gives every text back
     }
 
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    # Read back from the files, as every later run will.
     return SentencePieceTokenizer(directory)
 
 

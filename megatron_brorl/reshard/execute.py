@@ -24,6 +24,7 @@ def stream(plan: Plan, parameters: Mapping[str, Tensor], grid: Grid, dtype: torc
     where = next(iter(parameters.values())).device
     for bucket in plan.buckets:
         full: list[Tensor] = []
+        # On the other stages this is room for what the owner sends.
         sums = torch.empty(sum(len(e.hf) for e in bucket.entries), dtype=torch.int64, device=where)
         names = [name for entry in bucket.entries for name in entry.hf]
 
@@ -38,11 +39,12 @@ def stream(plan: Plan, parameters: Mapping[str, Tensor], grid: Grid, dtype: torc
             views = [_at(message, place) for places in bucket.full for place in places]
             for view, tensor in zip(views, full, strict=False):  # the other stages have no tensors yet
                 view.copy_(tensor)
-            owner = dist.get_global_rank(grid.groups.pp, bucket.stage)
+            owner = dist.get_global_rank(grid.groups.pp, bucket.stage)  # in this rank's own pipeline
             dist.broadcast(message, owner, group=grid.groups.pp)
             dist.broadcast(sums, owner, group=grid.groups.pp)
             full = views
 
+        # What the owner summed goes along, so that whoever copies a tensor can tell damage on the way.
         for name, tensor, own in zip(names, full, sums, strict=True):
             yield Sealed(name, tensor, own)
 

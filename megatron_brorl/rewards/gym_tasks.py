@@ -135,10 +135,11 @@ def create(name: str, seed: int, config: Mapping[str, Any], where: str) -> Any:
     # Some configs check themselves in validate alone.
     dataset_class, config_class = DATASETS[name]
     try:
-        built = config_class(seed=seed, **config)
+        built = config_class(seed=seed, **config)  # a TypeError for keys that it does not know
         if hasattr(built, "validate"):
-            built.validate()
+            built.validate()  # by assertions
         return dataset_class(config=built)
     except (TypeError, ValueError, AssertionError, KeyError) as e:
+        # The user gets one line, and assertions have none or many.
         reason = " ".join(str(e).split()) or type(e).__name__
         raise UserError(f"{where}: task {name!r} does not accept its config {dict(config)!r}: {reason}") from None

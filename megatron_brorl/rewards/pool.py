@@ -90,9 +90,10 @@ class RewardPool:
         for request in requests:
             prompt, answer = request.prompt, request.answer
             if answer is None:
-                places.append(None)
+                places.append(None)  # costs no worker anything
                 continue
             # A verdict is a function of these.
+            # Metadata goes by identity: it has no hash, and the requests keep it alive until all are scored.
             key = (prompt.verifier, prompt.id, prompt.answer, id(prompt.metadata), answer)
             if key not in index:
                 index[key] = len(items)
@@ -107,6 +108,7 @@ class RewardPool:
             self._kill()  # half-read verdicts must not meet the next call
             raise
 
+        # Back from items to requests.
         return [Verdict(0.0, "no_answer") if place is None else verdicts[place] for place in places]
 
     def _open(self) -> None:
@@ -153,6 +155,7 @@ class _Run:
             while self._queue or any(lane.pending for lane in lanes):
                 for lane in lanes:
                     if self._queue and not lane.pending:
+                        # Only to who has answered all: a worker that writes verdicts reads no items.
                         self._hand_out(lane)
 
                 # Deadlines are measured from before listening, so that a verdict in the pipe is never too late.
@@ -163,15 +166,17 @@ class _Run:
                 # Who is gone or too slow is replaced; what it had not begun goes back to the front of the queue.
                 for lane in lanes:
                     if lane in heard:
-                        alive = self._listen(lane)
+                        alive = self._listen(lane)  # which sets its next deadline
                     else:
                         alive = lane.deadline > began  # silent although its time was up before we listened
                         if not alive:
                             self._time_out(lane)
                     if not alive:
-                        selector.unregister(lane.worker)
+                        selector.unregister(lane.worker)  # while its file is still open
                         self._replace(lane)
                         selector.register(lane.worker, selectors.EVENT_READ, lane)
+
+        # None is left by now; this is for the type checker.
         return [verdict for verdict in self._verdicts if verdict is not None]
 
     def _hand_out(self, lane: _Lane) -> None:

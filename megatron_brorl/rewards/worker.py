@@ -31,8 +31,8 @@ def main(resolve_path: str, memory_mb: int, parent: int) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    _limit(resource.RLIMIT_AS, memory_mb << 20)
-    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, memory_mb << 20)  # more is a MemoryError here, not trouble elsewhere
+    _limit(resource.RLIMIT_CORE, 0)  # no dump of each crash
 
     # The pipes are out of reach of what runs here under the numbers 0 and 1.
     requests, verdicts = os.dup(0), os.dup(1)

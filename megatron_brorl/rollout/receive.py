@@ -28,7 +28,7 @@ def receive(
     """
     staged: dict[str, Tensor] = {}
     sums: list[Tensor] = []  # expected and found, in the order of `staged`
-    sealed: bool | None = None
+    sealed: bool | None = None  # whether this update is; its first pair says so
     fault, seen = "", 0
 
     # The first fault ends the staging, not the reading.
@@ -36,7 +36,7 @@ def receive(
         for pair in tensors:
             seen += 1
             if fault:
-                continue
+                continue  # other ranks still take part in making the rest
             name, tensor = pair
 
             # An update that is sealed in part may have lost a checksum on the way.
@@ -44,14 +44,15 @@ def receive(
             sealed = own is not None if sealed is None else sealed
             fault = _fault(name, tensor, names, staged, sealed == (own is not None))
             if fault:
-                staged.clear()
+                staged.clear()  # nothing of it will be used: give its memory back
                 continue
 
             # The checksum is of what was sent; where this copy has another dtype it cannot be compared with it.
+            # A copy in any case: the stream's tensors are views of buffers that are used again.
             staged[name] = tensor.detach().to(device, dtype, copy=True)
             if own is not None:
                 sums += [own.to(device), checksum(name, staged[name] if dtype == tensor.dtype else tensor).to(device)]
-    except Exception as e:
+    except Exception as e:  # whatever making the tensors raises
         what = f"{type(e).__name__}: {e}"
         raise UpdateRefused(f"weight update: broke off after {seen} of {len(names)} tensors: {what}") from e
 
@@ -66,6 +67,8 @@ def receive(
     missing = names.keys() - staged.keys()
     if not fault and missing:
         fault = f"{len(missing)} tensors missing, for example {min(missing)}"
+
+    # Only here, where the stream has been read to its end and no other rank waits for this one.
     if fault:
         raise UpdateRefused(f"weight update: {fault}")
     return staged

@@ -65,7 +65,7 @@ class Watchdog:
             return call.result(0)
         if not self._thread.is_alive():
             self._thread.start()
-        self._calls.put(call)
+        self._calls.put(call)  # the one thread that generates
 
         # Half-way, the limit, and the end of the grace after it.
         late = 0
@@ -73,12 +73,14 @@ class Watchdog:
             late = self._name_missing(call, self.timeout_s / 2, "waiting")
             if not call.done.wait(self.timeout_s / 2):
                 self._name_missing(call, self.timeout_s, "telling the engine to stop")
-                call.cancel()
+                call.cancel()  # the engine asks about it as it goes (Watch)
 
                 # Whether it stops is all that matters now: what it has delivered is taken in any case.
                 if not call.done.wait(self.grace_s):
-                    self.stuck = True
+                    self.stuck = True  # for good: a thread cannot be ended from outside
                     self._name_missing(call, self.timeout_s + self.grace_s, "the engine did not stop and is given up")
+
+        # If the engine raised in its thread, this raises the same here.
         return call.result(late)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

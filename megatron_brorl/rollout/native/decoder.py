@@ -78,23 +78,29 @@ class Decoder:
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str, number: int) -> _Layer:
         def find(part: Parameter) -> Tensor | None:
+            # Fused here, once: a step then has one product for q, k and v, and one for gate and up.
             found = self.shape.facts.find(part)
             return None if found is None else _fused(weights, prefix, found)
 
         def get(part: Parameter) -> Tensor:
+            # Parts that every family has.
             found = find(part)
             assert found is not None, f"a family without {part.megatron}"
             return found.to(self.dtype)
 
         def norm(part: Parameter) -> Tensor | None:
+            # Norms that only some families have.
             found = find(part)
             return None if found is None else self._scale(found).to(self.dtype)
 
         # What only some families have.
         bias, q_norm, k_norm = find(dense.QKV_BIAS), find(dense.Q_NORM), find(dense.K_NORM)
+        # In float32, as the decode ops take them; prefill casts them to what it computes in.
         norms = None
         if q_norm is not None and k_norm is not None:
             norms = HeadNorms(self._scale(q_norm).float(), self._scale(k_norm).float(), self.shape.norm_eps)
+
+        # In the order in which a token meets them.
         return _Layer(
             norm1=self._scale(get(dense.ATTENTION_NORM)).to(self.dtype),
             qkv=Linear(get(dense.QKV), None if bias is None else bias.to(self.dtype)),
@@ -105,7 +111,7 @@ class Decoder:
             gate_up=Linear(get(dense.GATE_UP)),
             down=Linear(get(dense.DOWN)),
             post2=norm(gemma3.POST_MLP_NORM),
-            local=number in (self.shape.local_layers or ()),
+            local=number in (self.shape.local_layers or ()),  # a fact of the shape: the weights do not show it
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -171,8 +177,11 @@ class Decoder:
         lengths = torch.tensor([len(p.ids) for p in passages])
         ids = pad_sequence([torch.tensor(p.ids) for p in passages], batch_first=True).to(device)
         batch, width = ids.shape
+
+        # Every passage starts at position 0, so that one table of angles serves all of them.
         places = torch.arange(width, device=device)
         whole = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(places)]
+        # For the layers that have the second rotation.
         local = whole
         if s.local_layers:
             local = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self._local_angles(places)]
@@ -187,6 +196,8 @@ class Decoder:
                     torch.nn.functional.rms_norm(x, (s.head_dim,), w.to(x.dtype), n.eps)
                     for x, w in ((q, n.q), (k, n.k))
                 )
+
+            # Keys are stored rotated, so that later steps need not touch them again.
             cos, sin = local if layer.local else whole
             q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
 
@@ -196,7 +207,7 @@ class Decoder:
 
             # Padding stands on the right, so causality alone keeps it away from the real tokens.
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            return out.transpose(1, 2).reshape(batch * width, -1)
+            return out.transpose(1, 2).reshape(batch * width, -1)  # [B * tokens, heads d], tokens for rows
 
         # All tokens through all layers; only the last token of a passage is drawn from.
         hidden = self._through(self._embed(ids.flatten()), attend)

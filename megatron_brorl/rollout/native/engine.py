@@ -83,7 +83,7 @@ class TorchEngine:
         decoder = self._decoder
         if decoder is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
-        self._check(requests, sampling)
+        self._check(requests, sampling)  # so that no row can outgrow the model's positions
 
         # What this call needs: when rows end, where their keys and values lie, whose turn it is.
         stops = Stops(sampling.stop_ids, sampling.stop_strings, self.decode)
@@ -92,6 +92,7 @@ class TorchEngine:
         found: list[list[Rollout]] = [[] for _ in requests]
 
         def deliver(results: list[tuple[int, Rollout]]) -> None:
+            # What is cut goes on in a later call: it has not ended.
             for request, rollout in results:
                 found[request].append(rollout)
                 if watch and rollout.finish != "cut":
@@ -100,21 +101,26 @@ class TorchEngine:
         # hidden [active rows, H]: what the next token of each is drawn from. A token a turn for all of them.
         hidden = scheduler.admit()
         while len(scheduler.active):
-            if watch and watch.cancelled():
+            if watch and watch.cancelled():  # asked once a token
                 break
             deliver(self._advance(scheduler, hidden, stops, sampling))
 
             # Those that go on feed the token that they just got; then rows that waited take the slots that are free.
             staying = scheduler.make_room()
+            # All may have ended at once: then only rows that enter now have something to draw from.
             hidden = scheduler.decoder.embedding.new_empty(0, self.shape.hidden)
             if staying:
                 new = scheduler.tokens[scheduler.active, scheduler.produced[scheduler.active] - 1]
                 hidden = decoder.step(pool, scheduler.rows(), new.to(self.device))
+
+            # New rows come last: `hidden` is in the order of scheduler.active.
             if scheduler.waiting and scheduler.spare:
                 hidden = torch.cat((hidden, scheduler.admit()))
 
         # Only a call that was cancelled has any left.
         deliver(scheduler.unfinished())
+
+        # Rows end in any order; siblings are told by their index.
         return [
             RolloutGroup(r.prompt, tuple(sorted(rollouts, key=lambda x: x.index)), self.version)
             for r, rollouts in zip(requests, found, strict=True)
@@ -173,10 +179,11 @@ class TorchEngine:
 
         # A pool that is far too large gives its memory back too.
         if self._pool is None or self._pool.size < needed or self._pool.size > 2 * needed + 64:
-            self._pool = None
+            self._pool = None  # first, so that its memory counts as free below
             size = page_bytes(self.shape, self.dtype)
+            # With fewer pages the longest row could not end even if it were alone.
             least = max(prompts, default=0) + own
-            fitting = (self.memory or spare_memory(self.device)) // size
+            fitting = (self.memory or spare_memory(self.device)) // size  # pages of all layers
             if fitting < least:
                 raise UserError(
                     f"rollout.kv_cache_mib: the longest prompt with one response of {sampling.max_tokens} tokens needs "
@@ -185,5 +192,6 @@ class TorchEngine:
                 )
             self._pool = PagePool(self.shape, min(needed, fitting), self.dtype, self.device)
 
+        # What an earlier call left in it is of other prompts, and perhaps of other weights.
         self._pool.reset()
         return self._pool

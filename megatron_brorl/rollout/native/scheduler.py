@@ -56,14 +56,14 @@ class Scheduler:
         self.request, self.sibling, self.key, self.produced, self.limit = torch.zeros(5, slots, dtype=torch.int64)
         self.tokens = torch.empty(slots, self.max_tokens, dtype=torch.int64)
         self.log_probs = torch.empty(slots, self.max_tokens)
-        self.tables = torch.zeros(slots, pages_for(self.max_tokens), dtype=torch.int32)
+        self.tables = torch.zeros(slots, pages_for(self.max_tokens), dtype=torch.int32)  # pages of a row's own tokens
 
         # Per request: its prompt is in memory once, from its first row to its last.
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         self.prompt_tables = torch.zeros(len(requests), pages_for(longest), dtype=torch.int32)
         self.prompt_lengths = torch.zeros(len(requests), dtype=torch.int64)  # 0: not in memory
         self.prompt_hidden: dict[int, Tensor] = {}
-        self.rows_left = [r.n for r in requests]
+        self.rows_left = [r.n for r in requests]  # that have not ended; at 0 the prompt's pages are free again
 
     def admit(self) -> Tensor:
         """Let rows in as far as slots and pages go; returns the hidden states [new rows, H] to draw from next."""
@@ -79,9 +79,10 @@ class Scheduler:
             of_prompt, own = 0 if resident else pages_for(len(prompt)), pages_for(begun)
 
             # One page for everybody's next tokens stays free, so that nobody has to make room at once.
+            # A row alone needs no such reserve: the pool holds any one row.
             others = len(self.active) + len(new)
             if others and self.pool.free < of_prompt + own + 1 + others:
-                break
+                break  # nobody overtakes: a long prompt would never get in
             self.waiting.popleft()
 
             # It has its pages and a slot; what it goes on from is computed below, with that of all others.
@@ -92,23 +93,28 @@ class Scheduler:
                 passages.append(Passage(prompt, 0, pages))
                 owner.append(("prompt", first.request))
             slot = self._enter(first, begun)
+            # A row that was cut or made room has tokens of its own. Its prompt is computed with them once more,
+            # but stored is only what follows the prompt.
             if begun:
                 pages = self.pool.take(own)
                 self.tables[slot, :own] = pages
                 passages.append(Passage((*prompt, *first.so_far.token_ids.tolist()), len(prompt), pages))
                 owner.append(("row", slot))
             new.append(slot)
+
+        # The caller appends what comes back to its rows: where none came in, that is a matrix without rows.
         if not new:
             return self.decoder.embedding.new_empty(0, self.decoder.shape.hidden)
 
         # Prefill: the last hidden state of every passage is drawn from, a prompt's by all siblings without tokens.
         of_row: dict[int, Tensor] = {}
-        for part in _batches(passages):
+        for part in _batches(passages):  # of like length, because padding is computed too
             hidden = self.decoder.prefill(self.pool, [passages[i] for i in part])
             for i, h in zip(part, hidden, strict=True):
                 kind, number = owner[i]
                 (self.prompt_hidden if kind == "prompt" else of_row)[number] = h
 
+        # At the end, because those that came last make room first.
         self.active = torch.cat((self.active, torch.tensor(new)))
         return torch.stack([of_row[s] if s in of_row else self.prompt_hidden[int(self.request[s])] for s in new])
 

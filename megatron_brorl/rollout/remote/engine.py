@@ -114,7 +114,7 @@ class RemoteEngine:
         if self.supervisor is None:
             for _ in tensors:  # a collective; whether the leader's engine took it, train.refit asks all ranks
                 pass
-            self.version = version
+            self.version = version  # generate waits until the engine says that it has this one
             return
 
         # By CUDA IPC the engine is sent what passes on the way into shared memory.
@@ -122,7 +122,9 @@ class RemoteEngine:
         if self.ipc:
             sender = IpcSender(self.capabilities.devices[0], self.supervisor.send, self._as_sent)
             tensors = sender.tee(tensors)
-            sender.failed = not self.supervisor.begin()
+            sender.failed = not self.supervisor.begin()  # then all is sent from shared memory below
+
+        # The stream is checked as a whole; until then the weights in use stay in shared memory beside the new ones.
         try:
             weights = self._stage(tensors, version)
         except UpdateRefused as e:
@@ -134,7 +136,7 @@ class RemoteEngine:
         try:
             self.supervisor.update(weights, sender.names if sender and not sender.failed else None)
         except EngineError as e:
-            weights.delete()
+            weights.delete()  # or every refused update would keep a model's size of memory
             raise UpdateRefused(f"weight update: {e}") from None
         self.version = version
 
@@ -166,14 +168,16 @@ class RemoteEngine:
         found: list[list[Rollout]] = [[] for _ in requests]
 
         def deliver(row: PendingRollout, rollout: Rollout) -> None:
+            # What is cut goes on in a later call: it has not ended.
             found[row.request].append(rollout)
             if watch and rollout.finish != "cut":
                 watch.finished(row.request, rollout)
 
         # Until all have come or the caller cancels: ask whoever can answer, and take the answers as they come.
         asked = 0  # the process that has the rows
-        self._link.greet()
+        self._link.greet()  # answered with the state: what is known of it here may be old
         while rows and not (watch and watch.cancelled()):
+            # No engine will come up any more. Ranks without a supervisor do not know, and end when they are cancelled.
             if self.supervisor and self.supervisor.failure:
                 raise UserError(f"{self.options.key}: {self.supervisor.failure}")
 
@@ -199,6 +203,8 @@ class RemoteEngine:
             self.supervisor.restarts = 0  # only those in a row count
         for row in rows.values():
             deliver(row, row.begun)
+
+        # Answers come as rollouts end; siblings are told by their index.
         return [
             RolloutGroup(r.prompt, tuple(sorted(rollouts, key=lambda x: x.index)), self.version)
             for r, rollouts in zip(requests, found, strict=True)

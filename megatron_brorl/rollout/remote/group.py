@@ -33,12 +33,15 @@ def join(
 
     # What the configuration asks for must fit the node and the engine.
     rank, tensor = dist.get_rank(), settings.tensor
+    # What torchrun sets; without it this rank is alone on its node.
     local, per_node = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     if per_node % tensor:
         raise UserError(
             f"{engine}.tensor = {tensor} does not divide the {per_node} ranks of a node (LOCAL_WORLD_SIZE): an engine "
             "spans the GPUs of its ranks"
         )
+
+    # An engine's GPU kernels know few dtypes; without a GPU, in tests, any will do.
     if device.on_gpu() and config.rollout.dtype not in kind.dtypes:
         raise UserError(
             f'rollout.dtype = "{config.rollout.dtype}": {kind.name} engines compute in {", ".join(kind.dtypes)}; set '
@@ -48,8 +51,8 @@ def join(
     # The first of the ranks that share an engine makes its folder, and all ranks hear of all folders.
     leads = local % tensor == 0
     mine = str(make_folder(settings.shared_memory, f"{engine}.shared_memory")) if leads else ""
-    folders: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(folders, mine)
+    folders: list[str] = [""] * dist.get_world_size()  # by rank; "" of those that do not lead
+    dist.all_gather_object(folders, mine)  # a collective: what fails on all ranks alike was checked above
 
     # The process is given plain values; what is the engine's own, its leaf reads from its section.
     options = EngineOptions(
@@ -57,10 +60,10 @@ def join(
         model=str(Path(config.model.path).resolve()),
         vocab=vocab,
         context=context,
-        dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout.dtype],
-        max_rows=config.rollout.max_num_seqs,
+        dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout.dtype],  # torch's names
+        max_rows=config.rollout.max_num_seqs,  # in flight at a time
         stop_ids=stop_ids,
-        section=dataclasses.asdict(section),
+        section=dataclasses.asdict(section),  # JSON on its way; the leaf makes its own class of it
     )
 
     # The engine has the GPUs of the ranks that share it.
@@ -68,7 +71,7 @@ def join(
         settings,
         options,
         names,
-        Path(folders[rank - local % tensor]),
-        range(local, local + tensor) if leads else None,
+        Path(folders[rank - local % tensor]),  # that of the rank that leads
+        range(local, local + tensor) if leads else None,  # numbered within the node
         Path(config.run.dir) / "engines" / f"rank_{rank}.log",
     )

@@ -43,8 +43,10 @@ def decode(frames: Sequence[bytes]) -> Message:
     try:
         header = json.loads(frames[0])
         protocol = header["protocol"]
-    except (ValueError, LookupError, TypeError) as e:
+    except (ValueError, LookupError, TypeError) as e:  # no JSON, no such key, no object
         raise ProtocolError(f"not a message of the engine protocol: {e}") from None
+
+    # Two environments meet here; which of them is the old one only the user can tell.
     if protocol != PROTOCOL:
         raise ProtocolError(
             f"trainer and engine process have different protocols ({protocol} and {PROTOCOL}): both must run the same "
@@ -59,8 +61,11 @@ def decode(frames: Sequence[bytes]) -> Message:
     # Bytes are copied, because a frame's memory is the socket's, and an empty frame has none.
     tensors = {}
     for (name, dtype, length), data in zip(table, frames[1:], strict=True):
+        # Asked first, because of a shorter frame frombuffer would quietly make fewer numbers.
         if len(data) != length * _DTYPES[dtype].itemsize:
             raise ProtocolError(f"{header['kind']}: {name} has {len(data)} bytes, not {length} of {dtype}")
         empty = torch.empty(0, dtype=_DTYPES[dtype])
         tensors[name] = torch.frombuffer(bytearray(data), dtype=_DTYPES[dtype]) if length else empty
+
+    # The fields are left to whoever knows the kind.
     return Message(header["kind"], header["fields"], tensors)

@@ -61,6 +61,7 @@ class EngineProcess:
         kind = ENGINES[options.engine]
 
         self.log = log
+
         # Nothing of a process that was killed may be in the way.
         (folder / "socket").unlink(missing_ok=True)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -70,16 +71,17 @@ class EngineProcess:
             try:
                 self._process = subprocess.Popen(
                     [
+                        # Found by the link in the folder (make_folder).
                         *(python, "-m", "megatron_brorl.rollout.remote.server", address(folder)),
                         json.dumps(dataclasses.asdict(options)),
                     ],
-                    stdin=subprocess.PIPE,
-                    stdout=output,
+                    stdin=subprocess.PIPE,  # never written to: it closes with this process, however that ends
+                    stdout=output,  # of which the process has its own copy
                     stderr=subprocess.STDOUT,
                     env=environment(folder, devices, kind.environment),
-                    start_new_session=True,
+                    start_new_session=True,  # kill ends all of it
                 )
-            except OSError as e:
+            except OSError as e:  # no such file, or none that may be run
                 raise UserError(
                     f"{options.engine}.python = {python}: {e.strerror}; give the interpreter of the environment that "
                     f"has {kind.package}"

@@ -49,6 +49,7 @@ class Server:
     async def serve(self) -> None:
         """Answer messages for ever; those that the other end got wrong are told so."""
         self._spawn(self._heartbeat())
+        # Each is answered with "done" or "error" (_change).
         changes = {"begin": self._begin, "load": self._load, "finish": self._finish, "sleep": self._sleep}
 
         while True:
@@ -62,16 +63,16 @@ class Server:
 
             # Generation runs beside what follows; changes of weights and memory are finished before the next message.
             if message.kind == "hello":
-                self.clients.add(client)
+                self.clients.add(client)  # from now on it hears heartbeats
                 await self._send(client, Message("hello", dataclasses.asdict(self.capabilities)))
-                await self._send(client, self._state())
+                await self._send(client, self._state())  # which weights there are, without waiting for one
             elif message.kind == "generate":  # "rollout" for each, then "ended"
                 self._spawn(self._generate(client, message))
             elif message.kind == "cancel":  # which may come too late
                 for handle in self.calls.get((client, message.fields["call"]), []):
                     self.llm.abort(handle)
             elif message.kind == "wake":
-                await self._change(client, message, self.llm.wake())
+                await self._change(client, message, self.llm.wake())  # memory alone: weights follow
             else:
                 await self._change(client, message, changes[message.kind](message))
 

@@ -74,7 +74,7 @@ def write(path: Path, tensors: Iterable[tuple[str, Tensor]], version: int, size:
         with open(path, "xb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
     except OSError as e:
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # what there was room for would stay taken
         raise UserError(
             f"{key}: {path.parent} has no room for {size / 2**20:.0f} MiB of weights ({e.strerror}): "
             "enlarge it (docker run --shm-size) or name another folder in memory"
@@ -85,10 +85,12 @@ def write(path: Path, tensors: Iterable[tuple[str, Tensor]], version: int, size:
     records: list[TensorRecord] = []
     offset = 0
     for name, tensor in tensors:
+        # The record is complete when its bytes are in place.
         place = TensorRecord(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, 0)
         view = _view(memory, place)
         view.copy_(tensor)
         records.append(place._replace(checksum=int(checksum(name, view))))
+        # Aligned, or the next tensor could not be viewed in its own dtype.
         offset = -(-(offset + place.nbytes) // _ALIGN) * _ALIGN
 
     # Quantised tensors take less than was set aside.

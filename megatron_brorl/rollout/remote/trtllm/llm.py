@@ -34,9 +34,12 @@ class Llm(EngineLeaf):
     def __init__(self, options: EngineOptions) -> None:
         """Raises ValueError where this version of TensorRT-LLM cannot do what is asked."""
         self.options, self.config = options, TrtLlmConfig(**options.section)
+
         # TorchSampler of 1.2 ignores seeds; 1.3 has no TRTLLMSampler any more.
         automatic = "TorchSampler" if _SLEEP_CONFIG else "TRTLLMSampler"
         self.sampler = automatic if self.config.sampler == "auto" else self.config.sampler
+
+        # FP8 weights can be replaced in 1.3, and in 1.2 where no graph was captured.
         self.fp8_refit = _SLEEP_CONFIG or not self.config.cuda_graphs
         if self.config.quantization == "fp8_block" and not self.fp8_refit:
             raise ValueError(
@@ -66,6 +69,7 @@ class Llm(EngineLeaf):
         if c.quantization == "fp8_block":
             extra["model_kwargs"] = {"quantization_config": _FP8}
 
+        # What training needs is set here; the rest is left to the engine.
         return AsyncLLM(
             model=o.model,
             skip_tokenizer_init=True,  # ids in, ids out
@@ -77,6 +81,7 @@ class Llm(EngineLeaf):
             max_input_len=o.context,
             max_seq_len=o.context,
             max_num_tokens=max(c.max_num_tokens, o.context),
+            # Siblings find the blocks of their prompt by its prefix.
             kv_cache_config=KvCacheConfig(
                 enable_block_reuse=True, free_gpu_memory_fraction=c.memory_fraction, dtype=c.kv_dtype
             ),
@@ -84,7 +89,7 @@ class Llm(EngineLeaf):
             scheduler_config=SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy.MAX_UTILIZATION),
             cuda_graph_config=CudaGraphConfig(max_batch_size=o.max_rows) if c.cuda_graphs else None,
             sampler_type=self.sampler,
-            ray_worker_extension_cls=EXTENSION,
+            ray_worker_extension_cls=EXTENSION,  # the brorl_ calls, in every worker
             **extra,
         )
 
