@@ -204,11 +204,17 @@ def _parse(line: bytes, where: str) -> Any:
 
 
 def _is_finite(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_finite(v) for v in value.values())
-    if isinstance(value, list):
-        return all(_is_finite(v) for v in value)
-    return not isinstance(value, float) or math.isfinite(value)
+    """Whether every number in it is; not recursive, because rows nest as deep as they like."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, float) and not math.isfinite(value):
+            return False
+    return True
 
 
 def _is_unicode(text: str) -> bool:

@@ -117,6 +117,14 @@ def test_more_than_one_percent_is_too_much_to_skip(tmp_path: Path) -> None:
         read_rows(path, True)
 
 
+def test_metadata_may_be_deep(tmp_path: Path) -> None:
+    """450 levels parse, and were too deep for a check that called itself."""
+    row = b'{"prompt": "x", "answer": "1", "metadata": {"a": ' + b"[" * 450 + b"%s" + b"]" * 450 + b"}}"
+    assert len(read_rows(write(tmp_path / "f.jsonl", row % b"1"), False)[0]) == 1
+    with pytest.raises(UserError, match="NaN or infinite"):
+        read_rows(write(tmp_path / "g.jsonl", row % b"1e999"), False)
+
+
 def test_a_large_row_is_fine(tmp_path: Path) -> None:
     path = write(tmp_path / "f.jsonl", json.dumps({"prompt": "x" * 10_000_000, "answer": "1"}).encode())
     assert len(read_rows(path, False)[0][0].prompt) == 10_000_000
