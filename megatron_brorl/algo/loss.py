@@ -67,17 +67,20 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
     rollout_gap is |log pi - log pi_rollout|. Raises ValueError for settings that need what tokens lack.
     """
     given = log_probs.detach(), entropy.detach()
+    # Masked tokens are taken out, not multiplied by 0: what they hold may be NaN.
     live = tokens.weights != 0
     log_probs, entropy, tokens = log_probs[live], entropy[live], tokens.where(live)
     current, advantages = log_probs.detach(), tokens.advantages
 
     # The importance ratio to the policy that the optimizer steps of this batch began with.
     old = current if tokens.old_log_probs is None else tokens.old_log_probs
+    # Without an old policy this is 0 and still has the gradient of log pi.
     log_ratio = log_probs - old
     if settings.ratio == "sequence":
         if tokens.sequences is None:
             raise ValueError('policy_loss: ratio = "sequence" needs tokens.sequences')
         log_ratio = _mean_of_sequences(log_ratio, tokens.sequences)
+    # Kept finite, far outside any clip range.
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
 
@@ -85,18 +88,22 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
     objective = policy_loss_entry(settings.policy_loss).formula(ratio, advantages, settings)
     value = objective.value
     if settings.is_cap:
+        # Equal first: the difference of two infinities is NaN. A constant, since neither policy is trained here.
         gap = torch.where(old == tokens.rollout_log_probs, 0.0, old - tokens.rollout_log_probs)
         value = value * gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=settings.is_cap)
 
     # The penalties, and the sum.
     kl = torch.zeros_like(log_probs)
+    # What pulls the policy back to its reference.
     if settings.kl_coef:
         if tokens.reference_log_probs is None:
             raise ValueError(f"policy_loss: kl_coef = {settings.kl_coef} needs reference_log_probs")
         kl = kl_estimate(log_probs - tokens.reference_log_probs, settings.kl_estimator)
+    # To be minimised: the objective counts negatively.
     terms = settings.kl_coef * kl - value
     if settings.entropy_coef:
         terms = terms - settings.entropy_coef * entropy
+    # Weights carry the divisor of the global batch, so that micro-batches and ranks only add up.
     loss = (tokens.weights * terms).sum()
 
     # Figures, in the order of SUMS and MAXIMA.
@@ -112,9 +119,11 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
             distance,
             ratio,
             entropy,
+            # As many ones as there are live tokens.
             live[live],
         )
         maxima = (float(x.detach().max()) if len(x) else 0.0 for x in (ratio, distance))
+        # In float64, as they go on adding up over micro-batches and ranks.
         sums = (float(x.detach().double().sum()) for x in found)
     return PolicyLoss(loss, *given, dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
 

@@ -64,6 +64,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
     """The regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22, Lentz's method)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
+
     # The fraction converges fast below the mean of the distribution; above it the symmetric one does.
     if x > (a + 1) / (a + b + 2):
         return 1 - incomplete_beta(b, a, 1 - x)
@@ -75,6 +76,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
     c, d = 1.0, 1 / _away_from_zero(1 - (a + b) * x / (a + 1))
     fraction = d
     for m in range(1, _TERMS):
+        # Both coefficients of a pair; it is over pairs that the fraction settles.
         even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
         odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
         for numerator in (even, odd):

@@ -48,8 +48,10 @@ def checksum(name: str, tensor: Tensor) -> Tensor:
     full = len(words) // _COLUMNS * _COLUMNS
     values, places = [], []
 
+    # Each sum or word goes with a number of its kind and place, so that none can change places unnoticed.
     def add(kind: int, what: Tensor) -> None:
         values.append(what)
+        # Longer than most need, so that tensors of many sizes share the cached numbers.
         places.append(_places(kind, max(len(what), _COLUMNS), tensor.device)[: len(what)])
 
     # Every sum or word that counts, with its number.
@@ -58,6 +60,7 @@ def checksum(name: str, tensor: Tensor) -> Tensor:
         sums = [(part.sum(1), part.sum(0)) for part in parts]  # the second pass finds the part in the cache
         add(1, torch.cat([rows for rows, _ in sums]))
         add(2, torch.stack([columns for _, columns in sums]).sum(0))
+    # What does not fill a row counts word by word, what does not fill a word byte by byte.
     if full < len(words):
         add(3, words[full:])
     if len(words) * 8 < len(data):
@@ -65,8 +68,10 @@ def checksum(name: str, tensor: Tensor) -> Tensor:
 
     # Scrambled together, with what the bytes do not say: name, type and shape.
     salt = _salt(f"{name} {tensor.dtype} {list(tensor.shape)}")
+    # A tensor without bytes still has a name, a type and a shape.
     if not values:
         return torch.tensor(salt, device=tensor.device)
+    # Sums wrap at 64 bits, as the definition has it.
     return _mix(torch.cat(values) + torch.cat(places)).sum() + salt
 
 

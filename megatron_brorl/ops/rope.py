@@ -52,23 +52,30 @@ def _llama3(inv_freq: Tensor, s: dict[str, float], context: int) -> Tensor:
 
 def _yarn(inv_freq: Tensor, s: dict[str, float], shape: ModelShape) -> tuple[Tensor, float]:
     original = s["original_max_position_embeddings"]
+    # A factor of null or 0 stands for the ratio of the two contexts.
     factor = s["factor"] or shape.context / original
 
+    # The square root of 1 / t in section 3.4, by which cos and sin are multiplied; 1 where nothing is extended.
     def mscale(scale: float, weight: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
+    # Given outright, by a ratio of two weighted ones, or by the paper's formula.
     attention = s.get("attention_factor")
     if attention is None:
         over, under = s.get("mscale"), s.get("mscale_all_dim")
         attention = mscale(factor, over) / mscale(factor, under) if over and under else mscale(factor)
 
+    # Where a wave turns so many times over the original context (section 3.2).
     def dimension(rotations: float) -> float:
         return shape.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
 
+    # Dimensions below `low` turn often and stay as they are; those above `high` are interpolated.
     low, high = dimension(s.get("beta_fast") or 32), dimension(s.get("beta_slow") or 1)
     if s.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, shape.head_dim - 1)
+
+    # Linear in between, over a width that must not be 0.
     ramp = ((torch.arange(shape.head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(attention)
 

@@ -94,16 +94,20 @@ def pack(
 
     # Rows of equal length side by side; a micro-batch is full when the next row no longer fits.
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]) + len(responses[i]), i))
+    # One micro-batch even without rows, for the collectives.
     batches: list[list[int]] = [[]]
     used = 0
     for i in order:
+        # In the stream without its last token, which predicts nothing.
         length = len(prompts[i]) + len(responses[i]) - 1
         length += -length % segments_of  # each segment padded
+        # An empty one takes its first row however long that is.
         if batches[-1] and used + length > max_tokens:
             batches.append([])
             used = 0
         batches[-1].append(i)
         used += length
+
     return [_pack_plain(rows, prompts, responses, multiple_of, segments_of) for rows in batches]
 
 
@@ -199,6 +203,7 @@ def _pack_shared(families: list[_Family], multiple_of: int) -> Packed:
 
         end += int((counts - 1).sum())  # the last token of a response is left out
 
+    # Runs of equal length within a group are one attention call each; rows are in stream order.
     return _finish(
         pieces=pieces,
         offsets=offsets,

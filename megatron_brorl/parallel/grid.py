@@ -83,6 +83,8 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     device.prepare()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     model = config.tensor * config.context * config.pipeline  # ranks that hold one copy of the model
+
+    # Said here in the configuration's words, before Megatron says it in its own.
     if world % model:
         # Context parallelism is named only where it is in use.
         axes = ["tensor", "pipeline", *(["context"] if config.context > 1 else [])]
@@ -102,10 +104,13 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         pipeline_model_parallel_size=config.pipeline,
         context_parallel_size=config.context,
     )
+
+    # Handed on by name from here: no other file of ours asks Megatron's globals for a group.
     groups = ProcessGroupCollection.use_mpu_process_groups()
     # Dropout is off everywhere; Megatron still insists on seeded generators for its forks.
     model_parallel_cuda_manual_seed(seed)
 
+    # A phase may keep ranks apart for its own length, and messages take their time after it.
     patience = timedelta(seconds=phase_s + config.timeout_s)  # at a barrier
     return Grid(
         tensor=config.tensor,

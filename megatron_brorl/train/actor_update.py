@@ -53,6 +53,7 @@ def update_policy(
     """
     sums = dict.fromkeys(losses.SUMS, 0.0)
     ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
+    # Rows found not finite: left out of every later mini-batch too, since epochs bring them again.
     broken: set[int] = set()
 
     # What tells a row that is not finite from the others.
@@ -60,7 +61,9 @@ def update_policy(
         part = experience.take(rows)
         return worker.log_probs(part.prompts, part.responses, temperature)
 
+    # Every rank takes every turn, also without a row of its own: a step is a collective.
     for i, rows in enumerate(mini_batches):
+        # The schedule counts mini-batches, those that are skipped too.
         rate = learning_rate(optim, first_update + i)
         attempt = partial(_attempt, worker, experience, algo, temperature, rate)
         done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, worker.grid)
@@ -75,18 +78,23 @@ def update_policy(
         ratio_max = max(ratio_max, found["ratio_max"])
         norms.append(update.grad_norm)
         skipped += not update.applied
+
+        # Later mini-batches meet an actor that has moved: their gap is the update's, not the engine's.
         if i == 0:
             gap = {"mean": found["rollout_gap"] / (found["tokens"] or 1.0), "max": found["rollout_gap_max"]}
 
+    # Where nothing was trained means are 0. A KL that is taken off rewards is reported by make_experience.
     tokens = sums["tokens"] or 1.0
     metrics = {"reference_kl": sums["reference_kl"] / tokens} if algo.kl_coef and algo.kl_in == "loss" else {}
     return {
         **metrics,
+        # Means over optimizer steps, whose losses carry the divisor of their own batch.
         "loss": sums["loss"] / max(len(norms), 1),
         "grad_norm": sum(norms) / max(len(norms), 1),
         "updates": float(len(norms)),
         "updates_skipped": float(skipped),
         "lr": lr,
+        # Means over the tokens of all mini-batches: a token counts once per epoch.
         "entropy": sums["entropy"] / tokens,
         "clipped_low": sums["clipped_low"] / tokens,
         "clipped_high": sums["clipped_high"] / tokens,
@@ -94,9 +102,11 @@ def update_policy(
         "approx_kl": sums["approx_kl"] / tokens,
         "ratio_mean": sums["ratio"] / tokens,
         "ratio_max": ratio_max,
+        # Of the first mini-batch alone.
         "logprob_gap_mean": gap["mean"],
         "logprob_gap_max": gap["max"],
         "trained_tokens": sums["tokens"],
+        # A replica's ranks have the same rows, so only replicas are added up.
         "nonfinite_rows": collectives.all_reduce_sum({"rows": float(len(broken))}, worker.grid.groups.dp)["rows"],
     }
 
@@ -125,17 +135,25 @@ def _attempt(
 
 def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> LossFunction:
     settings = PolicyLossSettings(**{field.name: getattr(algo, field.name) for field in fields(PolicyLossSettings)})
+    # A KL that is taken off rewards must not count in the loss as well.
     if algo.kl_in != "loss":
         settings = replace(settings, kl_coef=0.0)
+
+    # What a row has once, to be spread over its tokens by each micro-batch.
     row_weights = torch.tensor(weights, dtype=torch.float64)
     row_numbers = torch.arange(len(weights))
 
     def loss(batch: Packed, head: Head) -> tuple[Tensor, Any]:
         where, dtype = head.rows.device, compute_dtype(head.rows.dtype)
+        # Columns may be absent: which ones there are is a matter of the recipe.
         old, reference, mask = part.old_log_probs, part.reference_log_probs, part.mask
+
+        # A masked token stays in the stream, and has weight 0: the loss then looks at nothing else of it.
         of_tokens = batch.repeat(row_weights)
         if mask is not None:
             of_tokens = of_tokens * batch.gather(mask)
+
+        # Columns are by row and on the CPU; the loss takes this micro-batch's tokens, in its order, on its device.
         tokens = losses.PolicyTokens(
             rollout_log_probs=batch.gather(part.rollout_log_probs).to(where, dtype),
             advantages=batch.gather(part.advantages).to(where, dtype),
@@ -144,6 +162,8 @@ def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> 
             reference_log_probs=None if reference is None else batch.gather(reference).to(where, dtype),
             sequences=batch.repeat(row_numbers).to(where) if settings.ratio == "sequence" else None,
         )
+
+        # Autograd gets the loss; what is kept for the metrics must not keep its graph alive.
         result = head.policy_loss(tokens, settings)
         return result.loss, replace(result, loss=result.loss.detach())
 

@@ -105,16 +105,20 @@ def of_tokens(
     old = torch.zeros_like(rewards) if values is None else torch.cat([torch.zeros(0), *values])
     advantages, returns = ops.gae(rewards, old, starts, gamma=algo.gamma, lam=algo.lam)
     # An advantage is what the critic's value leaves of the return.
+    # Merged over replicas, so that all of them whiten by the same numbers.
     of_returns, of_residuals = (_over_replicas(ops.moments(x), replicas) for x in (returns, advantages))
+    # Those of GRPO are in units of their group's spread already.
     if algo.advantage != "grpo":
         advantages = ops.whiten(advantages, of_residuals)
 
+    # Without a critic nobody learns from returns, and there is no value to judge.
     sizes = list(lengths)
     if values is None:
         return Credit(advantages.split(sizes), None, {})
     metrics = {
         "explained_variance": explained_variance(of_returns, of_residuals),
         "return_mean": of_returns.mean,
+        # Both moments are of the same tokens, so that means subtract to the mean value.
         "value_mean": of_returns.mean - of_residuals.mean,
     }
     return Credit(advantages.split(sizes), returns.split(sizes), metrics)

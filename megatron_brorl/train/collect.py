@@ -69,8 +69,10 @@ class Collector:
         version: of the actor's weights. Raises UserError where too many rollouts were lost, or have no verdict.
         """
         c, target = self.config, self.config.rollout.prompts
+        # Carried groups come first: rows of the step before are numbered by their place among them.
         groups = list(carried.groups)
         sampled = SampledRounds(carried.finished(), {}, {})
+        # All ranks see the same tables, so that they leave this loop together.
         for _ in range(1 + c.rollout.refills):
             # Prompts -> rollouts -> verdicts.
             prompts = self.source.take(taken, target)
@@ -81,9 +83,12 @@ class Collector:
             # Verdicts -> groups; a group that has been open for too long closes without what is still unfinished.
             too_old = [i for i, g in enumerate(groups) if step - int(g.step) >= c.rollout.max_carried_steps]
             outcomes, given_up = give_up(self._outcomes(sampled.rollouts, groups), too_old)
+            # Counts add up over rounds; fail here rather than train on the few that came through.
             lost, counts = sampled.counts["lost"] + given_up, sampled.counts
             check_lost(f"step {step}", lost, counts["asked"], c.rollout.max_lost_share)
             check_scored(f"step {step}", counts["unscored"], counts["scored"])
+
+            # Enough groups with a signal, or prompts for another round.
             outcomes = select(outcomes, c.algo.dynamic_sampling)
             if len(outcomes.kept) >= target:
                 break
@@ -91,14 +96,19 @@ class Collector:
         # With refills, what is kept beyond the target waits for the next step.
         waiting = outcomes.kept[target:] if c.rollout.refills else []
         outcomes = outcomes.without(waiting)
+
+        # Rounds append rows; training takes them by group and sibling, whoever sampled them when.
         rollouts = in_order(sampled.rollouts)
         trained = _to_train_on(rollouts, outcomes, c.algo.overlong_filter)
 
+        # What the step's sampling came to; rounds say what refills cost in prompts.
         metrics = self._metrics(outcomes, counts, lost)
         if c.rollout.refills:
             metrics |= {"prompts_sampled": counts["asked"] / c.rollout.n, "carried_groups": float(len(waiting))}
         if c.rollout.partial_tokens or c.rollout.refills:
             metrics |= staleness(trained, version, self.grid)
+
+        # Groups that have not closed go on, those that wait among them, with this replica's rollouts.
         going_on = carry(groups, rollouts, outcomes.closed)
         return Collected(groups, trained, outcomes, going_on, taken, metrics, sampled.seconds)
 

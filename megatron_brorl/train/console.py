@@ -28,6 +28,7 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
         "reward": f"{metrics['reward']:.3f}",
         "kept": f"{100 * metrics['kept_share']:.0f}%",
         "tokens": f"{metrics['response_tokens']:.1f}",
+        # In nats, between engine and trainer: the first sign of weights that did not arrive.
         "gap": f"{metrics['logprob_gap_max']:.1e}",
         "step": f"{seconds['step']:.1f}s",
     }
@@ -35,8 +36,10 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
     # What went wrong.
     if metrics["updates_skipped"]:
         shown["updates skipped (gradient not finite)"] = f"{metrics['updates_skipped']:.0f}"
+    # Answers that a verifier raised on count as wrong, although the fault may be its own.
     if metrics["verdict_errors"]:
         shown["verifier raised"] = f"{metrics['verdict_errors']:.0f}x"
+    # Rollouts that are in no loss: not finite, or never delivered.
     if metrics["nonfinite_rows"]:
         shown["rows left out (not finite)"] = f"{metrics['nonfinite_rows']:.0f}"
     if metrics["lost_share"]:
@@ -47,9 +50,13 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
         shown["explained"] = f"{100 * metrics['explained_variance']:.0f}%"
     if "carried" in metrics:
         shown["carried"] = f"{metrics['carried']:.0f}"
+
+    # Steps after which held-out prompts were evaluated.
     if "pass_at_1" in metrics:
         shown["pass@1"] = f"{100 * metrics['pass_at_1']:.1f}%"
+        # pass_at_1_low and the like are of no k.
         passes = {k: v for key, v in metrics.items() if (k := key.removeprefix("pass_at_")).isdigit()}
         if more := widest(passes):
             shown[f"pass@{more[0]}"] = f"{100 * more[1]:.1f}%"
+
     return shown

@@ -43,13 +43,17 @@ def update_critic(
     those after it, because the critic's values of them are not finite.
     """
     totals, norms, skipped, lr = dict.fromkeys(_SUMS, 0.0), [], 0, 0.0
+    # Rows found not finite: left out of every later mini-batch too, since epochs bring them again.
     broken: set[int] = set()
 
+    # What tells a row that is not finite from the others.
     def score(rows: list[int]) -> list[Tensor]:
         part = experience.take(rows)
         return critic.values(part.prompts, part.responses)
 
+    # Every rank takes every turn, also without a row of its own: a step is a collective.
     for i, rows in enumerate(mini_batches):
+        # The schedule counts mini-batches, those that are skipped too.
         rate = learning_rate(optim, first_update + i)
         attempt = partial(_attempt, critic, experience, clip, rate)
         done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, critic.grid)
@@ -63,14 +67,17 @@ def update_critic(
         norms.append(update.grad_norm)
         skipped += not update.applied
 
+    # Where no step was taken means are 0.
     steps = max(len(norms), 1)
     return {
         "value_loss": totals["loss"] / steps,
+        # A share of tokens, not a mean over steps.
         "value_clipped": totals["clipped"] / (totals["tokens"] or 1.0),
         "critic_grad_norm": sum(norms) / steps,
         "critic_updates": float(len(norms)),
         "critic_updates_skipped": float(skipped),
         "critic_lr": lr,
+        # A replica's ranks have the same rows, so only replicas are added up.
         "critic_nonfinite_rows": collectives.all_reduce_sum({"rows": float(len(broken))}, critic.grid.groups.dp)[
             "rows"
         ],

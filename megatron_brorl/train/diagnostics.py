@@ -88,6 +88,8 @@ class StepDiagnostics:
         lr: the learning rates of the step's updates, added up; predicted is a plain gradient step of this size.
         """
         metrics = {f"theory_predicted/{k}": lr * float(np.mean(v)) for k, v in self._predicted.items()}
+
+        # Measured once more with the same random numbers; None where this step measures nothing or an engine hangs.
         rates = None if self._rates is None else self._measure()
         if rates is None or self._rates is None:
             return metrics
@@ -97,6 +99,8 @@ class StepDiagnostics:
         change = (rates - self._rates)[known]
         if not len(change):
             return metrics
+
+        # Means over prompts; samples are those of both measurements.
         metrics |= {
             "theory_measured/before": float(self._rates[known].mean()),
             "theory_measured/after": float(rates[known].mean()),
@@ -107,10 +111,12 @@ class StepDiagnostics:
         # The spread over prompts, and whether the theory knew which ones change.
         if len(change) > 1:
             metrics["theory_measured/change_se"] = float(change.std(ddof=1)) / len(change) ** 0.5
+        # Predictions are per unit of step: a correlation does not ask how large the step was.
         for name in PREDICTIONS:
             if name in self._predicted:
                 r = correlation(np.asarray(self._predicted[name])[known], change)
                 metrics[f"theory_measured/over_prompts_{name}"] = r
+
         return metrics
 
     def _measure(self) -> npt.NDArray[np.float64] | None:
@@ -132,6 +138,7 @@ class StepDiagnostics:
     def _token_metrics(self) -> dict[str, float]:
         """Means over the chosen groups' shared tokens; also predicts for each of these groups."""
         tokens = self._first_tokens()
+        # Positions are drawn by numbers that all ranks have, so that all look at the same ones.
         draws = self._uniforms(1, len(tokens) * self.config.positions).view(len(tokens), -1)
         drawn = [draw_positions(t, u) for t, u in zip(tokens, draws, strict=True)]
         found = self._at_positions(tokens, drawn)
@@ -144,16 +151,21 @@ class StepDiagnostics:
             "theorem_high": lambda f: f.sampled + f.unsampled_high,
             "policy_gradient": lambda f: f.policy_gradient,
         }.items():
+            # A zip is spent by one walk, so that every prediction makes its own.
             parts = zip(drawn, found, survivors, strict=True)
             self._predicted[name] = [change_of_success(p, change(f), f, n) for p, f, n in parts]
 
+        # How much of what survivors wrote begins like a sibling, which is all that these figures are about.
         outcomes = self.collected.outcomes
         tokens_of = [float(outcomes.tokens[g][outcomes.ended[g]].sum()) for g in self.chosen]
         shared = sum(p.shared for p in drawn)
         metrics = {"theory_exact/shared_tokens": shared / (sum(tokens_of) or 1.0)}
+
+        # Each group weighs by its shared tokens; one without any has no position to take a mean over.
         for name in _NAMES if shared else ():
             sums = [p.shared * float(getattr(f, name).mean()) for p, f in zip(drawn, found, strict=True) if p.shared]
             metrics[f"theory_{_LABELS[name]}/{name}"] = sum(sums) / shared
+
         return metrics
 
     def _first_tokens(self) -> list[Tensor]:
@@ -177,22 +189,28 @@ class StepDiagnostics:
         prompts: list[Tensor] = []
         responses: list[Tensor] = []
         parts = []
+        # Rows are numbered through all groups, so that the model sees one batch.
         for g, t, p in zip(self.chosen, tokens, drawn, strict=True):
             position, token, right = draws_at(p, t, self.collected.outcomes.rewards[g] >= CORRECT)
             parts.append((len(prompts) + position, token, right))
             prompts += [torch.tensor(self.collected.groups[g].prompt.token_ids)] * len(p.depth)
+            # The token at the position closes its row: last_logits tells what that was drawn from.
             responses += [t[i, : d + 1] for i, d in zip(p.sibling.tolist(), p.depth.tolist(), strict=True)]
 
         # The last pipeline stage has the logits, and tells the others.
+        # Of the type and size of TokenLevel's fields on every stage, as a broadcast asks.
         table = torch.zeros(len(_NAMES), len(prompts), dtype=torch.float64)
         if prompts:
             logits = self.worker.last_logits(prompts, responses)
             if logits is not None:
                 s = self.sampling
+                # The distribution of the sampling, cut by top-p and top-k as the engine's was.
                 log_probs = sampling_log_probs(logits, s.temperature, s.top_p, s.top_k)
                 found = token_level(log_probs, *(torch.cat(part) for part in zip(*parts, strict=True)))
                 table = torch.stack([getattr(found, name) for name in _NAMES])
             table = _from_last_stage(table, self.worker.grid)
+
+        # Back to one table per group, in the order of `drawn`.
         columns = table.split([len(p.depth) for p in drawn], dim=1)
         return [TokenLevel(**dict(zip(_NAMES, part, strict=True))) for part in columns]
 
@@ -222,6 +240,7 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
     groups = [pair for g in outcomes.closed if len((pair := _answers(outcomes, g))[0]) > max(n // 2, 2)]
     if not groups:
         return {}
+    # Unseen mass by Good-Turing, and the theorem's terms on answers in place of tokens, group by group.
     unseen, levels = [good_turing(*pair) for pair in groups], [answer_level(*pair) for pair in groups]
 
     # Means over groups.
@@ -231,13 +250,16 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
         metrics[f"theory_hold_out/{name}"] = float(np.mean([getattr(level, name) for level in levels]))
 
     # The hold-out curve at powers of two.
+    # Every counted group has more than n // 2 answers, so that all of them can hold out as many.
     held = [2**k for k in range(1, n.bit_length()) if 2**k <= n // 2]
     if held:
         curve = hold_out(groups, held)
         for name in ("unsampled_mass", "u_pos2", "u_neg2"):
+            # Every point with the standard error of drawing siblings, the prompts being given.
             values, errors = getattr(curve, name).tolist(), getattr(curve, f"{name}_se").tolist()
             for h, value, error in zip(held, values, errors, strict=True):
                 metrics |= {f"theory_hold_out/{name}_{h}": value, f"theory_hold_out/{name}_{h}_se": error}
+
     return metrics
 
 

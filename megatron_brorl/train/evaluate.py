@@ -84,13 +84,17 @@ def sample_answers(
     all, and where the verifiers failed on most.
     """
     grid = rollouts.grid
+    # The stream takes the place of the step in the random numbers' key.
     groups = open_groups(prompts, stream)
+    # One run of samples per rank, whatever replica it is of: nobody trains on them.
     own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
     sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
 
     # Every rank gets what became of all samples.
+    # A rank's samples are its own, so tables add up over all ranks.
     outcomes = gather(sampled.rollouts, len(groups), n, None)
     sums = collectives.all_reduce_sum(sampled.counts())
+    # Refused before means are taken over what is left.
     check_scored("evaluation", sums["unscored"], sums["scored"])
     check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
 
@@ -99,11 +103,14 @@ def sample_answers(
     for g, ended, rewards, tokens in zip(
         groups, outcomes.ended, outcomes.rewards.double(), outcomes.tokens.double(), strict=True
     ):
+        # A prompt that lost all of its samples has no mean.
         if ended.any():
             reward, length = rewards[ended], tokens[ended]
             right = int((reward >= CORRECT).sum())
             means = float(reward.mean()), float(length.mean())
             found.append(Answers(g.prompt, g.place, int(ended.sum()), right, *means))
+
+    # rollout.max_lost_share = 1 lets even this come so far.
     if not found:
         raise UserError("evaluation: every sample was lost, so there is nothing to report")
     return found

@@ -39,18 +39,23 @@ def make_experience(
     """
     # What the models make of the tokens.
     actor = models.actor
+    # One tensor per prompt, shared by its siblings, by which packing finds them at little cost.
     ids = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
     prompts = tuple(ids[r.group] for r in rollouts)
     responses = tuple(r.rollout.token_ids for r in rollouts)
     sampled = tuple(r.rollout.log_probs for r in rollouts)
+
+    # The old policy: the engine's numbers, the actor's, or none: a single update starts at a ratio of 1.
     old = sampled if algo.old_log_probs == "rollout" else None
     if old is None and _needs_old(algo):
         old = tuple(actor.log_probs(prompts, responses, temperature))
+    # Reference and critic, where the recipe has them. All of these are collectives of a replica.
     reference = tuple(models.reference.log_probs(prompts, responses, temperature)) if models.reference else None
     values = tuple(models.critic.values(prompts, responses)) if models.critic else None
 
     # Before anything is computed over rows: one NaN in a moment or a mean would reach all of them.
     known = [column for column in (sampled, old, reference, values) if column is not None]
+    # Found over all ranks of the replica, which must go on with the same rows.
     finite = finite_rows(known, actor.grid)
     rollouts, prompts, responses, sampled = (_those(x, finite) for x in (rollouts, prompts, responses, sampled))
     old, reference, values = (None if x is None else _those(x, finite) for x in (old, reference, values))
@@ -61,20 +66,26 @@ def make_experience(
     if kl_in_reward(algo) and old is not None and reference is not None:
         kl = tuple(kl_estimate(o - r, algo.kl_estimator) for o, r in zip(old, reference, strict=True))
         metrics["reference_kl"] = _token_mean(kl, actor)
+
+    # A mask, not shorter rows: what comes later in a response still attends to these tokens.
     if algo.mismatch_mask != "off" and old is not None:
         bounds = algo.mismatch_mask, algo.mismatch_low, algo.mismatch_high
         mask = tuple(mismatch_mask(o, s, *bounds) for o, s in zip(old, sampled, strict=True))
         metrics["masked_share"] = 1 - _token_mean(mask, actor)
 
     # The advantage of every token.
+    # By group and sibling: baselines have counted the rows that were left out here.
     own = group_advantages[[r.group for r in rollouts], [r.rollout.index for r in rollouts]]
     lengths = [len(r) for r in responses]
     credit = of_tokens(own, lengths, values, kl, algo, actor.options.ops, actor.grid.groups.dp)
+
+    # The boost comes after whitening, which would rescale it and take its mean away.
     advantages = credit.advantages
     if algo.correct_boost:
         boosts = (algo.correct_boost if r.reward >= CORRECT else 0.0 for r in rollouts)
         advantages = tuple(a + boost for a, boost in zip(advantages, boosts, strict=True))
 
+    # Every column has the same rows in the same order; absent ones are None.
     experience = Experience(
         prompts=prompts,
         responses=responses,
@@ -84,6 +95,7 @@ def make_experience(
         values=values,
         returns=credit.returns,
         reference_log_probs=reference,
+        # None counts as 1: only unequal groups have weights.
         weights=None if weights is None else tuple(float(weights[r.group, r.rollout.index]) for r in rollouts),
         mask=mask,
     )

@@ -74,12 +74,15 @@ class Rollouts:
         says that they go on in the next step.
         """
         start = time.monotonic()
+        # A run of siblings is one request, by which the engine knows that they share a prompt.
         asked, numbers = requests(slots, groups, begun or {}, self.seed)
         result = self.engine.generate(asked, sampling)
+        # A collective, and before verdicts: repeated rollouts would count as independent ones everywhere.
         _check_distinct(asked, result.rollouts, self.engine.engine.if_repeating)
         middle = time.monotonic()
 
         # What has ended has a verdict; the others go on, or are lost.
+        # Texts stand in the order of `ended`.
         cut: list[ScoredRollout] = []
         ended: list[tuple[int, Prompt, Rollout]] = []
         texts: list[str] = []
@@ -87,10 +90,14 @@ class Rollouts:
             done = [r for r in rollouts if r.finish != "cut"]
             ended += [(number, request.prompt, r) for r in done]
             texts += self._texts(done, sampling.stop_ids)
+            # Without a verdict so far, which NaN says; group and sibling keep its place for the next step.
             if sampling.budget:
                 cut += [ScoredRollout(number, r, float("nan")) for r in rollouts if r.finish == "cut"]
+
+        # One call, so that all verifiers are at work at once.
         prompts, responses = [prompt for _, prompt, _ in ended], [rollout for *_, rollout in ended]
         scores = score_rollouts(prompts, responses, texts, self.pool, self.reward)
+        # Answers go on as codes: tables of numbers cross ranks, texts do not.
         verdicts = zip(ended, scores.rewards.tolist(), scores.answers, strict=True)
         scored = [ScoredRollout(g, rollout, reward, code(answer)) for (g, _, rollout), reward, answer in verdicts]
         score = time.monotonic() - middle
@@ -98,6 +105,8 @@ class Rollouts:
         # Ranks wait here, so that seconds are a rank's own.
         self.grid.barrier()
         self._tell(scores.raised)
+
+        # Lost are those that were asked for and are not among the rollouts.
         return Sampled(
             rollouts=[*cut, *scored],
             asked=len(slots),

@@ -44,6 +44,7 @@ def sft(
     Raises UserError where loss, gradient or weights are not finite.
     """
     grid = worker.grid
+    # The number of a step decides its examples and its rate.
     for step in range(config.steps):
         start = time.monotonic()
 
@@ -51,11 +52,14 @@ def sft(
         examples = solved_examples(source.take(step, config.examples_per_step), tokenizer)[grid.dp_rank :: grid.data]
         prompts = [torch.tensor(p) for p, _ in examples]
         responses = [torch.tensor(r) for _, r in examples]
+        # All ranks divide by the same number, so that gradients are only added up.
         own = float(sum(map(len, responses)))
         tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
 
+        # At temperature 1, where the model's own distribution is the one that is fitted.
         lr = learning_rate(optim, step)
         update, losses = worker.train(prompts, responses, _loss(tokens), 1.0, lr)
+        # Only the last pipeline stage has losses; the others add 0.
         loss = collectives.all_reduce_sum({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
 
         # What is exported must be finite, so a step that is not ends the run.
@@ -64,8 +68,10 @@ def sft(
                 f"sft step {step}: loss {loss}, gradient norm {update.grad_norm}: not finite; nothing is exported: "
                 "lower sft.lr, or raise sft.warmup_steps"
             )
+        # A gradient in range may still take a weight out of it.
         worker.require_finite(f"sft step {step}", "nothing is exported: lower sft.lr, or raise sft.warmup_steps")
 
+        # The same figures on every rank; one of them has the writer.
         seconds = {"step": time.monotonic() - start}
         if writer:
             writer.write(step, {"loss": loss, "grad_norm": update.grad_norm, "lr": lr, "tokens": tokens}, seconds)

@@ -27,24 +27,31 @@ def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: fl
     `tolerance`, or where the difference is not a number.
     """
     grid, shape = worker.grid, worker.shape
+    # Short, so that a prompt and a response fit the smallest context.
     length = max(1, min(TOKENS, worker.shape.context // 2))
 
     # Random prompts, the same on every rank, of which each engine samples its share.
     prompts = []
     for i in range(PROMPTS * grid.world):
         name = f"probe {i}"
+        # The version is in the key, so that every refit is probed by tokens of its own.
         keys = torch.full((length,), stream_key("verify reshard", version, name))
         places = torch.arange(length)
         ids = (uniforms(keys, places, torch.zeros_like(places)) * shape.vocab).long()
         prompts.append(Prompt(name, "", tuple(ids.tolist()), None, "exact"))
+
+    # Slots and requests as in a step, so that what is checked is what will sample.
     groups = [OpenGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
     slots = own_slots([], list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.data, grid)
     asked, group_of = requests(slots, groups, {}, 0)
+
+    # Neither temperature nor cuts come between logits and log-probabilities.
     sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())
     result = engine.generate(asked, sampling)
 
     # The actor scores what its replica's engines sampled.
     own = [ScoredRollout(g, r, 0.0) for g, rollouts in zip(group_of, result.rollouts, strict=True) for r in rollouts]
+    # All ranks of a replica score the same rows, whichever of their engines sampled them.
     rows = [(prompts[row.group], row.rollout) for row in share_with_model_group(own, grid)]
     inputs = [torch.tensor(p.token_ids) for p, _ in rows]
     actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], 1.0)
@@ -52,6 +59,8 @@ def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: fl
 
     # Not a number must not lose in a maximum.
     gap = collectives.all_reduce_max({"gap": float(gaps.nan_to_num(nan=float("inf")).max())})["gap"]
+
+    # The gap is of all ranks, so that they raise together; written so that NaN would raise too.
     if not gap <= tolerance:
         raise UserError(
             f"train.verify_reshard: after version {version} an engine's log-probs differ from the actor's by {gap:.2e} "

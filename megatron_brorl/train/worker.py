@@ -95,6 +95,7 @@ class Stage:
             config=config,
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
+                # As config section parallel has it; the optimizer below must agree on shards and gathering.
                 use_distributed_optimizer=o.distributed_optimizer,
                 overlap_grad_reduce=o.overlap_grad_reduce,
                 overlap_param_gather=o.overlap_param_gather,
@@ -111,7 +112,9 @@ class Stage:
                 adam_beta1=optim.betas[0],
                 adam_beta2=optim.betas[1],
                 adam_eps=optim.eps,
+                # Applied by _step, which has tested the norm before.
                 clip_grad=optim.clip_grad,
+                # Weights in bfloat16 get float32 masters, which the steps are taken on.
                 bf16=o.dtype == torch.bfloat16,
                 params_dtype=o.dtype,
                 use_distributed_optimizer=o.distributed_optimizer,
@@ -122,6 +125,8 @@ class Stage:
 
         # Losses carry their global divisor already: gradients are only summed.
         config.finalize_model_grads_func = lambda models, _tokens, **kwargs: finalize_model_grads(models, **kwargs)
+
+        # All micro-batches but the last only add to this rank's gradients.
         config.no_sync_func = self.model.no_sync
 
     def offload(self, weights: bool = True) -> None:

@@ -105,6 +105,8 @@ def _checked(
         raise TypeError(
             f"{op}: hidden and weight must both be float32, float64 or bfloat16, got {hidden.dtype} and {weight.dtype}"
         )
+
+    # One id per row, in the one type that the kernels read.
     if ids.shape != hidden.shape[:1]:
         raise ValueError(f"{op}: ids must be [{len(hidden)}], got {list(ids.shape)}")
     if ids.dtype != torch.int64:
@@ -115,8 +117,11 @@ def _checked(
     # The vocabulary: of all ranks together, without padding.
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     vocab = len(weight) * ranks if vocab is None else vocab
+    # Shards are of one size, padding included.
     if not 0 < vocab <= len(weight) * ranks:
         raise ValueError(f"{op}: a vocabulary of {vocab} does not fit {ranks} x {len(weight)} rows of weight")
+
+    # On a GPU looking would wait for the device.
     if ids.device.type == "cpu" and len(ids):
         worst = int(ids.min() if ids.min() < 0 else ids.max())
         if not 0 <= worst < vocab:
@@ -125,6 +130,7 @@ def _checked(
 
     # This rank's part of it.
     start = rank * len(weight)
+    # Padding ends the last shards, of which one may hold nothing else.
     live = min(max(vocab - start, 0), len(weight))
     return Shard(start, live, temperature, group if ranks > 1 else None)
 
@@ -216,17 +222,20 @@ class _Gradients:
         """Rows without any gradient (clipped, masked, of a group without signal) are left out of the two products."""
         if self.of_hidden is None and self.of_weight is None:
             return
+
         # Move the rows that have a gradient to the front.
         live = log_prob_gradient != 0
         if entropy_gradient is not None:
             live |= entropy_gradient != 0
         order = _live_first(live)
         if len(order) < len(live):
+            # Logits move within their own memory; the rest is small beside them, and is copied.
             _gather_rows_(chunk.logits, order)
             hidden, ids, statistics = chunk.hidden[order], chunk.ids[order], chunk.statistics[order]
             log_prob_gradient = log_prob_gradient[order]
             entropy_gradient = None if entropy_gradient is None else entropy_gradient[order]
         else:
+            # Every row has a gradient, so nothing is moved.
             hidden, ids, statistics = chunk.hidden, chunk.ids, chunk.statistics
 
         # The gradient of the logits takes their place.
@@ -239,11 +248,13 @@ class _Gradients:
         if self.of_hidden is not None:
             rows = self.of_hidden[chunk.rows]
             if len(order) < len(live):
+                # A product writes rows that lie together: they are spread out afterwards.
                 product = rows.new_empty(len(order), rows.shape[1])
                 gemm_(product, d, self.weight, accumulate=False)
                 rows.zero_()[order] = product
             else:
                 gemm_(rows, d, self.weight, accumulate=False)
+        # The first chunk writes and the others add, so that the memory needs no zeros at first.
         if self.of_weight is not None:
             gemm_(self.of_weight[: self.shard.live], d.t(), hidden, accumulate=chunk.rows.start > 0)
 
@@ -289,6 +300,7 @@ class _LinearPpoLoss(torch.autograd.Function):
         wanted: tuple[bool, bool],
     ) -> tuple[Tensor, ...]:
         log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
+        # Memory for all rows; logits are only ever there for one chunk.
         entropy, gradients = torch.empty_like(log_probs), _Gradients(hidden, weight, shard, wanted)
 
         # Chunk by chunk: log-probabilities, the loss of each token with its derivatives, and the gradients of both.
@@ -296,8 +308,10 @@ class _LinearPpoLoss(torch.autograd.Function):
         for chunk in _chunks(hidden, weight, ids, shard):
             log_prob, row_entropy = chunk.log_probs(shard), chunk.entropy()
             log_probs[chunk.rows], entropy[chunk.rows] = log_prob, row_entropy
+            # Derivatives in log-probability and entropy come with the loss: there is no graph to keep.
             first, second, column = ppo_tokens(log_prob, row_entropy, tokens.where(chunk.rows), settings)
             columns.append(column)
+            # Now, because the next chunk writes over these logits.
             gradients.add(chunk, first, second if settings.entropy_coef else None)
 
         # The sum in float64, and what is left for the backward pass.
@@ -305,6 +319,7 @@ class _LinearPpoLoss(torch.autograd.Function):
         loss = table[:, 0].double().sum().to(log_probs.dtype)
         # Not save_for_backward, which would keep a reference: autograd takes the gradients over, copying none.
         ctx.gradients = gradients.finished(hidden.dtype)
+        # The loss alone has a gradient, and nobody makes up zeros for the others.
         ctx.mark_non_differentiable(log_probs, entropy, table)
         ctx.set_materialize_grads(False)
         return loss, log_probs, entropy, table

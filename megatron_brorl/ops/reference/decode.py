@@ -21,6 +21,7 @@ class ReferenceDecode:
         _, kv_heads, dim, _ = keys.shape
         batch = len(qkv)
         q, k, v = qkv.float().unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
+        # Heads are normed before they are rotated.
         if norms is not None:
             q, k = rms_norm(q, (dim,), norms.q, norms.eps), rms_norm(k, (dim,), norms.k, norms.eps)
         cos, sin = (torch.cat((x, x), dim=-1).unsqueeze(1) for x in (rows.cos, rows.sin))
@@ -29,6 +30,7 @@ class ReferenceDecode:
         # The new key and value of each row go to the place of its last token.
         place = rows.lengths - 1
         page = rows.tables.gather(1, (place // PAGE).unsqueeze(1)).squeeze(1).long()
+        # Keys are stored with their tokens last, values with their tokens before d.
         keys[page, :, :, place % PAGE] = k.to(keys.dtype)
         values[page, :, place % PAGE, :dim] = v.to(values.dtype)
 
@@ -37,6 +39,7 @@ class ReferenceDecode:
         tables = torch.cat((rows.prompt_tables[rows.prompts], rows.tables[:, :used]), dim=1).long()
         slots = torch.arange(PAGE * used, device=qkv.device)
         prompt_slots = torch.arange(PAGE * rows.prompt_tables.shape[1], device=qkv.device)
+        # Prompt first, as in the tables.
         there = torch.cat(
             (
                 prompt_slots < rows.prompt_lengths[rows.prompts].unsqueeze(1),
@@ -49,7 +52,9 @@ class ReferenceDecode:
         # Softmax attention over the gathered slots (Vaswani et al. 2017, eq. 1).
         k = keys[tables].permute(0, 2, 3, 1, 4).flatten(3).float()  # [B, K, d, tokens]
         v = values[tables].transpose(1, 2).flatten(2, 3)[..., :dim].float()  # [B, K, tokens, d]
+        # What a slot without a token holds may be NaN, which a weight of 0 would not take away.
         v = v.masked_fill(~there[:, None, :, None], 0)
+        # Consecutive query heads share a key and a value head.
         scores = (scale * q).view(batch, kv_heads, -1, dim) @ k
         weights = scores.masked_fill(~there[:, None, None, :], float("-inf")).softmax(-1)
         return (weights @ v).view(batch, -1).to(qkv.dtype)

@@ -79,6 +79,7 @@ class _LinearLogProbs(torch.autograd.Function):
         # This rank's part of the vocabulary: `live` tokens from `start` on, and then padding.
         start = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         live = min(max(vocab - start, 0), weight.shape[0])
+        # Rows of a chunk, by the size of float32 logits; the same on all ranks, which exchange sums chunk by chunk.
         rows = max(1, CHUNK_BYTES // (4 * max(weight.shape[0], 1)))
         log_probs, entropies, log_norms = [], [], []
         for h, t in zip(hidden.split(rows), ids.split(rows), strict=True):
@@ -91,6 +92,7 @@ class _LinearLogProbs(torch.autograd.Function):
             own = t - start
             mine = (own >= 0) & (own < live)
             picked = torch.zeros_like(peak)
+            # A shard of padding alone has no logit to pick.
             if live:
                 picked = logits.gather(-1, own.clamp(0, live - 1).unsqueeze(-1)).squeeze(-1) * mine
 
@@ -98,10 +100,14 @@ class _LinearLogProbs(torch.autograd.Function):
             exp = (logits - peak.unsqueeze(-1)).exp()
             sums = torch.stack((exp.sum(-1), picked, (exp * logits).sum(-1)))
             _reduce(sums, dist.ReduceOp.SUM, group)
+
+            # log p = logit - log Z and H = log Z - mean logit, in nats.
             log_norm = peak + sums[0].log()
             log_probs.append(sums[1] - log_norm)
             entropies.append(log_norm - sums[2] / sums[0])
             log_norms.append(log_norm)
+
+        # Kept per row, so that the way back forms the logits again but exchanges no sums.
         empty = hidden.new_zeros(0, dtype=compute_dtype(hidden.dtype))
         log_prob, entropy, log_norm = (torch.cat(x) if x else empty for x in (log_probs, entropies, log_norms))
         ctx.save_for_backward(hidden, weight, ids, log_norm, entropy)
@@ -112,6 +118,8 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         hidden, weight, ids, log_norm, entropy = ctx.saved_tensors
         start, live, rows, temperature, group = ctx.settings
+
+        # Sums over chunks, in the compute dtype.
         grad_hidden = torch.zeros_like(hidden, dtype=compute_dtype(hidden.dtype))
         grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight.dtype))
         # Rows without a gradient are left out, not multiplied by 0: what they hold may be NaN.
@@ -123,6 +131,7 @@ class _LinearLogProbs(torch.autograd.Function):
             # d log p(t) / d logits = onehot(t) - p and dH / d logits = -p (log p + H), then through the temperature.
             upstream, of_entropy = (g[chunk].unsqueeze(-1) for g in grads)
             d = log_p.exp().mul_(-(upstream + of_entropy * (log_p + entropy[chunk].unsqueeze(-1))))
+            # The onehot of the id, on the rank that has it.
             own = ids[chunk] - start
             mine = (own >= 0) & (own < live)
             d.scatter_add_(-1, own.clamp(0, live - 1).unsqueeze(-1), mine.unsqueeze(-1) * upstream)
@@ -132,6 +141,8 @@ class _LinearLogProbs(torch.autograd.Function):
             d = d.to(hidden.dtype)
             grad_hidden[chunk] = (d @ weight[:live]).to(grad_hidden.dtype)
             grad_weight[:live] += (d.t() @ h).to(grad_weight.dtype)
+
+        # Each rank has what its own tokens add to hidden states; its rows of the weight are its alone.
         _reduce(grad_hidden, dist.ReduceOp.SUM, group)
         return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None, None
 
