@@ -108,6 +108,6 @@ def test_refusals_are_words(library):
 def test_the_op_compiles_for_cuda(tmp_path):
     """gemm.cpp with the branch that the CPU build leaves out."""
     includes = [f"-isystem{p}" for p in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
-    command = ["c++", "-std=c++17", "-Wall", "-Werror", "-fsyntax-only", "-DBRORL_CUDA=1", *includes]
-    done = subprocess.run([*command, str(CSRC / "gemm.cpp")], capture_output=True, text=True)
+    command = ["c++", "-std=c++17", "-Wall", "-Werror", "-fsyntax-only", "-DBRORL_CUDA=1", f"-I{CSRC}", *includes]
+    done = subprocess.run([*command, str(CSRC / "common" / "gemm.cpp")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from megatron_brorl.models.gpt import transformer_config
 from megatron_brorl.models.layers import attention
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
 from megatron_brorl.ops import rope
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel.batch import Group
 
 GROUPS = [
@@ -103,9 +104,9 @@ def test_yarn_scales_attention_as_in_transformers(te_attention, processes, on_gp
     assert abs(factor - 1) > 0.05
     angles = positions[:, None] * inv_freq
     packing = Segments(groups=(group,), cos=angles.cos(), sin=angles.sin())
-    config = transformer_config(shape, processes, torch.float32, False, "reference")
+    config = transformer_config(shape, processes, torch.float32, False, backend("reference", torch.device("cpu")))
     if on_gpu:  # Megatron has rotated what Transformer Engine's attention gets
-        q, k = packing.rotate(q), packing.rotate(k)
+        q, k = packing.rotate(q, 0), packing.rotate(k, 0)
         core = te_attention(config=config)
     else:
         core = PackedAttention(config, softmax_scale=config.softmax_scale)  # as Megatron builds it

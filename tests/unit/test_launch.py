@@ -17,6 +17,9 @@ import pytest
 START = [sys.executable, "-c", "import sys; from megatron_brorl.cli import launch; launch._LAST_WORDS_S = 0.5; "
          "sys.exit(launch.launch(2, [sys.executable, *sys.argv[1:]]))"]  # fmt: skip
 
+HEEDING = [sys.executable, "-c", "import os, signal, sys; [signal.signal(getattr(signal, n), signal.SIG_DFL) "
+           "for n in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1')]; os.execvp(sys.argv[1], sys.argv[1:])"]  # fmt: skip
+
 # Saves at a signal, and needs as long for it as the test likes; forks as a checkpoint's writer does.
 RANK = """
 import os, sys, time
@@ -58,8 +61,9 @@ class Ranks:
     def __init__(self, folder: Path, start: list[str], **environment: str) -> None:
         self.folder = folder
         (folder / "rank.py").write_text(RANK)
+        # Whoever runs the tests may ignore signals (nohup, a shell's &), which the launcher would inherit and respect.
         self.launcher = subprocess.Popen(
-            [*start, str(folder / "rank.py"), str(folder)],
+            [*HEEDING, *start, str(folder / "rank.py"), str(folder)],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **environment},
