@@ -53,7 +53,7 @@ class ConfigJson:
 
         Raises UserError unless it is a `kind`, and at least 1 where that is int.
         """
-        value = self.raw.get(key)
+        value: Any = self.raw.get(key)
         value = default if value is None else value
         if kind is float and type(value) is int:
             value = float(value)
