@@ -53,13 +53,13 @@ class ConfigJson:
 
         Raises UserError unless it is a `kind`, and at least 1 where that is int.
         """
-        value: Any = self.raw.get(key)
+        value = self.raw.get(key)
         value = default if value is None else value
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
             raise UserError(f"{self.where}: {key} = {value!r}: must be of type {kind.__name__}")
-        if kind is int and value < 1:  # every whole number in there is a size or a count
+        if isinstance(value, int) and kind is int and value < 1:  # every whole number in there is a size or a count
             raise UserError(f"{self.where}: {key} = {value}: must be at least 1")
         return value
 
