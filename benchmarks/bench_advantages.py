@@ -124,12 +124,16 @@ def groups_of_calls(tokens: int) -> dict[str, Calls]:
 def measure(op: str, calls: Calls, tokens: int, threads: int, repeat: int) -> list[dict[str, Any]]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     extra = dict.fromkeys(calls, 0)
+
+    # In turns, so that the machine's moods meet all alike; the first round warms up.
     for i in range(1 + repeat):
         for name, call in calls.items():
             elapsed, grown = timed(call)[:2]
             if i:
                 seconds[name].append(elapsed)
                 extra[name] = max(extra[name], grown)
+
+    # Over the time of a plain copy, which is the speed of memory.
     copy = statistics.median(seconds["copy"])
     return [
         {

@@ -130,6 +130,8 @@ def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int])
     ids = torch.randint(0, v, (t,), generator=g)
     old = -torch.log(torch.tensor(float(v))) + 0.1 * torch.randn(t, generator=g)
     rollout_gap, advantages = 0.1 * torch.randn(t, generator=g), torch.randn(t, generator=g)
+
+    # So many tokens as `clipped` says have left the clip range, where they have no gradient.
     with torch.no_grad():
         log_probs, _ = linear_log_probs(hidden, weight, ids, 1.0)
     if clipped is not None:
@@ -137,6 +139,8 @@ def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int])
         moved = moved[torch.randperm(t, generator=g)]
         old = log_probs - torch.where(moved, 0.5 * advantages.sign(), 0.0)
     inputs = (hidden, weight, ids, old, old + rollout_gap, advantages)
+
+    # The first call warms up.
     call = IMPLEMENTATIONS[name]()
     seconds, extra, loss = [], 0, 0.0
     for i in range(1 + repeat):

@@ -198,6 +198,8 @@ def main() -> None:
     repeat, model = (2, "30m") if args.quick else (args.repeat, args.model)
     rows: list[dict[str, Any]] = []
     print("what              layout                         MB  seconds    GB/s  extra MiB  peak MiB  peak/model")
+
+    # Everything is written below one folder, which goes whatever happens.
     root = Path(tempfile.mkdtemp(dir=args.dir))
     try:
         small = str(root / "small")
@@ -205,6 +207,8 @@ def main() -> None:
         for tensor, pipeline in ((1, 1), (2, 1), (1, 2)):
             rows.append(refit_row(small, tensor, pipeline, repeat))
             show(rows[-1])
+
+        # Conversion there, to another layout and back, each in a fresh process.
         alone(make, model, str(root / "hf"), "bfloat16")
         steps = [("to-megatron", "hf", "a", 2), ("to-megatron", "a", "b", 1), ("to-hf", "b", "back", 0)]
         for what, source, target, tensor in steps:
@@ -215,6 +219,8 @@ def main() -> None:
             show(rows[-1])
             if source != "hf":
                 shutil.rmtree(root / source)
+
+        # Speed means nothing where a bit is lost.
         exact = same(root / "hf", root / "back")
         print(f"bit by bit the same after both ways: {exact}")
         rows.append({"what": "round trip", "model": model, "exact": exact})

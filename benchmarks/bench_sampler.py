@@ -54,6 +54,8 @@ def measure(args: tuple[str, int, int, int]) -> list[dict[str, Any]]:
     logits = 2 * torch.randn(ROWS, vocab)
     inputs = (logits, torch.full((ROWS,), 7), torch.arange(ROWS))
     calls = implementations(*SETTINGS[setting])
+
+    # In turns; the first round measures memory, the others time.
     libc = ctypes.CDLL("libc.so.6")
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     extra = dict.fromkeys(calls, 0)

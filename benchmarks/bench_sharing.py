@@ -36,6 +36,8 @@ def measure(directory: str, processes: Grid, prompt: int, n: int, share: bool, r
     options = StageOptions(16384, backend("fused", device.default_device()), share_prompt=share)
     worker = Worker(read_shape(directory), processes, options, optim)
     worker.load_hf(directory)
+
+    # One prompt and its siblings, drawn at random: only the amount of work counts.
     vocab = worker.shape.vocab
     g = torch.Generator().manual_seed(0)
     text = torch.randint(0, vocab, (prompt,), generator=g)
@@ -43,6 +45,8 @@ def measure(directory: str, processes: Grid, prompt: int, n: int, share: bool, r
     sampled = tuple(torch.full((RESPONSE,), -8.3) for _ in range(n))
     advantages = tuple(torch.randn(n, generator=g)[:, None].expand(n, RESPONSE))
     experience = Experience((text,) * n, responses, sampled, None, advantages)
+
+    # The first update warms up.
     tokens, seconds = worker.tokens(experience.prompts, responses), []
     for update in range(1 + repeat):
         start = time.perf_counter()

@@ -94,6 +94,8 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     data, config, out = directory / "train.jsonl", directory / "run.toml", directory / "run"
     rows = [{"prompt": text, "answer": "1"} for text in job["prompts"]]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    # The configuration of one run over these prompts.
     text = RUN.format(
         dir=out,
         model=job["model"],
@@ -105,6 +107,8 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
         tokens=job["tokens_per_micro_batch"],
     )
     config.write_text(text, encoding="utf-8")
+
+    # The command that a user types, in a process of its own.
     command = [sys.executable, "-m", "megatron_brorl", "train", str(config)]
     environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "TRANSFORMERS_VERBOSITY": "error"}
     done, others = run(command, environment)
@@ -181,6 +185,8 @@ def main() -> None:
         args.n, args.prompts, args.response = 64, [64], 16
     if args.n % min(args.trl_micro_batch, args.n):
         parser.error(f"--trl-micro-batch {args.trl_micro_batch} does not divide --n {args.n}")
+
+    # The machine's peak is taken before the rows and after them.
     peaks = {dtype: alone(peak_flops, dtype, args.threads) for dtype in args.dtypes}
     rows = []
     for prompt, dtype in itertools.product(args.prompts, args.dtypes):
@@ -207,6 +213,8 @@ def main() -> None:
                 rows += [row(engine, f, job, prompt, matrix_weights(shape)) for engine, f in found.items()]
             except EngineFailed as e:
                 sys.exit(f"bench_step: {e}")
+
+    # Shares of the faster of the two peaks.
     for dtype in args.dtypes:
         peak = max(peaks[dtype], alone(peak_flops, dtype, args.threads))
         print(f"{dtype}: peak of a matrix product {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")

@@ -75,6 +75,8 @@ def main() -> None:
     job = read_job()
     torch.set_num_threads(job["threads"])
     n, micro_batch = job["n"], min(job["micro_batch"], job["n"])
+
+    # As near to this project's step as TRL's options come.
     arguments = GRPOConfig(
         output_dir=f"{job['scratch']}/trl",
         use_cpu=True,
@@ -94,6 +96,8 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
+
+    # Its own trainer, timed by callbacks.
     steps = Steps()
     trainer = Timed(
         model=job["model"],
@@ -104,6 +108,8 @@ def main() -> None:
         callbacks=[steps],
     )
     steps.trainer = trainer
+
+    # Memory counts from here on.
     forget_peak()
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

@@ -58,6 +58,8 @@ def main() -> None:
     wrong = [x for x in overrides if x.startswith("-") or "=" not in x]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+
+    # All arms begin with the same model, and are evaluated alike.
     begin = args.model or prepare(args, overrides)
     evaluate(args, begin, args.directory / BEGIN, overrides)
     for seed in args.seeds:
@@ -65,6 +67,8 @@ def main() -> None:
         for arm in ARMS:
             run = args.directory / f"{arm}_{seed}"
             evaluate(args, run / "model", run, overrides)
+
+    # Tables and figure are made of the files alone.
     results = collect(args)
     (args.directory / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     text = markdown(results)
