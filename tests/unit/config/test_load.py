@@ -13,7 +13,7 @@ from megatron_brorl.config.renamed import RENAMED
 from megatron_brorl.config.schema import Config, TaskConfig
 from megatron_brorl.errors import UserError
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -19,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+RECIPES = Path(__file__).parents[3] / "examples" / "recipes"
 # What a machine or a run decides, and not the method.
 NOT_OF_THE_METHOD = {
     "rollout": {"engine", "max_num_seqs", "kv_cache_mib", "timeout_s", "max_lost_share"},

@@ -23,7 +23,7 @@ from megatron_brorl.checkpoints.random_init import write_random_model
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "convert_checkpoint.py")]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_brorl.cli import doctor
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 

@@ -22,7 +22,7 @@ from megatron_brorl.models.gpt import build_actor
 from megatron_brorl.ops.backend import backend
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
 
 
 def store(directory: Path, embedding, head) -> None:

@@ -24,11 +24,11 @@ from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
 import make_tiny_model
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 CORPUS = [f"{a} + {b} = {a + b}" for a in range(40) for b in range(40)]
 CORPUS += ["aaaa aaa aa a aaaaaa baaab  aa  aaa    x", "ababab abab ababa babab bab", "naïve café hello == ==="] * 40
 LLAMA = {"add_dummy_prefix": True, "byte_fallback": True, "split_digits": True}
