@@ -50,7 +50,9 @@ class SandboxProcess:
     def __enter__(self) -> SandboxProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def send(self, message: dict[str, Any]) -> None:

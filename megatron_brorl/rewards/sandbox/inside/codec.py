@@ -1,6 +1,6 @@
 """Python values as JSON: what JSON has as it is, the rest as {"!": type, "v": parts}. Builtin types go in and come out.
 
-A subclass is written as the builtin type that it extends, so that nothing of a program's own classes leaves its process.
+A subclass is written as the builtin type that it extends: nothing of a program's own classes leaves its process.
 """
 
 from __future__ import annotations

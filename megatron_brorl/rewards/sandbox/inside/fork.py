@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -134,7 +135,5 @@ def _exit_code(code: object) -> int:
 
 
 def _kill_all() -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)  # of the namespace: all but process 1 and this one
-    except ProcessLookupError:
-        pass

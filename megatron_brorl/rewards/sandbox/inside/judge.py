@@ -6,7 +6,6 @@ is of builtin types whatever the program made; so no test stands where the progr
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,13 @@ from megatron_brorl.rewards.sandbox.inside import codec
 from megatron_brorl.rewards.sandbox.inside.wire import Wire
 
 # What a program may raise in a test. StopIteration is not among them: it would end a loop of the test early.
-_RAISED = frozenset(
-    "ArithmeticError AttributeError IndexError KeyError LookupError NotImplementedError OverflowError RuntimeError "
-    "TypeError ValueError ZeroDivisionError".split()
-)
+_RAISED: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        *(ArithmeticError, OverflowError, ZeroDivisionError, LookupError, IndexError, KeyError),
+        *(AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError),
+    )
+}
 
 
 class ProgramError(Exception):
@@ -35,8 +37,8 @@ def judge(wire: Wire, order: dict[str, Any]) -> None:
             exec(compile(codec.parse(line)["test"], "test.py", "exec", dont_inherit=True), names)
             if callable(names.get("check")):  # HumanEval's form
                 names["check"](function)
-        except BaseException as e:
-            wire.write({"passed": False, "why": type(e).__name__})
+        except BaseException as e:  # SystemExit too: a test that ends early has not passed
+            wire.write({"passed": False, "why": f"{type(e).__name__}: {e}".removesuffix(": ")[:200]})
         else:
             wire.write({"passed": True, "why": ""})
 
@@ -51,7 +53,6 @@ def _stand_in(wire: Wire) -> Callable[..., Any]:
         answer = codec.parse(line)
         if "value" in answer:
             return codec.decode(answer["value"])
-        kind = getattr(builtins, answer["raised"]) if answer["raised"] in _RAISED else ProgramError
-        raise kind(answer["raised"])
+        raise _RAISED.get(answer["raised"], ProgramError)(answer["raised"])
 
     return function

@@ -6,6 +6,7 @@ messages are the program's results, and what they should be is known outside alo
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import CodeType, ModuleType
@@ -20,9 +21,8 @@ def scripts(wire: Wire, order: dict[str, Any]) -> None:
     """Run the program as a script once per request {"stdin"}."""
     code = _compiled(wire, order)
     while code and (line := wire.read()) is not None:
-        module = ModuleType("__main__")
-        fork = Fork(order, codec.parse(line)["stdin"].encode())
-        wire.write(fork.run(lambda module=module: _as_main(code, module)))
+        fork = Fork(order, codec.parse(line)["stdin"].encode("utf-8", "surrogatepass"))
+        wire.write(fork.run(functools.partial(_as_main, code)))
 
 
 def calls(wire: Wire, order: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ def calls(wire: Wire, order: dict[str, Any]) -> None:
         if isinstance(function, str):
             wire.write({"status": "error", "why": function})
         else:
-            wire.write(Fork(order).run(lambda line=line: _called(function, line)))
+            wire.write(Fork(order).run(functools.partial(_called, function, line)))
 
 
 def _compiled(wire: Wire, order: dict[str, Any]) -> CodeType | None:
@@ -53,7 +53,8 @@ def _compiled(wire: Wire, order: dict[str, Any]) -> CodeType | None:
         return None
 
 
-def _as_main(code: CodeType, module: ModuleType) -> None:
+def _as_main(code: CodeType) -> None:
+    module = ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = ["solution.py"]
     exec(code, module.__dict__)
@@ -66,7 +67,7 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
         found = getattr(found() if isinstance(found, type) else found, part)
     if not callable(found):
         raise TypeError(f"{name} is not a function")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _called(function: Callable[..., Any], line: bytes) -> Any:
