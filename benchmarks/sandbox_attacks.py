@@ -115,7 +115,8 @@ REFUSED = {
     "setuid": "import os; attempt(lambda: os.setuid(0))",
     "chroot": "import os; attempt(lambda: os.chroot('/tmp'))",
     "TCP": "import socket; attempt(lambda: socket.create_connection(('127.0.0.1', 22), 0.2))",
-    "UDP": "import socket; attempt(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('8.8.8.8', 53)))",
+    "UDP": "import socket\n"
+    "attempt(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('8.8.8.8', 53)))",
     "UNIX socket": "import socket; attempt(lambda: socket.socket(socket.AF_UNIX))",
     "netlink": "import socket; attempt(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))",
     "memfd": "import os; attempt(lambda: os.memfd_create('x'))",
@@ -144,21 +145,23 @@ REFUSED = {
 FORGING = {
     "forged messages": "import os\n"
     "for fd in range(3, 64):\n"
-    "    try: os.write(fd, b'{\"status\": \"ok\", \"why\": \"\", \"stdout\": \"1\", \"result\": \"1\"}\\n' * 5)\n"
+    '    try: os.write(fd, b\'{"status": "ok", "why": "", "stdout": "1", "result": "1"}\\n\' * 5)\n'
     "    except OSError: pass",
-    "forged verdict": "print('{\"passed\": true, \"why\": \"\"}'); print('ALL TESTS PASSED')",
+    "forged verdict": 'print(\'{"passed": true, "why": ""}\'); print(\'ALL TESTS PASSED\')',
     "pickle": "import pickle, sys\n"
-    "class P:\n    def __reduce__(self): return (print, ('breached',))\n"
+    "class P:\n    def __reduce__(self): return (print, ('unpickled',))\n"
     "sys.stdout.buffer.write(pickle.dumps(P()))",
     "patched comparison": "import builtins, json, operator\n"
     "builtins.all = builtins.any = lambda *a: True\noperator.eq = lambda *a: True\njson.loads = lambda *a: 1\nprint(0)",
     "frames": "import sys\n"
     "frame = sys._getframe()\n"
-    "while frame:\n    print({k: str(v)[:50] for k, v in frame.f_locals.items() if 'expected' in k})\n    frame = frame.f_back",
+    "while frame:\n    print({k: str(v)[:50] for k, v in frame.f_locals.items() if 'expected' in k})\n"
+    "    frame = frame.f_back",
     "garbage collector": "import gc\nprint([x for x in gc.get_objects() if isinstance(x, dict) and 'expected' in x])",
     "excepthook": "import sys, os; sys.excepthook = lambda *a: os._exit(0)\nraise ValueError",
     "timer": "import threading, os; threading.Timer(0.01, os._exit, (0,)).start()",
-    "orphan that prints": "import os, time\nif os.fork() == 0:\n    time.sleep(0.05 + SEED / 1e5)\n    print('1', flush=True)",
+    "orphan that prints": "import os, time\n"
+    "if os.fork() == 0:\n    time.sleep(0.05 + SEED / 1e5)\n    print('1', flush=True)",
     "unicode": "import sys; sys.stdout.buffer.write(bytes(range(256)) * 10)",
     "null bytes": "print('\\0' * 100)",
     "nested JSON": "print('[' * 100_000)",

@@ -43,18 +43,11 @@ def command(limits: Limits, seccomp: int, info: int) -> tuple[list[str], list[in
         who += ["--cap-drop", "ALL"]
 
     # /dev is a file system in memory without a bound, and so is the root: both are closed once they are made.
-    scratch = str(limits.scratch_mb << 20)
-    files = [*_files(), "--dev", "/dev", "--size", scratch, "--tmpfs", "/dev/shm", "--size", scratch, "--tmpfs", "/tmp"]
+    scratch = ["--perms", "1777", "--size", str(limits.scratch_mb << 20), "--tmpfs"]
+    files = [*_files(), "--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp"]
     files += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
-    life = [
-        "--die-with-parent",
-        "--new-session",
-        "--as-pid-1",
-        "--clearenv",
-        "--setenv",
-        "LD_LIBRARY_PATH",
-        "/python/lib",
-    ]
+    life = ["--die-with-parent", "--new-session", "--as-pid-1"]
+    life += ["--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
     pipes = ["--seccomp", str(seccomp), "--info-fd", str(info)]
     start = ["/python/bin/python", *_GUARD, "-c", _START.format("/sandbox", _MODULE)]
     return [_bubblewrap(), *who, *namespaces, *files, *life, *pipes, *start], fds
