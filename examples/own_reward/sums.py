@@ -1,4 +1,4 @@
-"""A reward of one's own: "7" asks for any two numbers that add up to 7, such as 3+4; no reference answer could say it."""
+"""A reward of one's own: "7" asks for any two numbers that add up to 7. No reference answer could say it."""
 
 from __future__ import annotations
 
