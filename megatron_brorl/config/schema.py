@@ -158,6 +158,8 @@ class RewardConfig:
     # What part of a response is the answer. "verifier": what its row's verifier looks for; the others are for all rows
     extract: Literal["verifier", "full", "answer_tag", "boxed"] = "verifier"
     combination: tuple[CombinationConfig, ...] = ()  # verifiers made of others
+    # Programs that the model writes run in a sandbox; true: where there is none, or not, they run without isolation
+    unsandboxed: bool = False
     strict: bool = True  # 1 if the verifier gives at least 0.99, else 0; false keeps partial credit
     # On the reward of a response that rollout.max_tokens cut off ("stop properly"); 0 scores it 0 unseen.
     cut_off_factor: float = within("[0, 1]", default=0.0)

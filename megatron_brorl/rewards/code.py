@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import code_compare
-from megatron_brorl.rewards.sandbox import probe
+from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rewards.sandbox.inside import codec
 from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox
 from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
@@ -27,7 +27,7 @@ _WRONG = Outcome("error", "wrong result")
 
 def load() -> Verifier:
     """The verifier; UserError where programs cannot be isolated and the user has not said that they need not be."""
-    sandbox = Sandbox(probe.require('verifier "code"'))
+    sandbox = Sandbox(probe.require('verifier "code"'), isolation.limits())
     return lambda answer, row: score(answer, row, sandbox)
 
 

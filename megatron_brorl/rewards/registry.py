@@ -15,7 +15,7 @@ from importlib import metadata
 
 from megatron_brorl.config.schema import CombinationConfig, PartConfig, RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import combination, exact, extract, format, gym_tasks, own
+from megatron_brorl.rewards import code, combination, exact, extract, format, gym_tasks, own
 from megatron_brorl.rewards.verifier import Entry, Verifier
 
 GROUP = "megatron_brorl.verifiers"  # entry points of installed packages: NAME = "package.module:function"
@@ -29,6 +29,14 @@ def _reasoning_gym() -> Verifier:
 
 
 ENTRIES: dict[str, Entry] = {
+    "code": Entry(
+        about="the share of its tests that a Python program passes, in a sandbox",
+        load=code.load,
+        find=code.find,
+        check_row=code.check_row,
+        max_chars=1 << 16,
+        executes=True,
+    ),
     "exact": Entry(
         about="the response is the answer, character by character",
         load=lambda: exact.exact,

@@ -11,11 +11,24 @@ from pathlib import Path
 from megatron_brorl.rewards.sandbox import user
 from megatron_brorl.rewards.sandbox.limits import Limits
 
-UNSANDBOXED = "BRORL_UNSANDBOXED"  # environment of scoring processes: "1" if reward.unsandboxed is true
+# Environment of scoring processes.
+UNSANDBOXED = "BRORL_UNSANDBOXED"  # "1" if reward.unsandboxed is true
+TIMEOUT_S = "BRORL_REWARD_TIMEOUT_S"  # reward.timeout_s
 _INSIDE = Path(__file__).with_name("inside")
 _GUARD = ("-I", "-S", "-B", "-X", "utf8")
 _START = "import sys; sys.path.insert(0, {!r}); from {} import main; main()"
 _MODULE = "megatron_brorl.rewards.sandbox.inside.guard"
+
+
+def tell_workers(bare: bool, timeout_s: float) -> None:
+    """Put reward.unsandboxed and reward.timeout_s where the scoring processes of this one will find them."""
+    os.environ[UNSANDBOXED], os.environ[TIMEOUT_S] = str(int(bare)), str(timeout_s)
+
+
+def limits() -> Limits:
+    """Those of a scoring process: below the deadline after which it would be killed with what it knows so far."""
+    timeout_s = float(os.environ.get(TIMEOUT_S, "5"))
+    return Limits(seconds=0.8 * timeout_s, test_seconds=0.4 * timeout_s)
 
 
 def unsandboxed() -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import platform
+import subprocess
 import sys
+from collections.abc import Mapping
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.sandbox import isolation, seccomp
@@ -36,11 +38,29 @@ def problem() -> str | None:
     return f"{reason}; permit user namespaces (docker run --security-opt seccomp=unconfined --cap-add SYS_ADMIN)"
 
 
+def problem_seen_from(environment: Mapping[str, str]) -> str | None:
+    """`problem`, found out by a process of its own: no sandbox starts from a trainer with its threads and memory."""
+    command = [sys.executable, "-m", "megatron_brorl.rewards.sandbox.probe"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return done.stdout.strip() or None
+
+
+def refuse(where: str, reason: str) -> UserError:
+    """The error of a machine without isolation."""
+    return UserError(f"{where}: {reason}; or set {KEY} = true to run what the model writes without isolation")
+
+
 def require(where: str) -> bool:
     """Whether programs are to be isolated; UserError where they should be and cannot."""
     if isolation.unsandboxed():
         return False
     reason = problem()
     if reason:
-        raise UserError(f"{where}: {reason}; or set {KEY} = true to run what the model writes without isolation")
+        raise refuse(where, reason)
     return True
+
+
+if __name__ == "__main__":
+    print(problem() or "")

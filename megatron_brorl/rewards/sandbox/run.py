@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_brorl.rewards.sandbox.inside import codec
@@ -41,7 +41,7 @@ class Sandbox:
     """Where programs run: isolated, or as reward.unsandboxed has it (probe.require says which)."""
 
     isolated: bool
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits
 
     def run(self, program: str, stdin: str) -> Outcome:
         """The program as a script with this on its standard input."""

@@ -59,7 +59,7 @@ HACKS = {
     "expected values of the callers": "import sys\ndef add(a, b):\n f = sys._getframe()\n while f:\n"
     "  for k, v in f.f_locals.items():\n   if 'expected' in k: return v\n  f = f.f_back",
     "all tests passed": "print('ALL TESTS PASSED'); print('{\"passed\": true}')\ndef add(a, b): return None",
-    "forged answers": 'import os\nfor fd in range(3, 20):\n'
+    "forged answers": "import os\nfor fd in range(3, 20):\n"
     '    try: os.write(fd, b\'{"passed": true, "why": ""}\\n\' * 9)\n'
     "    except OSError: pass\ndef add(a, b): return None",
     "forged results": "import os\nfor fd in range(3, 20):\n"
