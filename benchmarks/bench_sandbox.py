@@ -5,7 +5,7 @@
 
 Three rounds through as many processes as there are workers: N programs that add two numbers; N attacks of
 sandbox_attacks.py in turn, each with a seed of its own and S seconds; N that add again. Every attack must score 0 with
-a reason; afterwards no process of the benchmark's may live, no file may have come or changed in the folder of the secret.
+a reason; afterwards no process of the benchmark may live, and no file may have come or changed beside the secret.
 Exit status 1 where one does not hold, or the third round has less than 80% of the first one's throughput.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import ctypes
 import json
 import multiprocessing
 import os
@@ -34,6 +35,7 @@ from megatron_brorl.rewards.verifier import VerifierRow
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 LEAST = 0.8
+_SUBREAPER = 36  # <linux/prctl.h>
 
 
 def row(number: int) -> VerifierRow:
@@ -49,22 +51,18 @@ def judge(args: tuple[str, int, float, float]) -> tuple[float, str]:
     return found.reward, found.reason
 
 
-def processes(user: str) -> set[int]:
-    """Those that this process has started, whoever started them for it, and those of the sandbox's user."""
+def processes() -> set[int]:
+    """Those that this process has started, whoever started them for it."""
     parents: dict[int, int] = {}
-    found: set[int] = set()
-    for path in Path("/proc").glob("[0-9]*/status"):
+    for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = dict(line.split(":", 1) for line in path.read_text(encoding="utf-8").splitlines())
+            parents[int(path.parent.name)] = int(path.read_text(encoding="utf-8").rpartition(")")[2].split()[1])
         except OSError:
             continue
-        parents[int(path.parent.name)] = int(fields["PPid"])
-        if fields["Uid"].split()[0] == user:
-            found.add(int(path.parent.name))
     mine = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
         mine |= more
-    return found | (mine - {os.getpid()})
+    return mine - {os.getpid()}
 
 
 def main() -> int:
@@ -82,8 +80,9 @@ def main() -> int:
 
     # Three rounds in the same workers, as in a run of days.
     names = sorted(sandbox_attacks.ALL)
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # whatever is orphaned below comes to this process
     resource_tracker.ensure_running()  # multiprocessing's own, which stays
-    before = processes("64000")
+    before = processes()
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.write_text("a secret", encoding="utf-8")
@@ -104,7 +103,7 @@ def main() -> int:
     # What went wrong, by name.
     paid = Counter(names[i % len(names)] for i, (reward, why) in enumerate(rounds[1][1]) if reward or not why)
     unpaid = sum(reward != 1 for i in (0, 2) for reward, _ in rounds[i][1])
-    left = processes("64000") - before
+    left = processes() - before
     figures: dict[str, Any] = {
         "programs": count,
         "workers": args.workers,
