@@ -26,6 +26,7 @@ def check_outputs(config: Config, command: str, where: str) -> None:
         ("the configuration", [where]),
         ("model.path", [config.model.path]),
         ("data.train", config.data.train),
+        *((f"data.mixture[{i}].files", source.files) for i, source in enumerate(config.data.mixture)),
     ]
     read += [("data.held_out", config.data.held_out), ("evaluate.benchmarks", config.evaluate.benchmarks)]
     inputs = {f"{key} = {path!r}": Path(path) for key, paths in read for path in paths if path}

@@ -62,15 +62,28 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
+class MixtureConfig:
+    """One source of a mixture of files."""
+
+    files: tuple[str, ...]  # JSONL or Parquet files, over and over, each epoch of this source in an order of its own
+    weight: float  # share of the prompts, over the sum of all weights; met exactly
+    name: str = ""  # in reports; "" = the first file's name without its ending
+    verifier: str = ""  # of rows that name none; "" = as for other files
+
+
+@dataclass(frozen=True)
 class DataConfig:
     train: tuple[str, ...] = ()  # JSONL or Parquet files, over and over, each epoch in an order of its own
+    mixture: tuple[MixtureConfig, ...] = ()  # instead of train: several sources, each with its share of every step
     held_out: tuple[str, ...] = ()
     tasks: tuple[TaskConfig, ...] = ()  # generated instead of files
     train_seed: int = 1
     held_out_seed: int = 2
     held_out_prompts: int = at_least(1, default=512)  # how many are generated; files are used whole
     template: str = "{prompt}"  # wraps the text of every prompt
-    chat: bool = False  # wrap in the tokenizer's chat template as one user message
+    # Apply the tokenizer's chat template: to the prompt as one user message, or to a row's list of messages
+    chat: bool = False
+    system_prompt: str = ""  # a system message before those of every row; needs chat
     skip_bad_rows: bool = False  # skip, count and list malformed rows instead of stopping
 
 

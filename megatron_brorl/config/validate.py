@@ -256,8 +256,10 @@ def _data(config: Config) -> Iterator[Rule]:
     data = config.data
     yield "{prompt}" in data.template, "data.template", "must contain {prompt}"
     yield (
-        not (data.tasks and (data.train or data.held_out)),
+        not (data.tasks and (data.train or data.mixture or data.held_out)),
         "data.tasks",
-        "give either generated tasks or files (data.train, data.held_out), not both",
+        "give either generated tasks or files (data.train, data.mixture, data.held_out), not both",
     )
+    yield not (data.train and data.mixture), "data.train", "give either data.train or data.mixture, not both"
+    yield not data.system_prompt or data.chat, "data.system_prompt", "is a message of a chat: needs data.chat = true"
     yield data.train_seed != data.held_out_seed, "data.held_out_seed", "must differ from data.train_seed"

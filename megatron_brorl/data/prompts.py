@@ -2,7 +2,8 @@
 
 A row is an object {"prompt": str, "answer": str or null, "verifier": str, "id": str, "metadata": object}; only the
 prompt is required, the verifier is "exact" by default. JSONL rows are named by their line, Parquet rows by their
-number, both from 1. In Parquet, metadata may be a struct or a string of JSON.
+number, both from 1. In Parquet, metadata may be a struct or a string of JSON. A prompt may also be a list of messages
+(data/chat.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megatron_brorl.config.schema import DataConfig
+from megatron_brorl.data.chat import Message, check_messages, conversation, spoken
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.gym_tasks import check_entry
@@ -34,16 +36,17 @@ class Row:
     """A row that is well formed."""
 
     where: str  # file:row
-    prompt: str
+    prompt: str | list[Message]
     answer: str | None
     verifier: str
     id: str
     metadata: dict[str, Any]
 
 
-def read_rows(path: Path, skip_bad: bool) -> tuple[list[Row], list[str]]:
+def read_rows(path: Path, skip_bad: bool, verifier: str = "exact") -> tuple[list[Row], list[str]]:
     """The rows of a .jsonl or .parquet file, and one line for each malformed row that was skipped.
 
+    verifier: of rows that name none.
     Raises UserError at the first malformed row, or with skip_bad where more than 1% of the rows are malformed.
     """
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
@@ -61,7 +64,7 @@ def read_rows(path: Path, skip_bad: bool) -> tuple[list[Row], list[str]]:
 
             # Wrong in itself, or by an id that another row has.
             try:
-                row = _check(raw, where, f"{path.name}:{number}")
+                row = check_row(raw, where, f"{path.name}:{number}", verifier)
                 if row.id in places:
                     raise UserError(f"{where}: id {row.id!r} is taken by {places[row.id]}; give every row its own id")
             except UserError as e:
@@ -100,14 +103,23 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_
 
 
 def render(
-    text: str, tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int, where: str
+    prompt: str | list[Message], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int, where: str
 ) -> tuple[str, tuple[int, ...]]:
-    """The text of a task in its frame, and its token ids."""
-    before, _, after = config.template.partition("{prompt}")
+    """The text of a task in its frame, and its token ids. Raises UserError, as tokenize."""
+    # A chat template around messages, or a plain one around a text.
     if config.chat:
-        framed, ids = tokenizer.apply_chat(before + text + after)
+        messages = conversation(prompt, config, where)
+        try:
+            framed, ids = tokenizer.apply_chat(messages)
+        except UserError as e:
+            raise UserError(f"{where}: {e}") from None
+    elif isinstance(prompt, str):
+        before, _, after = config.template.partition("{prompt}")
+        framed, ids = before + prompt + after, tokenizer.encode_prompt(prompt, before, after)
     else:
-        framed, ids = before + text + after, tokenizer.encode_prompt(text, before, after)
+        raise UserError(f"{where}: the prompt is a list of messages: set data.chat = true, or make it a string")
+
+    # What no response could follow, or no model read.
     if len(ids) > max_prompt_tokens:
         raise UserError(
             f"{where}: the prompt has {len(ids)} tokens, but at most {max_prompt_tokens} leave room for a response; "
@@ -141,7 +153,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, row
 
 
-def _check(raw: Any, where: str, default_id: str) -> Row:
+def check_row(raw: Any, where: str, default_id: str, default_verifier: str = "exact") -> Row:
     """The row of one line of JSON, or of a Parquet row; UserError for the first thing that is wrong with it."""
     # An object with known keys.
     row = _parse(raw, where) if isinstance(raw, bytes) else raw  # rows of Parquet are objects already
@@ -155,7 +167,9 @@ def _check(raw: Any, where: str, default_id: str) -> Row:
 
     # Types, in the order of the keys.
     prompt, answer, row_id = row.get("prompt"), row.get("answer"), row.get("id")
-    if not isinstance(prompt, str) or not prompt.strip():
+    if isinstance(prompt, list):
+        prompt = check_messages(prompt, where)
+    elif not isinstance(prompt, str) or not prompt.strip():
         raise UserError(f"{where}: prompt must be a string that is not empty, not {_shown(prompt)}")
     if answer is not None and not isinstance(answer, str):
         raise UserError(f"{where}: answer must be a string or null, not {_shown(answer)}; put it in quotes")
@@ -164,7 +178,7 @@ def _check(raw: Any, where: str, default_id: str) -> Row:
 
     # Null is as good as left out: Parquet has nothing else for what a row lacks.
     verifier = row.get("verifier")
-    verifier = "exact" if verifier is None else verifier
+    verifier = default_verifier if verifier is None else verifier
     if not isinstance(verifier, str):
         raise UserError(f"{where}: verifier must be a string, not {_shown(verifier)}")
     check_verifier(verifier, where)
@@ -178,7 +192,7 @@ def _check(raw: Any, where: str, default_id: str) -> Row:
         raise UserError(f"{where}: metadata must be an object, not {_shown(metadata)}")
 
     # JSON can say what neither a tokenizer nor a verifier can take.
-    for key, text in (("prompt", prompt), ("answer", answer), ("id", row_id)):
+    for key, text in (("prompt", spoken(prompt)), ("answer", answer), ("id", row_id)):
         if text is not None and not _is_unicode(text):
             raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); mend its escapes")
     if not _is_finite(metadata):

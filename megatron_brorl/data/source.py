@@ -8,13 +8,15 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megatron_brorl.config.schema import DataConfig
+from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import GeneratedPrompts
+from megatron_brorl.data.mixture import places, whole_weights
 from megatron_brorl.data.prompts import Row, read_rows, tokenize
 from megatron_brorl.data.round_trip import GENERATED, Written, check_round_trip, sampled
 from megatron_brorl.data.tokenizers import Tokenizer
@@ -40,16 +42,29 @@ class GeneratedSource:
 class FileSource:
     """The rows of files, over and over, each epoch in an order of its own; a step may span epochs, and repeat rows."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int | str) -> None:
         self._prompts = prompts
         self._order = functools.lru_cache(maxsize=2)(functools.partial(_shuffled, len(prompts), seed))
 
     def take(self, step: int, count: int) -> list[Prompt]:
-        taken = []
-        for position in range(step * count, (step + 1) * count):
-            epoch, place = divmod(position, len(self._prompts))
-            taken.append(self._prompts[self._order(epoch)[place]])
-        return taken
+        return [self.at(position) for position in range(step * count, (step + 1) * count)]
+
+    def at(self, position: int) -> Prompt:
+        """Number `position` of the endless stream."""
+        epoch, place = divmod(position, len(self._prompts))
+        return self._prompts[self._order(epoch)[place]]
+
+
+class MixtureSource:
+    """Several files' rows, each source with its share of every step and in epochs of its own."""
+
+    def __init__(self, sources: Mapping[str, Sequence[Prompt]], weights: Sequence[float], seed: int) -> None:
+        """sources: by name, which decides their order beside the seed. weights: in the order of the sources."""
+        self._sources = [FileSource(prompts, f"{seed}:{name}") for name, prompts in sources.items()]
+        self._weights = whole_weights(weights)
+
+    def take(self, step: int, count: int) -> list[Prompt]:
+        return [self._sources[source].at(position) for source, position in places(self._weights, step * count, count)]
 
 
 @dataclass(frozen=True)
@@ -66,16 +81,29 @@ def load_sources(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     """
     if config.tasks:
         return _generated(config, tokenizer, max_prompt_tokens, seed)
-    if not config.train:
-        raise UserError("data: nothing to train on; give data.train (JSONL or Parquet files) or data.tasks")
+    if not (config.train or config.mixture):
+        raise UserError(
+            "data: nothing to train on; give data.train (JSONL or Parquet files), data.mixture or data.tasks"
+        )
     report: list[str] = []
-    train = _from_files(config.train, "data.train", config, tokenizer, max_prompt_tokens, report)
+
+    # One stream of rows, or several with their shares.
+    source: PromptSource
+    if config.mixture:
+        mixed = _mixture(config, tokenizer, max_prompt_tokens, report)
+        source = MixtureSource(mixed, [part.weight for part in config.mixture], seed)
+        key, train = "data.mixture", [prompt for prompts in mixed.values() for prompt in prompts]
+    else:
+        key, train = "data.train", _from_files(config.train, "data.train", config, tokenizer, max_prompt_tokens, report)
+        source = FileSource(train, seed)
+
+    # Held-out prompts are the same whatever is trained on; that none is may not be the user's doing.
     held_out = _from_files(config.held_out, "data.held_out", config, tokenizer, max_prompt_tokens, report)
     texts = {prompt.text for prompt in train}
     leaked = sum(prompt.text in texts for prompt in held_out)
     if leaked:
-        report.append(f"data.held_out: {leaked} of {len(held_out)} prompts also occur in data.train")
-    return Sources(FileSource(train, seed), held_out, "\n".join(report))
+        report.append(f"data.held_out: {leaked} of {len(held_out)} prompts also occur in {key}")
+    return Sources(source, held_out, "\n".join(report))
 
 
 def load_benchmarks(
@@ -114,6 +142,35 @@ def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int,
     return Sources(GeneratedSource(train_stream), held_out, "\n".join(report))
 
 
+def _mixture(
+    config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, report: list[str]
+) -> dict[str, list[Prompt]]:
+    """The prompts of each source by its name. Raises UserError, as load_sources."""
+    found: dict[str, list[Prompt]] = {}
+    ids: dict[str, str] = {}  # of every prompt so far: the source that has it
+    total = sum(part.weight for part in config.mixture)
+    for i, part in enumerate(config.mixture):
+        key = f"data.mixture[{i}]"
+
+        # What must be there, and may be there once.
+        if not part.files:
+            raise UserError(f"{key}.files is empty; name JSONL or Parquet files")
+        if not part.weight > 0:
+            raise UserError(f"{key}.weight = {part.weight}: must be above 0; leave out sources that have no share")
+        name = part.name or Path(part.files[0]).stem
+        if name in found:
+            raise UserError(f"{key}: there is another source called {name!r}; give each a name of its own")
+
+        # Random streams are named by ids, so that two sources may not have one in common.
+        prompts = _from_files(part.files, key, config, tokenizer, max_prompt_tokens, report, part.verifier)
+        for prompt in prompts:
+            if ids.setdefault(prompt.id, name) != name:
+                raise UserError(f"{key}: id {prompt.id!r} is taken by a row of {ids[prompt.id]!r}; give rows own ids")
+        found[name] = prompts
+        report.append(f"{key}: {name} has {part.weight / total:.1%} of the prompts")
+    return found
+
+
 def _from_files(
     files: Sequence[str],
     key: str,
@@ -121,10 +178,12 @@ def _from_files(
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     report: list[str],
+    verifier: str = "",
 ) -> list[Prompt]:
+    """The prompts of files. verifier: of rows that name none; "" = that of all files."""
     rows: list[Row] = []
     for name in files:
-        read, skipped = read_rows(Path(name), config.skip_bad_rows)
+        read, skipped = read_rows(Path(name), config.skip_bad_rows, verifier or "exact")
         if not read:
             raise UserError(f"{name}: the file has no rows ({key}); remove it from the list or fill it")
         rows += read
@@ -135,12 +194,12 @@ def _from_files(
         first, second = [row.where for row in rows if row.id == again[0]][:2]
         raise UserError(f"{second}: id {again[0]!r} is taken by {first}; give every row of {key} its own id")
     prompts = tokenize(rows, tokenizer, config, max_prompt_tokens)
-    looked_at = [Written(rows[i].where, rows[i].prompt, rows[i].answer) for i in sampled(len(rows))]
+    looked_at = [Written(rows[i].where, spoken(rows[i].prompt), rows[i].answer) for i in sampled(len(rows))]
     report += check_round_trip(looked_at, tokenizer, key)
     return prompts
 
 
-def _shuffled(size: int, seed: int, epoch: int) -> list[int]:
+def _shuffled(size: int, seed: int | str, epoch: int) -> list[int]:
     """An order of range(size) that no version of any library can change."""
     return sorted(range(size), key=lambda i: hashlib.blake2b(f"{seed}:{epoch}:{i}".encode(), digest_size=8).digest())
 
