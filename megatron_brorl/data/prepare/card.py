@@ -1,4 +1,4 @@
-"""The data card of a prepared file: what is in it, where it came from what was left out. Equal data, equal card."""
+"""The data card of a prepared file: what is in it, where it came from and what was left out."""
 
 from __future__ import annotations
 
