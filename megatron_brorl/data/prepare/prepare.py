@@ -12,7 +12,7 @@ from typing import Any
 from megatron_brorl.data.prepare.files import files_of, raw_rows
 from megatron_brorl.data.prepare.output import RowFile
 from megatron_brorl.data.prepare.overlap import Contamination, Duplicates, Hit
-from megatron_brorl.data.prompts import check_row
+from megatron_brorl.data.prompts import Verifiers, check_row
 from megatron_brorl.data.sets.form import DataSet, Task, Unusable
 from megatron_brorl.data.sets.table import INSTRUCTIONS, SETS, without_instruction
 from megatron_brorl.data.tokenizers import Tokenizer
@@ -161,7 +161,7 @@ def _check(
     """Raise _Dropped where the row is none that a run could read, or none that it should."""
     # A run would stop at it.
     try:
-        check_row(row, where, row["id"])
+        check_row(row, where, row["id"], Verifiers())
     except UserError as e:
         raise _Dropped("refused", str(e).removeprefix(f"{where}: "), task.problem) from None
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from megatron_brorl.config.schema import RewardConfig
-from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import Scores, score_rollouts
 from megatron_brorl.types import FinishReason, Prompt, Rollout
@@ -35,7 +33,7 @@ def gym(answer: str) -> Prompt:
 def test_strict_rewards(pool: RewardPool) -> None:
     exact = Prompt("e", "?", (1,), "yes", "exact")
     asked = responses(exact, ["stop", "length", "stop"]) + responses(gym("3"), ["stop", "stop", "stop", "length"])
-    scores = score(asked, ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"], pool, RewardConfig())
+    scores = score(asked, ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"], pool, RewardConfig(extract="full"))
     assert scores.rewards.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert scores.rewards.dtype == torch.float32
     assert scores.answers == ["yes", None, "no", "3", "13", None, None]
@@ -53,7 +51,7 @@ def test_partial_credit(pool: RewardPool) -> None:
         responses(gym("3"), ["stop", "stop", "length"]),
         ["3", "13", "3"],
         pool,
-        RewardConfig(strict=False, cut_off_factor=1.0),
+        RewardConfig(strict=False, cut_off_factor=1.0, extract="full"),
     )
     assert scores.rewards.tolist() == [1.0, 0.5, 1.0]
     assert scores.counts["ok"] == 3
@@ -92,7 +90,7 @@ def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:
         responses(primes, ["stop"] * 4) + responses(hollow, ["stop"] * 2),
         ["six", "2 \u00d7 3", "seven", "3 \u00d7 2", "3", "4"],
         pool,
-        RewardConfig(),
+        RewardConfig(extract="full"),
     )
     assert scores.rewards.tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
     assert (scores.counts["ok"], scores.counts["error"], scores.counts["broken"]) == (2, 2, 2)
@@ -102,16 +100,3 @@ def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:
         ),
         "verifier reasoning_gym (maze) is broken: it raises on a reference answer too": "KeyError: 'answer'",
     }
-
-
-def test_exact() -> None:
-    exact = registry.verifier("exact")
-    assert exact(" 42\n", "42", {}) == 1.0
-    assert exact("42.0", "42", {}) == 0.0
-    assert exact("", None, {}) == 0.0
-    assert exact("", "", {}) == 1.0
-
-
-def test_an_unknown_verifier_lists_the_known() -> None:
-    with pytest.raises(UserError, match="no verifier is called 'maths'; known: exact, reasoning_gym"):
-        registry.verifier("maths")
