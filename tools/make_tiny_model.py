@@ -1,6 +1,8 @@
-"""Make a small Qwen2 model with random weights and a sentencepiece tokenizer trained on the tasks of a run.
+"""Make a small Qwen2 model with random weights and a sentencepiece tokenizer trained on the data of a run.
 
 python tools/make_tiny_model.py examples/brorl_tiny.toml runs/brorl_tiny/init
+
+From --vocab 512 on, the tokenizer writes what it never saw as bytes, so that it covers any text.
 """
 
 from __future__ import annotations
@@ -8,20 +10,24 @@ from __future__ import annotations
 import argparse
 import string
 import sys
-from itertools import chain
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 from megatron_brorl.checkpoints.hugging_face import complete
 from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.config.load import load
+from megatron_brorl.config.schema import Config
+from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import corpus
+from megatron_brorl.data.prompts import Verifiers, read_rows
 from megatron_brorl.data.sentencepiece_tokenizer import train_sentencepiece
 from megatron_brorl.errors import UserError
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="TOML file of the run; its data.tasks are the corpus")
+    parser.add_argument("config", help="TOML file of the run; its data.tasks, or the rows of its files, are the corpus")
     parser.add_argument("directory", type=Path, help="Hugging Face directory to write")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--vocab", type=int, default=100, help="sentencepiece pieces at most (%(default)s)")
@@ -36,7 +42,9 @@ def main() -> None:
     args = parser.parse_args()
     config = load(args.config, args.overrides)
     # Every printable ASCII character gets a piece, whether or not the sample of the tasks happens to contain it.
-    texts = chain(corpus(config.data, config.run.seed, args.texts), string.printable[:95])
+    data = config.data
+    found = corpus(data, config.run.seed, args.texts) if data.tasks else islice(_rows(config), args.texts)
+    texts = chain(found, string.printable[:95])
     tokenizer = train_sentencepiece(texts, args.directory, args.vocab)
     model = qwen2_config(
         hidden=args.hidden,
@@ -54,6 +62,19 @@ def main() -> None:
     parameters = write_random_model(model, args.directory, config.run.seed)
     complete(args.directory, args.directory)
     print(f"{args.directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}")
+
+
+def _rows(config: Config) -> Iterator[str]:
+    """What the rows of the run's files say."""
+    data = config.data
+    files = [*data.train, *(name for part in data.mixture for name in part.files), *data.held_out]
+    if not files:
+        raise UserError("data: neither tasks nor files to make a tokenizer of; name data.tasks or data.train")
+    for name in files:
+        for row in read_rows(Path(name), data.skip_bad_rows, Verifiers(data.verifier, config.reward))[0]:
+            yield spoken(row.prompt)
+            if row.answer:
+                yield row.answer
 
 
 if __name__ == "__main__":

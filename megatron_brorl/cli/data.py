@@ -63,12 +63,15 @@ def _prepare(args: argparse.Namespace) -> int:
     from megatron_brorl.data.prepare.files import files_of
     from megatron_brorl.data.prepare.prepare import Job, prepare
     from megatron_brorl.data.tokenizers import load_tokenizer
+    from megatron_brorl.rewards.registry import entry
 
-    # Numbers that would do nothing, or nothing good.
+    # Options that would do nothing, or nothing good.
     if args.max_prompt_tokens < 0 or bool(args.max_prompt_tokens) != bool(args.tokenizer):
         raise UserError("--max-prompt-tokens N needs --tokenizer DIR, and the other way round; N must be above 0")
     if args.ngram < 1:
         raise UserError(f"--ngram {args.ngram}: must be at least 1")
+    if args.verifier:
+        entry(args.verifier, "--verifier")
     job = Job(
         name=args.source,
         data_set=_data_set(args),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pyarrow.parquet
 
 from megatron_brorl.errors import UserError
 
+_SEPARATOR = re.compile(r"\s*,?\s*")
 _BATCH = 256  # rows of a Parquet file in memory; some have megabytes of tests
 _CHUNK = 1 << 20  # characters of a JSON list, bytes of a file that is hashed
 
@@ -84,22 +86,28 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
             return
 
         # An element is parsed as soon as all of it is there.
-        decoder, number, text = json.JSONDecoder(), 1, text[1:]
+        decoder, number, at = json.JSONDecoder(), 1, 1
         while True:
-            text = text.lstrip().removeprefix(",").lstrip()
-            if text.startswith("]"):
+            begin = _between(text, at)
+            if text.startswith("]", begin):
                 return
             try:
-                row, end = decoder.raw_decode(text)
+                row, at = decoder.raw_decode(text, begin)
             except (ValueError, RecursionError) as e:
-                more = file.read(max(_CHUNK, len(text)))  # doubling, so that a huge row is not parsed over and over
+                more = file.read(max(_CHUNK, len(text) - at))  # doubling: a huge row is not parsed over and over
                 if not more:
                     reason = " ".join(str(e).split())
                     raise UserError(f"{path}:{number}: not valid JSON: {reason}; mend the file") from None
-                text += more
+                text, at = text[at:] + more, 0
                 continue
             yield number, row
-            number, text = number + 1, text[end:]
+            number += 1
+
+
+def _between(text: str, at: int) -> int:
+    """Where the next element of a list begins, or its end."""
+    found = _SEPARATOR.match(text, at)
+    return found.end() if found else at
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:

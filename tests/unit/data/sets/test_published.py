@@ -17,9 +17,7 @@ DAPO = (
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on its "
     'own line after "Answer:".'
 )
-EURUS = (
-    "{}\n\nWrite Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
-)
+EURUS = "{}\n\nWrite Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
 SYSTEM = {"role": "system", "content": "Think in steps."}
 
 
