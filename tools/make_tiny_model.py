@@ -1,8 +1,6 @@
-"""Make a small Qwen2 model with random weights and a sentencepiece tokenizer trained on the data of a run.
+"""Make a small Qwen2 model with random weights and a sentencepiece tokenizer trained on the tasks of a run.
 
 python tools/make_tiny_model.py examples/brorl_tiny.toml runs/brorl_tiny/init
-
-From --vocab 512 on, the tokenizer writes what it never saw as bytes, so that it covers any text.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import argparse
 import string
 import sys
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 from megatron_brorl.checkpoints.hugging_face import complete
@@ -25,9 +23,24 @@ from megatron_brorl.data.sentencepiece_tokenizer import train_sentencepiece
 from megatron_brorl.errors import UserError
 
 
+def _corpus(config: Config, count: int) -> Iterator[str]:
+    """Prompts and answers of the run: of its tasks `count` examples, of its files every row."""
+    data = config.data
+    files = [*data.train, *(name for part in data.mixture for name in part.files)]
+    if not files:
+        yield from corpus(data, config.run.seed, count)
+    verifiers = Verifiers(data.verifier, config.reward)
+    for name in files:
+        for row in read_rows(Path(name), data.skip_bad_rows, verifiers)[0]:
+            yield data.template.replace("{prompt}", spoken(row.prompt), 1)
+            yield from [row.answer] if row.answer else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="TOML file of the run; its data.tasks, or the rows of its files, are the corpus")
+    parser.add_argument(
+        "config", help="TOML file of the run; its data.tasks, data.train or data.mixture are the corpus"
+    )
     parser.add_argument("directory", type=Path, help="Hugging Face directory to write")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--vocab", type=int, default=100, help="sentencepiece pieces at most (%(default)s)")
@@ -42,9 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     config = load(args.config, args.overrides)
     # Every printable ASCII character gets a piece, whether or not the sample of the tasks happens to contain it.
-    data = config.data
-    found = corpus(data, config.run.seed, args.texts) if data.tasks else islice(_rows(config), args.texts)
-    texts = chain(found, string.printable[:95])
+    texts = chain(_corpus(config, args.texts), string.printable[:95])
     tokenizer = train_sentencepiece(texts, args.directory, args.vocab)
     model = qwen2_config(
         hidden=args.hidden,
@@ -62,19 +73,6 @@ def main() -> None:
     parameters = write_random_model(model, args.directory, config.run.seed)
     complete(args.directory, args.directory)
     print(f"{args.directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}")
-
-
-def _rows(config: Config) -> Iterator[str]:
-    """What the rows of the run's files say."""
-    data = config.data
-    files = [*data.train, *(name for part in data.mixture for name in part.files), *data.held_out]
-    if not files:
-        raise UserError("data: neither tasks nor files to make a tokenizer of; name data.tasks or data.train")
-    for name in files:
-        for row in read_rows(Path(name), data.skip_bad_rows, Verifiers(data.verifier, config.reward))[0]:
-            yield spoken(row.prompt)
-            if row.answer:
-                yield row.answer
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import pytest
 from e2e.conftest import REPOSITORY
 from e2e.runs import ENVIRONMENT, brorl, rows
 
-GSM8K = [
-    {"question": f"Ann has {i} nuts and gets {i + 1}. How many?", "answer": f"#### {2 * i + 1}"} for i in range(12)
-]
+from megatron_brorl.cli.main import main
+
+GSM8K = [{"question": f"Ann has {i} nuts and gets {i}. How many?", "answer": f"#### {2 * i}"} for i in range(12)]
 DEEPSCALER = [{"problem": f"Find ${i}^2$.", "answer": str(i * i), "solution": ""} for i in range(13)]
 OWN = [{"q": f"Größe von {i} Äpfeln?", "a": f"{i} ✓"} for i in range(11)]
 TOML = """
@@ -60,8 +60,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         source = folder / f"{name}.raw.jsonl"
         source.write_text("".join(json.dumps(row) + "\n" for row in raw))
         files[name] = folder / f"{name}.jsonl"
-        done = brorl("data", "prepare", name, source, "--out", files[name], *options)
-        assert done.returncode == 0, done.stderr
+        with pytest.raises(SystemExit) as e:
+            main(["data", "prepare", name, str(source), "--out", str(files[name]), *options])
+        assert e.value.code == 0
 
     config = folder / "run.toml"
     config.write_text(TOML.format(gsm8k=files["gsm8k"], deepscaler=files["deepscaler"], own=files["custom"]))
@@ -74,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def prompts_of(run_dir: Path) -> list[tuple[int, str]]:
     """(step, prompt) of every group that was trained on, in order."""
     lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
-    return [(line["step"], line["prompt"]) for line in lines]
+    return [(line["step"], line["prompt_id"]) for line in lines]
 
 
 def test_a_mixture_of_prepared_files(run: tuple[Path, Path], tmp_path: Path) -> None:
@@ -89,25 +90,14 @@ def test_a_mixture_of_prepared_files(run: tuple[Path, Path], tmp_path: Path) -> 
     # Five, three and two of ten prompts in every step, none twice in one epoch.
     seen = prompts_of(whole)
     for step in (0, 1):
-        assert Counter(name.split(":")[0] for s, name in seen if s == step) == {
-            "gsm8k": 5,
-            "deepscaler": 3,
-            "custom": 2,
-        }
-    assert len(set(seen)) == len({name for _, name in seen}) == 20
+        sources = Counter(name.split(":")[0] for s, name in seen if s == step)
+        assert sources == {"gsm8k": 5, "deepscaler": 3, "custom": 2}
+    assert len({name for _, name in seen}) == len(seen) == 20
 
     # Stopped after a step and gone on with, on two processes: the same prompts.
+    command = ("train", "--processes", "2", config, f"model.path={model}", f"run.dir={parts}")
     for steps in (1, 2):
-        command = (
-            "train",
-            "--processes",
-            "2",
-            config,
-            f"model.path={model}",
-            f"run.dir={parts}",
-            f"train.steps={steps}",
-        )
-        done = brorl(*command)
+        done = brorl(*command, f"train.steps={steps}")
         assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stderr
     assert prompts_of(parts) == seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 
 def echo(answer: str, row: VerifierRow) -> float:
@@ -102,3 +103,16 @@ def nap(answer: str, row: VerifierRow) -> float:
 def resolve(name: str) -> Callable[..., float]:
     verify: Callable[..., float] = globals()[name]
     return verify
+
+
+def writes_verdicts(answer: str, row: VerifierRow) -> float:
+    """Into every pipe that is open, as a hostile answer would once it runs here."""
+    if answer == "attack":
+        for fd in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(fd, b"\xff" * 4096)
+    return 0.5
+
+
+def explains(answer: str, row: VerifierRow) -> Score:
+    return Score(0.25, f"{answer} for {row['prompt']}", {"a": 0.5, "b": 0.0})

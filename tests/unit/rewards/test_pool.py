@@ -118,6 +118,20 @@ def test_only_numbers_between_0_and_1_are_rewards(pool: RewardPool) -> None:
     ]
 
 
+def test_what_a_worker_did_not_mean_is_a_crash(pool: RewardPool) -> None:
+    verdicts = pool.score(ask("writes_verdicts", "a", "attack", "b"))
+    assert verdicts == [Verdict(0.5, "ok"), Verdict(0.0, "crash"), Verdict(0.5, "ok")]
+    assert verdicts[1].reason == "its process died, twice"
+
+
+def test_every_verdict_has_its_reason_and_parts(pool: RewardPool) -> None:
+    scored, unanswered = pool.score(
+        [*ask("explains", "wrong"), ScoreRequest(prompt("explains"), None, "no answer in the response")]
+    )
+    assert (scored.reward, scored.reason, scored.parts) == (0.25, "wrong for text", {"a": 0.5, "b": 0.0})
+    assert (unanswered.status, unanswered.reason) == ("no_answer", "no answer in the response")
+
+
 def test_equal_requests_are_scored_once(pool: RewardPool, tmp_path: Path) -> None:
     log = tmp_path / "log"
     verdicts = pool.score(ask("log", *["a", "b"] * 256, log=str(log)))

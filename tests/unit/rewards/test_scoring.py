@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,3 +101,28 @@ def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:
         ),
         "verifier reasoning_gym (maze) is broken: it raises on a reference answer too": "KeyError: 'answer'",
     }
+
+
+def test_an_answer_is_found_as_its_verifier_looks_for_it(pool: RewardPool) -> None:
+    exact = Prompt("e", "?", (1,), "<answer>3</answer>", "exact")
+    asked = responses(gym("3"), ["stop"] * 2) + responses(exact, ["stop"])
+    scores = score(asked, ["so <answer>3</answer>", "3", "<answer>3</answer>"], pool, RewardConfig())
+    assert scores.rewards.tolist() == [1.0, 0.0, 1.0]
+    assert scores.answers == ["3", None, "<answer>3</answer>"]
+
+
+def test_what_is_no_score_is_told_once_with_its_row(pool: RewardPool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(response, row): return float(response) * 2\n")
+    own = Prompt("rows.jsonl:7", "?", (1,), "1", f"{tmp_path}/mine.py:score")
+    scores = score(responses(own, ["stop"] * 3), ["0.5", "0.75", "nan"], pool, RewardConfig())
+    assert scores.rewards.tolist() == [1.0, 0.0, 0.0]
+    assert scores.counts["invalid"] == 2
+    what = f"verifier {own.verifier} gave no score, so that its answer scores 0"
+    assert scores.raised == {what: "row rows.jsonl:7: returned 1.5 for a reward, not a number in [0, 1]"}
+
+
+def test_a_hundred_megabytes_are_a_counted_zero(pool: RewardPool) -> None:
+    exact = Prompt("e", "?", (1,), "yes", "exact")
+    scores = score(responses(exact, ["stop"] * 2), ["y" * 100_000_000, "yes"], pool, RewardConfig())
+    assert scores.rewards.tolist() == [0.0, 1.0]
+    assert scores.counts["no_answer"] == 1
