@@ -38,9 +38,7 @@ def _corpus(config: Config, count: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "config", help="TOML file of the run; its data.tasks, data.train or data.mixture are the corpus"
-    )
+    parser.add_argument("config", help="TOML file of the run; its data.tasks or files are the corpus")
     parser.add_argument("directory", type=Path, help="Hugging Face directory to write")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--vocab", type=int, default=100, help="sentencepiece pieces at most (%(default)s)")

@@ -44,11 +44,11 @@ def humaneval(raw: Raw, where: str) -> Task:
 def mbpp(raw: Raw, where: str) -> Task:
     """text (or prompt, in the sanitized set), code, test_list. The tests are shown, as they are in the set's paper."""
     asserts = [str(line).strip() for line in listed(raw, where, "test_list")]
-    if (raw.get("test_setup_code") or "").strip() or raw.get("test_imports"):
-        raise Unusable("tests that need other code first")
+    setup = "\n".join([*(raw.get("test_imports") or []), (raw.get("test_setup_code") or "").strip()]).strip()
     function = _tested_function(text(raw, where, "code"), asserts)
-    problem = f"{text(raw, where, 'text', 'prompt').strip()}\n\nYour code should pass these tests:\n"
-    return Task(problem + "\n".join(asserts), None, "code", {"function": function, "asserts": asserts}, _mbpp_id(raw))
+    metadata = {"function": function, "asserts": asserts} | ({"setup": setup} if setup else {})
+    shown = "\n".join(["Your code should pass these tests:", *asserts])
+    return Task(f"{text(raw, where, 'text', 'prompt').strip()}\n\n{shown}", None, "code", metadata, _mbpp_id(raw))
 
 
 def _mbpp_id(raw: Raw) -> str:
@@ -89,18 +89,21 @@ def _calls(inputs: list[Any], outputs: list[Any]) -> list[dict[str, Any]]:
 
 
 def _asserts_of_check(source: str, function: str) -> list[str]:
-    """The asserts in the body of check(candidate), about the function by its name."""
+    """The asserts in the body of check(candidate), about the function by its name.
+
+    A test with loops or random inputs is one text, as a whole.
+    """
     body = [f.body for f in _parsed(source).body if isinstance(f, ast.FunctionDef) and f.name == "check"]
     if not body:
         raise Unusable("a test without check(candidate)")
 
-    # Loops and random inputs cannot be written as a list.
+    # One by one, so that a program's share of them can be told.
     asserts = []
     for line in body[0]:
         if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):
             continue  # a docstring
         if not isinstance(line, ast.Assert):
-            raise Unusable("a test that is more than a list of asserts")
+            return [f"{source.strip()}\n\ncheck({function})"]
         # Some of the set's asserts are placeholders that say nothing of the function.
         if not any(isinstance(node, ast.Name) and node.id in ("candidate", function) for node in ast.walk(line.test)):
             continue

@@ -70,6 +70,7 @@ IFEVAL = {
     "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
     "kwargs": [{"num_words": None, "relation": None}, {"num_words": 20, "relation": "at least"}],
 }
+LOOP = "def check(candidate):\n    for i in range(9):\n        assert candidate(i) == 2 * i"
 MBPP_SHOWN = (
     f"{MBPP['text']}\n\nYour code should pass these tests:\nassert larger(1, 2) == 2\n"
     "assert set(larger([3], [2])) == {3}"
@@ -162,6 +163,28 @@ GOOD: list[tuple[str, dict[str, Any], Task]] = [
         Task(MBPP_SHOWN, None, "code", {"function": "larger", "asserts": MBPP["test_list"]}, "7"),
     ),
     (
+        "humaneval",
+        {**HUMANEVAL, "test": f"\n{LOOP}\n\n"},
+        Task(
+            'def twice(x):\n    """Two times x."""',
+            None,
+            "code",
+            {"function": "twice", "asserts": [f"{LOOP}\n\ncheck(twice)"]},
+            "HumanEval/999",
+        ),
+    ),
+    (
+        "mbpp",
+        {**MBPP, "test_imports": ["import math"], "test_setup_code": "x = 1\n"},
+        Task(
+            MBPP_SHOWN,
+            None,
+            "code",
+            {"function": "larger", "asserts": MBPP["test_list"], "setup": "import math\nx = 1"},
+            "7",
+        ),
+    ),
+    (
         "scp116k",
         {"domain": "Physics", "problem": "Find the force.", "extract_solution": "12 N"},
         Task("Find the force.", "12 N", "short_answer"),
@@ -222,14 +245,7 @@ NO_TASK: list[tuple[str, dict[str, Any], str]] = [
     ("eurus", eurus({"fn_name": "f", "inputs": ["x y"], "outputs": ["1"]}), "tests that are not JSON"),
     ("eurus", eurus({"fn_name": "f", "inputs": [3], "outputs": [1]}), "arguments that are no list"),
     ("humaneval", {**HUMANEVAL, "test": "x = 1"}, "a test without check"),
-    (
-        "humaneval",
-        {**HUMANEVAL, "test": "def check(candidate):\n    for i in range(9):\n        assert candidate(i) == 2 * i\n"},
-        "more than a list of asserts",
-    ),
     ("humaneval", {**HUMANEVAL, "test": "def check(candidate):\n    assert True\n"}, "a test without asserts"),
-    ("mbpp", {**MBPP, "test_setup_code": "x = 1"}, "tests that need other code first"),
-    ("mbpp", {**MBPP, "test_imports": ["import math"]}, "tests that need other code first"),
     ("mbpp", {**MBPP, "test_list": ["assert other(1)"]}, "call none of the solution's functions"),
     ("mbpp", {**MBPP, "code": "print 1"}, "no Python 3"),
     ("scp116k", {"problem": "Why?", "solution": "Because " * 30}, "answer longer than 120 characters"),
