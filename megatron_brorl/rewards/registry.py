@@ -88,11 +88,11 @@ def verifier(name: str) -> Verifier:
     if not name.startswith(_CONFIGURED):
         return entry(name, "verifier").load()
     name, tables, max_chars, timeout_s = json.loads(name.removeprefix(_CONFIGURED))
-    combinations = tuple(
-        CombinationConfig(**{**table, "parts": tuple(PartConfig(**part) for part in table["parts"])})
-        for table in tables
+    combined = tuple(
+        CombinationConfig(each["name"], each["how"], tuple(PartConfig(**part) for part in each["parts"]))
+        for each in tables
     )
-    config = RewardConfig(max_chars=max_chars, timeout_s=timeout_s, combination=combinations)
+    config = RewardConfig(max_chars=max_chars, timeout_s=timeout_s, combination=combined)
     return entry(name, "verifier", config).load()
 
 

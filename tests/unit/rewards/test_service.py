@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import threading
@@ -42,7 +43,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         reply = b"[" if self.path == "/text" else json.dumps({"scores": scores}).encode()
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(reply)
+        with contextlib.suppress(BrokenPipeError):  # who asked has given up
+            self.wfile.write(reply)
 
     def log_message(self, *_: object) -> None:
         """Tests read stderr."""
@@ -59,18 +61,25 @@ def server() -> Iterator[Any]:
     server.server_close()
 
 
-def test_a_batch_is_one_request(server: Any) -> None:
+def test_answers_go_in_batches_and_come_back_as_verdicts(server: Any) -> None:
     url = f"{server.url}/score"
     prompt = Prompt("row7", "text", (1,), "4", url, {"n": 2})
     stand_ins = registry.for_workers([url], RewardConfig(timeout_s=20.0))
     with RewardPool(1, 20.0, stand_ins=stand_ins, impure=frozenset([url])) as pool:
-        verdicts = pool.score([ScoreRequest(prompt, "a" * n) for n in (1, 3, 11, 3)])
+        verdicts = pool.score([ScoreRequest(prompt, "a" * n) for n in (1, 3, 11, 3) * 10])
     assert verdicts[:2] == [Verdict(0.1, "ok"), Verdict(0.3, "ok")]
-    assert [v.reason for v in verdicts] == ["row7", "row7", "returned 1.1 for a reward, not a number in [0, 1]", "row7"]
-    assert verdicts[2:] == [Verdict(0.0, "invalid"), Verdict(0.3, "ok")]
+    assert [v.reason for v in verdicts[:4]] == [
+        "row7",
+        "row7",
+        "returned 1.1 for a reward, not a number in [0, 1]",
+        "row7",
+    ]
+    assert verdicts[2:4] == [Verdict(0.0, "invalid"), Verdict(0.3, "ok")]
+    assert verdicts == verdicts[:4] * 10
+    assert len(server.batches[0]) == 10  # a quarter of the queue
     row = {"id": "row7", "prompt": "text", "answer": "4", "metadata": {"n": 2}}
     assert [item for batch in server.batches for item in batch] == [
-        {"response": "a" * n, "row": row} for n in (1, 3, 11, 3)
+        {"response": "a" * n, "row": row} for n in (1, 3, 11, 3) * 10
     ]
 
 
