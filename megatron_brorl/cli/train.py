@@ -26,7 +26,8 @@ from megatron_brorl.train.state import RunState
 def run(args: argparse.Namespace) -> int:
     """Train, from the newest checkpoint where there is one. Returns 0, or ranks.SAVED where it was cut short.
 
-    A signal does that, and the end of the job (job_end). The model goes to run.dir/model, what came of it to run.dir/summary.json.
+    A signal does that, and the end of the job (job_end). The model goes to run.dir/model, what came of it to
+    run.dir/summary.json.
     """
     begun = time.time()  # before model and data are loaded
     config = load(args.config, args.overrides)
