@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """Check a file of IFEval prompts, and measure what responses that say nothing are worth on it.
 
-    python benchmarks/check_ifeval.py input_data.jsonl [--rows rows.jsonl] [--min-words N]
+    python benchmarks/check_ifeval.py input_data.jsonl [--min-words N]
 
 Takes the published form (a line has key, prompt, instruction_id_list and kwargs) and the rows of this project, and
-refuses the first line whose instructions the verifier "ifeval" does not know. --rows writes the file as rows for
-`brorl evaluate --benchmark ifeval=rows.jsonl`. The floor of a response is its mean reward over all prompts: the share
+refuses the first line whose instructions the verifier "ifeval" does not know. The floor of a response is its mean reward over all prompts: the share
 of instructions that it follows (mean of the prompts' shares, as the reward is by default), and the share of prompts of
 which it follows all.
 """
@@ -17,7 +16,6 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.ifeval.verifier import check_row, load, score
@@ -74,21 +72,15 @@ def main() -> int:
     """Check the file, print its kinds and floors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--rows", type=Path, help="write the prompts as rows of this project")
     parser.add_argument("--min-words", type=int, default=0, help="metadata.min_words of the floors (%(default)s)")
     args = parser.parse_args()
 
-    # Nothing is written or measured where a line is wrong.
+    # Nothing is measured where a line is wrong.
     try:
         rows = read(args.file)
     except UserError as e:
         print(f"check_ifeval: {e}", file=sys.stderr)
         return 2
-    if args.rows:
-        lines: list[dict[str, Any]] = [
-            {"prompt": r["prompt"], "id": r["id"], "verifier": "ifeval", "metadata": r["metadata"]} for r in rows
-        ]
-        args.rows.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
     # What is in the file.
     kinds = Counter(kind for row in rows for kind in row["metadata"]["instruction_id_list"])
