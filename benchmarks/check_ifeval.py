@@ -4,9 +4,9 @@
     python benchmarks/check_ifeval.py input_data.jsonl [--min-words N]
 
 Takes the published form (a line has key, prompt, instruction_id_list and kwargs) and the rows of this project, and
-refuses the first line whose instructions the verifier "ifeval" does not know. The floor of a response is its mean reward over all prompts: the share
-of instructions that it follows (mean of the prompts' shares, as the reward is by default), and the share of prompts of
-which it follows all.
+refuses the first line whose instructions the verifier "ifeval" does not know. The floor of a response is its mean
+reward over all prompts: the share of instructions that it follows (mean of the prompts' shares, as the reward is by
+default), and the share of prompts of which it follows all.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from megatron_brorl.config.benchmarks import named
 from megatron_brorl.config.schema import DataConfig, RewardConfig
 from megatron_brorl.data.generate import GeneratedPrompts
 from megatron_brorl.data.prompts import Row, Verifiers, read_rows, tokenize
@@ -91,25 +92,22 @@ def load_sources(
 
 
 def load_benchmarks(
-    files: Sequence[str],
+    benchmarks: Sequence[str],
     config: DataConfig,
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     reward: RewardConfig = RewardConfig(),  # noqa: B008  (frozen)
 ) -> tuple[dict[str, list[Prompt]], str]:
-    """The prompts of each file by the file's name without its ending, and a report as that of Sources.
+    """The prompts of evaluate.benchmarks by their names, which differ, and a report as that of Sources.
 
     Raises UserError for whatever is wrong.
     """
     found: dict[str, list[Prompt]] = {}
     report: list[str] = []
     verifiers = _verifiers(config, reward)
-    for name in files:
-        stem = Path(name).stem
-        if stem in found:
-            raise UserError(f"evaluate.benchmarks: {name}: there is another file called {stem}; rename one of them")
-        key = "evaluate.benchmarks"
-        found[stem] = _from_files([name], key, config, verifiers, tokenizer, max_prompt_tokens, report)
+    for name, file in map(named, benchmarks):
+        key = f"evaluate.benchmarks ({name})"
+        found[name] = _from_files([file], key, config, verifiers, tokenizer, max_prompt_tokens, report)
     return found, "\n".join(report)
 
 
