@@ -19,6 +19,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.ifeval import language
 from megatron_brorl.rewards.ifeval.kinds import KINDS
 from megatron_brorl.rewards.ifeval.text import count_words
+from megatron_brorl.rewards.returned import MOST_PARTS
 from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
 
 _MODES = ("strict", "loose")
@@ -79,6 +80,11 @@ def check_row(row: VerifierRow, where: str) -> None:
         raise UserError(
             f'{where}: verifier "ifeval" needs metadata.instruction_id_list, a list of instruction ids such as '
             '"punctuation:no_comma"'
+        )
+    if len(kinds) > MOST_PARTS:
+        raise UserError(
+            f"{where}: metadata.instruction_id_list has {len(kinds)} instructions, each a part of the reward, which has "
+            f"at most {MOST_PARTS}; leave some out"
         )
     if not isinstance(kwargs, list) or len(kwargs) != len(kinds):
         raise UserError(

@@ -160,6 +160,10 @@ def test_instructions_that_are_wrong(kind: str, arguments: Any, message: str) ->
         ({"instruction_id_list": "punctuation:no_comma"}, "needs metadata.instruction_id_list"),
         ({"instruction_id_list": [3], "kwargs": [{}]}, "needs metadata.instruction_id_list"),
         ({"instruction_id_list": ["punctuation:no_comma"]}, "needs metadata.kwargs, a list of 1 objects"),
+        (
+            {"instruction_id_list": ["punctuation:no_comma"] * 17},
+            "has 17 instructions, each a part of the reward, which",
+        ),
         ({**TWO, "kwargs": [{}]}, "needs metadata.kwargs, a list of 2 objects"),
         ({**TWO, "mode": "lose"}, "metadata.mode is 'lose'"),
         ({**TWO, "all": 1}, "metadata.all is 1"),
