@@ -83,8 +83,8 @@ def check_row(row: VerifierRow, where: str) -> None:
         )
     if len(kinds) > MOST_PARTS:
         raise UserError(
-            f"{where}: metadata.instruction_id_list has {len(kinds)} instructions, each a part of the reward, which has "
-            f"at most {MOST_PARTS}; leave some out"
+            f"{where}: metadata.instruction_id_list has {len(kinds)} instructions, but a reward has at most "
+            f"{MOST_PARTS} parts; leave some out"
         )
     if not isinstance(kwargs, list) or len(kwargs) != len(kinds):
         raise UserError(

@@ -162,7 +162,7 @@ def test_instructions_that_are_wrong(kind: str, arguments: Any, message: str) ->
         ({"instruction_id_list": ["punctuation:no_comma"]}, "needs metadata.kwargs, a list of 1 objects"),
         (
             {"instruction_id_list": ["punctuation:no_comma"] * 17},
-            "has 17 instructions, each a part of the reward, which",
+            "17 instructions, but a reward has at most 16 parts",
         ),
         ({**TWO, "kwargs": [{}]}, "needs metadata.kwargs, a list of 2 objects"),
         ({**TWO, "mode": "lose"}, "metadata.mode is 'lose'"),
