@@ -325,7 +325,8 @@ class EvaluateConfig:
     every: int = at_least(0, default=0)  # steps; 0 = only before and after
     samples: int = at_least(1, default=8)  # per prompt
     pass_at: tuple[int, ...] = ()  # k of pass@k, at most `samples`; () = 1, 2, 4, ... up to it
-    benchmarks: tuple[str, ...] = ()  # of `brorl evaluate`: JSONL or Parquet files instead of the held-out prompts
+    # Of `brorl evaluate`, instead of the held-out prompts: "FILE" or "name=FILE", each JSONL or Parquet.
+    benchmarks: tuple[str, ...] = ()
     temperature: float = at_least(0, default=0.6)  # as in BroRL, appendix D
     top_p: float = within("(0, 1]", default=0.95)
     top_k: int = at_least(0, default=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from megatron_brorl.config.benchmarks import named
 from megatron_brorl.config.bounds import broken
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
@@ -162,6 +163,21 @@ def _evaluation(config: Config) -> Iterator[Rule]:
         all(1 <= k <= e.samples for k in e.pass_at),
         "evaluate.pass_at",
         f"pass@k takes k samples per prompt: each must be in [1, evaluate.samples = {e.samples}]",
+    )
+
+    # Names are those of a table's lines.
+    benchmarks = [named(benchmark) for benchmark in e.benchmarks]
+    names = [name for name, _ in benchmarks]
+    yield (
+        all(name and file and "|" not in name for name, file in benchmarks),
+        "evaluate.benchmarks",
+        "each must be a file, or a name without |, then = and a file",
+    )
+    again = next((name for name in names if names.count(name) > 1), "")
+    yield (
+        not again,
+        "evaluate.benchmarks",
+        f'two are called {again!r}: give one of them another name, as in "{again}_2=FILE"',
     )
 
 

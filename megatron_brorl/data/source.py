@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from megatron_brorl.config.benchmarks import named
 from megatron_brorl.config.schema import DataConfig, RewardConfig
 from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import GeneratedPrompts
@@ -117,24 +118,22 @@ def load_sources(
 
 
 def load_benchmarks(
-    files: Sequence[str],
+    benchmarks: Sequence[str],
     config: DataConfig,
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     reward: RewardConfig = RewardConfig(),  # noqa: B008  (frozen)
 ) -> tuple[dict[str, list[Prompt]], str]:
-    """The prompts of each file by the file's name without its ending, and a report as that of Sources.
+    """The prompts of evaluate.benchmarks by their names, which differ, and a report as that of Sources.
 
     Raises UserError for whatever is wrong.
     """
     found: dict[str, list[Prompt]] = {}
     reader = _Reader(config, _verifiers(config, reward), tokenizer, max_prompt_tokens)
-    for name in files:
-        stem = Path(name).stem
-        if stem in found:
-            raise UserError(f"evaluate.benchmarks: {name}: there is another file called {stem}; rename one of them")
-        found[stem] = reader.read([name], "evaluate.benchmarks")
-    return found, "\n".join(reader.report)
+    for name, file in map(named, benchmarks):
+        found[name] = reader.read([file], f"evaluate.benchmarks ({name})")
+    return found, "
+".join(reader.report)
 
 
 def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int) -> Sources:

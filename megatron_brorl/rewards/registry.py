@@ -16,6 +16,7 @@ from importlib import metadata
 from megatron_brorl.config.schema import CombinationConfig, PartConfig, RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import combination, exact, extract, format, gym_tasks, own, service
+from megatron_brorl.rewards.ifeval import verifier as ifeval
 from megatron_brorl.rewards.verifier import Entry, Verifier
 
 GROUP = "megatron_brorl.verifiers"  # entry points of installed packages: NAME = "package.module:function"
@@ -41,6 +42,13 @@ ENTRIES: dict[str, Entry] = {
         load=lambda: format.format_,
         find=format.skeleton,
         check_row=format.check_row,
+    ),
+    "ifeval": Entry(
+        about="the share of the row's instructions that the response follows, as IFEval checks them",
+        load=ifeval.load,
+        find=ifeval.find,
+        check_row=ifeval.check_row,
+        max_chars=1 << 16,
     ),
     "reasoning_gym": Entry(
         about="the scorer of the row's reasoning-gym task",
