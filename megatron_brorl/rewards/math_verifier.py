@@ -17,7 +17,7 @@ from megatron_brorl.rewards.final_answer import disagreement, final_answer, plac
 from megatron_brorl.rewards.plain_number import MAX_CHARS, NAME, PlainNumber, equal, plain_number, units_clash
 from megatron_brorl.rewards.spelling import ascii_text, quote
 from megatron_brorl.rewards.sympy_guard import refusal, restates
-from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
+from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 _RIGHT = Score(1.0)
 _DELIMITERS = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])")
@@ -27,7 +27,7 @@ _NAME = re.compile(rf"\s*{NAME}\s*")
 
 
 def find(response: str) -> str | None:
-    """The answer that a response says (final_answer.py), or the response where it is a plain number and nothing else."""
+    """The answer that a response says (final_answer.py); the whole response where it is a plain number alone."""
     if len(response) <= MAX_CHARS and not places(response):
         bare = response.strip()
         return bare if plain_number(bare) else None
@@ -47,39 +47,37 @@ def check_row(row: VerifierRow, where: str) -> None:
     answer = row["answer"]
     if not isinstance(answer, str) or not answer.strip():
         raise UserError(f'{where}: verifier "math" needs answer, the reference answer as text')
-    if (why := disagreement(places(answer), same)) is not None:
-        raise UserError(
-            f'{where}: answer has {why.partition(": ")[2]}; leave the one that verifier "math" shall compare'
-        )
+    why = disagreement(places(answer), same)
+    if why:
+        several = why.partition(": ")[2]
+        raise UserError(f'{where}: answer has {several}; leave the one that verifier "math" shall compare')
 
 
 def verify(answer: str, row: VerifierRow) -> Score:
     """1 for an answer equal to the reference."""
     # The text of an answer, or of a whole response where reward.extract says so.
     said = places(answer) or [answer.strip()]
-    if (why := disagreement(said, same)) is not None:
+    why = disagreement(said, same)
+    if why:
         return Score(0.0, why)
     given, reference = said[-1], reference_of(row)
 
     # Plain numbers are compared here, exactly.
+    differ = Score(0.0, f"{quote(given)} is not {quote(reference)}")
     number, wanted = plain_number(given), plain_number(reference)
     if number and wanted:
-        if units_clash(number, wanted):
-            return Score(0.0, f"the unit of {quote(given)} is not that of {quote(reference)}")
-        return _RIGHT if equal(number, wanted) else Score(0.0, f"{quote(given)} is not {quote(reference)}")
+        return _RIGHT if equal(number, wanted) and not units_clash(number, wanted) else differ
     if same_text(given, reference):
         return _RIGHT
 
     # What is not an answer is not worth the algebra.
-    if why := refusal(given) or _not_a_value(given, reference):
+    why = refusal(given) or _not_a_value(given, reference)
+    if why:
         return Score(0.0, why)
-    if why := refusal(reference):
+    why = refusal(reference)
+    if why:
         return Score(0.0, f"the reference is compared as text alone: {why}")
-    return (
-        _RIGHT
-        if _algebra(_latex(reference, wanted), _latex(given, number))
-        else Score(0.0, f"{quote(given)} is not {quote(reference)}")
-    )
+    return _RIGHT if _algebra(_latex(reference, wanted), _latex(given, number)) else differ
 
 
 def reference_of(row: VerifierRow) -> str:
@@ -89,15 +87,10 @@ def reference_of(row: VerifierRow) -> str:
     return said[-1] if said else answer.strip()
 
 
-def load() -> Verifier:
-    """The verifier, with math-verify imported and silent."""
-    _library()
-    return verify
-
-
 def _not_a_value(given: str, reference: str) -> str:
     """Why an expression is no answer although its value may be right; "" if it may be one."""
-    if undone := restates(given, reference):
+    undone = restates(given, reference)
+    if undone:
         return f"{undone} is left to be computed"
 
     # math-verify takes the right side of any equation for the value: 2x = 6 is not 6, but x = 6 and 2 + 4 = 6 are.
@@ -110,7 +103,7 @@ def _not_a_value(given: str, reference: str) -> str:
 
 
 def _latex(text: str, number: PlainNumber | None) -> str:
-    """What math-verify reads: a plain number in the one spelling that it cannot misread, or the text without dollars."""
+    """What math-verify reads: a plain number in a spelling that it cannot misread, or the text without dollars."""
     if number is not None:
         value: Fraction = number.value / 100 if number.percent else number.value
         sign = "-" if value < 0 else ""

@@ -1,7 +1,7 @@
-r"""Plain numbers, read exactly: integers, decimals, fractions, mixed fractions, percent, powers of ten, with their dress.
+r"""Plain numbers, read exactly: integers, decimals, fractions, mixed fractions, percent, powers of ten, in any dress.
 
-`1,234`, `$1234`, `\boxed{1234.0}`, `1.234 \times 10^3`, `x = 1234` and `1234 apples` are one number; `1/3` and `0.333` are
-two. What is read here is arithmetic on fractions.Fraction: no rounding, no library that guesses.
+`1,234`, `$1234`, `\boxed{1234.0}`, `1.234 \times 10^3`, `x = 1234` and `1234 apples` are one number; `1/3` and
+`0.333` are two. What is read here is arithmetic on fractions.Fraction: no rounding, no library that guesses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _CORE = re.compile(
 _GREEK = r"\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|rho|sigma|tau|omega)\b\s*|\\angle\s*[A-Z]{1,3}"
 _WORDS_NAME = r"(?!(?:sin|cos|tan|log|exp|sqrt|not)\b)[A-Za-z']{3,}(?: +[A-Za-z']+){0,7}"
 NAME = (
-    rf"(?:{_WORDS_NAME}|[A-Z]{{1,3}}|[a-z]|{_GREEK})(?:_\{{?[A-Za-z0-9]{{1,12}}\}}?)?'*(?:\([A-Za-z0-9,+ -]{{1,20}}\))?"
+    rf"(?:{_WORDS_NAME}|[A-Z]{{1,3}}|[a-z]|{_GREEK})"
+    r"(?:_\{?[A-Za-z0-9]{1,12}\}?)?'*(?:\([A-Za-z0-9,+ -]{1,20}\))?"
 )
 _LEAD = re.compile(
     rf"(?:(?:{NAME})?\s*(?:=|:|\\approx)\s*)?"

@@ -1,4 +1,4 @@
-r"""One spelling for what an answer can be written in: Unicode look-alikes, LaTeX's wrappers and spaces, Markdown's stars.
+r"""One spelling for what an answer can be written in: Unicode look-alikes, LaTeX's wrappers, Markdown's stars.
 
 Everything here is linear in the text; the meaning of what is written is for others.
 """
@@ -15,7 +15,7 @@ _CHARACTERS = {
     **dict.fromkeys("\u00a0\u2007\u2008\u202f", THIN),
     **dict.fromkeys("\u2044\u2215", "/"),
     **dict.fromkeys("\u2019\u2018\u02bc", "'"),
-    "×": "\\times ",
+    "\u00d7": "\\times ",
     "·": "\\cdot ",
     "⋅": "\\cdot ",
     "÷": "/",
@@ -25,7 +25,7 @@ _CHARACTERS = {
     "≥": "\\ge ",
     "≠": "\\ne ",
     "≈": "\\approx ",
-    "∪": "\\cup ",
+    "\u222a": "\\cup ",
     "∩": "\\cap ",
     "∈": "\\in ",
     "∅": "\\emptyset ",
@@ -50,7 +50,7 @@ _LATEX = (
     (re.compile(r"\\%"), "%"),
 )
 _FONT = r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|mbox|hbox|emph|boxed|fbox|boldsymbol|bm)\s*"
-_WRAPPED = re.compile(_FONT + r"\{([^{}]*)\}")
+_WRAPPED = re.compile(_FONT + r"\{((?:[^{}]|\{[^{}]*\})*)\}")
 _MARKS = re.compile(r"(?<!\\)\\[()\[\]]|`")
 _BOLD = re.compile(r"(?<![\w)*])\*\*(?=\S)([^*]*)(?<=\S)\*\*(?![\w(*])")  # a power stands between its two numbers
 _DOLLAR = re.compile(r"(?<!\\)\$")

@@ -1,7 +1,7 @@
 """What is refused before a computer algebra system sees it: text that is made to be slow rather than to be an answer.
 
-A bound of this file is far above what answers need and far below what takes seconds. What slips through costs a worker its
-deadline, no more.
+A bound of this file is far above what answers need and far below what takes seconds. What slips through costs a
+worker its deadline, no more.
 """
 
 from __future__ import annotations
