@@ -27,7 +27,8 @@ _SAYS = re.compile(
     r"\banswer\b(?:[*_]{0,2}\s?[*_]{0,2}(?:is|are|=|:)(?![A-Za-z])| (?:to|for) [^.:\n]{1,80}? is\b)", re.IGNORECASE
 )
 _LEADS_ON = re.compile(r"\W*(?:(?:the|my|our|so|thus|hence|therefore|final|correct|right)\W+)*", re.IGNORECASE)
-_MAX_SENTENCE = 1000
+_MAX_SENTENCE = 1000  # characters
+_MAX_SPELLINGS = 8
 _DISPLAY = {"\\[": "\\]", "$$": "$$"}
 _SENTENCE_END = re.compile(r"[.!?](?=[*_)\"']{0,3}(?:\s|$))|\n")
 
@@ -54,10 +55,14 @@ def places(response: str) -> list[str]:
 
 
 def disagreement(said: list[str], same: Same) -> str | None:
-    """In words, the first two answers that differ; None where all agree."""
-    for other in said[1:]:
-        if not same(said[0], other):
-            return f"no answer: two different ones, {quote(said[0])} and {quote(other)}"
+    """In words, the first two answers that differ; None where all agree.
+
+    Many spellings, or long ones, are not looked into: a hostile response could make that dear.
+    """
+    first, *others = dict.fromkeys(said) or [""]
+    for count, other in enumerate(others):
+        if count >= _MAX_SPELLINGS or max(len(first), len(other)) > _MAX_SENTENCE or not same(first, other):
+            return f"no answer: two different ones, {quote(first)} and {quote(other)}"
     return None
 
 

@@ -15,12 +15,14 @@ _MAX_DIGITS = 100  # of one number
 _MAX_POWER = 4000  # the product of the exponents over one base
 _MAX_FACTORIAL = 1000
 _MAX_PARTS = 200  # of a list or a matrix
+_MAX_RELATIONS = 8
 _CAP = 10**9  # a product of numbers is not followed further
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+|[A-Za-z]|[{(\[\])}^!]|\*\*|[^\s]", re.DOTALL)
 _CLOSES = {"}": "{", ")": "([", "]": "(["}  # an interval may open with one and close with the other
 _GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|omega|text|mathrm)")
 _DONE_LATER = re.compile(r"\\(?:sum|prod|i{1,3}nt|oint|lim|limsup|liminf|bigcup|bigcap)(?![a-z])|\\frac\{d\}")
+_RELATION = re.compile(r"[<>=]|\\[lg]eq?(?![a-z])|\\ne")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?[^{}]*\d{5}|\\[dt]?binom\s*\{[^{}]*\}\s*\{?[^{}]*\d{5}")
 
 
@@ -30,6 +32,8 @@ def refusal(text: str) -> str:
         return f"too long to be an answer: {len(text)} characters, at most {MAX_CHARS}"
     if max(text.count(","), text.count("&")) >= _MAX_PARTS:
         return f"a list or matrix of more than {_MAX_PARTS} parts"
+    if len(_RELATION.findall(text)) > _MAX_RELATIONS:
+        return f"a chain of more than {_MAX_RELATIONS} relations"
     if _BINOMIAL.search(text):
         return "a binomial of numbers of five digits or more"
     return _Walk().refusal(text)
