@@ -17,7 +17,7 @@ from megatron_brorl.rewards.final_answer import disagreement, final_answer, plac
 from megatron_brorl.rewards.plain_number import MAX_CHARS, NAME, PlainNumber, equal, plain_number, units_clash
 from megatron_brorl.rewards.spelling import ascii_text, quote
 from megatron_brorl.rewards.sympy_guard import refusal, restates
-from megatron_brorl.rewards.verifier import Score, VerifierRow
+from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
 
 _RIGHT = Score(1.0)
 _DELIMITERS = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])")
@@ -85,6 +85,12 @@ def reference_of(row: VerifierRow) -> str:
     answer = row["answer"] or ""
     said = places(answer)
     return said[-1] if said else answer.strip()
+
+
+def load() -> Verifier:
+    """The verifier, with math-verify imported: its second of imports is on no answer's clock."""
+    _library()
+    return verify
 
 
 def _not_a_value(given: str, reference: str) -> str:

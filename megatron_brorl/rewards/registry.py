@@ -15,7 +15,17 @@ from importlib import metadata
 
 from megatron_brorl.config.schema import CombinationConfig, PartConfig, RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import combination, exact, extract, format, gym_tasks, own
+from megatron_brorl.rewards import (
+    choice_verifier,
+    combination,
+    exact,
+    extract,
+    format,
+    gym_tasks,
+    math_verifier,
+    own,
+    short_answer_verifier,
+)
 from megatron_brorl.rewards.verifier import Entry, Verifier
 
 GROUP = "megatron_brorl.verifiers"  # entry points of installed packages: NAME = "package.module:function"
@@ -29,6 +39,12 @@ def _reasoning_gym() -> Verifier:
 
 
 ENTRIES: dict[str, Entry] = {
+    "choice": Entry(
+        about="multiple choice: one letter in any dress, or the text of its option",
+        load=lambda: choice_verifier.verify,
+        find=choice_verifier.find,
+        check_row=choice_verifier.check_row,
+    ),
     "exact": Entry(
         about="the response is the answer, character by character",
         load=lambda: exact.exact,
@@ -42,11 +58,23 @@ ENTRIES: dict[str, Entry] = {
         find=format.skeleton,
         check_row=format.check_row,
     ),
+    "math": Entry(
+        about="numbers exactly, other mathematics by math-verify",
+        load=math_verifier.load,
+        find=math_verifier.find,
+        check_row=math_verifier.check_row,
+    ),
     "reasoning_gym": Entry(
         about="the scorer of the row's reasoning-gym task",
         load=_reasoning_gym,
         find=extract.answer_tag,
         check_row=gym_tasks.check_row,
+    ),
+    "short_answer": Entry(
+        about="a few words, or a quantity with its unit",
+        load=lambda: short_answer_verifier.verify,
+        find=short_answer_verifier.find,
+        check_row=short_answer_verifier.check_row,
     ),
 }
 

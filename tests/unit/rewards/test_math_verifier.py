@@ -85,7 +85,7 @@ def test_references_as_data_sets_write_them():
 
 @pytest.mark.parametrize("reference", [None, "", "  ", r"\boxed{1} or \boxed{2}"])
 def test_rows_that_say_no_answer_are_refused(reference):
-    with pytest.raises(UserError, match="a:1: .*answer"):
+    with pytest.raises(UserError, match=r"a:1: .*answer"):
         check_row(row(reference), "a:1")
 
 
