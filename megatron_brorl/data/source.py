@@ -132,8 +132,7 @@ def load_benchmarks(
     reader = _Reader(config, _verifiers(config, reward), tokenizer, max_prompt_tokens)
     for name, file in map(named, benchmarks):
         found[name] = reader.read([file], f"evaluate.benchmarks ({name})")
-    return found, "
-".join(reader.report)
+    return found, "\n".join(reader.report)
 
 
 def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int) -> Sources:

@@ -15,7 +15,18 @@ from importlib import metadata
 
 from megatron_brorl.config.schema import CombinationConfig, PartConfig, RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import combination, exact, extract, format, gym_tasks, own, service
+from megatron_brorl.rewards import (
+    choice_verifier,
+    combination,
+    exact,
+    extract,
+    format,
+    gym_tasks,
+    math_verifier,
+    own,
+    service,
+    short_answer_verifier,
+)
 from megatron_brorl.rewards.ifeval import verifier as ifeval
 from megatron_brorl.rewards.verifier import Entry, Verifier
 
@@ -30,6 +41,12 @@ def _reasoning_gym() -> Verifier:
 
 
 ENTRIES: dict[str, Entry] = {
+    "choice": Entry(
+        about="multiple choice: one letter in any dress, or the text of its option",
+        load=lambda: choice_verifier.verify,
+        find=choice_verifier.find,
+        check_row=choice_verifier.check_row,
+    ),
     "exact": Entry(
         about="the response is the answer, character by character",
         load=lambda: exact.exact,
@@ -50,11 +67,23 @@ ENTRIES: dict[str, Entry] = {
         check_row=ifeval.check_row,
         max_chars=1 << 16,
     ),
+    "math": Entry(
+        about="numbers exactly, other mathematics by math-verify",
+        load=math_verifier.load,
+        find=math_verifier.find,
+        check_row=math_verifier.check_row,
+    ),
     "reasoning_gym": Entry(
         about="the scorer of the row's reasoning-gym task",
         load=_reasoning_gym,
         find=extract.answer_tag,
         check_row=gym_tasks.check_row,
+    ),
+    "short_answer": Entry(
+        about="a few words, or a quantity with its unit",
+        load=lambda: short_answer_verifier.verify,
+        find=short_answer_verifier.find,
+        check_row=short_answer_verifier.check_row,
     ),
 }
 
