@@ -88,7 +88,7 @@ def test_nothing_is_left_of_what_crashes_or_forges(name: str, secret: str) -> No
 def test_the_attacks_would_succeed_outside(secret: str) -> None:
     """Of those that harm nothing: without isolation each gets what it wants."""
     bare = Sandbox(False, LONG.limits)
-    for name in ("read a file", "read /etc/passwd", "/proc", "symlink out", "UNIX socket", "memfd", "list the root"):
+    for name in ("read a file", "read /etc/passwd", "/proc", "UNIX socket", "memfd", "list the root"):
         outcome = bare.run(sandbox_attacks.program(name, 1, secret), "")
         assert outcome.stdout == "breached\n", name
 
