@@ -45,7 +45,7 @@ def test_cases_written_by_hand(kind, right, reference, answer):
         ("((9!)!)!", "factorial"),
         (r"\binom{100000}{50000}", "binomial"),
         ("9" * 500, "digits"),
-        (",".join(map(str, range(300))), "more than 200"),
+        (",".join("7" * 300), "more than 200"),
         ("1<2<3<4<5<6<7<8<9<10", "relations"),
         (r"12}\boxed{13", "do not match"),
         (r"\sum_{k=1}^{3} 2k", "left to be computed"),
