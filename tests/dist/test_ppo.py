@@ -7,6 +7,7 @@ import copy
 import pytest
 import tiny
 import torch
+from dist.layouts import covering
 from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, TEMPERATURE, batch
 
 STEPS = 3
@@ -69,7 +70,10 @@ def generalised(reward, v):
     return torch.stack([sum((ALGO.gamma * ALGO.lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)])
 
 
-@pytest.fixture(scope="module", params=[("qwen2", True), ("qwen3", False)], ids=str)
+CASES = [("qwen2", True), ("qwen3", False)]
+
+
+@pytest.fixture(scope="module")
 def expected(request, tmp_path_factory):
     """The loop: its figures and weights, and the directory that both begin from."""
     directory = tmp_path_factory.mktemp("model")
@@ -126,7 +130,9 @@ def expected(request, tmp_path_factory):
     return str(directory), figures, dict(actor.state_dict()), dict(critic.state_dict())
 
 
-@pytest.mark.parametrize(("size", "parallel", "options"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("size", "parallel", "options", "expected"), covering(LAYOUTS, CASES), indirect=["expected"], scope="module"
+)
 def test_ppo_equals_the_loop_written_out(worlds, expected, size, parallel, options):
     directory, figures, actor, critic = expected
     assert sum(f["clipped"] for f in figures) > 0  # the clipping of values is at work
@@ -146,6 +152,7 @@ def test_ppo_equals_the_loop_written_out(worlds, expected, size, parallel, optio
         assert critic.keys() - critic_weights.keys() <= {"value_head"}
 
 
+@pytest.mark.parametrize("expected", CASES, indirect=True, scope="module")
 def test_a_fresh_critic_explains_nothing(expected):
     assert expected[1][0]["explained_variance"] == 0.0
     assert expected[1][-1]["explained_variance"] != 0.0

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from e2e.runs import brorl, rows, start
+from e2e.runs import brorl, by_launcher, rows, start
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,7 +23,7 @@ from megatron_brorl.data.tokenizers import train_sentencepiece
 def finished(config, warm, tmp_path_factory):
     """The run that nobody disturbed."""
     directory = tmp_path_factory.mktemp("runs") / "whole"
-    done = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}")
+    done = by_launcher("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}")
     assert done.returncode == 0, done.stderr
     return directory, done
 
