@@ -25,6 +25,7 @@ CONTEXT.set_forkserver_preload(
     [
         *("megatron_brorl.cli.train", "megatron_brorl.cli.sft", "megatron_brorl.cli.report"),
         *("megatron_brorl.ops.fused.backend", "reasoning_gym", "transformers"),
+        *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "gemma3")),
         "megatron.core.dist_checkpointing.strategies.torch",
     ]
 )
