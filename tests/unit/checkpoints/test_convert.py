@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import tiny
 import torch
@@ -24,13 +25,13 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
 
 REPOSITORY = Path(__file__).parents[3]
-TOOL = [sys.executable, str(REPOSITORY / "tools" / "convert_checkpoint.py")]
+TOOL = REPOSITORY / "tools" / "convert_checkpoint.py"
+COMMAND = [sys.executable, str(TOOL)]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
 
-def tool(*arguments: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    command = [*TOOL, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, **kwargs)
+def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return forks.script(TOOL, *arguments)
 
 
 def fails(done: subprocess.CompletedProcess[str], *parts: str) -> None:
@@ -270,7 +271,8 @@ def test_a_full_disk_ends_in_one_line(copy, command):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
     source = copy / ("hf" if command == "to-megatron" else "megatron")
-    done = tool(command, source, copy / "out", preexec_fn=limit)
+    line = [*COMMAND, command, str(source), str(copy / "out")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, preexec_fn=limit)
     fails(done, f"{copy / 'out'}: cannot be written: File too large; make room and start again")
     assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
 
@@ -285,7 +287,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     """SIGKILL at some moment of the writing; then the same command does the whole."""
     config = REAL["Qwen2.5-1.5B"] | SMALLER | {"num_hidden_layers": 48, "hidden_size": 384, "intermediate_size": 1024}
     write_random_model(config, tmp_path / "hf", 0, torch.bfloat16)
-    command = [*TOOL, "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out"), "--tensor", "2"]
+    command = [*COMMAND, "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out"), "--tensor", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stderr is not None
     for line in process.stderr:
