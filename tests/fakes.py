@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_brorl.ops.philox import uniforms
 from megatron_brorl.rewards.pool import ScoreRequest, Verdict
 from megatron_brorl.rollout.engine import Request, Sampling, Watch
-from megatron_brorl.types import Prompt, Rollout, RolloutGroup
+from megatron_brorl.types import Prompt, Rollout
 
 STOP = 2
 
@@ -94,7 +94,7 @@ class Engine:
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
-    ) -> list[RolloutGroup]:
+    ) -> list[list[Rollout]]:
         assert watch is not None
         self.verbs.append("generate")
         self.calls.append(list(requests))
@@ -116,7 +116,7 @@ class Engine:
                 found.append(rollout)
                 if rollout.finish != "cut":
                     watch.finished(number, rollout)
-            groups.append(RolloutGroup(request.prompt, tuple(found), self.version))
+            groups.append(found)
         while stalled and not (self.deaf.is_set() if self.deaf else watch.cancelled()):
             time.sleep(0.01)
         return groups

@@ -41,7 +41,7 @@ def main() -> None:
     check_output(args.out, [*read, *(("data.held_out", Path(name)) for name in config.data.held_out)])
     model = Path(config.model.path)
     limit = read_shape(model).context - config.rollout.max_tokens
-    prompts = load_sources(config.data, load_tokenizer(model), limit, config.run.seed).held_out
+    prompts = load_sources(config.data, load_tokenizer(model), limit, config.run.seed, config.reward).held_out
     chosen = select(prompts, read_answers(args.evaluation), *args.right)
     if len(chosen) < args.count:
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid
 from megatron_brorl.rewards.pool import RewardPool
+from megatron_brorl.rewards.registry import for_workers
+from megatron_brorl.rewards.startup import Started, look_at
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
@@ -75,11 +78,14 @@ class Session:
         limit = context(config, self.shape) - config.rollout.max_tokens
         if benchmarks and config.evaluate.benchmarks:
             files = config.evaluate.benchmarks
-            self.benchmarks, self.report = load_benchmarks(files, config.data, self.tokenizer, limit)
+            self.benchmarks, self.report = load_benchmarks(files, config.data, self.tokenizer, limit, config.reward)
+            verifiers = {prompt.verifier for prompts in self.benchmarks.values() for prompt in prompts}
         else:
-            self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed)
+            self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed, config.reward)
+            verifiers = set(self.sources.verifiers)
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
             self.report = self.sources.report
+        self._verifiers = verifiers  # names that occur
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)  # any of them ends a response
 
         # Join the other ranks last: a mistake above ends each of them at once.
@@ -149,10 +155,20 @@ class Session:
         stage.require_finite(f"model.path = {path}", "give a model whose training did not diverge")
         return stage
 
+    @functools.cached_property
+    def started_verifiers(self) -> Started:
+        """What was found of the user's own verifiers. Raises UserError for one that cannot be used."""
+        return look_at(self._verifiers, self.config.reward)
+
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""
         c = self.config
-        pool = RewardPool(c.reward.workers, c.reward.timeout_s)
+        pool = RewardPool(
+            c.reward.workers,
+            c.reward.timeout_s,
+            stand_ins=for_workers(c.reward),
+            impure=self.started_verifiers.impure,
+        )
         self._closing.append(pool.close)
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,23 @@ from megatron_brorl.model_shape import ModelShape
 Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as JSON has them
 
 _SECTIONS = ("data", "rollout", "reward", "shaping", "algo", "critic", "reference", "ops", "optim")
+_FILES = "own_verifiers"  # the section of the sha256 of files that are code of the user's own
 _FREE = {"rollout": ("timeout_s", "max_lost_share")}  # they decide when a run ends, not what it computes
 
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
 BEFORE_THE_KEY: Fingerprint = {
+    "data": {"verifier": "exact"},
+    "reward": {"combination": []},
     "algo": {"policy_loss": "clip", "tau_pos": 1.0, "tau_neg": 1.05},
     "optim": {"decay_norms_and_biases": True},
 }
 
 
-def fingerprint(config: Config, shape: ModelShape) -> Fingerprint:
-    """Everything that decides what a run computes, for its checkpoints."""
+def fingerprint(config: Config, shape: ModelShape, own_verifiers: Mapping[str, str]) -> Fingerprint:
+    """Everything that decides what a run computes, for its checkpoints.
+
+    own_verifiers: the sha256 of the file of each verifier that is the user's own, by its name.
+    """
     sections = dataclasses.asdict(config)
     kept = {name: sections[name] for name in _SECTIONS}
     for section, keys in _FREE.items():
@@ -33,6 +40,7 @@ def fingerprint(config: Config, shape: ModelShape) -> Fingerprint:
             del kept[section][key]
 
     kept["run"] = {"seed": config.run.seed}
+    kept[_FILES] = dict(own_verifiers)
     kept["model"] = {**dataclasses.asdict(shape), "dtype": config.model.dtype}
     plain: Fingerprint = json.loads(json.dumps(kept))
     return plain
@@ -40,10 +48,16 @@ def fingerprint(config: Config, shape: ModelShape) -> Fingerprint:
 
 def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> None:
     """Raise UserError naming the first key in which a checkpoint (`where`) and this run differ, with both values."""
+    # Key by key of what this run is made of: what older versions did not know has the value that they lived by.
     for section, values in current.items():
         found = {**BEFORE_THE_KEY.get(section, {}), **with_names_of_now(section, saved.get(section, {}))}
         for key, value in values.items():
             old = found.get(key)
+            if old != value and section == _FILES:
+                raise UserError(
+                    f"{where}: was written with another file of verifier {key} (sha256 {str(old)[:12]}, now "
+                    f"{value[:12]}): put it back as it was, or start anew with another run.dir or train.resume=never"
+                )
             if old != value:
                 raise UserError(
                     f"{where}: was written with {section}.{key} = {old!r}, now {value!r}: set it back, or start anew "

@@ -77,7 +77,7 @@ def _trainer(session: Session, started: float) -> Trainer:
         train_source=session.sources.train,
         held_out=session.sources.held_out,
         stop_ids=session.stop_ids,
-        fingerprint=fingerprint(config, session.shape),
+        fingerprint=fingerprint(config, session.shape, session.started_verifiers.sha256),
         started=started,
         state=RunState(stall=Stall(config.train.min_delta)),
         critic=session.critic(),

@@ -69,6 +69,7 @@ class DataConfig:
     train_seed: int = 1
     held_out_seed: int = 2
     held_out_prompts: int = at_least(1, default=512)  # how many are generated; files are used whole
+    verifier: str = "exact"  # of rows that name none; "my_rewards.py:score" is one of your own (docs/verifiers.md)
     template: str = "{prompt}"  # wraps the text of every prompt
     chat: bool = False  # wrap in the tokenizer's chat template as one user message
     skip_bad_rows: bool = False  # skip, count and list malformed rows instead of stopping
@@ -133,11 +134,30 @@ class TrtLlmConfig:
 
 
 @dataclass(frozen=True)
+class PartConfig:
+    """A part of a combined verifier."""
+
+    verifier: str
+    weight: float = 1.0  # of how = "sum"; together 1
+
+
+@dataclass(frozen=True)
+class CombinationConfig:
+    """A verifier made of others, which rows and data.verifier name as any other."""
+
+    name: str
+    how: Literal["sum", "product", "gate"]  # gate: the last part's reward where every other part gives 1, else 0
+    parts: tuple[PartConfig, ...]
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     workers: int = at_least(1, default=2)  # scoring processes per rank
     timeout_s: float = above(0, default=5.0)  # per answer; a worker that takes longer is killed and the answer scores 0
-    max_chars: int = at_least(1, default=4096)  # a longer answer scores 0 unseen
-    extract: Literal["full", "answer_tag", "boxed"] = "full"  # what part of the response is the answer
+    max_chars: int = at_least(1, default=65536)  # a longer answer scores 0 unseen; some verifiers take less
+    # What part of a response is the answer. "verifier": what its row's verifier looks for; the others are for all rows
+    extract: Literal["verifier", "full", "answer_tag", "boxed"] = "verifier"
+    combination: tuple[CombinationConfig, ...] = ()  # verifiers made of others
     strict: bool = True  # 1 if the verifier gives at least 0.99, else 0; false keeps partial credit
     # On the reward of a response that rollout.max_tokens cut off ("stop properly"); 0 scores it 0 unseen.
     cut_off_factor: float = within("[0, 1]", default=0.0)

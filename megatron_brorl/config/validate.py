@@ -261,3 +261,15 @@ def _data(config: Config) -> Iterator[Rule]:
         "give either generated tasks or files (data.train, data.held_out), not both",
     )
     yield data.train_seed != data.held_out_seed, "data.held_out_seed", "must differ from data.train_seed"
+    yield (
+        not data.tasks or data.verifier == "exact",
+        "data.verifier",
+        "rows of data.tasks are judged by the scorers of their tasks: leave it out",
+    )
+
+    # A part finds its answer where it looks for it, which another rule for all rows would undo.
+    yield (
+        not config.reward.combination or config.reward.extract == "verifier",
+        "reward.extract",
+        'the parts of reward.combination find their own answers: must be "verifier"',
+    )

@@ -28,6 +28,8 @@ _ATTEMPTS = 1000
 class GeneratedPrompts:
     """Prompts of the weighted tasks of `config`, none of which has a text in `exclude`."""
 
+    verifier = "reasoning_gym"  # of all of them
+
     def __init__(
         self,
         config: DataConfig,
@@ -79,7 +81,7 @@ class GeneratedPrompts:
         if task.config:
             metadata["config"] = task.config
         prompt_id = f"{task.name}:{self._seed}:{index}"
-        return Prompt(prompt_id, text, ids, entry["answer"], "reasoning_gym", metadata)
+        return Prompt(prompt_id, text, ids, entry["answer"], self.verifier, metadata)
 
 
 def corpus(config: DataConfig, seed: int, count: int) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Rows of data files, checked one by one, and their way to prompts.
 
 A row is an object {"prompt": str, "answer": str or null, "verifier": str, "id": str, "metadata": object}; only the
-prompt is required, the verifier is "exact" by default. JSONL rows are named by their line, Parquet rows by their
-number, both from 1. In Parquet, metadata may be a struct or a string of JSON.
+prompt is required, the verifier is that of data.verifier by default. JSONL rows are named by their line, Parquet rows
+by their number, both from 1. In Parquet, metadata may be a struct or a string of JSON.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
-from megatron_brorl.config.schema import DataConfig
+from megatron_brorl.config.schema import DataConfig, RewardConfig
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.gym_tasks import check_entry
-from megatron_brorl.rewards.registry import check_verifier
+from megatron_brorl.rewards.registry import entry
+from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.types import Prompt
 
 _KEYS = ("prompt", "answer", "verifier", "id", "metadata")
@@ -41,7 +41,15 @@ class Row:
     metadata: dict[str, Any]
 
 
-def read_rows(path: Path, skip_bad: bool) -> tuple[list[Row], list[str]]:
+@dataclass(frozen=True)
+class Verifiers:
+    """How the rows of a run are judged."""
+
+    default: str = "exact"  # of rows that name none
+    reward: RewardConfig = field(default_factory=RewardConfig)  # with the combinations that rows may name
+
+
+def read_rows(path: Path, skip_bad: bool, verifiers: Verifiers = Verifiers()) -> tuple[list[Row], list[str]]:
     """The rows of a .jsonl or .parquet file, and one line for each malformed row that was skipped.
 
     Raises UserError at the first malformed row, or with skip_bad where more than 1% of the rows are malformed.
@@ -61,7 +69,7 @@ def read_rows(path: Path, skip_bad: bool) -> tuple[list[Row], list[str]]:
 
             # Wrong in itself, or by an id that another row has.
             try:
-                row = _check(raw, where, f"{path.name}:{number}")
+                row = _check(raw, where, f"{path.name}:{number}", verifiers)
                 if row.id in places:
                     raise UserError(f"{where}: id {row.id!r} is taken by {places[row.id]}; give every row its own id")
             except UserError as e:
@@ -141,7 +149,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, row
 
 
-def _check(raw: Any, where: str, default_id: str) -> Row:
+def _check(raw: Any, where: str, default_id: str, verifiers: Verifiers) -> Row:
     """The row of one line of JSON, or of a Parquet row; UserError for the first thing that is wrong with it."""
     # An object with known keys.
     row = _parse(raw, where) if isinstance(raw, bytes) else raw  # rows of Parquet are objects already
@@ -164,10 +172,10 @@ def _check(raw: Any, where: str, default_id: str) -> Row:
 
     # Null is as good as left out: Parquet has nothing else for what a row lacks.
     verifier = row.get("verifier")
-    verifier = "exact" if verifier is None else verifier
+    verifier = verifiers.default if verifier is None else verifier
     if not isinstance(verifier, str):
         raise UserError(f"{where}: verifier must be a string, not {_shown(verifier)}")
-    check_verifier(verifier, where)
+    judged_by = entry(verifier, where, verifiers.reward)
 
     # Parquet has no type for metadata of any form, so that a string of JSON stands for it there.
     metadata = row.get("metadata")
@@ -184,14 +192,10 @@ def _check(raw: Any, where: str, default_id: str) -> Row:
     if not _is_finite(metadata):
         raise UserError(f"{where}: metadata has a NaN or infinite number; use a finite number or null")
 
-    # What the verifier will look for.
-    if verifier == "exact" and answer is None:
-        raise UserError(f'{where}: verifier "exact" compares with the answer, and there is none; add "answer"')
-    if verifier == "reasoning_gym":
-        check_entry(metadata, where)
-
-    # A row without an id is known by its place, which is the same in every run.
-    return Row(where, prompt, answer, verifier, default_id if row_id is None else row_id, metadata)
+    # What the verifier will look for. A row without an id is known by its place, which is the same in every run.
+    row_id = default_id if row_id is None else row_id
+    judged_by.check_row(VerifierRow(id=row_id, prompt=prompt, answer=answer, metadata=metadata), where)
+    return Row(where, prompt, answer, verifier, row_id, metadata)
 
 
 def _parse(line: bytes, where: str) -> Any:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_brorl.config.schema import DataConfig
+from megatron_brorl.config.schema import DataConfig, RewardConfig
 from megatron_brorl.data.generate import GeneratedPrompts
-from megatron_brorl.data.prompts import Row, read_rows, tokenize
+from megatron_brorl.data.prompts import Row, Verifiers, read_rows, tokenize
 from megatron_brorl.data.round_trip import GENERATED, Written, check_round_trip, sampled
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.registry import check_combinations, entry
 from megatron_brorl.types import Prompt
 
 
@@ -56,10 +57,17 @@ class FileSource:
 class Sources:
     train: PromptSource
     held_out: list[Prompt]
+    verifiers: frozenset[str]  # that any of them names
     report: str  # what was read or generated, one line each; every skipped row is listed, and what the tokenizer loses
 
 
-def load_sources(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int) -> Sources:
+def load_sources(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    seed: int,
+    reward: RewardConfig = RewardConfig(),  # noqa: B008  (frozen)
+) -> Sources:
     """Training and held-out prompts of a run. `seed` is the run's; the held-out prompts do not depend on it.
 
     Generated held-out prompts never occur in the training stream. Raises UserError for whatever is wrong with the data.
@@ -68,18 +76,26 @@ def load_sources(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
         return _generated(config, tokenizer, max_prompt_tokens, seed)
     if not config.train:
         raise UserError("data: nothing to train on; give data.train (JSONL or Parquet files) or data.tasks")
+    verifiers = _verifiers(config, reward)
+
+    # Both kinds of rows, and what they share.
     report: list[str] = []
-    train = _from_files(config.train, "data.train", config, tokenizer, max_prompt_tokens, report)
-    held_out = _from_files(config.held_out, "data.held_out", config, tokenizer, max_prompt_tokens, report)
+    train = _from_files(config.train, "data.train", config, verifiers, tokenizer, max_prompt_tokens, report)
+    held_out = _from_files(config.held_out, "data.held_out", config, verifiers, tokenizer, max_prompt_tokens, report)
     texts = {prompt.text for prompt in train}
     leaked = sum(prompt.text in texts for prompt in held_out)
     if leaked:
         report.append(f"data.held_out: {leaked} of {len(held_out)} prompts also occur in data.train")
-    return Sources(FileSource(train, seed), held_out, "\n".join(report))
+    names = frozenset(prompt.verifier for prompt in (*train, *held_out))
+    return Sources(FileSource(train, seed), held_out, names, "\n".join(report))
 
 
 def load_benchmarks(
-    files: Sequence[str], config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int
+    files: Sequence[str],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    reward: RewardConfig = RewardConfig(),  # noqa: B008  (frozen)
 ) -> tuple[dict[str, list[Prompt]], str]:
     """The prompts of each file by the file's name without its ending, and a report as that of Sources.
 
@@ -87,11 +103,13 @@ def load_benchmarks(
     """
     found: dict[str, list[Prompt]] = {}
     report: list[str] = []
+    verifiers = _verifiers(config, reward)
     for name in files:
         stem = Path(name).stem
         if stem in found:
             raise UserError(f"evaluate.benchmarks: {name}: there is another file called {stem}; rename one of them")
-        found[stem] = _from_files([name], "evaluate.benchmarks", config, tokenizer, max_prompt_tokens, report)
+        key = "evaluate.benchmarks"
+        found[stem] = _from_files([name], key, config, verifiers, tokenizer, max_prompt_tokens, report)
     return found, "\n".join(report)
 
 
@@ -111,20 +129,28 @@ def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int,
     names = ", ".join(task.name for task in config.tasks)
     report = [f"data.tasks: endless prompts of {names}; {len(held_out)} different ones held out"]
     report += check_round_trip(train_stream.written(GENERATED), tokenizer, "data.tasks")
-    return Sources(GeneratedSource(train_stream), held_out, "\n".join(report))
+    return Sources(GeneratedSource(train_stream), held_out, frozenset([train_stream.verifier]), "\n".join(report))
+
+
+def _verifiers(config: DataConfig, reward: RewardConfig) -> Verifiers:
+    """How rows are judged, told wrong before any of them is read."""
+    check_combinations(reward.combination)
+    entry(config.verifier, "data.verifier", reward)
+    return Verifiers(config.verifier, reward)
 
 
 def _from_files(
     files: Sequence[str],
     key: str,
     config: DataConfig,
+    verifiers: Verifiers,
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     report: list[str],
 ) -> list[Prompt]:
     rows: list[Row] = []
     for name in files:
-        read, skipped = read_rows(Path(name), config.skip_bad_rows)
+        read, skipped = read_rows(Path(name), config.skip_bad_rows, verifiers)
         if not read:
             raise UserError(f"{name}: the file has no rows ({key}); remove it from the list or fill it")
         rows += read

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.verifier import VerifierRow
 
 CHECKED_VERSION = "0.1.25"
 
@@ -94,8 +95,9 @@ def check_task(name: str, where: str) -> None:
         )
 
 
-def check_entry(metadata: Mapping[str, Any], where: str) -> None:
+def check_row(row: VerifierRow, where: str) -> None:
     """Raise UserError unless the metadata of a data row name one allowed task and hold its item."""
+    metadata = row["metadata"]
     name, entry, config = metadata.get("source_dataset"), metadata.get("entry"), metadata.get("config", {})
     if not isinstance(name, str):
         raise UserError(f'{where}: verifier "reasoning_gym" needs metadata.source_dataset, the name of the task')

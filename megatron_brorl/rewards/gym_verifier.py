@@ -11,20 +11,25 @@ from typing import Any
 import reasoning_gym  # noqa: F401  (here, so that the import is not on the clock of the first answer)
 
 from megatron_brorl.rewards import gym_tasks
+from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 PARTIAL_CREDIT_CAP = 0.98
 
 
-def score(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+def score(answer: str, row: VerifierRow) -> Score:
     """The library's verdict on `answer` for the item metadata["entry"] of task metadata["source_dataset"].
 
     Partial credit is capped: one wrong cell of a hundred scores 0.99 in the library, which must not pass for right.
     """
+    metadata = row["metadata"]
     config = metadata.get("config")
     scorer = _scorer(metadata["source_dataset"], json.dumps(config, sort_keys=True) if config else "{}")
     with decimal.localcontext(decimal.DefaultContext):  # a task that sets the precision must not set that of others
         value = scorer(answer, metadata["entry"])
-    return PARTIAL_CREDIT_CAP if PARTIAL_CREDIT_CAP < value < 1 else value
+    if value == 1:
+        return Score(1.0)
+    capped = PARTIAL_CREDIT_CAP if PARTIAL_CREDIT_CAP < value < 1 else value
+    return Score(capped, "wrong" if value == 0 else f"partly right, says task {metadata['source_dataset']}")
 
 
 @functools.lru_cache(maxsize=128)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import selectors
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.process import WorkerProcess
 from megatron_brorl.rewards.protocol import READY, STATUSES, Item
+from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.types import Prompt
 
 Status = Literal["ok", "timeout", "error", "broken", "invalid", "crash", "no_answer"]
@@ -33,6 +35,7 @@ class ScoreRequest:
 
     prompt: Prompt
     answer: str | None  # None: the response holds no answer
+    why: str = field(default="", compare=False)  # it holds none
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,28 @@ class Verdict:
     reward: float
     status: Status
     reason: str = field(default="", compare=False)  # of error and broken: the exception's type and first line
+    parts: Mapping[str, float] = field(default_factory=dict, compare=False)  # what the reward is made of
 
 
 class RewardPool:
     """Worker processes behind one call. For use from one thread, with which they end; a context manager.
 
     resolve names the function that maps a verifier's name to the verifier, as "module:function" (tests give their own).
+    stand_ins are what it is given in place of some names (registry.for_workers). impure are the names of verifiers that
+    judge equal answers one by one.
     """
 
-    def __init__(self, workers: int, timeout_s: float, memory_mb: int = 4096, resolve: str = REGISTRY) -> None:
+    def __init__(
+        self,
+        workers: int,
+        timeout_s: float,
+        memory_mb: int = 4096,
+        resolve: str = REGISTRY,
+        stand_ins: Mapping[str, str] = MappingProxyType({}),
+        impure: frozenset[str] = frozenset(),
+    ) -> None:
         self._count, self._timeout_s, self._memory_mb, self._resolve = workers, timeout_s, memory_mb, resolve
+        self._stand_ins, self._impure = stand_ins, impure
         self._lanes: list[_Lane] = []
         self._closed = False
         self._failed_starts = 0
@@ -79,25 +94,29 @@ class RewardPool:
         return [lane.worker.pid for lane in self._lanes]
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
-        """One verdict per request, in order. Equal answers to the same prompt are scored once."""
+        """One verdict per request, in order. A pure verifier scores equal answers to the same prompt once."""
         if self._closed:
             raise RuntimeError("the reward pool is closed")
 
         # One item for equal answers to a prompt, and the place of each request's item.
-        index: dict[tuple[str, str, str | None, int, str], int] = {}
+        index: dict[tuple[object, ...], int] = {}
         items: list[Item] = []
         places: list[int | None] = []
-        for request in requests:
+        rows: dict[int, VerifierRow] = {}  # of each prompt one object, which a message holds once
+        for number, request in enumerate(requests):
             prompt, answer = request.prompt, request.answer
             if answer is None:
                 places.append(None)  # costs no worker anything
                 continue
             # A verdict is a function of these.
             # Metadata goes by identity: it has no hash, and the requests keep it alive until all are scored.
-            key = (prompt.verifier, prompt.id, prompt.answer, id(prompt.metadata), answer)
+            key: tuple[object, ...] = (prompt.verifier, prompt.id, prompt.answer, id(prompt.metadata), answer)
+            if prompt.verifier in self._impure:
+                key = (number,)
             if key not in index:
                 index[key] = len(items)
-                items.append((prompt.verifier, prompt.answer, prompt.metadata, answer))
+                name = self._stand_ins.get(prompt.verifier, prompt.verifier)
+                items.append(Item(name, rows.setdefault(id(prompt), _row(prompt)), answer))
             places.append(index[key])
 
         # Workers that an earlier call lost are started again first.
@@ -109,7 +128,10 @@ class RewardPool:
             raise
 
         # Back from items to requests.
-        return [Verdict(0.0, "no_answer") if place is None else verdicts[place] for place in places]
+        return [
+            Verdict(0.0, "no_answer", request.why) if place is None else verdicts[place]
+            for request, place in zip(requests, places, strict=True)
+        ]
 
     def _open(self) -> None:
         while len(self._lanes) < self._count:
@@ -122,6 +144,10 @@ class RewardPool:
         for lane in self._lanes:
             lane.worker.kill()
         self._lanes.clear()
+
+
+def _row(prompt: Prompt) -> VerifierRow:
+    return VerifierRow(id=prompt.id, prompt=prompt.text, answer=prompt.answer, metadata=prompt.metadata)
 
 
 class _Lane:
@@ -191,13 +217,13 @@ class _Run:
         if records is None:
             self._bury(lane)
             return False
-        for status, reward, reason in records:
+        for status, reward, reason, parts in records:
             if status == READY:
                 lane.ready = lane.proven = True
                 self._pool._failed_starts = 0
             else:
-                why = reason.rstrip(b"\0").decode("utf-8", "ignore")  # it may be cut in the middle of a character
-                self._verdicts[lane.pending.popleft()] = Verdict(reward, STATUSES[status], why)  # type: ignore[arg-type]
+                verdict = Verdict(reward, STATUSES[status], reason, parts)  # type: ignore[arg-type]
+                self._verdicts[lane.pending.popleft()] = verdict
         lane.deadline = time.monotonic() + self._pool._timeout_s if lane.pending else float("inf")
         return True
 
@@ -207,7 +233,7 @@ class _Run:
             suspect = lane.pending[0]
             if suspect in self._crashed_before:
                 lane.pending.popleft()
-                self._verdicts[suspect] = Verdict(0.0, "crash")
+                self._verdicts[suspect] = Verdict(0.0, "crash", "its process died, twice")
             self._crashed_before.add(suspect)
         elif lane.pending and not lane.proven:
             self._pool._failed_starts += 1
@@ -218,7 +244,7 @@ class _Run:
     def _time_out(self, lane: _Lane) -> None:
         if not lane.ready:
             raise UserError(f"reward worker cannot start: no answer in {_START_S:.0f} s; is the machine overloaded?")
-        self._verdicts[lane.pending.popleft()] = Verdict(0.0, "timeout")
+        self._verdicts[lane.pending.popleft()] = Verdict(0.0, "timeout", f"no verdict in {self._pool._timeout_s:g} s")
 
     def _replace(self, lane: _Lane) -> None:
         lane.worker.kill()

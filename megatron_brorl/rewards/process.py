@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-from megatron_brorl.rewards.protocol import LENGTH, RECORD, Item
+from megatron_brorl.rewards.protocol import LENGTH, Item, Malformed, Record, unpack
 
 _EXIT_S = 10.0
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -32,7 +32,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=_environment(),
+            env=environment(),
             start_new_session=True,
             bufsize=0,
         )
@@ -60,15 +60,17 @@ class WorkerProcess:
         except BrokenPipeError:
             pass
 
-    def receive(self) -> list[tuple[int, float, bytes]] | None:
-        """The records (status, reward, reason) that have arrived; None when the process is gone."""
+    def receive(self) -> list[Record] | None:
+        """The records that have arrived; None when the process is gone, or had to go for what it wrote."""
         data = os.read(self._verdicts.fileno(), 1 << 16)
         if not data:
             return None
-        data = self._partial + data
-        whole = len(data) - len(data) % RECORD.size
-        self._partial = data[whole:]
-        return list(RECORD.iter_unpack(data[:whole]))
+        try:
+            records, self._partial = unpack(self._partial + data)
+        except Malformed:
+            self._process.kill()  # something in it writes where only the worker may
+            return None
+        return records
 
     def failure(self) -> str | None:
         """Why a worker that is gone ended by itself: the last line it wrote. None if a signal ended it."""
@@ -93,7 +95,8 @@ class WorkerProcess:
             file.close()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Of a scoring process: what this one imports it can, and it is the same in all of them."""
     seed = os.environ.get("PYTHONHASHSEED", "")
     return {
         **os.environ,

@@ -1,18 +1,25 @@
-"""The verifiers by name. A verifier maps (answer, reference, metadata of the prompt) to a reward in [0, 1]."""
+"""The verifiers by name: those of this package, combinations of a configuration, services, and a user's own.
+
+A verifier of this package is an entry in ENTRIES. Nothing is imported on the way to an entry but what finds answers and
+checks rows; a verifier itself is loaded in a scoring process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+import difflib
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from importlib import metadata
 
+from megatron_brorl.config.schema import CombinationConfig, PartConfig, RewardConfig
 from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import combination, exact, extract, format, gym_tasks, own
+from megatron_brorl.rewards.verifier import Entry, Verifier
 
-Verifier = Callable[[str, str | None, Mapping[str, Any]], float]
-
-
-def exact(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
-    """1 if the answer is the reference, white space at the ends aside."""
-    return float(reference is not None and answer.strip() == reference.strip())
+GROUP = "megatron_brorl.verifiers"  # entry points of installed packages: NAME = "package.module:function"
+_COMBINED = "combination:"  # before the JSON of one, as workers get it
 
 
 def _reasoning_gym() -> Verifier:
@@ -21,17 +28,101 @@ def _reasoning_gym() -> Verifier:
     return gym_verifier.score
 
 
-_VERIFIERS: Mapping[str, Callable[[], Verifier]] = {"exact": lambda: exact, "reasoning_gym": _reasoning_gym}
-NAMES = tuple(_VERIFIERS)
+ENTRIES: dict[str, Entry] = {
+    "exact": Entry(
+        about="the response is the answer, character by character",
+        load=lambda: exact.exact,
+        find=extract.full,
+        check_row=exact.check_row,
+        max_chars=1 << 16,
+    ),
+    "format": Entry(
+        about="tags such as <think> and <answer>, in order and with nothing beside them",
+        load=lambda: format.format_,
+        find=format.skeleton,
+        check_row=format.check_row,
+    ),
+    "reasoning_gym": Entry(
+        about="the scorer of the row's reasoning-gym task",
+        load=_reasoning_gym,
+        find=extract.answer_tag,
+        check_row=gym_tasks.check_row,
+    ),
+}
 
 
-def check_verifier(name: str, where: str) -> None:
-    """Raise UserError unless there is a verifier of that name."""
-    if name not in _VERIFIERS:
-        raise UserError(f"{where}: no verifier is called {name!r}; known: {', '.join(NAMES)}")
+def entry(name: str, where: str, config: RewardConfig = RewardConfig()) -> Entry:  # noqa: B008  (frozen)
+    """The entry of a verifier, its answers found as reward.extract says. Raises UserError if there is none.
+
+    where: the file and row, or the key, that names it.
+    """
+    found = _combined(name, config) or _single(name, where, [c.name for c in config.combination])
+    if config.extract != "verifier":
+        found = dataclasses.replace(found, find=extract.FINDERS[config.extract])
+    return dataclasses.replace(found, max_chars=min(found.max_chars, config.max_chars))
+
+
+def check_combinations(combinations: Sequence[CombinationConfig]) -> None:
+    """Raise UserError naming the first key of [[reward.combination]] that cannot be."""
+    names: set[str] = set()
+    for i, each in enumerate(combinations):
+        where = f"reward.combination[{i}]"
+        combination.check(each, where)
+        if each.name in ENTRIES or each.name in names:
+            raise UserError(f"{where}.name = {each.name!r}: there is a verifier of that name; choose another")
+        names.add(each.name)
+        for j, part in enumerate(each.parts):
+            _single(part.verifier, f"{where}.parts[{j}].verifier", [])
+
+
+def for_workers(config: RewardConfig) -> dict[str, str]:
+    """What workers are told in place of a combination's name, by that name."""
+    return {c.name: _COMBINED + json.dumps([dataclasses.asdict(c), config.max_chars]) for c in config.combination}
 
 
 def verifier(name: str) -> Verifier:
-    """The verifier of that name, its library imported."""
-    check_verifier(name, "verifier")
-    return _VERIFIERS[name]()
+    """The verifier of that name, or of what stands for one in for_workers, its library imported."""
+    if not name.startswith(_COMBINED):
+        return entry(name, "verifier").load()
+    table, max_chars = json.loads(name.removeprefix(_COMBINED))
+    parts = tuple(PartConfig(**part) for part in table.pop("parts"))
+    each = CombinationConfig(**table, parts=parts)
+    return entry(each.name, "verifier", RewardConfig(max_chars=max_chars, combination=(each,))).load()
+
+
+def own_names(names: Iterable[str], config: RewardConfig) -> dict[str, str]:
+    """The users' own of these verifiers and their parts: name -> "place:function", for which installed names stand."""
+    parts = {c.name: [part.verifier for part in c.parts] for c in config.combination}
+    singles = {single for name in names for single in parts.get(name, [name])} - ENTRIES.keys()
+    installed = _installed()
+    return {name: installed.get(name, name) for name in sorted(singles) if own.is_own(installed.get(name, name))}
+
+
+def _combined(name: str, config: RewardConfig) -> Entry | None:
+    each = next((c for c in config.combination if c.name == name), None)
+    if each is None:
+        return None
+    entries = [_single(part.verifier, "reward.combination", []) for part in each.parts]
+    return combination.combine(each, entries, config.max_chars)
+
+
+def _single(name: str, where: str, others: Sequence[str]) -> Entry:
+    """The entry of what is no combination; others: names that a message may propose."""
+    if name in ENTRIES:
+        return ENTRIES[name]
+    if own.is_own(name):
+        return own.entry(name, "your own function")
+    installed = _installed()
+    if name in installed:
+        return own.entry(installed[name], f"of an installed package: {installed[name]}")
+
+    known = sorted({*ENTRIES, *installed, *others})
+    close = difflib.get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+    raise UserError(f'{where}: no verifier is called {name!r}; {hint} A function of your own is "file.py:function"')
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
+    """Verifiers of installed packages, name -> "package.module:function"; looked up without importing them."""
+    return {point.name: point.value for point in metadata.entry_points(group=GROUP)}

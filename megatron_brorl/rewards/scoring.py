@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.config.schema import RewardConfig
-from megatron_brorl.rewards.extract import extract
+from megatron_brorl.rewards.extract import Found, extract
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest, Status
+from megatron_brorl.rewards.registry import entry
 from megatron_brorl.types import CORRECT, Prompt, Rollout
 
 _RAISED = {
     "error": "verifier {} raised on an answer, which scores 0 (figure verdict_errors)",
     "broken": "verifier {} is broken: it raises on a reference answer too",
+    "invalid": "verifier {} gave no score, so that its answer scores 0",
 }
 
 
@@ -28,7 +30,7 @@ class Scores:
     rewards: Tensor  # [B] float32
     answers: list[str | None]  # what of each response was judged; None: it has no answer, or was not looked at
     counts: dict[str, int]  # rollouts of each status of pool.Verdict, and "length": those not looked at
-    raised: dict[str, str]  # of each verifier that raised, in words: the first exception
+    raised: dict[str, str]  # of each verifier that raised or gave no score, in words: the first time
 
 
 def score_rollouts(
@@ -44,11 +46,14 @@ def score_rollouts(
     not looked at where that is 0.
     """
     # What there is to judge.
+    # An answer is found as its verifier looks for it, or as the configuration has it for all.
+    entries = {name: entry(name, "verifier", config) for name in {prompt.verifier for prompt in prompts}}
     factors = [config.cut_off_factor if rollout.finish == "length" else 1.0 for rollout in rollouts]
     requests = []
     for prompt, factor, text in zip(prompts, factors, texts, strict=True):
-        answer = extract(text, config.extract, config.max_chars) if factor else None
-        requests.append(ScoreRequest(prompt, answer))
+        judged_by = entries[prompt.verifier]
+        found = extract(text, judged_by.find, judged_by.max_chars) if factor else Found(None, "cut off")
+        requests.append(ScoreRequest(prompt, *found))
     verdicts = pool.score(requests)
 
     # Rewards, in float32 as they are carried.
@@ -61,7 +66,8 @@ def score_rollouts(
     raised: dict[str, str] = {}
     for prompt, verdict in zip(prompts, verdicts, strict=True):
         if verdict.status in _RAISED:
-            raised.setdefault(_RAISED[verdict.status].format(_name(prompt)), verdict.reason)
+            row = f"row {prompt.id}: " if verdict.status == "invalid" else ""
+            raised.setdefault(_RAISED[verdict.status].format(_name(prompt)), row + verdict.reason)
     return Scores(rewards, [request.answer for request in requests], dict(counts), raised)
 
 

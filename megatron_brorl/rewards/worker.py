@@ -12,11 +12,11 @@ import pickle
 import resource
 import signal
 import sys
-from numbers import Real
 
 from megatron_brorl.ranks import end_with
-from megatron_brorl.rewards.protocol import BROKEN, ERROR, INVALID, LENGTH, OK, READY, RECORD, Item
-from megatron_brorl.rewards.registry import Verifier
+from megatron_brorl.rewards.protocol import BROKEN, ERROR, INVALID, LENGTH, OK, READY, Item, Record, pack
+from megatron_brorl.rewards.returned import NoScore, score_of
+from megatron_brorl.rewards.verifier import Verifier
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -47,44 +47,42 @@ def main(resolve_path: str, memory_mb: int, parent: int) -> None:
 
     # A chunk at a time: imports first, which are not on any answer's clock.
     while (items := _read_chunk(requests)) is not None:
-        for name in {item[0] for item in items} - known.keys():
+        for name in {item.verifier for item in items} - known.keys():
             known[name] = resolve(name)
         os.dup2(silence, 2)  # what went wrong until here is for the pool to read; from here on, verdicts say it
-        os.write(verdicts, RECORD.pack(READY, 0.0, b""))
+        os.write(verdicts, pack(Record(READY)))
 
         # A verdict is written before the next item begins, so that the pool knows where this process is.
         for item in items:
-            os.write(verdicts, RECORD.pack(*judge(known[item[0]], item)))
+            os.write(verdicts, pack(judge(known[item.verifier], item)))
 
 
-def judge(verify: Verifier, item: Item) -> tuple[int, float, bytes]:
-    """Status, reward and reason of one item; only a real number in [0, 1] is a reward."""
-    _, reference, metadata, answer = item
+def judge(verify: Verifier, item: Item) -> Record:
+    """The record of one item; what is no score is worth 0 and says what it was."""
+    row, answer = item.row, item.answer
     try:
-        reward = verify(answer, reference, metadata)
-        if isinstance(reward, Real) and 0 <= reward <= 1:
-            return OK, float(reward), b""
-        return INVALID, 0.0, b""
+        return Record(OK, *score_of(verify(answer, row)))
+    except NoScore as e:
+        return Record(INVALID, reason=_line(e))
     except BaseException as e:  # SystemExit too: a verifier cannot end its worker
-        reason = _first_line(e)
+        reason = _line(e, type(e).__name__)
 
     # Many scorers raise on answers that they did not expect. One that raises on the reference too judges nothing.
     try:
-        if reference is not None:
-            verify(reference, reference, metadata)
+        if row["answer"] is not None:
+            verify(row["answer"], row)
     except BaseException as e:
-        return BROKEN, 0.0, _first_line(e)
-    return ERROR, 0.0, reason
+        return Record(BROKEN, reason=_line(e, type(e).__name__))
+    return Record(ERROR, reason=reason)
 
 
-def _first_line(error: BaseException) -> bytes:
-    """Type and first line of an exception, without control characters: it may quote what a policy wrote."""
+def _line(error: BaseException, kind: str = "") -> str:
+    """First line of an exception."""
     try:
         text = "".join(str(error).strip().splitlines()[:1])
     except BaseException:  # of a verifier's own class of exceptions
         text = ""
-    line = f"{type(error).__name__}: {text}".removesuffix(": ")
-    return "".join(c if c.isprintable() else "?" for c in line).encode("utf-8", "replace")
+    return ": ".join(part for part in (kind, text) if part)
 
 
 def _limit(what: int, value: int) -> None:

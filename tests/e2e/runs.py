@@ -29,6 +29,7 @@ prompts = 6
 max_tokens = 6
 [reward]
 workers = 1
+extract = "full"
 [algo]
 mini_batches = 2
 [optim]

@@ -18,6 +18,7 @@ from megatron_brorl.data.generate import GeneratedPrompts, corpus
 from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import gym_verifier
+from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 SUMS = TaskConfig("chain_sum", 3.0, r"problem: (.*) =", {"min_terms": 2, "max_terms": 2, "max_digits": 2})
 BITS = TaskConfig("count_bits", 1.0, r"number (.*)\?", {"max_n": 1 << 30})
@@ -51,7 +52,8 @@ def test_prompts_are_true_tasks(tokenizer: Tokenizer) -> None:
         assert prompt.metadata["source_dataset"] == name
         assert prompt.metadata["entry"]["metadata"]["source_index"] == i
         assert answer is not None
-        assert gym_verifier.score(answer, answer, prompt.metadata) == 1.0
+        row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=answer, metadata=prompt.metadata)
+        assert gym_verifier.score(answer, row) == Score(1.0)
 
 
 def test_a_prompt_is_a_pure_function_of_its_index(tokenizer: Tokenizer) -> None:

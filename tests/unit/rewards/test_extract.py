@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_brorl.rewards.extract import extract
+from megatron_brorl.rewards.extract import FINDERS, extract
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,29 @@ from megatron_brorl.rewards.extract import extract
     ],
 )
 def test_extract(how: str, text: str, answer: str | None) -> None:
-    assert extract(text, how, 100) == answer  # type: ignore[arg-type]
+    assert extract(text, FINDERS[how], 100).answer == answer  # type: ignore[index]
 
 
-def test_a_long_answer_is_none() -> None:
-    assert extract("x" * 10, "full", 10) == "x" * 10
-    assert extract("x" * 11, "full", 10) is None
-    assert extract(" " * 50 + "x" * 10, "full", 10) == "x" * 10
-    assert extract("thoughts " * 100 + "<answer>7</answer>", "answer_tag", 1) == "7"
-    assert extract("<answer>77</answer>", "answer_tag", 1) is None
+@pytest.mark.parametrize(
+    ("text", "how", "most", "answer"),
+    [
+        ("x" * 10, "full", 10, "x" * 10),
+        ("x" * 11, "full", 10, None),
+        (" " * 50 + "x" * 10, "full", 10, "x" * 10),
+        ("thoughts " * 100 + "<answer>7</answer>", "answer_tag", 1, "7"),
+        ("<answer>77</answer>", "answer_tag", 1, None),
+    ],
+)
+def test_a_long_answer_is_none(text: str, how: str, most: int, answer: str | None) -> None:
+    found = extract(text, FINDERS[how], most)  # type: ignore[index]
+    assert found == (answer, "" if answer else f"the answer has more than {most} characters")
+
+
+def test_a_hundred_megabytes_are_not_looked_at() -> None:
+    text = r"\boxed{" + "{" * 100_000_000
+
+    def never(text: str) -> str | None:
+        raise AssertionError("was looked at")
+
+    assert extract(text, never, 10**9) == (None, "the response has more than 1048576 characters")
+    assert extract(text[: 1 << 20], FINDERS["boxed"], 10) == (None, "no answer in the response")

@@ -14,6 +14,7 @@ from reasoning_gym.factory import DATASETS
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import gym_tasks, gym_verifier
+from megatron_brorl.rewards.verifier import VerifierRow
 
 ITEM = {"question": "1 + 2", "answer": "3", "metadata": {"source_dataset": "chain_sum"}}
 
@@ -28,10 +29,18 @@ def item(name: str, index: int) -> dict[str, Any]:
     return found
 
 
+def row(metadata: dict[str, Any]) -> VerifierRow:
+    return VerifierRow(id="r", prompt="?", answer=None, metadata=metadata)
+
+
+def reward(answer: str, metadata: dict[str, Any]) -> float:
+    return gym_verifier.score(answer, row(metadata)).reward
+
+
 def score(name: str, answer: str, entry: dict[str, Any]) -> float | None:
     """None if the scorer raises, which the pool counts as 0."""
     try:
-        return gym_verifier.score(answer, entry["answer"], {"source_dataset": name, "entry": entry})
+        return reward(answer, {"source_dataset": name, "entry": entry})
     except Exception:
         return None
 
@@ -57,9 +66,9 @@ def test_no_allowed_scorer_executes_an_answer_or_pays_for_a_wrong_one(
         assert not marker.exists(), text
     others = [str(item(name, index)["answer"]) for index in (1, 2)]
     for text in ("nan", "-inf", "", " ", "banana", "[]", "{}", "None", "9" * 4000, "1e99999999", *others):
-        reward = score(name, text, entry)
+        given = score(name, text, entry)
         same = text.strip() == oracle or _number(text) == _number(oracle) is not None
-        assert same or reward is None or reward <= gym_verifier.PARTIAL_CREDIT_CAP, text
+        assert same or given is None or given <= gym_verifier.PARTIAL_CREDIT_CAP, text
     source = inspect.getsource(DATASETS[name][0].score_answer)
     assert not re.search(r"\b(eval|exec|parse_expr|sympify|literal_eval|compile)\(", source)
     capfd.readouterr()  # some scorers print
@@ -118,33 +127,33 @@ def test_hash_dependent_tasks_need_a_fixed_hash_seed(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_rows_cannot_smuggle_in_a_task(metadata: dict[str, Any], message: str) -> None:
-    gym_tasks.check_entry({"source_dataset": "chain_sum", "entry": ITEM}, "f.jsonl:1")
+    gym_tasks.check_row(row({"source_dataset": "chain_sum", "entry": ITEM}), "f.jsonl:1")
     with pytest.raises(UserError, match=rf"^f\.jsonl:1: .*{message}"):
-        gym_tasks.check_entry(metadata, "f.jsonl:1")
+        gym_tasks.check_row(row(metadata), "f.jsonl:1")
 
 
 def test_the_verifier_itself_refuses_too() -> None:
     with pytest.raises(UserError, match="refused"):
-        gym_verifier.score("1", "1", {"source_dataset": "countdown", "entry": ITEM})
+        reward("1", {"source_dataset": "countdown", "entry": ITEM})
 
 
 def test_scores_are_those_of_the_library_with_partial_credit_capped() -> None:
     data = {"source_dataset": "chain_sum", "entry": ITEM}
-    assert gym_verifier.score("3", "3", data) == 1.0
-    assert gym_verifier.score("+03.0", "3", data) == 1.0
-    assert gym_verifier.score("13", "3", data) == 0.5  # substring credit: one of two characters
-    assert gym_verifier.score("4", "3", data) == 0.0
+    assert reward("3", data) == 1.0
+    assert reward("+03.0", data) == 1.0
+    assert reward("13", data) == 0.5  # substring credit: one of two characters
+    assert reward("4", data) == 0.0
     long = {"source_dataset": "caesar_cipher", "entry": {"answer": "A" * 199, "metadata": {}}}
-    assert gym_verifier.score("A" * 199, None, long) == 1.0
-    assert gym_verifier.score("A" * 199 + "B", None, long) == 0.98  # 199 / 200 in the library
+    assert reward("A" * 199, long) == 1.0
+    assert reward("A" * 199 + "B", long) == 0.98  # 199 / 200 in the library
 
 
 def test_a_scorer_is_made_with_the_config_of_its_task() -> None:
     entry = {"answer": "0.5", "metadata": {}}
     fine = {"source_dataset": "decimal_arithmetic", "entry": entry}
     coarse = {**fine, "config": {"min_num_decimal_places": 1, "max_num_decimal_places": 1}}
-    assert gym_verifier.score("0.55", None, fine) == 0.0
-    assert gym_verifier.score("0.55", None, coarse) == 1.0  # tolerance 10 ** -1
+    assert reward("0.55", fine) == 0.0
+    assert reward("0.55", coarse) == 1.0  # tolerance 10 ** -1
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ import pytest
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import gym_tasks, gym_verifier
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest, Verdict
+from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.types import Prompt
 
-RESOLVE = "test_rewards_hostile:resolve"
+RESOLVE = "hostile:resolve"
 HERE = Path(__file__).parent
 
 
@@ -99,7 +100,7 @@ def test_what_an_allowed_scorer_raises_on_is_a_wrong_answer(task: str, answer: s
     entry = json.loads(json.dumps(gym_tasks.create(task, 11, {}, "test")[5]))
     metadata = {"source_dataset": task, "entry": entry}
     with pytest.raises((ValueError, KeyError, TypeError)) as error:  # of the library itself
-        gym_verifier.score(answer, entry["answer"], metadata)
+        gym_verifier.score(answer, VerifierRow(id="p", prompt="t", answer=entry["answer"], metadata=metadata))
     with RewardPool(1, 20.0) as pool:
         asked = Prompt("p", "t", (1,), entry["answer"], "reasoning_gym", metadata)
         verdicts = pool.score([ScoreRequest(asked, a) for a in (answer, entry["answer"])])
@@ -115,6 +116,20 @@ def test_only_numbers_between_0_and_1_are_rewards(pool: RewardPool) -> None:
         Verdict(1.0, "ok"),
         Verdict(0.5, "ok"),
     ]
+
+
+def test_what_a_worker_did_not_mean_is_a_crash(pool: RewardPool) -> None:
+    verdicts = pool.score(ask("writes_verdicts", "a", "attack", "b"))
+    assert verdicts == [Verdict(0.5, "ok"), Verdict(0.0, "crash"), Verdict(0.5, "ok")]
+    assert verdicts[1].reason == "its process died, twice"
+
+
+def test_every_verdict_has_its_reason_and_parts(pool: RewardPool) -> None:
+    scored, unanswered = pool.score(
+        [*ask("explains", "wrong"), ScoreRequest(prompt("explains"), None, "no answer in the response")]
+    )
+    assert (scored.reward, scored.reason, scored.parts) == (0.25, "wrong for text", {"a": 0.5, "b": 0.0})
+    assert (unanswered.status, unanswered.reason) == ("no_answer", "no answer in the response")
 
 
 def test_equal_requests_are_scored_once(pool: RewardPool, tmp_path: Path) -> None:
@@ -258,7 +273,7 @@ def test_the_registry_is_what_a_run_uses() -> None:
     with RewardPool(1, 5.0) as pool:
         request = ScoreRequest(Prompt("p", "t", (1,), "4", "exact"), " 4\n")
         assert pool.score([request]) == [Verdict(1.0, "ok")]
-        with pytest.raises(UserError, match="os:system"):  # a dotted path is no verifier
+        with pytest.raises(UserError, match="os:system"):  # Python's own library holds no verifier
             pool.score([ScoreRequest(Prompt("p", "t", (1,), "4", "os:system"), "true")])
 
 

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_brorl.config.schema import RewardConfig
-from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import Scores, score_rollouts
 from megatron_brorl.types import FinishReason, Prompt, Rollout
@@ -35,7 +34,7 @@ def gym(answer: str) -> Prompt:
 def test_strict_rewards(pool: RewardPool) -> None:
     exact = Prompt("e", "?", (1,), "yes", "exact")
     asked = responses(exact, ["stop", "length", "stop"]) + responses(gym("3"), ["stop", "stop", "stop", "length"])
-    scores = score(asked, ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"], pool, RewardConfig())
+    scores = score(asked, ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"], pool, RewardConfig(extract="full"))
     assert scores.rewards.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert scores.rewards.dtype == torch.float32
     assert scores.answers == ["yes", None, "no", "3", "13", None, None]
@@ -53,7 +52,7 @@ def test_partial_credit(pool: RewardPool) -> None:
         responses(gym("3"), ["stop", "stop", "length"]),
         ["3", "13", "3"],
         pool,
-        RewardConfig(strict=False, cut_off_factor=1.0),
+        RewardConfig(strict=False, cut_off_factor=1.0, extract="full"),
     )
     assert scores.rewards.tolist() == [1.0, 0.5, 1.0]
     assert scores.counts["ok"] == 3
@@ -92,7 +91,7 @@ def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:
         responses(primes, ["stop"] * 4) + responses(hollow, ["stop"] * 2),
         ["six", "2 \u00d7 3", "seven", "3 \u00d7 2", "3", "4"],
         pool,
-        RewardConfig(),
+        RewardConfig(extract="full"),
     )
     assert scores.rewards.tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
     assert (scores.counts["ok"], scores.counts["error"], scores.counts["broken"]) == (2, 2, 2)
@@ -104,14 +103,26 @@ def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:
     }
 
 
-def test_exact() -> None:
-    exact = registry.verifier("exact")
-    assert exact(" 42\n", "42", {}) == 1.0
-    assert exact("42.0", "42", {}) == 0.0
-    assert exact("", None, {}) == 0.0
-    assert exact("", "", {}) == 1.0
+def test_an_answer_is_found_as_its_verifier_looks_for_it(pool: RewardPool) -> None:
+    exact = Prompt("e", "?", (1,), "<answer>3</answer>", "exact")
+    asked = responses(gym("3"), ["stop"] * 2) + responses(exact, ["stop"])
+    scores = score(asked, ["so <answer>3</answer>", "3", "<answer>3</answer>"], pool, RewardConfig())
+    assert scores.rewards.tolist() == [1.0, 0.0, 1.0]
+    assert scores.answers == ["3", None, "<answer>3</answer>"]
 
 
-def test_an_unknown_verifier_lists_the_known() -> None:
-    with pytest.raises(UserError, match="no verifier is called 'maths'; known: exact, reasoning_gym"):
-        registry.verifier("maths")
+def test_what_is_no_score_is_told_once_with_its_row(pool: RewardPool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(response, row): return float(response) * 2\n")
+    own = Prompt("rows.jsonl:7", "?", (1,), "1", f"{tmp_path}/mine.py:score")
+    scores = score(responses(own, ["stop"] * 3), ["0.5", "0.75", "nan"], pool, RewardConfig())
+    assert scores.rewards.tolist() == [1.0, 0.0, 0.0]
+    assert scores.counts["invalid"] == 2
+    what = f"verifier {own.verifier} gave no score, so that its answer scores 0"
+    assert scores.raised == {what: "row rows.jsonl:7: returned 1.5 for a reward, not a number in [0, 1]"}
+
+
+def test_a_hundred_megabytes_are_a_counted_zero(pool: RewardPool) -> None:
+    exact = Prompt("e", "?", (1,), "yes", "exact")
+    scores = score(responses(exact, ["stop"] * 2), ["y" * 100_000_000, "yes"], pool, RewardConfig())
+    assert scores.rewards.tolist() == [0.0, 1.0]
+    assert scores.counts["no_answer"] == 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+
+from megatron_brorl.rewards.verifier import VerifierRow
 
 RULES: dict[str, Callable[[list[int]], float]] = {
     "right": lambda ids: 1.0,
@@ -17,5 +18,5 @@ RULES: dict[str, Callable[[list[int]], float]] = {
 }
 
 
-def resolve(name: str) -> Callable[[str, str | None, Mapping[str, Any]], float]:
-    return lambda answer, _reference, _metadata: RULES[name]([int(word) for word in answer.split()])
+def resolve(name: str) -> Callable[[str, VerifierRow], float]:
+    return lambda answer, _row: RULES[name]([int(word) for word in answer.split()])

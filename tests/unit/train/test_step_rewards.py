@@ -13,6 +13,7 @@ from dist.steps import configured, make_trainer
 from step_verifiers import RULES
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.train.console import console_line
 
@@ -39,6 +40,13 @@ class Source:
         return self.prompts
 
 
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """The trainer looks up where a verifier finds its answers."""
+    for name in (*RULES, "nonsense"):
+        monkeypatch.setitem(registry.ENTRIES, name, registry.ENTRIES["exact"])
+
+
 @pytest.fixture(scope="module")
 def pool():
     with RewardPool(1, 5.0, resolve="step_verifiers:resolve") as pool:
@@ -46,9 +54,8 @@ def pool():
 
 
 def trainer_of(model, processes, pool, rules, changes):
-    config = configured(
-        {"rollout": {"n": N, "prompts": 3}, "reward": {"strict": False, "cut_off_factor": 1.0}, **changes}
-    )
+    reward = {"strict": False, "cut_off_factor": 1.0, "extract": "full"}
+    config = configured({"rollout": {"n": N, "prompts": 3}, "reward": reward, **changes})
     trainer = make_trainer(model[0], processes, config, fakes.Engine())
     trainer.train_source = Source(rules)
     trainer.rollouts = replace(trainer.rollouts, pool=pool)

@@ -1,54 +1,57 @@
-"""No tests: verifiers that misbehave in every way, for the workers of test_rewards_pool.py. Imports no torch."""
+"""No tests: verifiers that misbehave in every way, for the workers of test_pool.py. Imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.rewards.verifier import Score, VerifierRow
 
-def echo(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+
+def echo(answer: str, row: VerifierRow) -> float:
     return float(answer)
 
 
-def hang(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+def hang(answer: str, row: VerifierRow) -> float:
     while answer == "hang":
         pass
     return 1.0
 
 
-def hang_in_c(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+def hang_in_c(answer: str, row: VerifierRow) -> float:
     return float(9 ** (9**9) > 0) if answer == "hang" else 1.0
 
 
-def die(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+def die(answer: str, row: VerifierRow) -> float:
     if answer == "die":
-        with Path(metadata["log"]).open("a") as log:
+        with Path(row["metadata"]["log"]).open("a") as log:
             log.write("died\n")
         os.kill(os.getpid(), signal.SIGKILL)
     return 1.0
 
 
-def die_once(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+def die_once(answer: str, row: VerifierRow) -> float:
     try:
-        Path(metadata["log"]).touch(exist_ok=False)
+        Path(row["metadata"]["log"]).touch(exist_ok=False)
     except FileExistsError:
         return 1.0
     os._exit(3)
 
 
-def log(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
-    with Path(metadata["log"]).open("a") as file:
+def log(answer: str, row: VerifierRow) -> float:
+    with Path(row["metadata"]["log"]).open("a") as file:
         file.write(f"{answer}\n")
     return 1.0
 
 
-def returns(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> Any:
+def returns(answer: str, row: VerifierRow) -> Any:
     values = {
         "nan": float("nan"),
         "inf": float("inf"),
@@ -65,11 +68,11 @@ def returns(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> 
     return values[answer]
 
 
-def raises(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+def raises(answer: str, row: VerifierRow) -> float:
     if answer == "exit":
         sys.exit(0)
     if answer == "recurse":
-        return raises(answer, reference, metadata)
+        return raises(answer, row)
     if answer == "memory":
         return float(len(bytearray(1 << 40)))
     if answer == "fine":
@@ -77,22 +80,22 @@ def raises(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> f
     raise ValueError("with \x1b[31m\nnewlines")
 
 
-def prints(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+def prints(answer: str, row: VerifierRow) -> float:
     print("x" * 100_000, flush=True)
     os.write(1, b"y" * 100)
     os.write(2, b"z" * 100)
     return 1.0
 
 
-def light(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+def light(answer: str, row: VerifierRow) -> float:
     return float("torch" not in sys.modules and "numpy" not in sys.modules)
 
 
-def hash_seed(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+def hash_seed(answer: str, row: VerifierRow) -> float:
     return (hash("a text") % 1000) / 1000
 
 
-def nap(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> float:
+def nap(answer: str, row: VerifierRow) -> float:
     time.sleep(0.3)
     return 1.0
 
@@ -100,3 +103,16 @@ def nap(answer: str, reference: str | None, metadata: Mapping[str, Any]) -> floa
 def resolve(name: str) -> Callable[..., float]:
     verify: Callable[..., float] = globals()[name]
     return verify
+
+
+def writes_verdicts(answer: str, row: VerifierRow) -> float:
+    """Into every pipe that is open, as a hostile answer would once it runs here."""
+    if answer == "attack":
+        for fd in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(fd, b"\xff" * 4096)
+    return 0.5
+
+
+def explains(answer: str, row: VerifierRow) -> Score:
+    return Score(0.25, f"{answer} for {row['prompt']}", {"a": 0.5, "b": 0.0})

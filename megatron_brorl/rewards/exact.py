@@ -1,0 +1,20 @@
+"""The verifier "exact": the answer is the reference, character by character."""
+
+from __future__ import annotations
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.verifier import Score, VerifierRow
+
+
+def exact(answer: str, row: VerifierRow) -> Score:
+    """1 if the answer is the reference, white space at the ends aside."""
+    reference = row["answer"]
+    if reference is not None and answer.strip() == reference.strip():
+        return Score(1.0)
+    return Score(0.0, "not the reference answer")
+
+
+def check_row(row: VerifierRow, where: str) -> None:
+    """Raise UserError where there is nothing to compare with."""
+    if row["answer"] is None:
+        raise UserError(f'{where}: verifier "exact" compares with the answer, and there is none; add "answer"')

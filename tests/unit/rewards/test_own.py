@@ -1,0 +1,158 @@
+"""A user's own verifiers: the forms they may have, through the pool, and the mistakes, each in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from megatron_brorl.config.schema import CombinationConfig, PartConfig, RewardConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import registry
+from megatron_brorl.rewards.pool import RewardPool, ScoreRequest, Verdict
+from megatron_brorl.rewards.startup import Started, look_at
+from megatron_brorl.types import Prompt
+
+GOOD = """
+import neighbour  # of its own folder
+
+print("a module may print")
+
+def score(response: str, row: dict) -> float:
+    return float(response == row["answer"]) * neighbour.ONE
+
+def full(response, row):
+    return {"reward": 0.5, "reason": f"{row['id']} {row['prompt']} {row['metadata']['n']}", "parts": {"a": 1}}
+
+def count(response, row, seen=[]):
+    seen.append(1)
+    return min(1.0, len(seen) / 4)
+
+full.pure = True
+number = 3
+def alone(response): return 1.0
+def bad(response, row):
+    return {"nan": float("nan"), "string": "1", "above": 1.5, "none": None}[response]
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, where names of files start."""
+    (tmp_path / "my_rewards.py").write_text(GOOD)
+    (tmp_path / "neighbour.py").write_text("ONE = 1\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package with an entry point, as pip would leave it, and a module that Python can import."""
+    (place / "site" / "letters_pkg").mkdir(parents=True)
+    (place / "site" / "letters_pkg" / "__init__.py").write_text("raise RuntimeError('imported in the trainer')\n")
+    (place / "site" / "letters.py").write_text("def score(response, row): return len(response) / 10\n")
+    info = place / "site" / "letters-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: letters\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[megatron_brorl.verifiers]\nletters = letters:score\n")
+    monkeypatch.syspath_prepend(str(place / "site"))
+    assert metadata.entry_points(group=registry.GROUP).names == {"letters"}
+    registry._installed.cache_clear()
+    yield
+    registry._installed.cache_clear()
+
+
+def ask(name: str, *answers: str) -> list[ScoreRequest]:
+    prompt = Prompt("row7", "text", (1,), "4", name, {"n": 2})
+    return [ScoreRequest(prompt, answer) for answer in answers]
+
+
+def test_a_file_of_ones_own(place: Path) -> None:
+    with RewardPool(1, 20.0) as pool:
+        assert pool.score(ask("my_rewards.py:score", "4", "5")) == [Verdict(1.0, "ok"), Verdict(0.0, "ok")]
+        (verdict,) = pool.score(ask("my_rewards.py:full", "4"))
+    assert (verdict.reward, verdict.reason, verdict.parts) == (0.5, "row7 text 2", {"a": 1.0})
+
+
+def test_what_is_no_score_is_told_with_its_value(place: Path) -> None:
+    with RewardPool(1, 20.0) as pool:
+        verdicts = pool.score(ask("my_rewards.py:bad", "nan", "string", "above", "none"))
+    assert verdicts == [Verdict(0.0, "invalid")] * 4
+    shown = ["nan", "'1'", "1.5", "None"]
+    assert [v.reason for v in verdicts] == [f"returned {s} for a reward, not a number in [0, 1]" for s in shown]
+
+
+def test_equal_answers_are_judged_once_where_the_function_says_it_is_pure(place: Path) -> None:
+    started = look_at(["my_rewards.py:count", "my_rewards.py:full", "exact", "my_rewards.py:count"], RewardConfig())
+    sha256 = hashlib.sha256(GOOD.encode()).hexdigest()
+    names = ("my_rewards.py:count", "my_rewards.py:full")
+    assert started == Started(dict.fromkeys(names, sha256), frozenset(["my_rewards.py:count"]))
+    with RewardPool(1, 20.0, impure=started.impure) as pool:
+        verdicts = pool.score(ask("my_rewards.py:count", *"aaaa"))
+    assert [v.reward for v in verdicts] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_a_combination_is_as_pure_as_its_parts(place: Path) -> None:
+    parts = (PartConfig("exact"), PartConfig("my_rewards.py:score"))
+    config = RewardConfig(combination=(CombinationConfig("mix", "gate", parts),))
+    started = look_at(["mix"], config)
+    assert started.impure == {"mix"}
+    assert list(started.sha256) == ["my_rewards.py:score"]
+    with RewardPool(1, 20.0, stand_ins=registry.for_workers(config)) as pool:
+        answer = registry.entry("mix", "x", config).find("4")
+        assert answer is not None
+        (verdict,) = pool.score(ask("mix", answer))
+    assert (verdict.reward, verdict.parts) == (1.0, {"exact": 1.0, "my_rewards.py:score": 1.0})
+
+
+def test_modules_and_installed_packages(installed: None) -> None:
+    started = look_at(["letters", "letters:score"], RewardConfig())
+    sha256 = hashlib.sha256(b"def score(response, row): return len(response) / 10\n").hexdigest()
+    assert started.sha256 == {"letters": sha256, "letters:score": sha256}
+    assert "letters" not in sys.modules
+    with RewardPool(1, 20.0) as pool:
+        assert [v.reward for v in pool.score([*ask("letters", "abc"), *ask("letters:score", "abcd")])] == [0.3, 0.4]
+
+
+def test_nothing_is_started_for_verifiers_of_the_package() -> None:
+    assert look_at(["exact", "reasoning_gym", "format"], RewardConfig()) == Started()
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "message"),
+    [
+        ("def score(:\n", "score", r"cannot be imported: SyntaxError: .*\(mine\.py, line 1\)$"),
+        (
+            "import no_such_thing\n",
+            "score",
+            r"cannot be imported: ModuleNotFoundError: .* \(mine\.py, line 1\)$",
+        ),
+        ("\n1 / 0\n", "score", r"cannot be imported: ZeroDivisionError: division by zero \(mine\.py, line 2\)$"),
+        ("import sys\nsys.exit(3)\n", "score", r"cannot be imported: SystemExit: 3 \(mine\.py, line 2\)$"),
+        ("import os\nos._exit(3)\n", "score", r"exit code 3$"),
+        ("b = '\xff'\n".encode("latin-1"), "score", r"cannot be imported: SyntaxError: .*utf-8"),
+        (GOOD, "scores", r"my_rewards\.py has no function 'scores'"),
+        (GOOD, "number", r"my_rewards\.py has no function 'number'"),
+        (GOOD, "alone", r"must take \(response, row\): too many positional arguments$"),
+        (None, "score", r"no such file in .*; paths start at the working directory$"),
+    ],
+)
+def test_a_mistake_is_one_line(place: Path, source: str | bytes | None, function: str, message: str) -> None:
+    name = "my_rewards.py" if source == GOOD else "mine.py"
+    if source is not None:
+        (place / name).write_bytes(source if isinstance(source, bytes) else source.encode())
+    with pytest.raises(UserError) as error:
+        look_at([f"{name}:{function}"], RewardConfig())
+    assert re.search(rf"^verifier {re.escape(name)}:{function}: (.*){message}", str(error.value)), error.value
+    assert "\n" not in str(error.value)
+
+
+def test_pythons_own_library_holds_no_verifier() -> None:
+    for name in ("builtins:exec", "os:system", "subprocess:run"):
+        with pytest.raises(UserError, match=rf"^f:1: no verifier is called '{name}'; known: "):
+            registry.entry(name, "f:1")
