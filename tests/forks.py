@@ -32,7 +32,9 @@ CONTEXT.set_forkserver_preload(
 LAST_WORDS_S = 20.0  # for the other ranks, once one has failed
 
 
-def command_line(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def command_line(
+    arguments: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """`brorl` with these arguments; with --processes N as so many ranks that meet as those of torchrun do."""
     words, size = list(arguments), 0
     if "--processes" in words:
@@ -40,13 +42,13 @@ def command_line(arguments: Sequence[str], environment: Mapping[str, str]) -> su
         size = int(words[at + 1])
         del words[at : at + 2]
     if not size:
-        return _complete([(_main, words, environment)])
+        return _complete([(_main, words, environment, cwd)])
 
     # Rank 0 gets the socket where the ranks meet: no one else can take the port in between.
     with meeting_point() as listener:
         told = meeting(listener, size)
         return _complete(
-            [(_main, words, {**environment, **told[rank]}, None if rank else listener) for rank in range(size)]
+            [(_main, words, {**environment, **told[rank]}, cwd, None if rank else listener) for rank in range(size)]
         )
 
 
@@ -110,9 +112,12 @@ def _forked(
     what: Callable[[list[str]], None],
     arguments: list[str],
     environment: Mapping[str, str],
+    cwd: Path | None = None,
     listener: socket.socket | None = None,
 ) -> None:
     """In the new process: its environment, its output to files, and then what it is for."""
+    if cwd:
+        os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     take(listener)

@@ -51,9 +51,9 @@ lr = 3e-3
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
 
 
-def brorl(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+def brorl(*arguments: Any, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """One command to its end, in forked ranks."""
-    return forks.command_line([str(a) for a in arguments], {**ENVIRONMENT, **environment})
+    return forks.command_line([str(a) for a in arguments], {**ENVIRONMENT, **environment}, cwd)
 
 
 def by_launcher(*arguments: Any) -> subprocess.CompletedProcess[str]:
