@@ -93,6 +93,8 @@ def _wait(processes: Sequence[Any], seconds: float = 300.0) -> int:
     try:
         while left:
             ended = connection.wait([p.sentinel for p in left], max(0.0, deadline - time.monotonic()))
+            if not ended and code:
+                break
             if not ended:
                 raise TimeoutError(f"{len(left)} of {len(processes)} processes go on")
             for process in [p for p in left if p.sentinel in ended]:
