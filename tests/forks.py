@@ -52,9 +52,9 @@ def command_line(
         )
 
 
-def script(path: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def script(path: Path, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A Python file run as a script."""
-    return _complete([(_script, [str(path), *map(str, arguments)], {**os.environ, **environment})])
+    return _complete([(_script, [str(path), *map(str, arguments)], dict(os.environ), cwd)])
 
 
 def meeting_point() -> socket.socket:

@@ -11,6 +11,7 @@ import torch
 from dist.layouts import covering
 from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, TEMPERATURE, batch
 
+pytestmark = pytest.mark.slow
 STEPS = 3
 LAYOUTS = [
     (1, {}, {}),

@@ -11,6 +11,7 @@ from dist.world import World
 
 import tiny
 
+pytestmark = pytest.mark.slow
 BIG = (4, {"tensor": 2, "pipeline": 2})
 
 

@@ -263,6 +263,7 @@ def test_mistakes_end_in_one_line_and_exit_code_2(copy):
     assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["to-megatron", "to-hf"])
 def test_a_full_disk_ends_in_one_line(copy, command):
     """A limit on the size of files is how the kernel refuses a write here; a full disk takes the same way."""
@@ -283,6 +284,7 @@ def test_too_little_room_is_told_before_anything_is_written(copy, monkeypatch):
         to_megatron(copy / "hf", copy / "out", 1, 1)
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     """SIGKILL at some moment of the writing; then the same command does the whole."""
     config = REAL["Qwen2.5-1.5B"] | SMALLER | {"num_hidden_layers": 48, "hidden_size": 384, "intermediate_size": 1024}
