@@ -18,17 +18,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from megatron_brorl.parallel import device
 from megatron_brorl.ranks import LISTENER
 
-CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        *("megatron_brorl.cli.train", "megatron_brorl.cli.sft", "megatron_brorl.cli.report"),
-        *("megatron_brorl.ops.fused.backend", "reasoning_gym", "transformers"),
-        *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "gemma3")),
-        "megatron.core.dist_checkpointing.strategies.torch",
-    ]
-)
+IMPORTED = [
+    *("megatron_brorl.cli.train", "megatron_brorl.cli.sft", "megatron_brorl.cli.report"),
+    *("megatron_brorl.ops.fused.backend", "reasoning_gym", "transformers"),
+    *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "gemma3")),
+    "megatron.core.dist_checkpointing.strategies.torch",
+]
+# CUDA does not survive a fork: where there is a GPU every process begins by itself.
+CONTEXT: Any = get_context("spawn" if device.on_gpu() else "forkserver")
+if not device.on_gpu():
+    CONTEXT.set_forkserver_preload(IMPORTED)
 LAST_WORDS_S = 20.0  # for the other ranks, once one has failed
 
 
