@@ -9,15 +9,27 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.parallel import device
 
 TESTS = Path(__file__).parent
 device.leave_out_compiler()
 sys.path.insert(0, str(TESTS))
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Any]:
+    """The grid of a single process: one, for the threads of gloo's groups stay when a grid is left."""
+    from megatron_brorl.parallel import grid
+
+    yield grid.build(ParallelConfig())
+    grid.leave()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses among them

@@ -309,21 +309,19 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     assert_same_weights(tmp_path / "hf", tmp_path / "back")
 
 
-def test_a_training_checkpoint_becomes_a_hugging_face_directory(tmp_path):
+def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_path):
     """What a run saves, optimizer and all; config.json and tokenizer from the model it began with."""
     from megatron_brorl.checkpoints import training as checkpoint
-    from megatron_brorl.config.schema import OptimConfig, ParallelConfig
+    from megatron_brorl.config.schema import OptimConfig
     from megatron_brorl.ops.backend import backend
-    from megatron_brorl.parallel import grid
     from megatron_brorl.train.worker import StageOptions, Worker
 
     tiny.make_model(tmp_path / "hf", "qwen3", True)
     edit(tmp_path / "hf/config.json", dtype="bfloat16")  # the run trains in fp32 what was published in bf16
     options = StageOptions(100, backend("fused", torch.device("cpu")))
-    worker = Worker(read_shape(tmp_path / "hf"), grid.build(ParallelConfig()), options, OptimConfig())
+    worker = Worker(read_shape(tmp_path / "hf"), processes, options, OptimConfig())
     worker.load_hf(tmp_path / "hf")
     saved = checkpoint.save(tmp_path / "checkpoints", 1, [checkpoint.Part("", worker.actor, worker.optimizer)], {}, 1)
-    grid.leave()
     to_hf(saved, tmp_path / "back", config=tmp_path / "hf")
     assert_same_weights(tmp_path / "hf", tmp_path / "back")
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
