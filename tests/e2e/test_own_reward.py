@@ -13,7 +13,14 @@ from e2e.runs import brorl, rows
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64", "--context", "32"]
-STEPS = ["rollout.n=16", "rollout.prompts=4", "train.steps=2", "evaluate.samples=2", "train.checkpoint_every=1"]
+STEPS = [
+    "rollout.n=16",
+    "rollout.prompts=4",
+    "train.steps=2",
+    "evaluate.samples=2",
+    "train.checkpoint_every=1",
+    "reward.cut_off_factor=1.0",
+]
 
 
 @pytest.fixture(scope="module")
