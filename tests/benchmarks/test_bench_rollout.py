@@ -73,6 +73,7 @@ def test_an_engine_that_cheats_is_found():
         measure.time_rollouts({**job, "lengths": [2, 2]}, lambda prompt, lengths, seed: [[0, 0], [0, 0]])
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_told(monkeypatch):
     monkeypatch.setattr(bench_rollout, "alone", lambda *_: 1e11)
     options = "--models t4 --n 2 --prompts 2 --lengths 2 --engines brorl --repeat 1 --vllm-python"

@@ -165,6 +165,7 @@ ENGINES = [*LAYOUTS, (2, {}), (4, {"tensor": 2}), (4, {"pipeline": 2})]
 ENGINE_CASES = [(family, family == "qwen2") for family in tiny.FAMILIES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "parallel", "case"), covering(ENGINES, ENGINE_CASES))
 def test_engine_log_probs_equal_the_actor_s(worlds, models, size, parallel, case):
     assert max(worlds(size).run("jobs:engine_gap", models[case][0], parallel)) <= 1e-4

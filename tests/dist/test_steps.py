@@ -15,6 +15,7 @@ from dist.world import World
 from megatron_brorl.algo.estimators import pass_at_k
 from megatron_brorl.ops.philox import stream_key
 
+pytestmark = pytest.mark.slow
 LAYOUTS = [
     (2, {}),
     (2, {"tensor": 2}),
