@@ -8,7 +8,7 @@ import torch
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rewards.scoring import Scores, score_rollouts
+from megatron_brorl.rewards.scoring import Scorer, Scores
 from megatron_brorl.types import FinishReason, Prompt, Rollout
 
 
@@ -18,12 +18,17 @@ def pool() -> Iterator[RewardPool]:
         yield pool
 
 
-def responses(prompt: Prompt, finishes: list[FinishReason]) -> list[tuple[Prompt, Rollout]]:
-    return [(prompt, Rollout(i, torch.tensor([5]), torch.tensor([-1.0]), f)) for i, f in enumerate(finishes)]
+def responses(prompt: Prompt, finishes: list[FinishReason]) -> list[tuple[Prompt, FinishReason]]:
+    return [(prompt, finish) for finish in finishes]
 
 
-def score(asked: list[tuple[Prompt, Rollout]], texts: list[str], pool: RewardPool, config: RewardConfig) -> Scores:
-    return score_rollouts([p for p, _ in asked], [r for _, r in asked], texts, pool, config)
+def score(asked: list[tuple[Prompt, FinishReason]], texts: list[str], pool: RewardPool, config: RewardConfig) -> Scores:
+    """Each response a request of its own, whose one token stands for its text; delivered from the last to the first."""
+    rollouts = [Rollout(0, torch.tensor([i]), torch.tensor([-1.0]), finish) for i, (_, finish) in enumerate(asked)]
+    with Scorer([prompt for prompt, _ in asked], lambda ids: texts[ids[0]], [], pool, config) as scorer:
+        for i, rollout in reversed(list(enumerate(rollouts))):
+            scorer.finished(i, rollout)
+        return scorer.scores([(i, 0) for i in range(len(asked))])
 
 
 def gym(answer: str) -> Prompt:
@@ -68,11 +73,6 @@ def test_extraction_is_applied(pool: RewardPool) -> None:
     )
     assert scores.rewards.tolist() == [1.0, 0.0, 0.0]
     assert scores.counts["no_answer"] == 2
-
-
-def test_texts_must_match_rollouts(pool: RewardPool) -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        score(responses(gym("3"), ["stop", "stop"]), ["3"], pool, RewardConfig())
 
 
 def test_no_rollouts(pool: RewardPool) -> None:
