@@ -58,7 +58,7 @@ def main() -> None:
         sampling = Sampling(1.0, 1.0, 0, max(lengths), (STOP,))
         request = Request(Prompt(str(seed), "", tuple(prompt), None, "exact"), seed, len(lengths))
         (group,) = engine.generate([request], sampling)
-        return [r.token_ids.tolist() for r in group.rollouts]
+        return [r.token_ids.tolist() for r in group]
 
     found: dict[str, Any] = time_rollouts(job, generate)
     refits = []

@@ -47,15 +47,6 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class RolloutGroup:
-    """Sibling rollouts of one prompt, all N of them or those that one call was asked for."""
-
-    prompt: Prompt
-    rollouts: tuple[Rollout, ...]
-    version: int  # optimizer steps that the weights of this call had seen
-
-
-@dataclass(frozen=True)
 class OpenGroup:
     """A prompt whose N siblings are being sampled, over one step or several; the same on every rank."""
 

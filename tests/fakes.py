@@ -17,7 +17,7 @@ from megatron_brorl.ops.philox import uniforms
 from megatron_brorl.rewards.pool import PoolStats, ScoreRequest
 from megatron_brorl.rewards.verdict import Verdict
 from megatron_brorl.rollout.engine import Request, Sampling, Watch
-from megatron_brorl.types import Prompt, Rollout, RolloutGroup
+from megatron_brorl.types import Prompt, Rollout
 
 STOP = 2
 
@@ -109,7 +109,7 @@ class Engine:
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
-    ) -> list[RolloutGroup]:
+    ) -> list[list[Rollout]]:
         assert watch is not None
         self.verbs.append("generate")
         self.calls.append(list(requests))
@@ -131,7 +131,7 @@ class Engine:
                 found.append(rollout)
                 if rollout.finish != "cut":
                     watch.finished(number, rollout)
-            groups.append(RolloutGroup(request.prompt, tuple(found), self.version))
+            groups.append(found)
         while stalled and not (self.deaf.is_set() if self.deaf else watch.cancelled()):
             time.sleep(0.01)
         return groups

@@ -166,7 +166,7 @@ class Session:
         pool = RewardPool(
             c.reward.workers,
             c.reward.timeout_s,
-            stand_ins=for_workers(c.reward),
+            stand_ins=for_workers(self._verifiers, c.reward),
             impure=self.started_verifiers.impure,
         )
         self._closing.append(pool.close)

@@ -1,4 +1,4 @@
-"""Before a run begins: its users' own verifiers, imported in a scoring process and looked at.
+"""Before a run begins: its user's own verifiers, imported in a scoring process and looked at, and services reached.
 
 `python -m megatron_brorl.rewards.startup NAME...` is that process. It prints what own.inspected found as JSON, or ends
 with one line on stderr.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import own, registry
+from megatron_brorl.rewards import own, registry, service
 from megatron_brorl.rewards.process import environment
 
 _START_S = 120.0  # for the imports
@@ -33,6 +33,10 @@ class Started:
 def look_at(names: Iterable[str], config: RewardConfig) -> Started:
     """Check the verifiers that a run's rows name. Raises UserError for an own one that cannot be used."""
     names = sorted(set(names))
+    for address in registry.services(names, config):
+        service.check_reached(address, config.timeout_s)
+
+    # The user's own code, in a process of its own.
     places = registry.own_names(names, config)
     sources = _inspected(sorted(set(places.values()))) if places else {}
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_brorl.types import Prompt, Rollout, RolloutGroup
+from megatron_brorl.types import Prompt, Rollout
 
 # (logits [B, V], keys, index, position [B], temperature, top_p, top_k) -> ids and log-probs [B]: sample_tokens of
 # ops.reference.sampling or ops.fused.sampling.
@@ -68,8 +68,8 @@ class RolloutEngine(Protocol):
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
-    ) -> list[RolloutGroup]:
-        """Sample every request; groups come back in request order, their rollouts by index.
+    ) -> list[list[Rollout]]:
+        """Sample every request; returns the rollouts of each, in request order, by index.
 
         Raises where weights were never given.
         """

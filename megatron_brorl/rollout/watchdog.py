@@ -164,8 +164,8 @@ class _Call:
     def run(self, engine: RolloutEngine) -> None:
         """In the engine's thread."""
         try:
-            for i, group in enumerate(engine.generate(self.requests, self.sampling, self)):
-                for rollout in group.rollouts:
+            for i, rollouts in enumerate(engine.generate(self.requests, self.sampling, self)):
+                for rollout in rollouts:
                     self.finished(i, rollout)
         except BaseException as e:
             self._error = self._error or e

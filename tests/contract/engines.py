@@ -17,7 +17,7 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import RemoteEngine
 from megatron_brorl.rollout.remote.options import EngineOptions, process_settings
 from megatron_brorl.rollout.remote.process import make_folder
-from megatron_brorl.types import Prompt, Rollout, RolloutGroup
+from megatron_brorl.types import Prompt, Rollout
 
 DOUBLE = Path(__file__).parent / "double"
 PROMPT = Prompt("a", "", (5, 6, 7), None, "exact")
@@ -70,14 +70,14 @@ def make_engine(
     return RemoteEngine(process_settings(c), o, hf_shapes(model.shape), folder, devices, log)
 
 
-def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> RolloutGroup:
+def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> list[Rollout]:
     """Siblings first .. first + n - 1 of PROMPT."""
     sampling = kwargs.pop("sampling", SAMPLING)
     return engine.generate([Request(PROMPT, key, n, first)], sampling, **kwargs)[0]
 
 
-def same(a: RolloutGroup, b: RolloutGroup) -> bool:
-    pairs = list(zip(a.rollouts, b.rollouts, strict=True))
+def same(a: list[Rollout], b: list[Rollout]) -> bool:
+    pairs = list(zip(a, b, strict=True))
     return all(
         x.index == y.index
         and torch.equal(x.token_ids, y.token_ids)

@@ -154,8 +154,8 @@ def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:
     engine.update_weights(worker.hf_tensors(), 0)
     prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(4, 4)[0])]
     groups = engine.generate([Request(p, 11 + i, 16) for i, p in enumerate(prompts)], Sampling(0.9, 1, 0, 24, (2,)))
-    asked = [torch.tensor(g.prompt.token_ids) for g in groups for _ in g.rollouts]
-    rollouts = [r for g in groups for r in g.rollouts]
+    asked = [torch.tensor(p.token_ids) for p, g in zip(prompts, groups, strict=True) for _ in g]
+    rollouts = [r for g in groups for r in g]
     actual = worker.log_probs(asked, [r.token_ids for r in rollouts], 0.9)
     return max(float((a - r.log_probs).abs().max()) for a, r in zip(actual, rollouts, strict=True))
 

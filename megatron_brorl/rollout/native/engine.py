@@ -17,7 +17,7 @@ from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for,
 from megatron_brorl.rollout.native.scheduler import Scheduler
 from megatron_brorl.rollout.native.stopping import Stops
 from megatron_brorl.rollout.receive import receive
-from megatron_brorl.types import FinishReason, Rollout, RolloutGroup
+from megatron_brorl.types import FinishReason, Rollout
 
 ROWS_DRAWN = 128  # at a time, on a CPU
 
@@ -79,7 +79,7 @@ class TorchEngine:
     @torch.inference_mode()
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
-    ) -> list[RolloutGroup]:
+    ) -> list[list[Rollout]]:
         decoder = self._decoder
         if decoder is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
@@ -121,10 +121,7 @@ class TorchEngine:
         deliver(scheduler.unfinished())
 
         # Rows end in any order; siblings are told by their index.
-        return [
-            RolloutGroup(r.prompt, tuple(sorted(rollouts, key=lambda x: x.index)), self.version)
-            for r, rollouts in zip(requests, found, strict=True)
-        ]
+        return [sorted(rollouts, key=lambda x: x.index) for rollouts in found]
 
     def _advance(
         self, scheduler: Scheduler, hidden: Tensor, stops: Stops, sampling: Sampling

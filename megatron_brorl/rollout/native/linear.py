@@ -17,7 +17,7 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.bias = bias
-        self.packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.packed = weight.device.type == "cpu" and _has_layout_for(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -25,3 +25,10 @@ class Linear:
             return linear(x, self.weight, self.bias)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return product
+
+
+def _has_layout_for(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has such a layout on this processor: bfloat16 asks for AVX-512 or more, which few laptops have."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

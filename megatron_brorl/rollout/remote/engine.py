@@ -31,7 +31,7 @@ from megatron_brorl.rollout.remote.pending import PendingRollout, generate_messa
 from megatron_brorl.rollout.remote.process import address
 from megatron_brorl.rollout.remote.shared_weights import HostWeights
 from megatron_brorl.rollout.remote.supervisor import EngineError, Supervisor
-from megatron_brorl.types import Rollout, RolloutGroup
+from megatron_brorl.types import Rollout
 
 _POLL_S = 0.05
 _STOP_S = 10.0  # that an engine may take to give up what it was told to stop
@@ -156,7 +156,7 @@ class RemoteEngine:
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
-    ) -> list[RolloutGroup]:
+    ) -> list[list[Rollout]]:
         """See RolloutEngine. Every rollout is a request of its own with a seed of its own; siblings share their prompt
         in the engine's prefix cache. Rollouts that are cancelled lose what this call had added to them."""
         if self.version < 0:
@@ -205,10 +205,7 @@ class RemoteEngine:
             deliver(row, row.begun)
 
         # Answers come as rollouts end; siblings are told by their index.
-        return [
-            RolloutGroup(r.prompt, tuple(sorted(rollouts, key=lambda x: x.index)), self.version)
-            for r, rollouts in zip(requests, found, strict=True)
-        ]
+        return [sorted(rollouts, key=lambda x: x.index) for rollouts in found]
 
     def _ask(self, rows: dict[int, PendingRollout], sampling: Sampling) -> int:
         """Ask for all rows; returns the process that was asked."""

@@ -131,7 +131,7 @@ def test_the_old_version_stays_and_the_next_update_works(model, fault):
 
     def sampled():
         (group,) = engine.generate(request, sampling)
-        return group.version, [(r.token_ids.tolist(), r.log_probs.tolist()) for r in group.rollouts]
+        return engine.version, [(r.token_ids.tolist(), r.log_probs.tolist(), r.spans) for r in group]
 
     engine.update_weights(seal(model[1].items()), 3)
     before = sampled()

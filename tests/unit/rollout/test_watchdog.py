@@ -13,7 +13,7 @@ import torch
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.watchdog import Watchdog, _ranges
-from megatron_brorl.types import Rollout, RolloutGroup
+from megatron_brorl.types import Rollout
 
 SAMPLING = Sampling(1.0, 1.0, 0, 12, (fakes.STOP,))
 FIRST, SECOND = fakes.prompts(2)
@@ -98,7 +98,7 @@ def test_exceptions_of_the_engine_are_raised_here():
     class Confused(fakes.Engine):
         def generate(self, requests, sampling, watch=None):
             stranger = Rollout(40, torch.zeros(1), torch.zeros(1), "stop")
-            return [RolloutGroup(r.prompt, (stranger,), 0) for r in requests]
+            return [[stranger] for _ in requests]
 
     dog = Watchdog(Broken(), 60.0)
     for _ in range(2):  # and the thread lives on

@@ -106,7 +106,7 @@ def test_the_engine_samples_them_with_the_models_probabilities(padded, implement
     asked = [Request(prompt, 7, 64)]
     (free,) = engine.generate(asked, Sampling(1.0, 1.0, 0, 24, ()))
     (group,) = engine.generate(asked, Sampling(1.0, 1.0, 0, 24, (), STOP_STRINGS))
-    for a, b in zip(free.rollouts, group.rollouts, strict=True):
+    for a, b in zip(free, group, strict=True):
         ids = a.token_ids.tolist()
         ends = [t for t in range(1, 25) if any(s in decode(ids[:t]) for s in STOP_STRINGS)]
         assert b.token_ids.tolist() == ids[: min(ends, default=24)]
@@ -116,5 +116,5 @@ def test_the_engine_samples_them_with_the_models_probabilities(padded, implement
         assert logits.shape == (24, PADDED)
         expected = logits.log_softmax(-1).gather(-1, a.token_ids[:, None]).squeeze(-1)
         torch.testing.assert_close(a.log_probs, expected, atol=1e-4, rtol=0)
-    assert {b.finish for b in group.rollouts} == {"stop", "length"}
-    assert sum(int((r.token_ids >= SIZE).sum()) for r in free.rollouts) > 50
+    assert {b.finish for b in group} == {"stop", "length"}
+    assert sum(int((r.token_ids >= SIZE).sum()) for r in free) > 50

@@ -120,8 +120,8 @@ def test_an_engine_is_its_leaf(leaf, tmp_path):
     engine.update_weights([], 3)
     requests = [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 3, 4)]
     (group,) = engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
-    assert [r.index for r in group.rollouts] == [4, 5, 6]
-    for rollout in group.rollouts:
+    assert [r.index for r in group] == [4, 5, 6]
+    for rollout in group:
         first, second, last = rollout.token_ids.tolist()
         assert (10 <= first < 20, second, last) == (True, 6, 2)
         assert rollout.log_probs.tolist() == [-float(first), -6.0, -2.0]
