@@ -247,6 +247,7 @@ class Lanes:
 
     def _bury(self, lane: _Lane) -> None:
         """A worker died by itself: the job it was at is tried once more, the others are as new."""
+        self.stats.restarts += 1  # before the last verdict of a step is out
         if lane.pending and lane.ready:
             suspect = lane.pending[0]
             if suspect.crashed:
@@ -259,18 +260,19 @@ class Lanes:
             lane.failure = "killed, perhaps for lack of memory"
 
     def _time_out(self, lane: _Lane) -> None:
+        """A worker is silent for too long: that is a verdict on the job it is at, if it is at one."""
+        self.stats.restarts += 1
         if lane.ready:
             reason = f"no verdict in {self._timeout_s:g} s"
             lane.pending.popleft().verdict.set_result(Verdict(0.0, "timeout", reason))
         else:
-            lane.failure = f"no answer in {_START_S:.0f} s; is the machine overloaded?"
+            lane.failure = f"no answer in {_START_S:g} s; is the machine overloaded?"
 
     def _replace(self, lane: _Lane) -> None:
         """End a worker and start another; the jobs that it had not begun come first again."""
         began = bool(lane.pending) or lane.proven
         self._queue.extendleft(reversed(lane.pending))
         self._end(lane)
-        self.stats.restarts += 1
 
         # One that never worked and had nothing to do is not missed before there is work.
         attempts = 0 if lane.proven else lane.attempts + 1

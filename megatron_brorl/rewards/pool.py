@@ -87,6 +87,7 @@ class RewardPool:
 
         Its result raises UserError where no worker can be started. Raises RuntimeError where the pool is closed.
         """
+        self._lanes.check_open()
         prompt, answer = request.prompt, request.answer
         if answer is None:  # costs no worker anything
             nothing: Future[Verdict] = Future()
