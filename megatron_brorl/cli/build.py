@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megatron_brorl import ranks
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.config.schema import Config, OptimConfig
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
@@ -91,6 +93,7 @@ class Session:
         # Join the other ranks last: a mistake above ends each of them at once.
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # it alone writes files and speaks
+        self.job_end, self.stopped_by = JobEnd(config.run.ends_at), ""
         self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse at an orderly end
 
     def __enter__(self) -> Session:
@@ -243,8 +246,15 @@ class Session:
         return lines
 
     def stop_requested(self) -> bool:
-        """Whether any rank was asked to stop; all ranks get the same answer."""
-        return bool(collectives.all_reduce_max({"stop": float(ranks.stop_requested())})["stop"])
+        """Whether to save and leave, asked between steps; all ranks get the same answer, and `stopped_by` says why."""
+        own = {"signal": ranks.stop_requested(), "late": not self.job_end.step_fits()}
+        found = collectives.all_reduce_max({k: float(v) for k, v in own.items()})
+        if found["signal"]:
+            self.stopped_by = "stopped by a signal"
+        elif found["late"]:
+            end = time.strftime("%H:%M:%S", time.localtime(self.job_end.at))
+            self.stopped_by = f"the job ends at {end}, and a step takes up to {self.job_end.step_s():.0f} s"
+        return any(found.values())
 
     def export(self, worker: Worker) -> None:
         """Write the weights as run.dir/model, a Hugging Face directory. Raises UserError where one is not finite."""

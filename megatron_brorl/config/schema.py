@@ -16,6 +16,9 @@ class RunConfig:
     dir: str = "runs/default"  # metrics, checkpoints, plots and model/ go here; none of them may replace an input
     seed: int = 0  # the only seed: data order and every random stream derive from it
     started: float = 0.0  # Unix time at which the whole job began, where this command is not its first; 0 = now
+    # Unix time at which a scheduler ends the job: before a step that would not be done by then, `brorl train` saves and
+    # leaves with 75. 0 = SLURM_JOB_END_TIME, where there is one
+    ends_at: float = at_least(0, default=0.0)
 
 
 @dataclass(frozen=True)

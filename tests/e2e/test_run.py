@@ -150,6 +150,17 @@ def test_sigterm_saves_and_says_how_to_go_on(finished, config, warm, tmp_path):
     assert rows(tmp_path) == rows(finished[0])
 
 
+def test_a_job_saves_before_a_step_that_it_has_no_time_for(finished, config, warm, tmp_path):
+    command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
+    done = brorl(*command, "run.ends_at=1")  # in 1970: no second step fits
+    assert done.returncode == 75, done.stderr
+    assert "the job ends at" in done.stdout + done.stderr
+    assert len(rows(tmp_path)) == 1
+    done = brorl(*command)
+    assert done.returncode == 0, done.stderr
+    assert rows(tmp_path) == rows(finished[0])
+
+
 def test_a_rank_that_is_killed_ends_the_run_by_name(config, warm, tmp_path):
     process = start("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}", "train.steps=500")
     wait_for((tmp_path / "metrics.jsonl").exists, process)
