@@ -77,13 +77,11 @@ def responses(rng: random.Random, verifier: str, reference: str, n: int, right: 
     # Reasoning that no two responses share, then the answer.
     texts = []
     for answer in said:
-        words: list[str] = []
-        while sum(map(len, words)) + len(words) < CHARS:
-            words.append(rng.choice(WORDS) if rng.random() < 0.9 else str(rng.randrange(1000)))
+        words = " ".join(rng.choices(WORDS, k=CHARS // 3))[:CHARS]
         end = "" if rng.random() < NO_ANSWER else f"\\boxed{{{answer}}}"
         if end and answer.isdigit() and rng.random() < 0.5:
             end = f"\n#### {answer}"
-        texts.append(f"{' '.join(words)} {end}")
+        texts.append(f"{words} {end}")
     return texts
 
 
