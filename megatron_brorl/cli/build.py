@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import resource
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.registry import for_workers
+from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.startup import Started, look_at
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
@@ -161,7 +163,10 @@ class Session:
     @functools.cached_property
     def started_verifiers(self) -> Started:
         """What was found of the user's own verifiers. Raises UserError for one that cannot be used."""
-        return look_at(self._verifiers, self.config.reward)
+        started = look_at(self._verifiers, self.config.reward)
+        if started.unsandboxed and self.is_main_rank:
+            print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
+        return started
 
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""

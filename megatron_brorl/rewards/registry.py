@@ -15,7 +15,20 @@ from importlib import metadata
 
 from megatron_brorl.config.schema import CombinationConfig, PartConfig, RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import combination, exact, extract, format, gym_tasks, own, service
+from megatron_brorl.rewards import (
+    choice_verifier,
+    code,
+    combination,
+    exact,
+    extract,
+    format,
+    gym_tasks,
+    math_verifier,
+    own,
+    service,
+    short_answer_verifier,
+)
+from megatron_brorl.rewards.ifeval import verifier as ifeval
 from megatron_brorl.rewards.verifier import Entry, Verifier
 
 GROUP = "megatron_brorl.verifiers"  # entry points of installed packages: NAME = "package.module:function"
@@ -29,6 +42,20 @@ def _reasoning_gym() -> Verifier:
 
 
 ENTRIES: dict[str, Entry] = {
+    "choice": Entry(
+        about="multiple choice: one letter in any dress, or the text of its option",
+        load=lambda: choice_verifier.verify,
+        find=choice_verifier.find,
+        check_row=choice_verifier.check_row,
+    ),
+    "code": Entry(
+        about="the share of its tests that a Python program passes, in a sandbox",
+        load=code.load,
+        find=code.find,
+        check_row=code.check_row,
+        max_chars=1 << 16,
+        executes=True,
+    ),
     "exact": Entry(
         about="the response is the answer, character by character",
         load=lambda: exact.exact,
@@ -42,11 +69,30 @@ ENTRIES: dict[str, Entry] = {
         find=format.skeleton,
         check_row=format.check_row,
     ),
+    "ifeval": Entry(
+        about="the share of the row's instructions that the response follows, as IFEval checks them",
+        load=ifeval.load,
+        find=ifeval.find,
+        check_row=ifeval.check_row,
+        max_chars=1 << 16,
+    ),
+    "math": Entry(
+        about="numbers exactly, other mathematics by math-verify",
+        load=math_verifier.load,
+        find=math_verifier.find,
+        check_row=math_verifier.check_row,
+    ),
     "reasoning_gym": Entry(
         about="the scorer of the row's reasoning-gym task",
         load=_reasoning_gym,
         find=extract.answer_tag,
         check_row=gym_tasks.check_row,
+    ),
+    "short_answer": Entry(
+        about="a few words, or a quantity with its unit",
+        load=lambda: short_answer_verifier.verify,
+        find=short_answer_verifier.find,
+        check_row=short_answer_verifier.check_row,
     ),
 }
 
