@@ -102,7 +102,7 @@ def measure(prompts: list[Prompt], texts: list[list[str]], pool: RewardPool) -> 
 
 def main() -> None:
     parser = options(__doc__, "8 prompts of 64 responses", 1, "scorings per row, of which the best counts")
-    parser.add_argument("--verifier", default="exact", help="of the prompts, by its name (default exact)")
+    parser.add_argument("--verifier", default="math", help="of the prompts, by its name (default math)")
     parser.add_argument("--workers", type=int, default=2, help="scoring processes (default 2)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
