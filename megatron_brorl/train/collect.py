@@ -69,6 +69,8 @@ class Collector:
         version: of the actor's weights. Raises UserError where too many rollouts were lost, or have no verdict.
         """
         c, target = self.config, self.config.rollout.prompts
+        # Equal answers share a verdict over all rounds of a step.
+        self.rollouts.pool.forget()
         # Carried groups come first: rows of the step before are numbered by their place among them.
         groups = list(carried.groups)
         sampled = SampledRounds(carried.finished(), {}, {})
@@ -102,7 +104,8 @@ class Collector:
         trained = _to_train_on(rollouts, outcomes, c.algo.overlong_filter)
 
         # What the step's sampling came to; rounds say what refills cost in prompts.
-        metrics = self._metrics(outcomes, counts, lost)
+        judging, queued = self.rollouts.verdict_metrics()
+        metrics = self._metrics(outcomes, counts, lost) | judging
         if c.rollout.refills:
             metrics |= {"prompts_sampled": counts["asked"] / c.rollout.n, "carried_groups": float(len(waiting))}
         if c.rollout.partial_tokens or c.rollout.refills:
@@ -110,7 +113,7 @@ class Collector:
 
         # Groups that have not closed go on, those that wait among them, with this replica's rollouts.
         going_on = carry(groups, rollouts, outcomes.closed)
-        return Collected(groups, trained, outcomes, going_on, taken, metrics, sampled.seconds)
+        return Collected(groups, trained, outcomes, going_on, taken, metrics, sampled.seconds | queued)
 
     def _sample(
         self, carried: Carried, groups: Sequence[OpenGroup], new: int, known: Sequence[ScoredRollout]
@@ -158,6 +161,7 @@ class Collector:
             **adaptive.even_metrics(outcomes, adaptive.rounds_of(c)),
             "unscored_share": counts["unscored"] / (counts["scored"] or 1.0),
             "verdict_errors": counts["errors"],
+            "verdict_timeouts": counts["timeouts"],
             "lost_share": lost / counts["asked"],
             "late": counts["late"],
         }

@@ -90,6 +90,7 @@ def sample_answers(
     groups = open_groups(prompts, stream)
     # One run of samples per rank, whatever replica it is of: nobody trains on them.
     own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
+    rollouts.pool.forget()  # verdicts are kept for one thing at a time
     sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
 
     # Every rank gets what became of all samples.
