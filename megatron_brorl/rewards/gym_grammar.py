@@ -13,6 +13,7 @@ from typing import Any
 _NUMBER = r"-?\d{1,9}(?!\d)"
 _LISTED = rf"(?:{_NUMBER}|[\s,\[\]])*"
 _TERM = r"[a-z](?:\s*\*\*\s*\d{1,2}(?!\d|\s*\*\*))?(?![a-z(])"
+_FACTOR = r"\d{1,18}(?![\da-z]|\s*\*\*)"  # no letter after it: 1e99999999 is a number of Python's
 
 # Of the answer; a text without a match scores 0 unseen. Longer than any right one by far.
 _ANSWERS: Mapping[str, tuple[int, re.Pattern[str]]] = {
@@ -21,7 +22,7 @@ _ANSWERS: Mapping[str, tuple[int, re.Pattern[str]]] = {
     "n_queens": (4096, re.compile(r"[_Q\s,\[\]\"']*")),
     "string_insertion": (1024, re.compile(r"[A-E\s,\[\]\"']*")),
     "countdown": (200, re.compile(r"(?:\d{1,6}(?!\d)|\*(?!\s*\*)|[\s+\-/()])*")),
-    "polynomial_multiplication": (2048, re.compile(rf"(?:{_TERM}|\d{{1,18}}(?!\d|\s*\*\*)|\*(?!\s*\*)|[\s+\-])*")),
+    "polynomial_multiplication": (2048, re.compile(rf"(?:{_TERM}|{_FACTOR}|\*(?!\s*\*)|[\s+\-])*")),
     "bitwise_arithmetic": (64, re.compile(r"\s*-?0x[0-9a-f]{1,32}\s*", re.IGNORECASE)),
 }
 TASKS = frozenset(_ANSWERS)
@@ -33,7 +34,7 @@ _ROWS: Mapping[str, tuple[Callable[[Mapping[str, Any]], object], re.Pattern[str]
     "polynomial_multiplication": (lambda item: item["answer"], _ANSWERS["polynomial_multiplication"][1]),
     "bitwise_arithmetic": (
         lambda item: item["metadata"].get("problem"),
-        re.compile(r"(?:0x[0-9a-f]{1,16}|<<|>>|\*(?!\s*\*)|[\s+\-()&|^~])*"),
+        _BITS,
     ),
 }
 

@@ -68,12 +68,25 @@ def test_no_allowed_scorer_executes_an_answer_or_pays_for_a_wrong_one(
     for text in ("nan", "-inf", "", " ", "banana", "[]", "{}", "None", "9" * 4000, "1e99999999", *others):
         given = score(name, text, entry)
         same = text.strip() == oracle or _number(text) == _number(oracle) is not None
+        same |= name == "n_queens" and _is_a_solution(text, entry["metadata"]["puzzle"])
         assert same or given is None or given <= gym_verifier.PARTIAL_CREDIT_CAP, text
     source = inspect.getsource(DATASETS[name][0].score_answer)
     assert name in gym_grammar.TASKS or not re.search(
         r"\b(eval|exec|parse_expr|sympify|literal_eval|compile)\(", source
     )
     capfd.readouterr()  # some scorers print
+
+
+def _is_a_solution(board: str, puzzle: list[list[str]]) -> bool:
+    """Whether eight queens stand on it that do not attack one another, those of the puzzle among them."""
+    rows = [line.split(" ") for line in board.splitlines()]
+    if [len(r) for r in rows] != [8] * 8:
+        return False
+    queens = [(i, j) for i in range(8) for j in range(8) if rows[i][j] == "Q"]
+    attacks = [a for a in queens for b in queens if a < b and (a[0] == b[0] or a[1] == b[1])]
+    attacks += [a for a in queens for b in queens if a < b and abs(a[0] - b[0]) == abs(a[1] - b[1])]
+    given = [(i, j) for i in range(8) for j in range(8) if puzzle[i][j] == "Q"]
+    return len(queens) == 8 and not attacks and set(given) <= set(queens)
 
 
 def _number(text: str | None) -> float | None:
