@@ -7,6 +7,7 @@ it takes.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,28 +68,39 @@ def assign(costs: Ints, parts: int, families: Ints | None = None, setups: Ints |
     setups: what a part's first row of a family (counted from 0) costs in addition [rows]; without them a row costs the
     same everywhere. Integers in and out, so that every processor comes to the same result.
     """
-    nothing = np.zeros(len(costs), dtype=np.int64)
     if parts == 1 or not len(costs):
-        return nothing
-    if families is None or setups is None:
-        families, setups = nothing, nothing
+        return np.zeros(len(costs), dtype=np.int64)
+    if families is None or setups is None or not setups.any():
+        return _longest_first(costs, parts)
 
     # One row at a time balances best; whole runs of siblings pay each prompt least often.
-    found = _longest_first(costs, parts, families, setups)
-    if not setups.any():
-        return found
-    runs = _in_runs(costs, parts, families, setups)
-    return min((found, runs), key=lambda a: int(loads_of(parts, a, costs, families, setups).max()))
+    candidates = _where_done_first(costs, parts, families, setups), _in_runs(costs, parts, families, setups)
+    return min(candidates, key=lambda found: int(loads_of(parts, found, costs, families, setups).max()))
 
 
-def _longest_first(costs: Ints, parts: int, families: Ints, setups: Ints) -> Ints:
-    """From the costliest row on, each goes where it is done first.
+def _longest_first(costs: Ints, parts: int) -> Ints:
+    """From the costliest row on, each goes to the part with the least.
 
     The order of Graham (1969), "Bounds on multiprocessing timing anomalies", which with many rows per part leaves parts
     that differ by about the smallest row.
     """
+    order = np.argsort(-costs, kind="stable")
+    # One integer per part, load * parts + part, so that the least of them names its part.
+    heap, chosen = list(range(parts)), []
+    for cost in (costs[order] * parts).tolist():
+        least = heap[0]
+        chosen.append(least % parts)
+        heapq.heapreplace(heap, least + cost)
+
+    found = np.empty_like(costs)
+    found[order] = chosen
+    return found
+
+
+def _where_done_first(costs: Ints, parts: int, families: Ints, setups: Ints) -> Ints:
+    """As _longest_first, where a part's first row of a family costs more than its others."""
     # What a part has, and what each family's first row would add to it.
-    found = np.zeros(len(costs), dtype=np.int64)
+    found = np.empty_like(costs)
     loads = np.zeros(parts, dtype=np.int64)
     extra = np.zeros((int(families.max()) + 1, parts), dtype=np.int64)
     extra[families] = setups[:, None]
