@@ -65,7 +65,7 @@ def in_runs(outcomes: Outcomes, replicas: int) -> torch.Tensor:
 def dealt(outcomes: Outcomes, replicas: int) -> torch.Tensor:
     """The replica of every rollout as the project deals them."""
     holder = torch.empty_like(outcomes.tokens)
-    for i, slots in enumerate(deal(list(product(*map(range, holder.shape))), [0] * replicas)):
+    for i, slots in enumerate(deal(list(product(range(holder.shape[0]), range(holder.shape[1]))), [0] * replicas)):
         group, sibling = torch.tensor(slots).T
         holder[group, sibling] = i
     return holder
