@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megatron_brorl.config.benchmarks import named
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 
@@ -26,8 +27,10 @@ def check_outputs(config: Config, command: str, where: str) -> None:
         ("the configuration", [where]),
         ("model.path", [config.model.path]),
         ("data.train", config.data.train),
+        *((f"data.mixture[{i}].files", source.files) for i, source in enumerate(config.data.mixture)),
     ]
-    read += [("data.held_out", config.data.held_out), ("evaluate.benchmarks", config.evaluate.benchmarks)]
+    benchmarks = [named(benchmark)[1] for benchmark in config.evaluate.benchmarks]
+    read += [("data.held_out", config.data.held_out), ("evaluate.benchmarks", benchmarks)]
     inputs = {f"{key} = {path!r}": Path(path) for key, paths in read for path in paths if path}
     for name in WRITTEN[command].split():
         output = Path(config.run.dir) / name

@@ -16,6 +16,7 @@ from megatron_brorl.checkpoints.hugging_face import complete
 from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
+from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import corpus
 from megatron_brorl.data.prompts import Verifiers, read_rows
 from megatron_brorl.data.sentencepiece_tokenizer import train_sentencepiece
@@ -24,18 +25,20 @@ from megatron_brorl.errors import UserError
 
 def _corpus(config: Config, count: int) -> Iterator[str]:
     """Prompts and answers of the run: of its tasks `count` examples, of its files every row."""
-    if not config.data.train:
-        yield from corpus(config.data, config.run.seed, count)
-    verifiers = Verifiers(config.data.verifier, config.reward)
-    for name in config.data.train:
-        for row in read_rows(Path(name), config.data.skip_bad_rows, verifiers)[0]:
-            yield config.data.template.replace("{prompt}", row.prompt, 1)
+    data = config.data
+    files = [*data.train, *(name for part in data.mixture for name in part.files)]
+    if not files:
+        yield from corpus(data, config.run.seed, count)
+    verifiers = Verifiers(data.verifier, config.reward)
+    for name in files:
+        for row in read_rows(Path(name), data.skip_bad_rows, verifiers)[0]:
+            yield data.template.replace("{prompt}", spoken(row.prompt), 1)
             yield from [row.answer] if row.answer else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="TOML file of the run; its data.tasks or data.train are the corpus")
+    parser.add_argument("config", help="TOML file of the run; its data.tasks or files are the corpus")
     parser.add_argument("directory", type=Path, help="Hugging Face directory to write")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--vocab", type=int, default=100, help="sentencepiece pieces at most (%(default)s)")

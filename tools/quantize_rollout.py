@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.prompts import read_rows
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
@@ -100,7 +101,7 @@ def _export(model: Any, args: argparse.Namespace, texts: Sequence[Tensor]) -> No
 def _texts(model: Path, prompts: Path) -> list[Tensor]:
     rows, _ = read_rows(prompts, False)
     tokenizer = load_tokenizer(model)
-    found = [torch.tensor(tokenizer.encode(row.prompt)) for row in rows]
+    found = [torch.tensor(tokenizer.encode(spoken(row.prompt))) for row in rows]
     if not found or min(map(len, found)) < 2:
         raise UserError(f"{prompts}: every prompt must have two tokens or more")
     return found

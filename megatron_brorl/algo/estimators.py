@@ -50,15 +50,28 @@ def bootstrap_mean(values: Sequence[float], resamples: int, seed: int) -> Interv
 
     A function of its arguments only: the generator is counter-based (Philox) and keyed by the seed.
     """
-    x = np.asarray(values, dtype=np.float64)
-    if x.ndim != 1 or x.size == 0:
-        raise ValueError(f"values of shape {x.shape}: need one value per prompt, and at least one prompt")
-    if not np.isfinite(x).all():
-        raise ValueError("values must be finite")
+    return bootstrap_mean_of_means([values], resamples, seed)
+
+
+def bootstrap_mean_of_means(groups: Sequence[Sequence[float]], resamples: int, seed: int) -> Interval:
+    """The groups' means averaged, each group alike whatever its size; the prompts of each are resampled on their own.
+
+    A function of its arguments only, as bootstrap_mean.
+    """
+    # Values that an interval can be of.
+    xs = [np.asarray(values, dtype=np.float64) for values in groups]
+    for x in xs:
+        if x.ndim != 1 or x.size == 0:
+            raise ValueError(f"values of shape {x.shape}: need one value per prompt, and at least one prompt")
+        if not np.isfinite(x).all():
+            raise ValueError("values must be finite")
+    if not xs:
+        raise ValueError("no values: need at least one group")
     if resamples < 1:
         raise ValueError(f"resamples = {resamples}: must be at least 1")
+
     generator = np.random.Generator(np.random.Philox(key=seed % 2**64))
     # One resample at a time: memory does not grow with resamples * prompts.
-    means = [x[generator.integers(x.size, size=x.size)].mean() for _ in range(resamples)]
+    means = [np.mean([x[generator.integers(x.size, size=x.size)].mean() for x in xs]) for _ in range(resamples)]
     low, high = np.percentile(means, [2.5, 97.5])
-    return Interval(float(x.mean()), float(low), float(high))
+    return Interval(float(np.mean([x.mean() for x in xs])), float(low), float(high))

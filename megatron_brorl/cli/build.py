@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import functools
 import resource
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from megatron_brorl import ranks
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.config.schema import Config, OptimConfig
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
@@ -28,6 +31,7 @@ from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.registry import for_workers
+from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.startup import Started, look_at
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
@@ -91,6 +95,7 @@ class Session:
         # Join the other ranks last: a mistake above ends each of them at once.
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # it alone writes files and speaks
+        self.job_end, self.stopped_by = JobEnd(config.run.ends_at), ""
         self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse at an orderly end
 
     def __enter__(self) -> Session:
@@ -158,7 +163,10 @@ class Session:
     @functools.cached_property
     def started_verifiers(self) -> Started:
         """What was found of the user's own verifiers. Raises UserError for one that cannot be used."""
-        return look_at(self._verifiers, self.config.reward)
+        started = look_at(self._verifiers, self.config.reward)
+        if started.unsandboxed and self.is_main_rank:
+            print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
+        return started
 
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""
@@ -166,7 +174,7 @@ class Session:
         pool = RewardPool(
             c.reward.workers,
             c.reward.timeout_s,
-            stand_ins=for_workers(c.reward),
+            stand_ins=for_workers(self._verifiers, c.reward),
             impure=self.started_verifiers.impure,
         )
         self._closing.append(pool.close)
@@ -243,8 +251,15 @@ class Session:
         return lines
 
     def stop_requested(self) -> bool:
-        """Whether any rank was asked to stop; all ranks get the same answer."""
-        return bool(collectives.all_reduce_max({"stop": float(ranks.stop_requested())})["stop"])
+        """Whether to save and leave, asked between steps; all ranks get the same answer, and `stopped_by` says why."""
+        own = {"signal": ranks.stop_requested(), "late": not self.job_end.step_fits()}
+        found = collectives.all_reduce_max({k: float(v) for k, v in own.items()})
+        if found["signal"]:
+            self.stopped_by = "stopped by a signal"
+        elif found["late"]:
+            end = time.strftime("%H:%M:%S", time.localtime(self.job_end.at))
+            self.stopped_by = f"the job ends at {end}, and a step takes up to {self.job_end.step_s():.0f} s"
+        return any(found.values())
 
     def export(self, worker: Worker) -> None:
         """Write the weights as run.dir/model, a Hugging Face directory. Raises UserError where one is not finite."""

@@ -14,6 +14,7 @@ from importlib import metadata
 
 import torch
 
+from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rollout.registry import ENGINES
 
 LEAST_SHARED_MIB = 1024  # Docker's default of 64 holds no weights
@@ -101,6 +102,12 @@ def _shared_memory() -> Finding:
     return Finding("shared memory", f"{size:.0f} MiB", "docker run --shm-size=16g" if wrong else "")
 
 
+def _sandbox() -> Finding:
+    """Only verifiers that run programs need one, and they refuse to start without it."""
+    reason = probe.problem()
+    return Finding("sandbox", f'none for verifier "code": {reason}' if reason else "bubblewrap isolates programs")
+
+
 CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,
     _torch,
@@ -110,4 +117,5 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _engine,
     *(partial(_remote_engine, section) for section in ENGINES),
     _shared_memory,
+    _sandbox,
 )

@@ -20,7 +20,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--samples", type=int, metavar="K", help="samples per prompt (evaluate.samples)")
     command.add_argument("--pass-at", metavar="K,K", help="k of pass@k, for example 1,8,64 (evaluate.pass_at)")
     command.add_argument(
-        "--benchmark", action="append", metavar="FILE", help="JSONL or Parquet; again for more (evaluate.benchmarks)"
+        "--benchmark",
+        action="append",
+        metavar="[NAME=]FILE",
+        help="JSONL or Parquet; again for more (evaluate.benchmarks)",
     )
 
 
@@ -42,7 +45,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from megatron_brorl.cli.build import Session
     from megatron_brorl.report.benchmarks import markdown, plot_benchmarks
     from megatron_brorl.rollout.engine import Sampling
-    from megatron_brorl.train.evaluate import sample_answers, sum_up
+    from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
     from megatron_brorl.train.refit import refit
 
     config = load(args.config, args.overrides)
@@ -69,6 +72,7 @@ def evaluate(args: argparse.Namespace) -> int:
         result = {
             **whole.as_dict(),
             "benchmarks": {n: sum_up(answers[n], len(names[n]), e, rollouts.seed).as_dict() for n in names},
+            "mean_of_benchmarks": mean_over(list(answers.values()), e, rollouts.seed),
             "model": config.model.path,
             "sampling": {"temperature": e.temperature, "top_p": e.top_p, "top_k": e.top_k, "max_tokens": r.max_tokens},
         }

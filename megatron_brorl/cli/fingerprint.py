@@ -21,7 +21,7 @@ _FREE = {"rollout": ("timeout_s", "max_lost_share")}  # they decide when a run e
 
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
 BEFORE_THE_KEY: Fingerprint = {
-    "data": {"verifier": "exact"},
+    "data": {"verifier": "exact", "mixture": [], "system_prompt": ""},
     "reward": {"combination": []},
     "algo": {"policy_loss": "clip", "tau_pos": 1.0, "tau_neg": 1.05},
     "optim": {"decay_norms_and_biases": True},

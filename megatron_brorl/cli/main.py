@@ -8,6 +8,7 @@ import sys
 import warnings
 
 from megatron_brorl import ranks
+from megatron_brorl.cli import data as data_cli
 from megatron_brorl.cli import evaluate as evaluate_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.config.load import load
@@ -113,7 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
     evaluate_cli.add_compare(commands)
 
-    # The machine, and the theory.
+    # The data, the machine, and the theory.
+    data_cli.add_commands(commands)  # brorl data prepare
     text = "what this machine has of what a run needs; exit code 1 where something is wrong"
     commands.add_parser("doctor", help=text, description=text).set_defaults(command=_doctor)
     theory_cli.add_commands(commands)  # brorl simulate, brorl advise

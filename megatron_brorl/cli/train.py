@@ -24,9 +24,10 @@ from megatron_brorl.train.state import RunState
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, from the newest checkpoint where there is one. Returns 0, or ranks.SAVED where a signal ended it early.
+    """Train, from the newest checkpoint where there is one. Returns 0, or ranks.SAVED where it was cut short.
 
-    The model goes to run.dir/model, what came of it to run.dir/summary.json.
+    A signal does that, and the end of the job (job_end). The model goes to run.dir/model, what came of it to
+    run.dir/summary.json.
     """
     begun = time.time()  # before model and data are loaded
     config = load(args.config, args.overrides)
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
                 p.note(f"resumed from {found}")
             # All ranks agree on a stop, so that all of them leave here or none.
             if not trainer.run(writer, p, session.stop_requested):
-                p.note("stopped by a signal; the state is saved: start the same command again to go on")
+                p.note(f"{session.stopped_by}; the state is saved: start the same command again to go on")
                 return ranks.SAVED
             after = trainer.evaluate(p).as_dict() if trainer.held_out else None  # beside trainer.state.before
             if after:

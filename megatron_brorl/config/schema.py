@@ -16,6 +16,9 @@ class RunConfig:
     dir: str = "runs/default"  # metrics, checkpoints, plots and model/ go here; none of them may replace an input
     seed: int = 0  # the only seed: data order and every random stream derive from it
     started: float = 0.0  # Unix time at which the whole job began, where this command is not its first; 0 = now
+    # Unix time at which a scheduler ends the job: before a step that would not be done by then, `brorl train` saves and
+    # leaves with 75. 0 = SLURM_JOB_END_TIME, where there is one
+    ends_at: float = at_least(0, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,19 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
+class MixtureConfig:
+    """One source of a mixture of files."""
+
+    files: tuple[str, ...]  # JSONL or Parquet files, over and over, each epoch of this source in an order of its own
+    weight: float  # share of the prompts, over the sum of all weights; met exactly
+    name: str = ""  # in reports; "" = the first file's name without its ending
+    verifier: str = ""  # of rows that name none; "" = as for other files
+
+
+@dataclass(frozen=True)
 class DataConfig:
     train: tuple[str, ...] = ()  # JSONL or Parquet files, over and over, each epoch in an order of its own
+    mixture: tuple[MixtureConfig, ...] = ()  # instead of train: several sources, each with its share of every step
     held_out: tuple[str, ...] = ()
     tasks: tuple[TaskConfig, ...] = ()  # generated instead of files
     train_seed: int = 1
@@ -71,7 +85,9 @@ class DataConfig:
     held_out_prompts: int = at_least(1, default=512)  # how many are generated; files are used whole
     verifier: str = "exact"  # of rows that name none; "my_rewards.py:score" is one of your own (docs/verifiers.md)
     template: str = "{prompt}"  # wraps the text of every prompt
-    chat: bool = False  # wrap in the tokenizer's chat template as one user message
+    # Apply the tokenizer's chat template: to the prompt as one user message, or to a row's list of messages
+    chat: bool = False
+    system_prompt: str = ""  # a system message before those of every row; needs chat
     skip_bad_rows: bool = False  # skip, count and list malformed rows instead of stopping
 
 
@@ -158,6 +174,8 @@ class RewardConfig:
     # What part of a response is the answer. "verifier": what its row's verifier looks for; the others are for all rows
     extract: Literal["verifier", "full", "answer_tag", "boxed"] = "verifier"
     combination: tuple[CombinationConfig, ...] = ()  # verifiers made of others
+    # Programs that the model writes run in a sandbox; true: where there is none, or not, they run without isolation
+    unsandboxed: bool = False
     strict: bool = True  # 1 if the verifier gives at least 0.99, else 0; false keeps partial credit
     # On the reward of a response that rollout.max_tokens cut off ("stop properly"); 0 scores it 0 unseen.
     cut_off_factor: float = within("[0, 1]", default=0.0)
@@ -309,7 +327,8 @@ class EvaluateConfig:
     every: int = at_least(0, default=0)  # steps; 0 = only before and after
     samples: int = at_least(1, default=8)  # per prompt
     pass_at: tuple[int, ...] = ()  # k of pass@k, at most `samples`; () = 1, 2, 4, ... up to it
-    benchmarks: tuple[str, ...] = ()  # of `brorl evaluate`: JSONL or Parquet files instead of the held-out prompts
+    # Of `brorl evaluate`, instead of the held-out prompts: "FILE" or "name=FILE", each JSONL or Parquet.
+    benchmarks: tuple[str, ...] = ()
     temperature: float = at_least(0, default=0.6)  # as in BroRL, appendix D
     top_p: float = within("(0, 1]", default=0.95)
     top_k: int = at_least(0, default=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from megatron_brorl.config.benchmarks import named
 from megatron_brorl.config.bounds import broken
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
@@ -164,6 +165,21 @@ def _evaluation(config: Config) -> Iterator[Rule]:
         f"pass@k takes k samples per prompt: each must be in [1, evaluate.samples = {e.samples}]",
     )
 
+    # Names are those of a table's lines.
+    benchmarks = [named(benchmark) for benchmark in e.benchmarks]
+    names = [name for name, _ in benchmarks]
+    yield (
+        all(name and file and "|" not in name for name, file in benchmarks),
+        "evaluate.benchmarks",
+        "each must be a file, or a name without |, then = and a file",
+    )
+    again = next((name for name in names if names.count(name) > 1), "")
+    yield (
+        not again,
+        "evaluate.benchmarks",
+        f'two are called {again!r}: give one of them another name, as in "{again}_2=FILE"',
+    )
+
 
 def _algo(config: Config) -> Iterator[Rule]:
     algo, rollout = config.algo, config.rollout
@@ -256,10 +272,12 @@ def _data(config: Config) -> Iterator[Rule]:
     data = config.data
     yield "{prompt}" in data.template, "data.template", "must contain {prompt}"
     yield (
-        not (data.tasks and (data.train or data.held_out)),
+        not (data.tasks and (data.train or data.mixture or data.held_out)),
         "data.tasks",
-        "give either generated tasks or files (data.train, data.held_out), not both",
+        "give either generated tasks or files (data.train, data.mixture, data.held_out), not both",
     )
+    yield not (data.train and data.mixture), "data.train", "give either data.train or data.mixture, not both"
+    yield not data.system_prompt or data.chat, "data.system_prompt", "is a message of a chat: needs data.chat = true"
     yield data.train_seed != data.held_out_seed, "data.held_out_seed", "must differ from data.train_seed"
     yield (
         not data.tasks or data.verifier == "exact",

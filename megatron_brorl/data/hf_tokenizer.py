@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
+from megatron_brorl.data.chat import Message
 from megatron_brorl.errors import UserError
 
-_MARK = "\u2039message\u203a"  # stands for the message while its chat template is taken apart
+_MARK = "\u2039message {}\u203a"  # stands for a message while its chat template is taken apart
 
 
 class HuggingFaceTokenizer:
@@ -58,31 +60,49 @@ class HuggingFaceTokenizer:
             return [self.bos_id, *ids]
         return ids
 
-    def apply_chat(self, text: str) -> tuple[str, list[int]]:
+    def apply_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
         if not self._inner.chat_template:
             raise UserError(
                 f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
                 "set data.chat = false or use an instruction-tuned model"
             )
-        rendered = self._render(text)
-        if not self._has_special(text):
+        rendered = self._render(messages)
+        contents = [message["content"] for message in messages]
+        if not any(map(self._has_special, contents)):
             return rendered, self._ids(rendered)
-        before, mark, after = self._render(_MARK).partition(_MARK)
-        if not mark or _MARK in after:
+
+        # The template's own pieces are told from the messages' by what it does with marks in their places.
+        marks = [_MARK.format(i) for i in range(len(contents))]
+        marked = self._render([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
+        frames = re.split("|".join(map(re.escape, marks)), marked)
+        if re.findall("|".join(map(re.escape, marks)), marked) != marks:
             raise UserError(
                 f"{self.directory}: a prompt contains a special token of the tokenizer, and its chat template does not "
                 "keep messages apart; remove the special token from the data"
             )
-        return before + text + after, self._framed(before, text, after)
+
+        # Special tokens are those of the frame alone.
+        text, ids = frames[0], self._ids(frames[0])
+        for content, frame in zip(contents, frames[1:], strict=True):
+            text += content + frame
+            ids += [*self.encode(content), *self._ids(frame)]
+        return text, ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(
             self._inner.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
-    def _render(self, text: str) -> str:
-        message = [{"role": "user", "content": text}]
-        return str(self._inner.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+    def _render(self, messages: Sequence[Message]) -> str:
+        try:
+            return str(self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        except Exception as e:  # jinja2's, of the template's own making or of its mistakes
+            reason = " ".join(str(e).split()) or type(e).__name__
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(
+                f"{self.directory}: the chat template refuses messages of the roles {roles}: {reason}; change the "
+                "row, or data.system_prompt"
+            ) from None
 
     def _framed(self, before: str, text: str, after: str) -> list[int]:
         """In one piece, as the model was trained to see it, unless the text would turn into special tokens."""

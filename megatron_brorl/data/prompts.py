@@ -2,7 +2,8 @@
 
 A row is an object {"prompt": str, "answer": str or null, "verifier": str, "id": str, "metadata": object}; only the
 prompt is required, the verifier is that of data.verifier by default. JSONL rows are named by their line, Parquet rows
-by their number, both from 1. In Parquet, metadata may be a struct or a string of JSON.
+by their number, both from 1. In Parquet, metadata may be a struct or a string of JSON. A prompt may be a list of
+messages instead (data/chat.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megatron_brorl.config.schema import DataConfig, RewardConfig
+from megatron_brorl.data.chat import Message, check_messages, conversation, spoken
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.registry import entry
@@ -34,7 +36,7 @@ class Row:
     """A row that is well formed."""
 
     where: str  # file:row
-    prompt: str
+    prompt: str | list[Message]
     answer: str | None
     verifier: str
     id: str
@@ -69,7 +71,7 @@ def read_rows(path: Path, skip_bad: bool, verifiers: Verifiers = Verifiers()) ->
 
             # Wrong in itself, or by an id that another row has.
             try:
-                row = _check(raw, where, f"{path.name}:{number}", verifiers)
+                row = check_row(raw, where, f"{path.name}:{number}", verifiers)
                 if row.id in places:
                     raise UserError(f"{where}: id {row.id!r} is taken by {places[row.id]}; give every row its own id")
             except UserError as e:
@@ -108,14 +110,23 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_
 
 
 def render(
-    text: str, tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int, where: str
+    prompt: str | list[Message], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int, where: str
 ) -> tuple[str, tuple[int, ...]]:
-    """The text of a task in its frame, and its token ids."""
-    before, _, after = config.template.partition("{prompt}")
+    """The text of a task in its frame, and its token ids. Raises UserError, as tokenize."""
+    # A chat template around messages, or a plain one around a text.
     if config.chat:
-        framed, ids = tokenizer.apply_chat(before + text + after)
+        messages = conversation(prompt, config, where)
+        try:
+            framed, ids = tokenizer.apply_chat(messages)
+        except UserError as e:
+            raise UserError(f"{where}: {e}") from None
+    elif isinstance(prompt, str):
+        before, _, after = config.template.partition("{prompt}")
+        framed, ids = before + prompt + after, tokenizer.encode_prompt(prompt, before, after)
     else:
-        framed, ids = before + text + after, tokenizer.encode_prompt(text, before, after)
+        raise UserError(f"{where}: the prompt is a list of messages: set data.chat = true, or make it a string")
+
+    # What no response could follow, or no model read.
     if len(ids) > max_prompt_tokens:
         raise UserError(
             f"{where}: the prompt has {len(ids)} tokens, but at most {max_prompt_tokens} leave room for a response; "
@@ -149,7 +160,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, row
 
 
-def _check(raw: Any, where: str, default_id: str, verifiers: Verifiers) -> Row:
+def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers) -> Row:
     """The row of one line of JSON, or of a Parquet row; UserError for the first thing that is wrong with it."""
     # An object with known keys.
     row = _parse(raw, where) if isinstance(raw, bytes) else raw  # rows of Parquet are objects already
@@ -163,7 +174,9 @@ def _check(raw: Any, where: str, default_id: str, verifiers: Verifiers) -> Row:
 
     # Types, in the order of the keys.
     prompt, answer, row_id = row.get("prompt"), row.get("answer"), row.get("id")
-    if not isinstance(prompt, str) or not prompt.strip():
+    if isinstance(prompt, list):
+        prompt = check_messages(prompt, where)
+    elif not isinstance(prompt, str) or not prompt.strip():
         raise UserError(f"{where}: prompt must be a string that is not empty, not {_shown(prompt)}")
     if answer is not None and not isinstance(answer, str):
         raise UserError(f"{where}: answer must be a string or null, not {_shown(answer)}; put it in quotes")
@@ -186,7 +199,7 @@ def _check(raw: Any, where: str, default_id: str, verifiers: Verifiers) -> Row:
         raise UserError(f"{where}: metadata must be an object, not {_shown(metadata)}")
 
     # JSON can say what neither a tokenizer nor a verifier can take.
-    for key, text in (("prompt", prompt), ("answer", answer), ("id", row_id)):
+    for key, text in (("prompt", spoken(prompt)), ("answer", answer), ("id", row_id)):
         if text is not None and not _is_unicode(text):
             raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); mend its escapes")
     if not _is_finite(metadata):
@@ -194,7 +207,7 @@ def _check(raw: Any, where: str, default_id: str, verifiers: Verifiers) -> Row:
 
     # What the verifier will look for. A row without an id is known by its place, which is the same in every run.
     row_id = default_id if row_id is None else row_id
-    judged_by.check_row(VerifierRow(id=row_id, prompt=prompt, answer=answer, metadata=metadata), where)
+    judged_by.check_row(VerifierRow(id=row_id, prompt=spoken(prompt), answer=answer, metadata=metadata), where)
     return Row(where, prompt, answer, verifier, row_id, metadata)
 
 

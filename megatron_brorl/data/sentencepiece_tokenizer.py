@@ -9,6 +9,7 @@ from pathlib import Path
 
 import sentencepiece
 
+from megatron_brorl.data.chat import Message
 from megatron_brorl.errors import UserError
 
 _BYTE_FALLBACK_FROM = 512  # below, 256 byte tokens would leave no room for anything else
@@ -46,7 +47,7 @@ class SentencePieceTokenizer:
         ids = self.encode(before + text + after)
         return [self.bos_id, *ids] if self.leads_with_bos and self.bos_id is not None else ids
 
-    def apply_chat(self, text: str) -> tuple[str, list[int]]:
+    def apply_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
         raise UserError(
             f"{self.directory}: data.chat = true, but a sentencepiece tokenizer has no chat template; "
             "set data.chat = false and write the frame of the prompt into data.template"

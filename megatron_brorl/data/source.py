@@ -5,16 +5,20 @@ So resuming needs the number of the step and nothing else, and ranks agree witho
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from megatron_brorl.config.benchmarks import named
 from megatron_brorl.config.schema import DataConfig, RewardConfig
+from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import GeneratedPrompts
+from megatron_brorl.data.mixture import places, whole_weights
 from megatron_brorl.data.prompts import Row, Verifiers, read_rows, tokenize
 from megatron_brorl.data.round_trip import GENERATED, Written, check_round_trip, sampled
 from megatron_brorl.data.tokenizers import Tokenizer
@@ -41,16 +45,29 @@ class GeneratedSource:
 class FileSource:
     """The rows of files, over and over, each epoch in an order of its own; a step may span epochs, and repeat rows."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int | str) -> None:
         self._prompts = prompts
         self._order = functools.lru_cache(maxsize=2)(functools.partial(_shuffled, len(prompts), seed))
 
     def take(self, step: int, count: int) -> list[Prompt]:
-        taken = []
-        for position in range(step * count, (step + 1) * count):
-            epoch, place = divmod(position, len(self._prompts))
-            taken.append(self._prompts[self._order(epoch)[place]])
-        return taken
+        return [self.at(position) for position in range(step * count, (step + 1) * count)]
+
+    def at(self, position: int) -> Prompt:
+        """Number `position` of the endless stream."""
+        epoch, place = divmod(position, len(self._prompts))
+        return self._prompts[self._order(epoch)[place]]
+
+
+class MixtureSource:
+    """Several files' rows, each source with its share of every step and in epochs of its own."""
+
+    def __init__(self, sources: Mapping[str, Sequence[Prompt]], weights: Sequence[float], seed: int) -> None:
+        """sources: by name, which decides the order of their rows. weights: in the order of the sources."""
+        self._sources = [FileSource(prompts, f"{seed}:{name}") for name, prompts in sources.items()]
+        self._weights = whole_weights(weights)
+
+    def take(self, step: int, count: int) -> list[Prompt]:
+        return [self._sources[source].at(position) for source, position in places(self._weights, step * count, count)]
 
 
 @dataclass(frozen=True)
@@ -74,43 +91,48 @@ def load_sources(
     """
     if config.tasks:
         return _generated(config, tokenizer, max_prompt_tokens, seed)
-    if not config.train:
-        raise UserError("data: nothing to train on; give data.train (JSONL or Parquet files) or data.tasks")
-    verifiers = _verifiers(config, reward)
+    if not (config.train or config.mixture):
+        raise UserError(
+            "data: nothing to train on; give data.train (JSONL or Parquet files), data.mixture or data.tasks"
+        )
+    reader = _Reader(config, _verifiers(config, reward), tokenizer, max_prompt_tokens)
 
-    # Both kinds of rows, and what they share.
-    report: list[str] = []
-    train = _from_files(config.train, "data.train", config, verifiers, tokenizer, max_prompt_tokens, report)
-    held_out = _from_files(config.held_out, "data.held_out", config, verifiers, tokenizer, max_prompt_tokens, report)
+    # One stream of rows, or several with their shares.
+    source: PromptSource
+    if config.mixture:
+        mixed = reader.mixture()
+        source = MixtureSource(mixed, [part.weight for part in config.mixture], seed)
+        key, train = "data.mixture", [prompt for prompts in mixed.values() for prompt in prompts]
+    else:
+        key, train = "data.train", reader.read(config.train, "data.train")
+        source = FileSource(train, seed)
+
+    # What is held out, and what of it is trained on.
+    held_out = reader.read(config.held_out, "data.held_out")
     texts = {prompt.text for prompt in train}
     leaked = sum(prompt.text in texts for prompt in held_out)
     if leaked:
-        report.append(f"data.held_out: {leaked} of {len(held_out)} prompts also occur in data.train")
+        reader.report.append(f"data.held_out: {leaked} of {len(held_out)} prompts also occur in {key}")
     names = frozenset(prompt.verifier for prompt in (*train, *held_out))
-    return Sources(FileSource(train, seed), held_out, names, "\n".join(report))
+    return Sources(source, held_out, names, "\n".join(reader.report))
 
 
 def load_benchmarks(
-    files: Sequence[str],
+    benchmarks: Sequence[str],
     config: DataConfig,
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     reward: RewardConfig = RewardConfig(),  # noqa: B008  (frozen)
 ) -> tuple[dict[str, list[Prompt]], str]:
-    """The prompts of each file by the file's name without its ending, and a report as that of Sources.
+    """The prompts of evaluate.benchmarks by their names, which differ, and a report as that of Sources.
 
     Raises UserError for whatever is wrong.
     """
     found: dict[str, list[Prompt]] = {}
-    report: list[str] = []
-    verifiers = _verifiers(config, reward)
-    for name in files:
-        stem = Path(name).stem
-        if stem in found:
-            raise UserError(f"evaluate.benchmarks: {name}: there is another file called {stem}; rename one of them")
-        key = "evaluate.benchmarks"
-        found[stem] = _from_files([name], key, config, verifiers, tokenizer, max_prompt_tokens, report)
-    return found, "\n".join(report)
+    reader = _Reader(config, _verifiers(config, reward), tokenizer, max_prompt_tokens)
+    for name, file in map(named, benchmarks):
+        found[name] = reader.read([file], f"evaluate.benchmarks ({name})")
+    return found, "\n".join(reader.report)
 
 
 def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int) -> Sources:
@@ -139,34 +161,72 @@ def _verifiers(config: DataConfig, reward: RewardConfig) -> Verifiers:
     return Verifiers(config.verifier, reward)
 
 
-def _from_files(
-    files: Sequence[str],
-    key: str,
-    config: DataConfig,
-    verifiers: Verifiers,
-    tokenizer: Tokenizer,
-    max_prompt_tokens: int,
-    report: list[str],
-) -> list[Prompt]:
-    rows: list[Row] = []
-    for name in files:
-        read, skipped = read_rows(Path(name), config.skip_bad_rows, verifiers)
-        if not read:
-            raise UserError(f"{name}: the file has no rows ({key}); remove it from the list or fill it")
-        rows += read
-        report.append(f"{key}: {len(read)} prompts from {name}" + (f", {len(skipped)} skipped" if skipped else ""))
-        report += [f"  skipped {line}" for line in skipped]
-    again = [row_id for row_id, times in Counter(row.id for row in rows).items() if times > 1]
-    if again:
-        first, second = [row.where for row in rows if row.id == again[0]][:2]
-        raise UserError(f"{second}: id {again[0]!r} is taken by {first}; give every row of {key} its own id")
-    prompts = tokenize(rows, tokenizer, config, max_prompt_tokens)
-    looked_at = [Written(rows[i].where, rows[i].prompt, rows[i].answer) for i in sampled(len(rows))]
-    report += check_round_trip(looked_at, tokenizer, key)
-    return prompts
+@dataclass
+class _Reader:
+    """Files to prompts, with a line for each of them."""
+
+    config: DataConfig
+    verifiers: Verifiers
+    tokenizer: Tokenizer
+    max_prompt_tokens: int
+    report: list[str] = field(default_factory=list)
+
+    def read(self, files: Sequence[str], key: str, verifier: str = "") -> list[Prompt]:
+        """The prompts of files. verifier: of rows that name none; "" = data.verifier."""
+        # The rows as they are; ids are those of random streams.
+        verifiers = dataclasses.replace(self.verifiers, default=verifier or self.verifiers.default)
+        rows: list[Row] = []
+        for name in files:
+            read, skipped = read_rows(Path(name), self.config.skip_bad_rows, verifiers)
+            if not read:
+                raise UserError(f"{name}: the file has no rows ({key}); remove it from the list or fill it")
+            rows += read
+            self.report.append(
+                f"{key}: {len(read)} prompts from {name}" + (f", {len(skipped)} skipped" if skipped else "")
+            )
+            self.report += [f"  skipped {line}" for line in skipped]
+        again = [row_id for row_id, times in Counter(row.id for row in rows).items() if times > 1]
+        if again:
+            first, second = [row.where for row in rows if row.id == again[0]][:2]
+            raise UserError(f"{second}: id {again[0]!r} is taken by {first}; give every row of {key} its own id")
+
+        # As the model sees them, and what of them it cannot see.
+        prompts = tokenize(rows, self.tokenizer, self.config, self.max_prompt_tokens)
+        looked_at = [Written(rows[i].where, spoken(rows[i].prompt), rows[i].answer) for i in sampled(len(rows))]
+        self.report += check_round_trip(looked_at, self.tokenizer, key)
+        return prompts
+
+    def mixture(self) -> dict[str, list[Prompt]]:
+        """The prompts of each source of data.mixture by its name. Raises UserError naming the source."""
+        found: dict[str, list[Prompt]] = {}
+        ids: dict[str, str] = {}  # of every prompt so far: the source that has it
+        total = sum(part.weight for part in self.config.mixture)
+        for i, part in enumerate(self.config.mixture):
+            key = f"data.mixture[{i}]"
+
+            # What must be there, and may be there once.
+            if not part.files:
+                raise UserError(f"{key}.files is empty; name JSONL or Parquet files")
+            if not part.weight > 0:
+                raise UserError(f"{key}.weight = {part.weight}: must be above 0; leave out sources that have no share")
+            if part.verifier:
+                entry(part.verifier, f"{key}.verifier", self.verifiers.reward)
+            name = part.name or Path(part.files[0]).stem
+            if name in found:
+                raise UserError(f"{key}: there is another source called {name!r}; give each a name of its own")
+
+            # Random streams are named by ids, so that two sources may not have one in common.
+            found[name] = self.read(part.files, key, part.verifier)
+            for prompt in found[name]:
+                if ids.setdefault(prompt.id, name) != name:
+                    raise UserError(
+                        f"{key}: id {prompt.id!r} is taken by a row of {ids[prompt.id]!r}; give every row its own id"
+                    )
+            self.report.append(f"{key}: {name} has {part.weight / total:.1%} of the prompts")
+        return found
 
 
-def _shuffled(size: int, seed: int, epoch: int) -> list[int]:
+def _shuffled(size: int, seed: int | str, epoch: int) -> list[int]:
     """An order of range(size) that no version of any library can change."""
     return sorted(range(size), key=lambda i: hashlib.blake2b(f"{seed}:{epoch}:{i}".encode(), digest_size=8).digest())
 

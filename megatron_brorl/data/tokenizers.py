@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megatron_brorl.data.chat import Message
 from megatron_brorl.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
 
@@ -52,8 +53,11 @@ class Tokenizer(Protocol):
         Special tokens are recognized in before and after, not in text.
         """
 
-    def apply_chat(self, text: str) -> tuple[str, list[int]]:
-        """The chat template around one user message, up to where the assistant begins: as text and as ids."""
+    def apply_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        """The chat template around messages, up to where the assistant begins: as text and as ids.
+
+        What messages say is data, as above. Raises UserError where there is no template or it takes no such messages.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; special tokens are left out, and so are ids that the tokenizer does not have.

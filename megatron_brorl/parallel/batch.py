@@ -88,9 +88,10 @@ def pack(
         raise ValueError("pack: a prompt that segments share cannot be padded with each of them")
 
     # Below this gain a shared stream costs more than it saves.
-    if share and token_gain(prompts, responses) >= LEAST_GAIN:
-        batches_of_families = _fill_shared(_families(prompts, responses), max_tokens)
-        return [_pack_shared(b, multiple_of) for b in batches_of_families]
+    if share:
+        shared = _fill_shared(_families(prompts, responses), max_tokens)
+        if _gain(shared, prompts, responses) >= LEAST_GAIN:
+            return [_pack_shared(b, multiple_of) for b in shared]
 
     # Rows of equal length side by side; a micro-batch is full when the next row no longer fits.
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]) + len(responses[i]), i))
@@ -111,18 +112,23 @@ def pack(
     return [_pack_plain(rows, prompts, responses, multiple_of, segments_of) for rows in batches]
 
 
-def token_gain(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
-    """Tokens of plain streams over tokens of shared ones, each prompt stored once; 1 without rows.
+def token_gain(prompts: Sequence[Tensor], responses: Sequence[Tensor], max_tokens: int) -> float:
+    """Tokens of plain streams over those of shared micro-batches of at most max_tokens; 1 without rows.
 
+    A prompt counts once in each micro-batch that holds siblings of it: long responses leave room for few of them.
     prompts and responses are one [tokens] tensor per row.
     """
-    own = sum(len(r) - 1 for r in responses)
-    families = _families(prompts, responses)
-    return (own + sum(map(len, prompts))) / max(own + sum(len(p) for p, _ in families), 1) if families else 1.0
+    return _gain(_fill_shared(_families(prompts, responses), max_tokens), prompts, responses)
 
 
 # A prompt and (row, response) of its siblings, sorted by length.
 _Family = tuple[Tensor, list[tuple[int, Tensor]]]
+
+
+def _gain(batches: list[list[_Family]], prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
+    own = sum(len(r) - 1 for r in responses)
+    stored = sum(len(prompt) for batch in batches for prompt, _ in batch)
+    return (own + sum(map(len, prompts))) / max(own + stored, 1) if responses else 1.0
 
 
 def _families(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[_Family]:

@@ -19,24 +19,23 @@ def markdown(result: dict[str, Any]) -> str:
     # Columns: pass@1 with its interval, then every other k.
     parts = result["benchmarks"]
     ks = list(result["pass_at_k"])  # 1 among them, which has its own column
-    head = ["benchmark", "prompts", "samples", "pass@1 (95% interval)", *(f"pass@{k}" for k in ks if k != "1")]
-    rows = [[*head, "response tokens"]]
+    head = ["benchmark", "verifier", "prompts", "samples", "pass@1 (95% interval)", "mean reward (95% interval)"]
+    rows = [[*head, *(f"pass@{k}" for k in ks if k != "1"), "response tokens"]]
 
     # A benchmark that lacks one of the k gets a dash there.
     for name, part in parts.items():
-        p = part["pass_at_1"]
-        interval = f"{p['mean']:.2%} ({p['low']:.2%} to {p['high']:.2%})"  # over prompts
+        counts = [", ".join(part["verifiers"]), str(part["prompts"]), str(part["samples"])]
+        intervals = [_interval(part[key]) for key in ("pass_at_1", "mean_reward")]  # over prompts
         rest = [_percent(part["pass_at_k"].get(k)) for k in ks if k != "1"]
-        rows.append(
-            [name, str(part["prompts"]), str(part["samples"]), interval, *rest, f"{part['response_tokens']:.1f}"]
-        )
+        rows.append([name, *counts, *intervals, *rest, f"{part['response_tokens']:.1f}"])
 
     # The mean counts every benchmark alike, whatever its size.
     if len(parts) > 1:
         means = [_percent(_mean([x["pass_at_k"].get(k) for x in parts.values()])) for k in ks if k != "1"]
-        first = _percent(_mean([x["pass_at_1"]["mean"] for x in parts.values()]))
+        intervals = [_interval(result["mean_of_benchmarks"][key]) for key in ("pass_at_1", "mean_reward")]
         tokens = f"{sum(x['response_tokens'] for x in parts.values()) / len(parts):.1f}"
-        rows.append(["mean of benchmarks", str(result["prompts"]), str(result["samples"]), first, *means, tokens])
+        counts = ["", str(result["prompts"]), str(result["samples"])]
+        rows.append(["mean of benchmarks", *counts, *intervals, *means, tokens])
 
     tasks = [[name, f"{value:.2%}"] for name, value in result["by_task"].items()]  # over all benchmarks
     return table(rows) + "\n" + table([["task", "pass@1"], *tasks])
@@ -87,6 +86,10 @@ def build_figure(result: dict[str, Any]) -> Figure:
     curve.set_xscale("log", base=2)  # doublings of k at equal distances
     curve.legend(frameon=False, fontsize=9)
     return figure
+
+
+def _interval(figure: dict[str, float]) -> str:
+    return f"{figure['mean']:.2%} ({figure['low']:.2%} to {figure['high']:.2%})"
 
 
 def _percent(value: float | None) -> str:

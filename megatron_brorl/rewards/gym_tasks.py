@@ -1,7 +1,8 @@
 """Which reasoning-gym tasks may be trained on, and why the others may not.
 
 A scorer runs on text that a policy under optimization wrote, so it must not execute that text, must not be driven
-into minutes of work or gigabytes by it, and must not call a wrong answer right. The source of every `score_answer`
+into minutes of work or gigabytes by it, and must not call a wrong answer right. Where a scorer executes the answer,
+gym_grammar lets through what cannot do anything, and only that is scored. The source of every `score_answer`
 of the version below was read, and each was tried with hostile and with almost right answers. Only what passed is
 allowed; a task that a later version adds is refused until somebody has done the same for it.
 """
@@ -15,28 +16,21 @@ from importlib import metadata
 from typing import Any
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import gym_grammar
 from megatron_brorl.rewards.verifier import VerifierRow
 
 CHECKED_VERSION = "0.1.25"
 
 _EXECUTES = "its scorer executes the answer as Python code (eval or sympy.parse_expr)"
-_EXECUTES_ROW = "its scorer executes text of the data row as Python code (eval)"
 _WORK = "a short answer makes its scorer work for minutes or fill the memory"
 _TUPLES = "its scorer compares with Python tuples, which do not survive JSON"
 _FINITE = "its items are a finite list made in advance, not an endless stream"
 
 REFUSED: Mapping[str, str] = {
-    "binary_matrix": _EXECUTES,
-    "countdown": f"{_EXECUTES}, and 9**9**9**9 never returns",
     "intermediate_integration": f"{_EXECUTES}, and nested powers never return",
-    "n_queens": _EXECUTES,
-    "polynomial_multiplication": _EXECUTES,
-    "puzzle24": f"{_EXECUTES}, and 9**9**9**9 never returns",
+    "puzzle24": "its scorer does not ask for the numbers of the item: any four that make 24 score 1.0",
     "simple_integration": f"{_EXECUTES}, and nested powers never return",
-    "spiral_matrix": _EXECUTES,
-    "string_insertion": _EXECUTES,
-    "bitwise_arithmetic": _EXECUTES_ROW,
-    "number_sorting": _EXECUTES_ROW,
+    "number_sorting": "its scorer takes numbers that are off by one",
     "coin_flip": f"{_WORK} (1e99999999)",
     "propositional_logic": f"{_WORK} (a truth table over 30 made-up variables)",
     "rubiks_cube": f"{_WORK} (R99999999)",
@@ -57,10 +51,10 @@ REFUSED: Mapping[str, str] = {
     "composite": "it is a mixture: list its parts as separate tasks with weights",
 }
 
-HASH_DEPENDENT = frozenset(["isomorphic_strings", "knight_swap", "ransom_note"])
+HASH_DEPENDENT = frozenset(["isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"])
 
 # fmt: off
-ALLOWED = HASH_DEPENDENT | {
+ALLOWED = HASH_DEPENDENT | gym_grammar.TASKS | {
     "ab", "advanced_geometry", "aiw", "arc_1d", "base_conversion",
     "basic_arithmetic", "bf", "binary_alternation", "boxnet", "caesar_cipher",
     "calendar_arithmetic", "chain_sum", "circuit_logic", "codeio", "color_cube_rotation",
@@ -109,6 +103,9 @@ def check_row(row: VerifierRow, where: str) -> None:
     inner = entry["metadata"].get("source_dataset", name)
     if inner != name:
         raise UserError(f"{where}: metadata.source_dataset is {name!r} but the entry is of {inner!r}; make them agree")
+    problem = gym_grammar.row_problem(name, entry)
+    if problem:
+        raise UserError(f"{where}: {problem}; make the row again")
     if not isinstance(config, dict):
         raise UserError(f"{where}: metadata.config must be an object, not {config!r}; leave it out for the defaults")
 

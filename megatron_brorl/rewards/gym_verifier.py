@@ -10,7 +10,8 @@ from typing import Any
 
 import reasoning_gym  # noqa: F401  (here, so that the import is not on the clock of the first answer)
 
-from megatron_brorl.rewards import gym_tasks
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import gym_grammar, gym_tasks
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 PARTIAL_CREDIT_CAP = 0.98
@@ -22,14 +23,18 @@ def score(answer: str, row: VerifierRow) -> Score:
     Partial credit is capped: one wrong cell of a hundred scores 0.99 in the library, which must not pass for right.
     """
     metadata = row["metadata"]
-    config = metadata.get("config")
-    scorer = _scorer(metadata["source_dataset"], json.dumps(config, sort_keys=True) if config else "{}")
+    task, config = metadata["source_dataset"], metadata.get("config")
+    if not gym_grammar.harmless(task, answer):
+        return Score(0.0, f"not of the form of task {task}")
+    if (problem := gym_grammar.row_problem(task, metadata["entry"])) is not None:
+        raise UserError(problem)
+    scorer = _scorer(task, json.dumps(config, sort_keys=True) if config else "{}")
     with decimal.localcontext(decimal.DefaultContext):  # a task that sets the precision must not set that of others
         value = scorer(answer, metadata["entry"])
     if value == 1:
         return Score(1.0)
     capped = PARTIAL_CREDIT_CAP if PARTIAL_CREDIT_CAP < value < 1 else value
-    return Score(capped, "wrong" if value == 0 else f"partly right, says task {metadata['source_dataset']}")
+    return Score(capped, "wrong" if value == 0 else f"partly right, says task {task}")
 
 
 @functools.lru_cache(maxsize=128)

@@ -37,7 +37,7 @@ def is_own(name: str) -> bool:
     Python's own library is no place: a data file from elsewhere could name builtins:exec for what a policy writes.
     """
     match = _NAME.fullmatch(name)
-    return match is not None and match["place"].split(".")[0] not in sys.stdlib_module_names
+    return "://" not in name and match is not None and match["place"].split(".")[0] not in sys.stdlib_module_names
 
 
 def entry(name: str, about: str) -> Entry:

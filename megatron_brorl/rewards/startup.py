@@ -1,4 +1,4 @@
-"""Before a run begins: its users' own verifiers, imported in a scoring process and looked at.
+"""Before a run begins: its user's own verifiers, imported in a scoring process and looked at, and services reached.
 
 `python -m megatron_brorl.rewards.startup NAME...` is that process. It prints what own.inspected found as JSON, or ends
 with one line on stderr.
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import own, registry
+from megatron_brorl.rewards import own, registry, service
 from megatron_brorl.rewards.process import environment
+from megatron_brorl.rewards.sandbox import isolation, probe
 
 _START_S = 120.0  # for the imports
 _MISTAKE = 2  # exit status after a UserError
@@ -28,11 +29,24 @@ class Started:
 
     sha256: Mapping[str, str] = field(default_factory=dict)  # of the file of each verifier of the user's own
     impure: frozenset[str] = frozenset()  # verifiers and combinations that judge equal answers one by one
+    unsandboxed: bool = False  # programs of the model run without isolation
 
 
 def look_at(names: Iterable[str], config: RewardConfig) -> Started:
     """Check the verifiers that a run's rows name. Raises UserError for an own one that cannot be used."""
     names = sorted(set(names))
+    # Where programs of the model would run, tried now rather than at the first of them.
+    isolation.tell_workers(config.unsandboxed, config.timeout_s)
+    executing = [name for name in names if registry.entry(name, "verifier", config).executes]
+    if executing and not config.unsandboxed:
+        reason = probe.problem_seen_from(environment())
+        if reason:
+            raise probe.refuse(f"verifier {executing[0]!r}", reason)
+
+    for address in registry.services(names, config):
+        service.check_reached(address, config.timeout_s)
+
+    # The user's own code, in a process of its own.
     places = registry.own_names(names, config)
     sources = _inspected(sorted(set(places.values()))) if places else {}
 
@@ -45,7 +59,8 @@ def look_at(names: Iterable[str], config: RewardConfig) -> Started:
         for single in parts.get(name, {name})
         if single in impure_own or not (single in places or registry.entry(single, "verifier").pure)
     }
-    return Started({name: sources[place].sha256 for name, place in places.items()}, frozenset(impure))
+    bare = bool(executing) and config.unsandboxed
+    return Started({name: sources[place].sha256 for name, place in places.items()}, frozenset(impure), bare)
 
 
 def _inspected(places: list[str]) -> dict[str, own.Source]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megatron_brorl.algo.estimators import Interval, bootstrap_mean, pass_at_k
+from megatron_brorl.algo.estimators import Interval, bootstrap_mean, bootstrap_mean_of_means, pass_at_k
 from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
@@ -23,7 +23,8 @@ class Evaluation:
     pass_at_1: Interval  # 95% bootstrap interval over prompts
     pass_at_k: dict[int, float]
     by_task: dict[str, float]  # pass@1 of each verifier task
-    mean_reward: float
+    verifiers: list[str]  # that judged
+    mean_reward: Interval  # as pass_at_1, over prompts
     response_tokens: float
     prompts: int
     samples: int
@@ -40,7 +41,8 @@ class Evaluation:
             "pass_at_1": self.pass_at_1.as_dict(),
             "pass_at_k": {str(k): v for k, v in self.pass_at_k.items()},
             "by_task": self.by_task,
-            "mean_reward": self.mean_reward,
+            "verifiers": self.verifiers,
+            "mean_reward": self.mean_reward.as_dict(),
             "response_tokens": self.response_tokens,
             "prompts": self.prompts,
             "samples": self.samples,
@@ -133,12 +135,23 @@ def sum_up(answers: Sequence[Answers], prompts: int, config: EvaluateConfig, see
         pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], config.bootstrap, seed),
         pass_at_k={k: _mean(values) for k, values in passes.items() if values},
         by_task={name: _mean(values) for name, values in sorted(tasks.items())},
-        mean_reward=sum(a.reward * a.samples for a in answers) / total,
+        verifiers=sorted({a.prompt.verifier for a in answers}),
+        mean_reward=bootstrap_mean([a.reward for a in answers], config.bootstrap, seed),
         response_tokens=sum(a.tokens * a.samples for a in answers) / total,
         prompts=prompts,
         samples=config.samples,
         lost=prompts * config.samples - total,
     )
+
+
+def mean_over(benchmarks: Sequence[Sequence[Answers]], config: EvaluateConfig, seed: int) -> dict[str, Any]:
+    """pass@1 and mean reward averaged over benchmarks, each of which counts alike, with their intervals."""
+    shares = [[a.right / a.samples for a in answers] for answers in benchmarks]
+    rewards = [[a.reward for a in answers] for answers in benchmarks]
+    return {
+        "pass_at_1": bootstrap_mean_of_means(shares, config.bootstrap, seed).as_dict(),
+        "mean_reward": bootstrap_mean_of_means(rewards, config.bootstrap, seed).as_dict(),
+    }
 
 
 def _mean(values: list[float]) -> float:

@@ -80,6 +80,7 @@ class Stage:
         self._segments_of = 2 * self.grid.context if self.grid.context > 1 else 1
         align = get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1
         self._multiple = self._segments_of * (self.grid.tensor if self.grid.sequence_parallel else 1) * align
+        self._limit = self.options.tokens_per_micro_batch * self.grid.context  # of a micro-batch, over its ranks
         offload = options.offload
         self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if offload else None
         self._state = Offload(self._optimizer_tensors, self._gradients) if offload and optim is not None else None
@@ -249,16 +250,15 @@ class Stage:
     def tokens(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, float]:
         """Tokens of these rows [tokens], each with its prompt ("plain"), and those of shared streams ("computed").
 
-        The latter count a prompt once; one that spans micro-batches passes the model once in each.
+        The latter count a prompt once in each micro-batch that holds it.
         """
         plain = float(sum(map(len, prompts)) + sum(len(r) - 1 for r in responses))
-        gain = token_gain(prompts, responses) if self.options.share_prompt else 1.0
+        gain = token_gain(prompts, responses, self._limit) if self.options.share_prompt else 1.0
         return {"plain": plain, "computed": plain / gain if gain >= LEAST_GAIN else plain}
 
     def _pack(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
         grid, o = self.grid, self.options
-        limit = o.tokens_per_micro_batch * grid.context
-        batches = pack(prompts, responses, limit, self._multiple, o.share_prompt, self._segments_of)
+        batches = pack(prompts, responses, self._limit, self._multiple, o.share_prompt, self._segments_of)
         return [share(b, grid.groups.cp.rank(), grid.context) for b in batches] if grid.context > 1 else batches
 
     def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:

@@ -150,6 +150,17 @@ def test_sigterm_saves_and_says_how_to_go_on(finished, config, warm, tmp_path):
     assert rows(tmp_path) == rows(finished[0])
 
 
+def test_a_job_saves_before_a_step_that_it_has_no_time_for(finished, config, warm, tmp_path):
+    command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
+    done = brorl(*command, "run.ends_at=1")  # in 1970: no second step fits
+    assert done.returncode == 75, done.stderr
+    assert "the job ends at" in done.stdout + done.stderr
+    assert len(rows(tmp_path)) == 1
+    done = brorl(*command)
+    assert done.returncode == 0, done.stderr
+    assert rows(tmp_path) == rows(finished[0])
+
+
 def test_a_rank_that_is_killed_ends_the_run_by_name(config, warm, tmp_path):
     process = start("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}", "train.steps=500")
     wait_for((tmp_path / "metrics.jsonl").exists, process)
@@ -283,30 +294,43 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     lines = [{"prompt": f"gcd {i},4", "answer": str(math.gcd(i, 4)), "verifier": "exact"} for i in range(1, 7)]
     sums.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words.write_text(json.dumps({"prompt": "abc", "answer": "cba", "id": "w"}) + "\n")
-    ask = ["--samples", "4", "--pass-at", "1,4", "--benchmark", sums, "--benchmark", words, "data.tasks=[]"]
+    ask = [
+        "--samples",
+        "4",
+        "--pass-at",
+        "1,4",
+        "--benchmark",
+        f"sums_of_6={sums}",
+        "--benchmark",
+        words,
+        "data.tasks=[]",
+    ]
     model = f"model.path={finished[0] / 'model'}"
     one = brorl("evaluate", config, model, f"run.dir={tmp_path / 'one'}", *ask)
     assert one.returncode == 0, one.stderr
     two = brorl("evaluate", "--processes", "2", config, model, f"run.dir={tmp_path / 'two'}", *ask)
     assert two.returncode == 0, two.stderr
-    assert f"evaluate.benchmarks: 6 prompts from {sums}" in one.stderr
+    assert f"evaluate.benchmarks (sums_of_6): 6 prompts from {sums}" in one.stderr
     answers = (tmp_path / "one" / "evaluation.jsonl").read_text()
     assert (tmp_path / "two" / "evaluation.jsonl").read_text() == answers
     found = [json.loads(line) for line in answers.splitlines()]
     assert [(a["benchmark"], a["id"], a["samples"]) for a in found] == [
-        *(("sums", f"sums.jsonl:{i}", 4) for i in range(1, 7)),
+        *(("sums_of_6", f"sums.jsonl:{i}", 4) for i in range(1, 7)),
         ("words", "w", 4),
     ]
     result = json.loads((tmp_path / "one" / "evaluation.json").read_text())
     assert result["sampling"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "max_tokens": 6}
     assert set(result["pass_at_k"]) == {"1", "4"}
-    for name, count in (("sums", 6), ("words", 1)):
+    for name, count in (("sums_of_6", 6), ("words", 1)):
         mine, part = [a for a in found if a["benchmark"] == name], result["benchmarks"][name]
         assert part["prompts"] == len(mine) == count
         assert part["pass_at_1"]["mean"] == pytest.approx(sum(a["right"] for a in mine) / (4 * count))
         assert part["pass_at_k"]["4"] == pytest.approx(sum(a["right"] > 0 for a in mine) / count)
         assert part["response_tokens"] == pytest.approx(sum(a["tokens"] for a in mine) / count)
-    assert "| words | 1 | 4 |" in (tmp_path / "one" / "evaluation.md").read_text()
+    parts = result["benchmarks"].values()
+    for key in ("pass_at_1", "mean_reward"):
+        assert result["mean_of_benchmarks"][key]["mean"] == pytest.approx(sum(part[key]["mean"] for part in parts) / 2)
+    assert "| words | exact | 1 | 4 |" in (tmp_path / "one" / "evaluation.md").read_text()
     assert (tmp_path / "one" / "evaluation.png").stat().st_size > 10_000
     done = brorl("compare", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "both")
     assert done.returncode == 0, done.stderr

@@ -59,6 +59,10 @@ REFUSED = {
     "held-out data": ('train run.toml run.dir=X data.held_out=["X/metrics.jsonl"]', "would replace data.held_out"),
     "the configuration": ("train X/model/run.toml run.dir=X", "would replace the configuration = 'X/model/run.toml'"),
     "a benchmark": ("evaluate run.toml run.dir=X --benchmark X/evaluation.jsonl", "would replace evaluate.benchmarks"),
+    "a named benchmark": (
+        "evaluate run.toml run.dir=X --benchmark b=X/evaluation.jsonl",
+        "would replace evaluate.bench",
+    ),
     "an evaluation's data": ('evaluate run.toml run.dir=X data.held_out=["other/evaluation.jsonl"]', "data.held_out"),
     "the working directory": ("train run.toml run.dir= model.path=X/model", "run.dir = '': results need a folder"),
     "a run without a name": ("sft run.toml run.dir='' model.path=X/model", "run.dir = '': results need a folder"),

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megatron_brorl.algo.estimators import Interval, bootstrap_mean, pass_at_k
+from megatron_brorl.algo.estimators import Interval, bootstrap_mean, bootstrap_mean_of_means, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -49,6 +49,22 @@ def test_bootstrap_agrees_with_the_normal_approximation() -> None:
 def test_bootstrap_of_two_prompts_is_the_binomial() -> None:
     # Means 0, 1/2, 1 with probability 1/4, 1/2, 1/4: the 2.5% and 97.5% quantiles are the extremes.
     assert bootstrap_mean([0.0, 1.0], resamples=500, seed=0) == Interval(0.5, 0.0, 1.0)
+
+
+def test_the_mean_of_means_counts_groups_alike() -> None:
+    """Its variance is that of a mean of independent means, by the normal approximation."""
+    random = np.random.default_rng(2)
+    groups = [random.beta(2.0, 3.0, size=2000), random.beta(5.0, 1.0, size=500)]
+    got = bootstrap_mean_of_means([x.tolist() for x in groups], resamples=4000, seed=1)
+    mean = (groups[0].mean() + groups[1].mean()) / 2
+    half = 1.959964 * math.sqrt(sum(x.var() / x.size for x in groups)) / 2
+    assert got.mean == pytest.approx(mean, rel=1e-12)
+    assert got.low == pytest.approx(mean - half, abs=0.1 * half)
+    assert got.high == pytest.approx(mean + half, abs=0.1 * half)
+    # Two benchmarks of one prompt each leave nothing to resample.
+    assert bootstrap_mean_of_means([[0.0], [1.0]], resamples=10, seed=0) == Interval(0.5, 0.5, 0.5)
+    with pytest.raises(ValueError, match="at least one group"):
+        bootstrap_mean_of_means([], resamples=10, seed=0)
 
 
 def test_bootstrap_depends_on_its_arguments_only() -> None:

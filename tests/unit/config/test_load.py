@@ -57,6 +57,13 @@ def test_file_then_overrides(tmp_path):
         ("[data]\ntrain = 'a.jsonl'", [], "data.train = 'a.jsonl': must be a list"),
         ("[[data.tasks]]\nweight = 2", [], "data.tasks[0].name is missing"),
         ("[[data.tasks]]\nname = 'gcd'\nwheight = 2", [], "unknown key data.tasks[0].wheight"),
+        (
+            "[data]\ntrain = ['a']\nmixture = [{files = ['b'], weight = 1}]",
+            [],
+            "give either data.train or data.mixture",
+        ),
+        ("[data]\nmixture = [{files = ['b']}]", [], "data.mixture[0].weight is missing"),
+        ("[data]\nsystem_prompt = 'x'", [], "data.system_prompt = 'x': is a message of a chat: needs data.chat = true"),
         ("[data]\ntrain_seed = 2", [], "data.held_out_seed = 2: must differ from data.train_seed"),
         ("[parallel]\nsequence = true", [], "parallel.sequence = True: sequence parallelism needs parallel.tensor > 1"),
         ("[parallel]\ncontext = 0", [], "parallel.context = 0: must be at least 1"),

@@ -67,9 +67,9 @@ def test_held_out_rows_and_benchmarks_are_looked_at_too(lossy, tmp_path):
     config = DataConfig(train=(good,), held_out=(bad,))
     told = f"1 of 2 rows looked at (50.0%) do not survive the tokenizer: {bad}:2: 'é1' comes back as '1'"
     assert load_sources(config, lossy, 100, 0).report.splitlines()[-1] == f"warning: data.held_out: {told}"
-    assert (
-        load_benchmarks([good, bad], config, lossy, 100)[1].splitlines()[-1] == f"warning: evaluate.benchmarks: {told}"
-    )
+    found, report = load_benchmarks([good, f"odd={bad}"], config, lossy, 100)
+    assert {name: len(prompts) for name, prompts in found.items()} == {"good": 1, "odd": 2}
+    assert report.splitlines()[-1] == f"warning: evaluate.benchmarks (odd): {told}"
 
 
 def test_more_than_half_are_refused(lossy, tmp_path):

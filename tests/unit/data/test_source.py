@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.config.schema import DataConfig, TaskConfig
+from megatron_brorl.config.schema import DataConfig, MixtureConfig, TaskConfig
 from megatron_brorl.data.solved import solved_examples
 from megatron_brorl.data.source import FileSource, load_sources
 from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
@@ -106,6 +106,49 @@ def test_wrong_data_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
     twice = (write(tmp_path / "a.jsonl", 5), write(tmp_path / "b.jsonl", 5, start=4))
     with pytest.raises(UserError, match=r"b\.jsonl:1: id 'q4' is taken by .*a\.jsonl:5; give every row of data\.train"):
         load_sources(DataConfig(train=twice), tokenizer, 100, 0)
+
+
+def test_mixtures(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    files = [write(tmp_path / f"{name}.jsonl", 5, start=10 * i) for i, name in enumerate("abc")]
+    parts = (MixtureConfig(files=(files[0],), weight=0.5), MixtureConfig(files=tuple(files[1:]), weight=1, name="rest"))
+    config = DataConfig(mixture=parts, held_out=(files[2],), template="{prompt}=")
+    sources = load_sources(config, tokenizer, 100, seed=1)
+    taken = sources.train.take(0, 30)
+    assert Counter(p.id for p in taken) == {f"q{i}": 2 for i in (*range(5), *range(10, 15), *range(20, 25))}
+    assert sources.report.splitlines() == [
+        f"data.mixture[0]: 5 prompts from {files[0]}",
+        "data.mixture[0]: a has 33.3% of the prompts",
+        f"data.mixture[1]: 5 prompts from {files[1]}",
+        f"data.mixture[1]: 5 prompts from {files[2]}",
+        "data.mixture[1]: rest has 66.7% of the prompts",
+        f"data.held_out: 5 prompts from {files[2]}",
+        "data.held_out: 5 of 5 prompts also occur in data.mixture",
+    ]
+
+
+def test_a_source_has_a_verifier_for_rows_that_name_none(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2", "answer": "2", "verifier": "exact"}\n')
+    mixture = (MixtureConfig(files=(str(path),), weight=1, verifier="format"),)
+    sources = load_sources(DataConfig(mixture=mixture), tokenizer, 100, 0)
+    assert {p.text: p.verifier for p in sources.train.take(0, 2)} == {"1": "format", "2": "exact"}
+
+
+def test_mistakes_in_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    a, b = write(tmp_path / "a.jsonl", 3), write(tmp_path / "b.jsonl", 3, start=2)
+    one = MixtureConfig(files=(a,), weight=1)
+    for second, message in (
+        (MixtureConfig(files=(), weight=1), "files is empty; name JSONL or Parquet files"),
+        (MixtureConfig(files=(b,), weight=0), "weight = 0: must be above 0"),
+        (MixtureConfig(files=(b,), weight=1, name="a"), "there is another source called 'a'"),
+        (MixtureConfig(files=(b,), weight=1), "id 'q2' is taken by a row of 'a'; give every row its own id"),
+        (MixtureConfig(files=(b,), weight=1, verifier="exakt"), "verifier: no verifier is called 'exakt'"),
+    ):
+        with pytest.raises(UserError) as e:
+            load_sources(DataConfig(mixture=(one, second)), tokenizer, 100, 0)
+        assert str(e.value).startswith("data.mixture[1]")
+        assert message in str(e.value)
+        assert "\n" not in str(e.value)
 
 
 def test_generated_sources(tokenizer: Tokenizer) -> None:

@@ -161,19 +161,19 @@ def test_special_tokens_count_in_the_template_only(tmp_path: Path) -> None:
 
 def test_chat_template(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(make_hf(tmp_path, chat_template=CHAT))
-    text, ids = tokenizer.apply_chat("hello")
+    text, ids = tokenizer.apply_chat([{"role": "user", "content": "hello"}])
     assert text == "<|user|>hello</s><|assistant|>"
     assert ids == [2, *tokenizer.encode("hello"), 1, 3]
-    text, ids = tokenizer.apply_chat("a</s>b")
+    text, ids = tokenizer.apply_chat([{"role": "user", "content": "a</s>b"}])
     assert text == "<|user|>a</s>b</s><|assistant|>"
     assert ids == [2, *tokenizer.encode("a</s>b"), 1, 3]
 
 
 def test_a_missing_chat_template_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no chat_template; set data\.chat = false"):
-        load_tokenizer(make_hf(tmp_path / "hf")).apply_chat("x")
+        load_tokenizer(make_hf(tmp_path / "hf")).apply_chat([])
     with pytest.raises(UserError, match=r"no chat template; set data\.chat = false"):
-        train_sentencepiece(SUMS, tmp_path / "spm", 64).apply_chat("x")
+        train_sentencepiece(SUMS, tmp_path / "spm", 64).apply_chat([])
 
 
 def test_bos_of_a_sentencepiece_directory(tmp_path: Path) -> None:

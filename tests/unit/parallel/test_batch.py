@@ -102,7 +102,17 @@ def test_shared_prompts_are_stored_once_and_every_row_is_found_again(max_tokens,
 def test_sharing_that_saves_nothing_is_left_alone():
     prompts, responses = rows(20)
     plain, shared = pack(prompts, responses, 50), pack(prompts, responses, 50, share=True)
-    assert token_gain(prompts, responses) < 1.1
+    assert token_gain(prompts, responses, 50) < 1.1
     assert [b.rows for b in plain] == [b.rows for b in shared]
-    assert token_gain([prompts[0]] * 20, [torch.zeros(1)] * 20) == pytest.approx(20.0)
-    assert token_gain([], []) == 1.0
+    assert token_gain([prompts[0]] * 20, [torch.zeros(1)] * 20, 50) == pytest.approx(20.0)
+    assert token_gain([], [], 50) == 1.0
+
+
+@pytest.mark.parametrize(("max_tokens", "is_shared"), [(170, False), (300, True), (600, True)])
+def test_the_gain_of_sharing_is_that_of_the_micro_batches_it_makes(max_tokens, is_shared):
+    """Prompts of 60 tokens, responses of 100: one, two or five siblings fit beside a prompt."""
+    prompt = torch.arange(60)
+    prompts, responses = [prompt] * 20, [torch.zeros(100, dtype=torch.int64) for _ in range(20)]
+    computed = sum(len(b.input_ids) for b in pack(prompts, responses, max_tokens, share=True))
+    assert (computed < 20 * 159) == is_shared
+    assert token_gain(prompts, responses, max_tokens) == pytest.approx(20 * 159 / computed)

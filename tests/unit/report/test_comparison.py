@@ -91,6 +91,8 @@ def test_other_prompts_are_refused():
 def part(mean, passes, tokens):
     return {
         "pass_at_1": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1},
+        "mean_reward": {"mean": mean + 0.05, "low": mean, "high": mean + 0.1},
+        "verifiers": ["exact", "math"],
         "pass_at_k": passes,
         "prompts": 7,
         "samples": 8,
@@ -102,11 +104,14 @@ def test_table_and_figure_of_benchmarks():
     result = {
         **part(0.4, {"1": 0.4, "8": 0.7}, 20.0),
         "by_task": {"gcd": 0.25},
+        "mean_of_benchmarks": part(0.45, {}, 0.0),
         "benchmarks": {"aime": part(0.3, {"1": 0.3, "8": 0.6}, 30.0), "amc": part(0.6, {"1": 0.6, "8": 0.9}, 11.0)},
     }
     text = benchmarks.markdown(result)
-    assert "| aime | 7 | 8 | 30.00% (20.00% to 40.00%) | 60.00% | 30.0 |" in text
-    assert "| mean of benchmarks | 7 | 8 | 45.00% | 75.00% | 20.5 |" in text
+    rest = "30.00% (20.00% to 40.00%) | 35.00% (30.00% to 40.00%) | 60.00% | 30.0 |"
+    assert f"| aime | exact, math | 7 | 8 | {rest}" in text
+    rest = "45.00% (35.00% to 55.00%) | 50.00% (45.00% to 55.00%) | 75.00% | 20.5 |"
+    assert f"| mean of benchmarks |  | 7 | 8 | {rest}" in text
     assert "| gcd | 25.00% |" in text
     figure = benchmarks.build_figure(result)
     assert [bar.get_height() for bar in figure.axes[0].patches] == [0.3, 0.6]

@@ -42,7 +42,7 @@ def judged(how: Any, text: str, reference: str, *weights: float) -> Score:
     settings = config(how, *weights)
     answer = registry.entry("mix", "x", settings).find(text)
     assert answer is not None
-    verify = registry.verifier(registry.for_workers(settings)["mix"])
+    verify = registry.verifier(registry.for_workers(["mix"], settings)["mix"])
     return verify(answer, VerifierRow(id="r", prompt="?", answer=reference, metadata={}))
 
 
@@ -86,7 +86,7 @@ def test_the_answer_is_what_the_parts_found() -> None:
 
 
 def test_a_reference_answer_is_judged_by_every_part() -> None:
-    verify = registry.verifier(registry.for_workers(config("sum", 0.5, 0.5))["mix"])
+    verify = registry.verifier(registry.for_workers(["mix"], config("sum", 0.5, 0.5))["mix"])
     assert verify("0.5", VerifierRow(id="r", prompt="?", answer="0.5", metadata={})).reward == 0.5
 
 

@@ -13,7 +13,7 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import gym_tasks, gym_verifier
+from megatron_brorl.rewards import gym_grammar, gym_tasks, gym_verifier
 from megatron_brorl.rewards.verifier import VerifierRow
 
 ITEM = {"question": "1 + 2", "answer": "3", "metadata": {"source_dataset": "chain_sum"}}
@@ -70,7 +70,9 @@ def test_no_allowed_scorer_executes_an_answer_or_pays_for_a_wrong_one(
         same = text.strip() == oracle or _number(text) == _number(oracle) is not None
         assert same or given is None or given <= gym_verifier.PARTIAL_CREDIT_CAP, text
     source = inspect.getsource(DATASETS[name][0].score_answer)
-    assert not re.search(r"\b(eval|exec|parse_expr|sympify|literal_eval|compile)\(", source)
+    assert name in gym_grammar.TASKS or not re.search(
+        r"\b(eval|exec|parse_expr|sympify|literal_eval|compile)\(", source
+    )
     capfd.readouterr()  # some scorers print
 
 
@@ -94,7 +96,7 @@ def test_refusals_give_the_reason_and_the_place() -> None:
         with pytest.raises(UserError) as e:
             gym_tasks.check_task(name, "data.tasks[3]")
         assert str(e.value) == (f"data.tasks[3]: reasoning-gym task {name!r} is refused: {reason}; choose another task")
-    for name in ("countdown", "puzzle24", "n_queens", "spiral_matrix"):
+    for name in ("simple_integration", "intermediate_integration"):
         assert "executes the answer" in gym_tasks.REFUSED[name]
 
 
@@ -119,7 +121,7 @@ def test_hash_dependent_tasks_need_a_fixed_hash_seed(monkeypatch: pytest.MonkeyP
     [
         ({}, "needs metadata.source_dataset"),
         ({"source_dataset": 3, "entry": ITEM}, "needs metadata.source_dataset"),
-        ({"source_dataset": "countdown", "entry": ITEM}, "'countdown' is refused"),
+        ({"source_dataset": "puzzle24", "entry": ITEM}, "'puzzle24' is refused"),
         ({"source_dataset": "chain_sum"}, "needs metadata.entry"),
         ({"source_dataset": "chain_sum", "entry": {"answer": "1"}}, "needs metadata.entry"),
         ({"source_dataset": "gcd", "entry": ITEM}, "is 'gcd' but the entry is of 'chain_sum'"),
@@ -134,7 +136,7 @@ def test_rows_cannot_smuggle_in_a_task(metadata: dict[str, Any], message: str) -
 
 def test_the_verifier_itself_refuses_too() -> None:
     with pytest.raises(UserError, match="refused"):
-        reward("1", {"source_dataset": "countdown", "entry": ITEM})
+        reward("1", {"source_dataset": "puzzle24", "entry": ITEM})
 
 
 def test_scores_are_those_of_the_library_with_partial_credit_capped() -> None:
@@ -176,3 +178,39 @@ def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gym_tasks.metadata, "version", lambda name: "0.2.0")
     with pytest.raises(UserError, match=r"0\.2\.0 is installed.*pip install reasoning-gym==0\.1\.25"):
         gym_tasks.create("chain_sum", 1, {}, "x")
+
+
+@pytest.mark.parametrize("name", sorted(gym_grammar.TASKS))
+def test_what_is_executed_can_do_nothing(name: str) -> None:
+    for index in range(50):
+        entry = item(name, index)
+        assert gym_grammar.harmless(name, entry["answer"])
+        assert gym_grammar.row_problem(name, entry) is None
+    for text in (
+        "__import__('os')",
+        "print()",
+        "open",
+        "9**9**9**9",
+        "x**9**9",
+        "9 * * 9",
+        "x**999",
+        "9**9",
+        "lambda: 0",
+    ):
+        assert not gym_grammar.harmless(name, text)
+    assert not gym_grammar.harmless(name, " " * 5000)
+    assert not gym_grammar.harmless(name, "1" * 40)
+
+
+def test_a_row_cannot_bring_what_its_scorer_executes() -> None:
+    for name, part in (("polynomial_multiplication", "answer"), ("bitwise_arithmetic", "problem")):
+        entry = item(name, 1)
+        data = {"source_dataset": name, "entry": entry}
+        gym_tasks.check_row(row(data), "f.jsonl:1")
+        (entry if part == "answer" else entry["metadata"])[part] = "__import__('os').getcwd()"
+        with pytest.raises(
+            UserError, match=r"^f\.jsonl:1: metadata\.entry has .*makes an expression; make the row again"
+        ):
+            gym_tasks.check_row(row(data), "f.jsonl:1")
+        with pytest.raises(UserError, match="makes an expression"):
+            gym_verifier.score("0x1" if part == "problem" else "1", row(data))

@@ -103,7 +103,7 @@ def test_a_combination_is_as_pure_as_its_parts(place: Path) -> None:
     started = look_at(["mix"], config)
     assert started.impure == {"mix"}
     assert list(started.sha256) == ["my_rewards.py:score"]
-    with RewardPool(1, 20.0, stand_ins=registry.for_workers(config)) as pool:
+    with RewardPool(1, 20.0, stand_ins=registry.for_workers(["mix"], config)) as pool:
         answer = registry.entry("mix", "x", config).find("4")
         assert answer is not None
         (verdict,) = pool.score(ask("mix", answer))

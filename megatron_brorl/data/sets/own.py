@@ -1,0 +1,50 @@
+"""Files that are no published set: the project's own rows, and any columns that the user names."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_brorl.data.sets.form import Raw, Task, Unusable, plain, text
+from megatron_brorl.errors import UserError
+
+
+def rows(raw: Raw, where: str) -> Task:
+    """The project's own rows (data/prompts.py)."""
+    unknown = set(raw) - {"prompt", "answer", "verifier", "id", "metadata"}
+    if unknown:
+        raise UserError(f"{where}: unknown key {min(unknown)!r} in a row; name the set, or 'custom' with --prompt")
+    metadata, answer = raw.get("metadata") or {}, raw.get("answer")
+    if not isinstance(metadata, dict) or not (answer is None or isinstance(answer, str)):
+        raise UserError(f"{where}: answer must be text or null, metadata an object")
+
+    # A conversation is looked at by what is said in it.
+    prompt = raw.get("prompt")
+    messages = prompt if isinstance(prompt, list) else None
+    problem = "\n".join(text(m, where, "content") for m in messages) if messages else text(raw, where, "prompt")
+    return Task(problem, answer, raw.get("verifier") or "", metadata, raw.get("id") or "", messages)
+
+
+class Custom:
+    """A mapping by names of columns."""
+
+    def __init__(self, prompt: str, answer: str, answer_regex: str) -> None:
+        """answer: "" = the rows have none. answer_regex: its first group, or all of it, is the answer; "" = any."""
+        self._prompt, self._answer = prompt, answer
+        try:
+            self._regex = re.compile(answer_regex, re.DOTALL) if answer_regex else None
+        except re.error as e:
+            raise UserError(f"--answer-regex {answer_regex!r}: not a regular expression: {e}") from None
+
+    def __call__(self, raw: Raw, where: str) -> Task:
+        problem = text(raw, where, self._prompt).strip()
+        answer = plain(raw, where, self._answer) if self._answer else None
+
+        # The last match, for worked answers end with the result.
+        if self._regex and answer is not None:
+            found = list(self._regex.finditer(answer))
+            if not found:
+                raise Unusable("answer without a match of --answer-regex")
+            answer = (found[-1][1] if self._regex.groups else found[-1][0] or "").strip()
+        if answer == "" or not problem:
+            raise Unusable("no problem or no answer")
+        return Task(problem, answer, "")

@@ -1,0 +1,144 @@
+"""Programs, by the share of their tests that they pass. docs/sandbox.md has the forms of a row's tests.
+
+    stdin/stdout  {"tests": [{"input": "1 2", "output": "3"}, ...], "tolerance": 1e-6?}
+    function      {"function": "add", "tests": [{"args": [1, 2], "kwargs": {}?, "expected": 3}, ...], "tolerance"?}
+    asserts       {"function": "add", "asserts": ["assert add(1, 2) == 3", ...] or one text, "setup": "import math"?}
+
+Expected results stay in the scoring process, or for asserts in a sandbox that the program is not in.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import code_compare
+from megatron_brorl.rewards.sandbox import isolation, probe
+from megatron_brorl.rewards.sandbox.inside import codec
+from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox
+from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
+
+_FENCE = "```"
+_LANGUAGES = ("", "python", "python3", "py")
+_WRONG = Outcome("error", "wrong result")
+
+
+def load() -> Verifier:
+    """The verifier; UserError where programs cannot be isolated and the user has not said that they need not be."""
+    sandbox = Sandbox(probe.require('verifier "code"'), isolation.limits())
+    return lambda answer, row: score(answer, row, sandbox)
+
+
+def score(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
+    """The share of the row's tests that the program passes."""
+    outcomes = _outcomes(answer, row["metadata"], sandbox)
+    passed = sum(outcome.status == "ok" for outcome in outcomes)
+    share = passed / len(outcomes)
+    reason = ""
+    for number, outcome in enumerate(outcomes, 1):
+        if outcome.status != "ok":
+            reason = f"{passed} of {len(outcomes)} tests; test {number}: {outcome.reason or outcome.status}"
+            break
+    return Score(share, reason, {"tests": share})
+
+
+def find(text: str) -> str | None:
+    """What stands in the last fenced block of a response, if that is Python or of no language."""
+    # Fences are lines that begin with three backticks; they open and close in turn.
+    block: list[str] | None = None
+    last: str | None = None
+    for line in text.splitlines(keepends=True):
+        if not line.lstrip(" ").startswith(_FENCE):
+            if block is not None:
+                block.append(line)
+        elif block is None:
+            block, language = [], line.strip().removeprefix(_FENCE).strip().lower()
+        else:
+            last = "".join(block) if language in _LANGUAGES else last
+            block = None
+    return last
+
+
+def check_row(row: VerifierRow, where: str) -> None:
+    """Raise UserError unless the row has tests in one of the three forms."""
+    metadata = row["metadata"]
+    language = metadata.get("language", "python")
+    if language != "python":
+        raise UserError(f'{where}: verifier "code" knows no language {language!r}; metadata.language must be "python"')
+    tolerance = metadata.get("tolerance", 0)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
+        raise UserError(f"{where}: metadata.tolerance = {tolerance!r}: must be a number in [0, 1)")
+    function = metadata.get("function")
+    if function is not None and not (isinstance(function, str) and _is_name(function)):
+        raise UserError(f"{where}: metadata.function = {function!r}: must be the name of a function")
+
+    # Exactly one form.
+    if "asserts" in metadata:
+        _check_asserts(metadata, where)
+        return
+    tests = metadata.get("tests")
+    if not isinstance(tests, list) or not tests:
+        raise UserError(f'{where}: verifier "code" needs metadata.tests, a list of tests, or metadata.asserts')
+    for number, test in enumerate(tests):
+        _check_test(test, function is not None, f"{where}: metadata.tests[{number}]")
+
+
+def _check_asserts(metadata: Mapping[str, Any], where: str) -> None:
+    if "tests" in metadata:
+        raise UserError(f"{where}: metadata has both tests and asserts; keep one of them")
+    if metadata.get("function") is None:
+        raise UserError(f"{where}: metadata.asserts needs metadata.function, the name that they call")
+    texts = _texts(metadata["asserts"])
+    if not texts or not all(isinstance(text, str) for text in (*texts, metadata.get("setup", ""))):
+        raise UserError(f"{where}: metadata.asserts must be a text or a list of texts, metadata.setup a text")
+
+    # One without an assertion would be passed by anything.
+    for text in (metadata.get("setup", ""), *texts):
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError) as e:
+            raise UserError(f"{where}: metadata.asserts is not Python: {e}") from None
+        if text in texts and not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+            raise UserError(f"{where}: metadata.asserts: {text[:60]!r} asserts nothing; give each text an assert")
+
+
+def _check_test(test: Any, of_function: bool, where: str) -> None:
+    if not isinstance(test, dict):
+        raise UserError(f"{where}: must be an object, not {type(test).__name__}")
+    if not of_function:
+        if not isinstance(test.get("input"), str) or not isinstance(test.get("output"), str):
+            raise UserError(f"{where}: needs the texts input and output (or name metadata.function)")
+        return
+    kwargs = test.get("kwargs", {})
+    if not isinstance(test.get("args"), list) or not isinstance(kwargs, dict) or "expected" not in test:
+        raise UserError(f"{where}: needs args, a list, and expected; kwargs is an object")
+    try:
+        codec.decode([test["args"], kwargs, test["expected"]])
+    except codec.Unencodable as e:
+        raise UserError(f"{where}: {e}") from None
+
+
+def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Sequence[Outcome]:
+    """One per test; ok: passed."""
+    function, tolerance = metadata.get("function"), float(metadata.get("tolerance", 0))
+    if "asserts" in metadata:
+        return sandbox.asserts(program, function or "", metadata.get("setup", ""), _texts(metadata["asserts"]))
+    tests = metadata["tests"]
+    if function is None:
+        outcomes = sandbox.scripts(program, [test["input"] for test in tests])
+        right = [code_compare.same_text(o.stdout, t["output"], tolerance) for o, t in zip(outcomes, tests, strict=True)]
+    else:
+        outcomes = sandbox.calls(program, function, tests)
+        expected = [codec.decode(test["expected"]) for test in tests]
+        right = [code_compare.same_value(o.value, e, tolerance) for o, e in zip(outcomes, expected, strict=True)]
+    return [_WRONG if o.status == "ok" and not r else o for o, r in zip(outcomes, right, strict=True)]
+
+
+def _texts(asserts: Any) -> list[Any]:
+    return asserts if isinstance(asserts, list) else [asserts]
+
+
+def _is_name(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))

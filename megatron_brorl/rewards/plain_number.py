@@ -1,0 +1,176 @@
+r"""Plain numbers, read exactly: integers, decimals, fractions, mixed fractions, percent, powers of ten, in any dress.
+
+`1,234`, `$1234`, `\boxed{1234.0}`, `1.234 \times 10^3`, `x = 1234` and `1234 apples` are one number; `1/3` and
+`0.333` are two. What is read here is arithmetic on fractions.Fraction: no rounding, no library that guesses.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from megatron_brorl.rewards.spelling import THIN, tidy
+from megatron_brorl.rewards.units import Unit, unit
+
+MAX_CHARS = 200  # a longer text is no plain number
+_MAX_EXPONENT = 1000
+
+_GROUPED = rf"\d{{1,3}}(?:,\d{{3}})+|\d{{1,3}}(?:{THIN}\d{{3}})+"
+_DECIMAL = rf"(?:(?:{_GROUPED}|\d+)(?:\.\d*)?|\.\d+)"
+_REPEATING = r"(?P<fixed>\d*\.\d*)\\overline\s*\{\s*(?P<period>\d+)\s*\}"
+_LATEX_FRACTION = r"\\frac\s*(?:\{{\s*(?P<{0}>{1})\s*\}}|(?P<{0}1>\d))\s*(?:\{{\s*(?P<{2}>{1})\s*\}}|(?P<{2}1>\d))"
+_CORE = re.compile(
+    rf"""(?P<sign>[-+]?)\s*(?P<money>\$|€|£|¥|US\$)?\s*(?P<sign2>-?)\s*(?:
+      {_REPEATING}
+    | (?:(?P<whole>\d+)\s*)?{_LATEX_FRACTION.format("top", f"-?{_DECIMAL}", "bottom")}
+    | (?:(?P<whole2>\d+)\s+)?(?P<top2>{_DECIMAL})\s*/\s*(?P<bottom2>{_DECIMAL})(?![\d/])
+    | 10\s*\^\s*(?:\{{\s*(?P<only>[-+]?\d{{1,4}})\s*\}}|(?P<only1>-?\d{{1,4}}))
+    | (?P<decimal>{_DECIMAL})(?:[eE](?P<e>[-+]?\d{{1,4}})(?![\w.])
+        |\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{{\s*(?P<ten>[-+]?\d{{1,4}})\s*\}}|(?P<ten1>-?\d{{1,4}})))?
+    )""",
+    re.VERBOSE,
+)
+# What a value may be called: a letter with its index and arguments, a line AB, a Greek letter, or words.
+_GREEK = r"\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|rho|sigma|tau|omega)\b\s*|\\angle\s*[A-Z]{1,3}"
+_WORDS_NAME = r"(?!(?:sin|cos|tan|log|exp|sqrt|not)\b)[A-Za-z']{3,}(?: +[A-Za-z']+){0,7}"
+NAME = (
+    rf"(?:{_WORDS_NAME}|[A-Z]{{1,3}}|[a-z]|{_GREEK})"
+    r"(?:_\{?[A-Za-z0-9]{1,12}\}?)?'*(?:\([A-Za-z0-9,+ -]{1,20}\))?"
+)
+_LEAD = re.compile(
+    rf"(?:(?:{NAME})?\s*(?:=|:|\\approx)\s*)?"
+    r"(?:(?:exactly|only|about|approximately|around|roughly|\\approx|a total of)\s+)?"
+)
+_PERCENT = re.compile(r"\s*(?:%|percent\b|per cent\b|percentage points\b)", re.IGNORECASE)
+_MULTIPLIERS = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MULTIPLIER = re.compile(rf"\s*({'|'.join(_MULTIPLIERS)})s?\b", re.IGNORECASE)
+_WORDS = re.compile(r"(?:[A-Za-z]{3,}|a|an|of|in|on|at|by|per|is|it|he|up)(?:(?:'s|s')|-[A-Za-z]+)?(?:[ ,]+|$)")
+_MAX_WORDS = 10
+# Words after which a number is not what it says: another number, an operation, or a change of mind.
+_NOT_DRESS = re.compile(
+    r"\b(?:or|and|not|but|plus|minus|divided|multiplied|squared|cubed|factorial|root|power|modulo|mod|half|halves|"
+    r"thirds?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|percent|"
+    r"zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|forty|fifty|sixty|"
+    r"seventy|eighty|ninety|hundreds?|thousands?|millions?|billions?|trillions?|sin|cos|tan|log|exp|sqrt|"
+    r"maybe|perhaps|wrong|false|instead)\b",
+    re.IGNORECASE,
+)
+
+
+class PlainNumber(NamedTuple):
+    """A number with the dress that can change what it is worth."""
+
+    value: Fraction  # 10 for "10%"
+    percent: bool = False
+    unit: Unit | None = None  # None: none, or words that are no unit
+
+
+def plain_number(text: str) -> PlainNumber | None:
+    """The number that a text is; None where it is anything else, an expression or two numbers."""
+    # Cheap refusals first: most texts that are no number have no digit or are long.
+    if len(text) > MAX_CHARS:
+        return None
+    text = tidy(text)
+    if text.startswith("(") and text.endswith(")") and "," not in text:  # (1,234) may be a pair
+        text = text[1:-1].strip()
+
+    # Its parts: what stands before, the number, what stands after.
+    lead = _LEAD.match(text)
+    core = _CORE.match(text, lead.end() if lead else 0)
+    if not core or (core["sign"] and core["sign2"]):
+        return None
+    value = _value(core)
+    after = _after(text[core.end() :])
+    if value is None or after is None:
+        return None
+
+    # Money before the number is a unit like one after it.
+    factor, percent, measured = after
+    if core["money"]:
+        measured = {core["money"][-1]: 1, **(measured or {})}
+    negative = bool(core["sign"] == "-" or core["sign2"])
+    return PlainNumber((-value if negative else value) * factor, percent, measured)
+
+
+def equal(a: PlainNumber, b: PlainNumber) -> bool:
+    """Whether the values are equal. A percent sign on one side alone is forgiven: `10%` is both 10 and 0.1."""
+    if a.percent == b.percent:
+        return a.value == b.value
+    of_hundred, other = (a, b) if a.percent else (b, a)
+    return other.value in (of_hundred.value, of_hundred.value / 100)
+
+
+def units_clash(a: PlainNumber, b: PlainNumber) -> bool:
+    """Whether both have units of which neither is a part of the other, as `dollars` is of `dollars per day`."""
+    if a.unit is None or b.unit is None:
+        return False
+    return not (a.unit.items() <= b.unit.items() or b.unit.items() <= a.unit.items())
+
+
+def _value(core: re.Match[str]) -> Fraction | None:
+    """The number of a match, without its sign."""
+    # 0.1(6): the period over as many nines, shifted past the digits before it.
+    if core["period"]:
+        fixed, period = core["fixed"], core["period"]
+        shift = 10 ** len(fixed.partition(".")[2])
+        return _fraction("0" + fixed + "0") + Fraction(int(period), (10 ** len(period) - 1) * shift)
+
+    # Fractions; a mixed one has a whole number before a proper fraction.
+    top = core["top"] or core["top1"] or core["top2"]
+    if top:
+        bottom = _fraction(core["bottom"] or core["bottom1"] or core["bottom2"])
+        if not bottom:
+            return None
+        part, whole = _fraction(top) / bottom, core["whole"] or core["whole2"]
+        if whole is None:
+            return part
+        return int(whole) + part if 0 < part < 1 else None
+
+    # Decimals and powers of ten.
+    exponent = int(core["e"] or core["ten"] or core["ten1"] or core["only"] or core["only1"] or 0)
+    if abs(exponent) > _MAX_EXPONENT:
+        return None
+    return _fraction(core["decimal"] or "1") * Fraction(10) ** exponent
+
+
+def _fraction(digits: str) -> Fraction:
+    digits = digits.replace(",", "").replace(THIN, "")
+    sign = -1 if digits.startswith("-") else 1
+    whole, _, decimals = digits.removeprefix("-").partition(".")
+    return sign * Fraction(int(whole + decimals or "0"), 10 ** len(decimals))
+
+
+def _after(text: str) -> tuple[int, bool, Unit | None] | None:
+    """What follows a number: the factor of `million`, whether it is percent, its unit; None: more than dress."""
+    # A factor, then a percent sign.
+    factor, percent = 1, False
+    if match := _MULTIPLIER.match(text):
+        factor, text = _MULTIPLIERS[match[1].lower()], text[match.end() :]
+    elif match := _PERCENT.match(text):
+        percent, text = True, text[match.end() :]
+
+    # A unit may stand close, `12cm`; other words and single letters may not, `12x`.
+    if not text.strip():
+        return factor, percent, None
+    if re.match(r"[A-Za-z](?![A-Za-z])", text):
+        return None
+    measured = unit(text)
+    if measured:
+        return factor, percent, measured
+    if not text[:1].isspace():
+        return None
+    return (factor, percent, None) if _only_words(text.strip()) else None
+
+
+def _only_words(text: str) -> bool:
+    """Whether a text is a few words none of which has a say in the value."""
+    at = 0
+    for _ in range(_MAX_WORDS):
+        word = _WORDS.match(text, at)
+        if not word:
+            return False
+        at = word.end()
+        if at == len(text):
+            return not _NOT_DRESS.search(text)
+    return False

@@ -1,0 +1,93 @@
+"""Python values as JSON: what JSON has as it is, the rest as {"!": type, "v": parts}. Builtin types go in and come out.
+
+A subclass is written as the builtin type that it extends: nothing of a program's own classes leaves its process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+_DEPTH = 100
+_LONGEST_INT = 4300  # digits; reading more takes time that grows with their square
+_GROUPS = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+class Unencodable(ValueError):
+    """A value or a text that is outside of the encoding."""
+
+
+def encode(value: Any, depth: int = _DEPTH) -> Any:
+    """What json.dumps takes for `value`; raises Unencodable."""
+    if depth == 0:
+        raise Unencodable("nested too deeply")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        number = float(value)
+        return number if math.isfinite(number) else {"!": "float", "v": repr(number)}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, complex):
+        return {"!": "complex", "v": [encode(value.real), encode(value.imag)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"!": "bytes", "v": value.hex()}
+    return _encode_parts(value, depth - 1)
+
+
+def _encode_parts(value: Any, depth: int) -> Any:
+    if isinstance(value, list):
+        return [encode(part, depth) for part in value]
+    for name, kind in _GROUPS.items():
+        if isinstance(value, kind):
+            return {"!": name, "v": [encode(part, depth) for part in value]}
+    if not isinstance(value, dict):
+        raise Unencodable(f"a value of type {type(value).__name__}")
+    if all(type(key) is str for key in value) and "!" not in value:
+        return {key: encode(part, depth) for key, part in value.items()}
+    return {"!": "dict", "v": [[encode(key, depth), encode(part, depth)] for key, part in value.items()]}
+
+
+def decode(form: Any) -> Any:
+    """The value of what `parse` read; raises Unencodable. Nothing is executed, and only builtin types are made."""
+    if isinstance(form, list):
+        return [decode(part) for part in form]
+    if not isinstance(form, dict):
+        return form
+    if "!" not in form:
+        return {key: decode(part) for key, part in form.items()}
+    try:
+        return _decode_tagged(form["!"], form["v"])
+    except (KeyError, TypeError, ValueError) as e:
+        raise Unencodable(f"no value has the form {str(form)[:80]}") from e
+
+
+def _decode_tagged(name: Any, parts: Any) -> Any:
+    if name in _GROUPS:
+        return _GROUPS[name](decode(part) for part in parts)
+    if name == "dict":
+        return {decode(key): decode(part) for key, part in parts}
+    if name == "float" and parts in ("nan", "inf", "-inf"):
+        return float(parts)
+    if name == "complex":
+        return complex(*(decode(part) for part in parts))
+    if name == "bytes":
+        return bytes.fromhex(parts)
+    raise ValueError(name)
+
+
+def parse(text: str | bytes) -> Any:
+    """json.loads with bounds on depth and digits; raises Unencodable."""
+    try:
+        return json.loads(text, parse_int=_int)
+    except (ValueError, RecursionError) as e:
+        raise Unencodable(f"not JSON: {type(e).__name__}") from e
+
+
+def _int(digits: str) -> int:
+    if len(digits) > _LONGEST_INT:
+        raise ValueError("too many digits")
+    return int(digits)

@@ -1,0 +1,139 @@
+"""One test of a program: a fork that runs it, watched by the process that forked."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+_CHUNK = 1 << 16
+
+
+class Fork:
+    """Runs a function once in a child with `stdin`; what it prints and returns comes back as a message."""
+
+    def __init__(self, order: dict[str, Any], stdin: bytes = b"") -> None:
+        self._stdin = memoryview(stdin)
+        self._seconds, self._cap, self._alone = order["test_seconds"], order["output_bytes"], order["alone"]
+        self._texts: dict[int, bytearray] = {}
+        self._open: set[int] = set()
+        self._stopped = ""
+
+    def run(self, body: Callable[[], Any]) -> dict[str, Any]:
+        """{"status": "ok" or what went wrong, "why", "stdout", "result": JSON of what body returned}."""
+        (stdin, give), (out, stdout), (told, tell) = os.pipe(), os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            _child(stdin, stdout, tell, body)
+        for end in (stdin, stdout, tell):
+            os.close(end)
+        self._open = {give, out, told}
+
+        # What it started goes with it: the next test begins alone.
+        try:
+            self._watch(child, give, out, told)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            if self._alone:
+                _kill_all()
+            _, ended = os.waitpid(child, 0)
+            for end in self._open:
+                os.close(end)
+        return self._message(ended, bytes(self._texts[out]), bytes(self._texts[told]))
+
+    def _watch(self, child: int, give: int, out: int, told: int) -> None:
+        """Until the child ends, its time is up or it says too much."""
+        exited, poll = os.pidfd_open(child), select.poll()
+        self._texts = {out: bytearray(), told: bytearray()}
+        for fd in (out, told, exited):
+            poll.register(fd, select.POLLIN)
+        os.set_blocking(give, False)
+        poll.register(give, select.POLLOUT)
+        deadline = time.monotonic() + self._seconds
+
+        # Its exit counts once nothing that it wrote is left in the pipes.
+        while not self._stopped:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._stopped = "timeout"
+                break
+            ready = {fd for fd, _ in poll.poll(1000 * left)}
+            if ready == {exited}:
+                break
+            for fd in ready - {exited}:
+                if not (self._feed(give) if fd == give else self._drain(fd)):
+                    poll.unregister(fd)
+                    if fd == give:
+                        self._open.remove(give)
+                        os.close(give)  # the end of its input
+        os.close(exited)
+
+    def _feed(self, give: int) -> bool:
+        try:
+            self._stdin = self._stdin[os.write(give, self._stdin[:_CHUNK]) :]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            return False
+        return bool(self._stdin)
+
+    def _drain(self, fd: int) -> bool:
+        data = os.read(fd, _CHUNK)
+        self._texts[fd] += data
+        if len(self._texts[fd]) > self._cap:
+            self._stopped = "output"
+        return bool(data)
+
+    def _message(self, ended: int, out: bytes, told: bytes) -> dict[str, Any]:
+        text, why = out.decode("utf-8", "replace"), told.decode("utf-8", "replace")
+        if self._stopped:
+            return {"status": self._stopped, "why": "", "stdout": ""}
+        if os.WIFSIGNALED(ended):
+            return {"status": "crash", "why": signal.Signals(os.WTERMSIG(ended)).name, "stdout": text}
+        if os.WEXITSTATUS(ended):
+            return {"status": "error", "why": why or f"exit code {os.WEXITSTATUS(ended)}", "stdout": text}
+        return {"status": "ok", "why": "", "stdout": text, "result": why}
+
+
+def _child(stdin: int, stdout: int, tell: int, body: Callable[[], Any]) -> None:
+    # Its own ends of the pipes under their customary numbers, and nothing else that is open here.
+    code = 0
+    try:
+        for end, number in ((os.dup(stdin), 0), (os.dup(stdout), 1), (os.dup(tell), 3)):
+            os.dup2(end, number)
+        os.closerange(4, 256)
+        result = json.dumps(body())
+        os.write(3, result.encode())
+    except SystemExit as e:
+        code = _exit_code(e.code)
+    except BaseException as e:
+        code = 1
+        os.write(3, type(e).__name__.encode()[:100])
+
+    # The end that an interpreter would make of it.
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()  # waits for its threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:
+        code = code or 1
+    os._exit(code)
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def _kill_all() -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)  # of the namespace: all but process 1 and this one

@@ -1,0 +1,66 @@
+"""Whether this machine can isolate programs: found out by doing it once."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.sandbox import isolation, seccomp
+from megatron_brorl.rewards.sandbox.limits import Limits
+from megatron_brorl.rewards.sandbox.process import Ended, SandboxError, SandboxProcess
+
+KEY = "reward.unsandboxed"
+WARNING = f"{KEY} = true: programs that the model writes run as this user, with limits but without isolation"
+
+
+@functools.lru_cache(maxsize=1)
+def problem() -> str | None:
+    """Why programs cannot be isolated here, with what to do about it, in one line; None if they can."""
+    if sys.platform != "linux" or not seccomp.known(platform.machine()):
+        return f"no sandbox for {sys.platform} on {platform.machine()}; use Linux on x86_64 or aarch64"
+    if not isolation.found():
+        return "bubblewrap is missing; install it (apt-get install bubblewrap)"
+
+    # A program that has to say something: namespaces that a container forbids show only in use.
+    order = {"mode": "scripts", "program": "print(6 * 7)"}
+    try:
+        with SandboxProcess(order, Limits(seconds=20.0, test_seconds=20.0), isolated=True) as process:
+            process.send({"stdin": ""})
+            if process.receive().get("stdout") == "42\n":
+                return None
+            reason = "a program gave the wrong output"
+    except (Ended, SandboxError, OSError) as e:
+        reason = " ".join(str(e).split())
+    return f"{reason}; permit user namespaces (docker run --security-opt seccomp=unconfined --cap-add SYS_ADMIN)"
+
+
+def problem_seen_from(environment: Mapping[str, str]) -> str | None:
+    """`problem`, found out by a process of its own: no sandbox starts from a trainer with its threads and memory."""
+    command = [sys.executable, "-m", "megatron_brorl.rewards.sandbox.probe"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return done.stdout.strip() or None
+
+
+def refuse(where: str, reason: str) -> UserError:
+    """The error of a machine without isolation."""
+    return UserError(f"{where}: {reason}; or set {KEY} = true to run what the model writes without isolation")
+
+
+def require(where: str) -> bool:
+    """Whether programs are to be isolated; UserError where they should be and cannot."""
+    if isolation.unsandboxed():
+        return False
+    reason = problem()
+    if reason:
+        raise refuse(where, reason)
+    return True
+
+
+if __name__ == "__main__":
+    print(problem() or "")

@@ -1,0 +1,180 @@
+"""One sandbox from outside: started for one program, spoken to in lines of JSON, killed with all that is in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from types import TracebackType
+from typing import Any
+
+from megatron_brorl.rewards.sandbox import isolation, seccomp, user
+from megatron_brorl.rewards.sandbox.inside import codec
+from megatron_brorl.rewards.sandbox.limits import Limits
+
+_START_S = 20.0
+_CHUNK = 1 << 16
+
+
+class SandboxError(RuntimeError):
+    """No sandbox could be started: the machine's fault, not the program's."""
+
+
+class Ended(Exception):
+    """The program's time is up, it ended, or it did not keep to the form of messages."""
+
+
+class SandboxProcess:
+    """A context manager; `order` is what inside.guard carries out."""
+
+    def __init__(self, order: dict[str, Any], limits: Limits, isolated: bool) -> None:
+        self._limits, self._isolated = limits, isolated
+        self._outgoing = self._incoming = b""
+        self._pidfd: int | None = None
+        self._folder = None if isolated else tempfile.TemporaryDirectory(prefix="brorl-")
+        self._start()
+        self._deadline = time.monotonic() + _START_S
+        self.send({**order, **self._order()})
+        try:
+            if self.receive() != {"up": True}:
+                raise Ended("it spoke out of turn")
+        except Ended as e:
+            raise SandboxError(f"the sandbox did not start: {self._failure() or e}") from None
+        self._deadline = time.monotonic() + limits.seconds
+
+    def __enter__(self) -> SandboxProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue one message; it leaves while `receive` waits."""
+        self._outgoing += json.dumps(message).encode() + b"\n"
+
+    def receive(self) -> dict[str, Any]:
+        """The next message from inside, of builtin types; raises Ended."""
+        source, sink = self._source, self._sink
+        while b"\n" not in self._incoming:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise Ended("out of time")
+
+            # Both ways at once, or two full pipes would wait for each other.
+            readable, writable, _ = select.select([source], [sink] if self._outgoing else [], [], left)
+            if writable:
+                self._write()
+            if readable:
+                data = os.read(source, _CHUNK)
+                self._incoming += data
+                if not data:
+                    raise Ended("the program ended its process")
+                if len(self._incoming) > 8 * self._limits.output_bytes:
+                    raise Ended("too much output")
+        line, _, self._incoming = self._incoming.partition(b"\n")
+        return _message(line)
+
+    def close(self) -> None:
+        """Kill what is inside; on return all of it is gone."""
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._pidfd = None
+        elif not self._isolated and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
+        self._process.wait()
+        for fd in (self._source, self._sink, self._errors):
+            os.close(fd)
+        if self._folder:
+            self._folder.cleanup()
+
+    def _start(self) -> None:
+        (order, self._sink), (self._source, answers), (self._errors, errors) = os.pipe(), os.pipe(), os.pipe()
+        handed = [order, answers, errors]
+        try:
+            if self._isolated:
+                # The kernel kills process 1's whole namespace with it, so that is whom to kill.
+                (info, tell), filter_ = os.pipe(), _filled(seccomp.program())
+                handed += [tell, filter_]
+                arguments, fds = isolation.command(self._limits, filter_, tell)
+                self._process = subprocess.Popen(arguments, stdin=order, stdout=answers, stderr=errors, pass_fds=fds)
+            else:
+                assert self._folder
+                arguments, folder = isolation.bare_command(), self._folder.name
+                self._process = subprocess.Popen(
+                    arguments, stdin=order, stdout=answers, stderr=errors, cwd=folder, env={}, start_new_session=True
+                )
+        finally:
+            for fd in handed:
+                os.close(fd)
+        os.set_blocking(self._sink, False)
+        if self._isolated:
+            self._pidfd = _pidfd(info)
+
+    def _order(self) -> dict[str, Any]:
+        limits = self._limits
+        return {
+            "user": user.INSIDE if self._isolated and os.geteuid() == 0 else None,
+            "test_seconds": limits.test_seconds,
+            "output_bytes": limits.output_bytes,
+            "limits": {
+                "RLIMIT_AS": limits.memory_mb << 20,
+                "RLIMIT_CPU": int(limits.seconds) + 1,
+                "RLIMIT_FSIZE": limits.file_mb << 20,
+                "RLIMIT_NOFILE": limits.files,
+                "RLIMIT_CORE": 0,
+                **({"RLIMIT_NPROC": limits.processes} if self._isolated else {}),
+            },
+        }
+
+    def _write(self) -> None:
+        try:
+            self._outgoing = self._outgoing[os.write(self._sink, self._outgoing[:_CHUNK]) :]
+        except BrokenPipeError:
+            self._outgoing = b""  # the end shows in what comes back
+
+    def _failure(self) -> str:
+        self._process.kill()
+        self._process.wait()
+        os.set_blocking(self._errors, False)
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._errors, _CHUNK).decode("utf-8", "replace").strip().splitlines()[-1]
+        return ""
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    try:
+        message = codec.parse(line)
+    except codec.Unencodable as e:
+        raise Ended("a message that is not JSON") from e
+    if not isinstance(message, dict):
+        raise Ended("a message that is no object")
+    return message
+
+
+def _filled(data: bytes) -> int:
+    """The end of a pipe that holds `data`."""
+    end, fill = os.pipe()
+    os.write(fill, data)
+    os.close(fill)
+    return end
+
+
+def _pidfd(info: int) -> int | None:
+    """A handle on the process that bubblewrap names in `info`; None if it ended before that."""
+    with open(info, "rb") as file:
+        text = file.read()
+    try:
+        return os.pidfd_open(json.loads(text)["child-pid"])
+    except (ValueError, KeyError, ProcessLookupError):
+        return None

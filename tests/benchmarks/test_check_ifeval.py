@@ -1,0 +1,62 @@
+"""The check of a file of instructions: both forms of lines, floors counted by hand, and lines that are wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import check_ifeval
+
+PUBLISHED = [
+    {"key": 1, "prompt": "a", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+    {
+        "key": 2,
+        "prompt": "b",
+        "instruction_id_list": ["startend:quotation", "detectable_format:number_bullet_lists"],
+        "kwargs": [{"num_bullets": None}, {"num_bullets": 1}],
+    },
+]
+
+
+def write(path: Path, lines: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def check(monkeypatch, capsys):
+    """Run the tool: exit code, stdout, stderr."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["check_ifeval.py", *map(str, args)])
+        code = check_ifeval.main()
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_kinds_and_floors(check, tmp_path):
+    published = write(tmp_path / "in.jsonl", PUBLISHED)
+    code, out, _ = check(published)
+    assert code == 0
+    assert "2 prompts, 3 instructions of 3 kinds, all known" in out
+    assert "| x | 50.0% | 50.0% | 50.0% | 50.0% |" in out  # one of two prompts, wholly
+    assert "| a letter in quotes | 75.0% | 50.0% | 75.0% | 50.0% |" in out
+    assert "| everything at once | 100.0% | 100.0% | 100.0% | 100.0% |" in out
+    assert "| x | 0.0% | 0.0% | 0.0% | 0.0% |" in check(published, "--min-words", 2)[1]
+    rows = [{"prompt": "p", "verifier": "ifeval", "metadata": line} for line in PUBLISHED]
+    assert check(write(tmp_path / "rows.jsonl", rows))[1] == out
+
+
+def test_lines_that_are_wrong(check, tmp_path):
+    unknown = write(tmp_path / "u.jsonl", [*PUBLISHED, {**PUBLISHED[0], "instruction_id_list": ["punctuation:none"]}])
+    code, _, err = check(unknown)
+    assert code == 2
+    assert f"{unknown}:3: metadata.instruction_id_list[0]: no instruction is called 'punctuation:none'" in err
+    assert "no prompts" in check(write(tmp_path / "e.jsonl", []))[2]
+    assert "cannot be read" in check(tmp_path / "missing.jsonl")[2]

@@ -1,0 +1,103 @@
+"""From published rows to a run on a mixture of them: `brorl data prepare`, then `brorl train`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from e2e.conftest import REPOSITORY
+from e2e.runs import ENVIRONMENT, brorl, rows
+
+from megatron_brorl.cli.main import main
+
+GSM8K = [{"question": f"Ann has {i} nuts and gets {i}. How many?", "answer": f"#### {2 * i}"} for i in range(12)]
+DEEPSCALER = [{"problem": f"Find ${i}^2$.", "answer": str(i * i), "solution": ""} for i in range(13)]
+OWN = [{"q": f"Größe von {i} Äpfeln?", "a": f"{i} ✓"} for i in range(11)]
+TOML = """
+[data]
+template = "{{prompt}} "
+[[data.mixture]]
+name = "school"
+files = ["{gsm8k}"]
+weight = 0.5
+[[data.mixture]]
+files = ["{deepscaler}"]
+weight = 0.3
+[[data.mixture]]
+files = ["{own}"]
+weight = 0.2
+verifier = "exact"
+[rollout]
+n = 4
+prompts = 10
+max_tokens = 4
+[reward]
+workers = 1
+[algo]
+dynamic_sampling = false
+[theory]
+log_rollouts = true
+[train]
+steps = 2
+tokens_per_micro_batch = 600
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(configuration, model) of a run on three prepared files."""
+    folder = tmp_path_factory.mktemp("data")
+    files = {}
+    for name, raw, options in (
+        ("gsm8k", GSM8K, ["--verifier", "exact"]),
+        ("deepscaler", DEEPSCALER, ["--verifier", "exact"]),
+        ("custom", OWN, ["--prompt", "q", "--answer", "a"]),
+    ):
+        source = folder / f"{name}.raw.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in raw))
+        files[name] = folder / f"{name}.jsonl"
+        with pytest.raises(SystemExit) as e:
+            main(["data", "prepare", name, str(source), "--out", str(files[name]), *options])
+        assert e.value.code == 0
+
+    config = folder / "run.toml"
+    config.write_text(TOML.format(gsm8k=files["gsm8k"], deepscaler=files["deepscaler"], own=files["custom"]))
+    options = ["--vocab", "600", "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64"]
+    tool = [sys.executable, str(REPOSITORY / "tools" / "make_tiny_model.py"), str(config), str(folder / "model")]
+    subprocess.run([*tool, *options], check=True, capture_output=True, timeout=120, env=ENVIRONMENT)
+    return config, folder / "model"
+
+
+def prompts_of(run_dir: Path) -> list[tuple[int, str]]:
+    """(step, prompt) of every group that was trained on, in order."""
+    lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    return [(line["step"], line["prompt_id"]) for line in lines]
+
+
+def test_a_mixture_of_prepared_files(run: tuple[Path, Path], tmp_path: Path) -> None:
+    config, model = run
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    done = brorl("train", config, f"model.path={model}", f"run.dir={whole}")
+    assert done.returncode == 0, done.stderr
+    assert "data.mixture[0]: school has 50.0% of the prompts" in done.stderr
+    assert [row["rollouts"] for row in rows(whole)] == [40, 40]
+    assert (whole / "model" / "model.safetensors").is_file()
+
+    # Five, three and two of ten prompts in every step, none twice in one epoch.
+    seen = prompts_of(whole)
+    for step in (0, 1):
+        sources = Counter(name.split(":")[0] for s, name in seen if s == step)
+        assert sources == {"gsm8k": 5, "deepscaler": 3, "custom": 2}
+    assert len({name for _, name in seen}) == len(seen) == 20
+
+    # Stopped after a step and gone on with, on two processes: the same prompts.
+    command = ("train", "--processes", "2", config, f"model.path={model}", f"run.dir={parts}")
+    for steps in (1, 2):
+        done = brorl(*command, f"train.steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stderr
+    assert prompts_of(parts) == seen

@@ -1,0 +1,53 @@
+"""A step is begun only where one as long as the longest of the last five would end before the job."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_brorl.cli.job_end import SLURM_END, JobEnd
+from megatron_brorl.errors import UserError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fits_after(end: JobEnd, clock: Clock, seconds: float) -> bool:
+    clock.now += seconds
+    return end.step_fits()
+
+
+def test_the_longest_of_the_last_steps_must_fit(monkeypatch):
+    monkeypatch.delenv(SLURM_END, raising=False)
+    clock = Clock()
+    end = JobEnd(1100.0, clock)
+    assert end.step_fits()  # no step is known yet
+    assert fits_after(end, clock, 10)  # 1010
+    assert fits_after(end, clock, 30)  # 1040, an evaluation among it
+    assert end.step_s() == 30
+    assert fits_after(end, clock, 10)  # 1050
+    assert fits_after(end, clock, 19)  # 1069 + 30 < 1100
+    assert not fits_after(end, clock, 1)  # 1070 + 30 is not
+    assert not fits_after(end, clock, 1)  # it is the last but four
+    assert fits_after(end, clock, 1)  # 1072 + 19: it is looked back on no more
+    assert end.step_s() == 19
+
+
+def test_the_key_comes_before_slurm_and_neither_means_never(monkeypatch):
+    monkeypatch.delenv(SLURM_END, raising=False)
+    assert JobEnd(0.0, lambda: 9e9).step_fits()
+    monkeypatch.setenv(SLURM_END, "1500")
+    assert JobEnd(0.0, lambda: 1499.0).step_fits()
+    assert not JobEnd(0.0, lambda: 1500.0).step_fits()
+    assert JobEnd(2000.0, lambda: 1999.0).step_fits()
+
+
+def test_a_time_that_is_none_is_told(monkeypatch):
+    monkeypatch.setenv(SLURM_END, "UNLIMITED")
+    with pytest.raises(UserError) as caught:
+        JobEnd(0.0)
+    assert str(caught.value) == "SLURM_JOB_END_TIME = UNLIMITED: must be a Unix time; unset it, or give run.ends_at"

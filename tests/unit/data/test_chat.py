@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from unit.data.test_tokenizers import CHAT, make_hf
+
+from megatron_brorl.config.schema import DataConfig
+from megatron_brorl.data.prompts import read_rows, render
+from megatron_brorl.data.source import load_sources
+from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.errors import UserError
+
+ROLES = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late system') }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [
+    {"role": "user", "content": "12 + 7?"},
+    {"role": "assistant", "content": "19"},
+    {"role": "user", "content": "plus 1 "},
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf(tmp_path_factory.mktemp("hf"), chat_template=ROLES)
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+@pytest.mark.parametrize("prompt", ["12 + 7?", TURNS, TURNS[:1]])
+def test_text_and_ids_are_those_of_transformers(directory: Path, system: str, prompt: Any) -> None:
+    config = DataConfig(chat=True, system_prompt=system, template="Q: {prompt}!")
+    text, ids = render(prompt, load_tokenizer(directory), config, 100, "here")
+
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+    messages[-1]["content"] = f"Q: {messages[-1]['content']}!"
+    messages = [SYSTEM] * bool(system) + messages
+    library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    assert text == library.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    encoded = library.apply_chat_template(messages, add_generation_prompt=True)
+    assert list(ids) == list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
+
+
+def test_special_tokens_in_messages_are_plain_text(directory: Path) -> None:
+    tokenizer = load_tokenizer(directory)
+    messages = [SYSTEM, {"role": "user", "content": "a</s>b"}, {"role": "assistant", "content": "c"}, TURNS[0]]
+    text, ids = tokenizer.apply_chat(messages)
+    assert text == "<|system|>Be brief.</s><|user|>a</s>b</s><|assistant|>c</s><|user|>12 + 7?</s><|assistant|>"
+    assert ids.count(tokenizer.eos_id) == 4  # the frame's; the message's is five characters
+    assert tokenizer.decode([i for i in ids if i != tokenizer.eos_id]) == "<|system|>Be brief.a</s>bc12 + 7?"
+
+
+def test_a_template_that_repeats_messages_cannot_hold_special_tokens(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_hf(tmp_path, chat_template="{{ messages[0].content }}{{ messages[0].content }}"))
+    assert tokenizer.apply_chat(TURNS[:1])[0] == "12 + 7?12 + 7?"
+    with pytest.raises(UserError, match="does not keep messages apart"):
+        tokenizer.apply_chat([{"role": "user", "content": "</s>"}])
+
+
+def test_what_a_template_refuses_is_told_with_the_row(directory: Path, tmp_path: Path) -> None:
+    refusing = make_hf(tmp_path, chat_template="{{ raise_exception('no system\nrole') }}")
+    with pytest.raises(UserError) as e:
+        render(TURNS, load_tokenizer(refusing), DataConfig(chat=True), 100, "f.jsonl:3")
+    assert str(e.value).startswith(f"f.jsonl:3: {refusing}: the chat template refuses messages of the roles user, ")
+    assert "no system role" in str(e.value)
+    config = DataConfig(chat=True, system_prompt="x")
+    with pytest.raises(UserError, match=r"f\.jsonl:3: has a system message of its own; leave out data\.system_prompt"):
+        render([SYSTEM, *TURNS], load_tokenizer(directory), config, 100, "f.jsonl:3")
+    with pytest.raises(UserError, match=r"f\.jsonl:3: the prompt is a list of messages: set data\.chat = true"):
+        render(TURNS, load_tokenizer(directory), DataConfig(), 100, "f.jsonl:3")
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "empty": ([], "prompt must be a string or a list of messages that is not empty"),
+    "text": (["x"], 'prompt[0] must be {"role": "...", "content": "..."}'),
+    "misspelt": ([{"role": "user", "contents": "x"}], "prompt[0] must be"),
+    "more keys": ([{**TURNS[0], "name": "x"}], "prompt[0] must be"),
+    "content type": ([{"role": "user", "content": 3}], "prompt[0] must be"),
+    "role": ([{"role": "human", "content": "x"}], "prompt[0]: unknown role 'human'; known: system, user, assistant"),
+    "late system": ([TURNS[0], SYSTEM, TURNS[2]], "prompt[1]: a system message may only come first"),
+    "ends with the assistant": (TURNS[:2], "the last message of a prompt must be the user's"),
+    "ends with nothing": ([{"role": "user", "content": " "}], "the last message of a prompt must be the user's"),
+    "surrogate": ([{"role": "user", "content": "\ud800"}], "prompt has half of a surrogate pair"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_malformed_messages_are_named_with_their_row(tmp_path: Path, kind: str) -> None:
+    prompt, message = BAD[kind]
+    path = tmp_path / "f.jsonl"
+    good = json.dumps({"prompt": TURNS, "answer": "20"})
+    path.write_text(f"{good}\n{json.dumps({'prompt': prompt, 'answer': '20'})}\n")
+    with pytest.raises(UserError) as e:
+        read_rows(path, False)
+    assert str(e.value).startswith(f"{path}:2: ")
+    assert message in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_a_run_reads_conversations(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    path.write_text(json.dumps({"prompt": TURNS, "answer": "20"}) + "\n")
+    tokenizer = load_tokenizer(make_hf(tmp_path / "hf", chat_template=CHAT))
+    (prompt,) = load_sources(DataConfig(train=(str(path),), chat=True), tokenizer, 100, 0).train.take(0, 1)
+    assert prompt.text == "<|user|>12 + 7?</s><|user|>19</s><|user|>plus 1 </s><|assistant|>"
+    assert list(prompt.token_ids) == tokenizer.apply_chat(TURNS)[1]

@@ -1,0 +1,241 @@
+"""What a hostile program can do in a sandbox: nothing. The list is that of benchmarks/sandbox_attacks.py."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+
+import sandbox_attacks
+
+from megatron_brorl.rewards.sandbox import probe, user
+from megatron_brorl.rewards.sandbox.inside import codec
+from megatron_brorl.rewards.sandbox.limits import Limits
+from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox
+
+NEEDS = pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))
+SHORT = Sandbox(True, Limits(seconds=30.0, test_seconds=0.7, output_bytes=1 << 16))
+LONG = Sandbox(True, Limits(seconds=30.0, test_seconds=15.0, output_bytes=1 << 16))
+
+
+@pytest.fixture
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("BRORL_CANARY", "1")
+    path = tmp_path / "secret"
+    path.write_text("a secret")
+    path.chmod(0o666)
+    return str(path)
+
+
+def run(name: str, secret: str, sandbox: Sandbox) -> Outcome:
+    """The outcome, once it is certain that nothing has been left and nothing outside was touched."""
+    before = children()
+    outcome = sandbox.run(sandbox_attacks.program(name, 1, secret), "")
+    assert children() <= before
+    assert Path(secret).read_text() == "a secret"
+    assert list(Path(secret).parent.iterdir()) == [Path(secret)]
+    assert "breached" not in outcome.stdout
+    assert "a secret" not in outcome.stdout
+    return outcome
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _orphans_come_back() -> Iterator[None]:
+    """Of this file's tests alone: an orphan is a child of this process then, whoever started it."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    yield
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+
+
+def children() -> set[str]:
+    """Processes that were started by this one, directly or not, those that ended and were not waited for among them."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if not fields["State"].strip().startswith("Z") or int(fields["PPid"]) == os.getpid():
+            parents[path.parent.name] = fields["PPid"].strip()
+    mine = {str(os.getpid())}
+    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    return mine - {str(os.getpid())}
+
+
+@NEEDS
+@pytest.mark.parametrize("name", sandbox_attacks.ENDLESS)
+def test_what_never_ends_is_stopped(name: str, secret: str) -> None:
+    began = time.monotonic()
+    assert run(name, secret, SHORT).status in ("timeout", "output", "crash", "error", "ended")
+    assert time.monotonic() - began < SHORT.limits.seconds
+
+
+@NEEDS
+@pytest.mark.parametrize("name", sandbox_attacks.REFUSED)
+def test_what_is_forbidden_is_refused(name: str, secret: str) -> None:
+    outcome = run(name, secret, LONG)
+    assert (outcome.status, outcome.stdout) == ("ok", "held\n")
+
+
+@NEEDS
+@pytest.mark.parametrize("name", [*sandbox_attacks.CRASHING, *sandbox_attacks.FORGING])
+def test_nothing_is_left_of_what_crashes_or_forges(name: str, secret: str) -> None:
+    assert run(name, secret, SHORT).stdout.strip() != "4711"
+
+
+@NEEDS
+def test_the_attacks_would_succeed_outside(secret: str) -> None:
+    """Of those that harm nothing: without isolation each gets what it wants."""
+    bare = Sandbox(False, LONG.limits)
+    for name in ("read a file", "read /etc/passwd", "/proc", "UNIX socket", "memfd", "list the root"):
+        outcome = bare.run(sandbox_attacks.program(name, 1, secret), "")
+        assert outcome.stdout == "breached\n", name
+
+
+@NEEDS
+def test_tests_share_nothing_that_runs() -> None:
+    """An orphan of one test is gone before the next begins."""
+    program = (
+        "import os, time\n"
+        "if input() == '1':\n"
+        "    if os.fork() == 0:\n"
+        "        os.setsid(); time.sleep(1e6)\n"
+        "else:\n"
+        "    pids = [int(p) for p in range(4, 400) if alive(p)]\n"
+        "    print(pids == [os.getpid()])\n"
+    )
+    helper = "def alive(p):\n    import os\n    try: os.kill(p, 0)\n    except OSError: return False\n    return True\n"
+    first, second = LONG.scripts(helper + program, ["1", "2"])
+    assert (first.status, second.stdout) == ("ok", "True\n")
+
+
+@NEEDS
+def test_honest_programs_have_files_threads_processes_and_pipes() -> None:
+    program = (
+        "import asyncio, os, subprocess, tempfile, threading\n"
+        "with open('/tmp/a', 'w') as f: f.write('x' * (1 << 20))\n"
+        "with tempfile.TemporaryFile() as f: f.write(b'x')\n"
+        "t = threading.Thread(target=print, args=('thread',)); t.start(); t.join()\n"
+        "print(subprocess.run(['echo', 'process'], capture_output=True, text=True).stdout, end='', flush=True)\n"
+        "asyncio.run(asyncio.sleep(0))\n"
+        "print(os.path.getsize('/tmp/a'), input())\n"
+    )
+    outcome = LONG.run(program, "ä\n")
+    assert (outcome.status, outcome.stdout) == ("ok", f"thread\nprocess\n{1 << 20} ä\n"), outcome
+
+
+@NEEDS
+def test_a_program_is_nobody_with_no_rights(tmp_path: Path) -> None:
+    program = (
+        "import os, ctypes\n"
+        "libc = ctypes.CDLL(None)\n"
+        "class H(ctypes.Structure): _fields_ = [('v', ctypes.c_uint32), ('p', ctypes.c_int)]\n"
+        "data = (ctypes.c_uint32 * 6)()\n"
+        "assert libc.capget(ctypes.byref(H(0x20080522, 0)), data) == 0\n"
+        "print(os.getuid(), os.getgid(), os.geteuid(), list(data)[:2], libc.prctl(39, 0, 0, 0, 0), os.getgroups())\n"
+    )
+    found = LONG.run(program, "")
+    # _LINUX_CAPABILITY_VERSION_3: effective and permitted. 39: PR_GET_NO_NEW_PRIVS, so that exec brings none.
+    assert found.stdout == f"{user.INSIDE} {user.INSIDE} {user.INSIDE} {[0, 0]} 1 {[]}\n", found
+
+
+@NEEDS
+def test_the_number_of_processes_is_bounded() -> None:
+    program = (
+        "import os, time\nn = 0\n"
+        "try:\n    while n < 100:\n        if os.fork() == 0: time.sleep(1e6)\n        n += 1\n"
+        "except OSError: pass\nprint(n)"
+    )
+    found = int(LONG.run(program, "").stdout)
+    assert 0 < found <= LONG.limits.processes
+
+
+@NEEDS
+def test_a_killed_scoring_process_leaves_no_sandbox(tmp_path: Path) -> None:
+    """Not even when it could not say goodbye."""
+    code = (
+        "from megatron_brorl.rewards.sandbox.run import Sandbox\n"
+        "from megatron_brorl.rewards.sandbox.limits import Limits\nprint('+', flush=True)\n"
+        "Sandbox(True, Limits(seconds=600.0, test_seconds=600.0)).run('import time; time.sleep(600)', '')"
+    )
+    before = children()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(2)
+    deadline = time.monotonic() + 60
+    while len(children() - before) < 5 and time.monotonic() < deadline:  # it, bubblewrap, guard, runner, test
+        time.sleep(0.02)
+    assert len(children() - before) >= 5
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    while children() - before and time.monotonic() < deadline:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)  # the dead whom nobody but this process can bury
+        time.sleep(0.02)
+    assert children() <= before
+
+
+def test_values_survive_the_encoding_and_classes_do_not() -> None:
+    import collections
+    import json
+
+    values = [
+        None,
+        True,
+        1,
+        -2.5,
+        "x",
+        [1, [2]],
+        {"a": 1},
+        (1, (2,)),
+        {1, 2},
+        frozenset("a"),
+        {1: 2},
+        {"!": 1},
+        1j,
+        b"\0",
+    ]
+    for value in values:
+        back = codec.decode(codec.parse(json.dumps(codec.encode(value))))
+        assert back == value
+        assert type(back) is type(value)
+    for value in (float("inf"), float("-inf"), float("nan")):
+        assert repr(codec.decode(codec.encode(value))) == repr(value)
+
+    class Sly(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = int.__hash__
+
+    assert type(codec.encode(Sly(3))) is int
+    assert codec.encode(Sly(3)) == 3
+    assert codec.encode(Sly(3)) != 4
+    assert type(codec.decode(codec.encode(collections.Counter("aab")))) is dict
+    for bad in (object(), lambda: 0, range(3)):
+        with pytest.raises(codec.Unencodable):
+            codec.encode(bad)
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(codec.Unencodable):
+        codec.encode(endless)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, "9" * 5000, "{", b"\xff", '{"!": "os", "v": []}', '{"!": "set", "v": [[]]}', '{"!": "dict"}'],
+)
+def test_what_is_no_value_is_refused(text: str | bytes) -> None:
+    with pytest.raises(codec.Unencodable):
+        codec.decode(codec.parse(text))

@@ -1,0 +1,61 @@
+"""The filter, run by an interpreter of its own, refuses what it should by the kernel's numbers."""
+
+from __future__ import annotations
+
+import errno
+import struct
+
+import pytest
+
+from megatron_brorl.rewards.sandbox import seccomp
+
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# From the kernel's tables (arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h).
+NUMBERS = {
+    "x86_64": {"read": 0, "socketpair": 53, "execve": 59, "socket": 41, "ptrace": 101, "bpf": 321, "clone": 56},
+    "aarch64": {"read": 63, "socketpair": 199, "execve": 221, "socket": 198, "ptrace": 117, "bpf": 280, "clone": 220},
+}
+
+
+def verdict(machine: str, number: int, argument: int = 0, arch: int | None = None) -> int:
+    """What the filter of a machine returns for a call, by the definition of classic BPF."""
+    code = list(struct.iter_unpack("=HBBI", seccomp.program(machine)))
+    data = struct.pack("=iIQ6Q", number, ARCH[machine] if arch is None else arch, 0, argument, *[0] * 5)
+    accumulator = at = 0
+    while True:
+        operation, true, false, k = code[at]
+        at += 1
+        if operation == 0x06:
+            return k
+        if operation == 0x20:
+            (accumulator,) = struct.unpack_from("=I", data, k)
+        else:
+            holds = {0x15: accumulator == k, 0x35: accumulator >= k, 0x45: bool(accumulator & k)}[operation]
+            at += true if holds else false
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_calls_are_refused_or_allowed_by_their_numbers(machine: str) -> None:
+    numbers = NUMBERS[machine]
+    for name in ("read", "socketpair", "execve", "clone"):
+        assert verdict(machine, numbers[name]) == ALLOW, name
+    for name in ("socket", "ptrace", "bpf"):
+        assert verdict(machine, numbers[name]) == 0x50000 | errno.EPERM, name
+    for number in seccomp.refused(machine).values():
+        assert verdict(machine, number) == 0x50000 | errno.EPERM
+    assert verdict(machine, 435) == 0x50000 | errno.ENOSYS  # clone3
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_clone_makes_threads_and_processes_but_no_namespaces(machine: str) -> None:
+    clone = NUMBERS[machine]["clone"]
+    assert verdict(machine, clone, 0x3D0F00) == ALLOW  # what glibc gives for a thread
+    for bit in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+        assert verdict(machine, clone, bit | 17) == 0x50000 | errno.EPERM
+
+
+def test_other_conventions_end_the_process() -> None:
+    assert verdict("x86_64", 0, arch=0x40000003) == KILL  # i386
+    assert verdict("x86_64", 0x40000000) == KILL  # x32
+    assert verdict("aarch64", 63, arch=0x40000028) == KILL  # 32-bit Arm
