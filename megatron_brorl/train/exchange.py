@@ -19,7 +19,7 @@ from megatron_brorl.train.groups import FINISH, Outcomes
 from megatron_brorl.types import Rollout, ScoredRollout
 
 TOKEN_BYTES = 8  # an id and a log-probability, in 4 bytes each
-MESSAGE_TOKENS = 2**25  # that a rank sends or receives at a time, 256 MiB
+MESSAGE_TOKENS = 2**25  # that a rank sends or receives at a time, about 256 MiB
 
 
 @dataclass(frozen=True)
