@@ -4,13 +4,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test check bench sanitize clean
+.PHONY: quickstart test-fast test test-rest test-all check bench sanitize clean
 
 quickstart: $(INSTALLED)  ## the main job on this machine: a tiny model, 512 rollouts per prompt, a plot and a summary
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
 
-test: $(INSTALLED)  ## all tests that this machine can run
-	$(BIN)/python -m pytest
+# Of a file all tests run in one process, which keeps what they share; WORKERS files at a time.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-fast: $(INSTALLED)  ## what finds most mistakes: one or two processes, one whole run
+	$(PYTEST) -m "not slow and not full"
+
+test: $(INSTALLED)  ## every layout, every family, whole runs
+	$(PYTEST) -m "not full"
+
+test-rest: $(INSTALLED)  ## what `make test` leaves out
+	$(PYTEST) -m full
+
+test-all: $(INSTALLED)  ## all tests that this machine can run
+	$(PYTEST)
 
 check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Shared helpers: tiny random Hugging Face models of each family, and processes over gloo."""
+"""What every test process needs before torch is imported, and which tests `make test-fast` leaves out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,34 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.parallel import device
 
+TESTS = Path(__file__).parent
 device.leave_out_compiler()
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(TESTS))
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Any]:
+    """The grid of a single process: one, for the threads of gloo's groups stay when a grid is left."""
+    from megatron_brorl.parallel import grid
+
+    yield grid.build(ParallelConfig())
+    grid.leave()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses among them
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Worlds of more than two processes and whole runs are slow, but for the one that is marked `fast`."""
+    for item in items:
+        size = getattr(item, "callspec", None) and item.callspec.params.get("size", 1)
+        whole = item.path.is_relative_to(TESTS / "e2e") and not item.get_closest_marker("fast")
+        if whole or (size or 1) > 2:
+            item.add_marker("slow")

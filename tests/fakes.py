@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import tiny
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.ops.philox import uniforms
-from megatron_brorl.rewards.pool import ScoreRequest, Verdict
+from megatron_brorl.rewards.pool import PoolStats, ScoreRequest
+from megatron_brorl.rewards.verdict import Verdict
 from megatron_brorl.rollout.engine import Request, Sampling, Watch
 from megatron_brorl.types import Prompt, Rollout
 
@@ -42,12 +44,25 @@ class Tokenizer:
 
 
 class Pool:
-    """Rewards responses whose tokens add up to an even number."""
+    """Rewards responses whose tokens add up to an even number, at once."""
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
-        return [
-            Verdict(0.0, "no_answer") if r.answer is None else Verdict(float(reward(r.answer)), "ok") for r in requests
-        ]
+    def judge(self, answer: str) -> float:
+        return float(reward(answer))
+
+    def submit(self, request: ScoreRequest) -> Future[Verdict]:
+        verdict: Future[Verdict] = Future()
+        nothing = request.answer is None
+        verdict.set_result(Verdict(0.0, "no_answer") if nothing else Verdict(self.judge(request.answer), "ok"))
+        return verdict
+
+    def forget(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+    def stats(self) -> PoolStats:
+        return PoolStats(0, 0, 0, 0.0, 0.0)
 
 
 def reward(text: str) -> bool:

@@ -39,6 +39,8 @@ class WorkerProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self._verdicts = self._process.stdin, self._process.stdout
+        os.set_blocking(self._requests.fileno(), False)
+        self._unsent = memoryview(b"")
         self._partial = b""
 
     @property
@@ -46,19 +48,31 @@ class WorkerProcess:
         """Number of the process."""
         return self._process.pid
 
-    def fileno(self) -> int:
-        """Readable when there are verdicts, or when the process is gone."""
+    @property
+    def verdicts(self) -> int:
+        """File descriptor, readable when there are verdicts or when the process is gone."""
         return self._verdicts.fileno()
 
+    @property
+    def requests(self) -> int:
+        """File descriptor, writable when flush can go on."""
+        return self._requests.fileno()
+
     def send(self, items: list[Item]) -> None:
-        """Hand over a chunk. A worker that is gone shows at the next receive."""
+        """Have a chunk ready for flush; the one before must be out."""
         body = pickle.dumps(items, protocol=pickle.HIGHEST_PROTOCOL)
-        rest = memoryview(LENGTH.pack(len(body)) + body)
+        self._unsent = memoryview(LENGTH.pack(len(body)) + body)
+
+    def flush(self) -> bool:
+        """Write what the pipe takes; whether that was all. A worker that is gone shows at the next receive."""
         try:
-            while rest:
-                rest = rest[os.write(self._requests.fileno(), rest) :]
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self.requests, self._unsent) :]
+        except BlockingIOError:
+            return False
         except BrokenPipeError:
-            pass
+            self._unsent = memoryview(b"")
+        return True
 
     def receive(self) -> list[Record] | None:
         """The records that have arrived; None when the process is gone, or had to go for what it wrote."""
@@ -68,9 +82,13 @@ class WorkerProcess:
         try:
             records, self._partial = unpack(self._partial + data)
         except Malformed:
-            self._process.kill()  # something in it writes where only the worker may
+            self.kill_at_once()  # something in it writes where only the worker may
             return None
         return records
+
+    def kill_at_once(self) -> None:
+        """End the process alone; kill has to follow."""
+        self._process.kill()
 
     def failure(self) -> str | None:
         """Why a worker that is gone ended by itself: the last line it wrote. None if a signal ended it."""

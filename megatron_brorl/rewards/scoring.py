@@ -1,10 +1,14 @@
-"""From sampled responses and their texts to rewards."""
+"""From sampled responses to rewards, while others are still being sampled."""
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import get_args
 
 import torch
@@ -12,8 +16,9 @@ from torch import Tensor
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.rewards.extract import Found, extract
-from megatron_brorl.rewards.pool import RewardPool, ScoreRequest, Status
+from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.registry import entry
+from megatron_brorl.rewards.verdict import Status, Verdict
 from megatron_brorl.types import CORRECT, Prompt, Rollout
 
 _RAISED = {
@@ -33,42 +38,117 @@ class Scores:
     raised: dict[str, str]  # of each verifier that raised or gave no score, in words: the first time
 
 
-def score_rollouts(
-    prompts: Sequence[Prompt],
-    rollouts: Sequence[Rollout],
-    texts: Sequence[str],
-    pool: RewardPool,
-    config: RewardConfig,
-) -> Scores:
-    """Score rollout i, a response to prompts[i], by texts[i]: it decoded, without the end-of-sequence token.
+class Scorer:
+    """Has the rollouts of one call of the engine judged as they end; a context manager.
 
-    Strict: partial credit is none. A response cut off at the length limit scores cut_off_factor of its reward, and is
-    not looked at where that is 0.
+    Texts are decoded, and answers found in them, in a thread of its own: the engine's goes on at once.
     """
-    # What there is to judge.
-    # An answer is found as its verifier looks for it, or as the configuration has it for all.
-    entries = {name: entry(name, "verifier", config) for name in {prompt.verifier for prompt in prompts}}
-    factors = [config.cut_off_factor if rollout.finish == "length" else 1.0 for rollout in rollouts]
-    requests = []
-    for prompt, factor, text in zip(prompts, factors, texts, strict=True):
-        judged_by = entries[prompt.verifier]
-        found = extract(text, judged_by.find, judged_by.max_chars) if factor else Found(None, "cut off")
-        requests.append(ScoreRequest(prompt, *found))
-    verdicts = pool.score(requests)
 
-    # Rewards, in float32 as they are carried.
-    credit = [float(v.reward >= CORRECT) if config.strict else v.reward for v in verdicts]
-    rewards = torch.tensor([f * c for f, c in zip(factors, credit, strict=True)], dtype=torch.float32)
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        decode: Callable[[list[int]], str],
+        stop_ids: Sequence[int],
+        pool: RewardPool,
+        config: RewardConfig,
+    ) -> None:
+        """prompts: of each request to the engine. A response's text is without the token of stop_ids that ends it."""
+        self._prompts, self._decode, self._stop_ids = prompts, decode, stop_ids
+        self._pool, self._config = pool, config
+        # An answer is found as its verifier looks for it, or as the configuration has it for all.
+        self._entries = {name: entry(name, "verifier", config) for name in {prompt.verifier for prompt in prompts}}
+        self._found: dict[tuple[str, bytes], Found] = {}  # siblings repeat one another: each is decoded once
+        self._judged: dict[tuple[int, int], _Judged] = {}
 
-    # How the verifiers fared.
-    counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
-    counts.update(v.status if f else "length" for f, v in zip(factors, verdicts, strict=True))
-    raised: dict[str, str] = {}
-    for prompt, verdict in zip(prompts, verdicts, strict=True):
-        if verdict.status in _RAISED:
-            row = f"row {prompt.id}: " if verdict.status == "invalid" else ""
-            raised.setdefault(_RAISED[verdict.status].format(_name(prompt)), row + verdict.reason)
-    return Scores(rewards, [request.answer for request in requests], dict(counts), raised)
+        # What ends here, None last; a daemon, which the end of the process does not wait for.
+        self._ended: SimpleQueue[tuple[int, Rollout] | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._given_up = False
+        self._thread = threading.Thread(target=self._serve, name="scoring", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        # Of a call that failed nobody takes the verdicts any more.
+        if kind is not None:
+            self._given_up = True
+        self._ended.put(None)
+        self._thread.join()
+        if kind is not None:
+            self._pool.cancel()
+
+    def finished(self, request: int, rollout: Rollout) -> None:
+        """A rollout of prompts[request] has ended: rollout.watchdog.Finished, for the thread that generates.
+
+        Raises what went wrong with an earlier one, so that the engine need not go on.
+        """
+        if self._error:
+            raise self._error
+        self._ended.put((request, rollout))
+
+    def scores(self, places: Sequence[tuple[int, int]]) -> Scores:
+        """What the verifiers made of the rollouts (request, sibling), all of which have ended; waits for them.
+
+        Strict: partial credit is none. A response cut off at the length limit scores cut_off_factor of its reward, and
+        is not looked at where that is 0.
+        """
+        # All have been decoded first.
+        self._ended.put(None)
+        self._thread.join()
+        if self._error:
+            raise self._error
+        judged = [self._judged[place] for place in places]
+        verdicts = [each.verdict.result() for each in judged]
+
+        # Rewards, in float32 as they are carried.
+        credit = [float(v.reward >= CORRECT) if self._config.strict else v.reward for v in verdicts]
+        factors = [each.factor for each in judged]
+        rewards = torch.tensor([f * c for f, c in zip(factors, credit, strict=True)], dtype=torch.float32)
+
+        # How the verifiers fared.
+        counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
+        counts.update(v.status if f else "length" for f, v in zip(factors, verdicts, strict=True))
+        raised: dict[str, str] = {}
+        for (request, _), verdict in zip(places, verdicts, strict=True):
+            if verdict.status in _RAISED:
+                prompt = self._prompts[request]
+                row = f"row {prompt.id}: " if verdict.status == "invalid" else ""
+                raised.setdefault(_RAISED[verdict.status].format(_name(prompt)), row + verdict.reason)
+        return Scores(rewards, [each.answer for each in judged], dict(counts), raised)
+
+    def _serve(self) -> None:
+        try:
+            while (ended := self._ended.get()) is not None and not self._given_up:
+                request, rollout = ended
+                self._judged[request, rollout.index] = self._judge(self._prompts[request], rollout)
+        except BaseException as e:
+            self._error = e  # for who delivers next, and for who asks for the scores
+
+    def _judge(self, prompt: Prompt, rollout: Rollout) -> _Judged:
+        factor = self._config.cut_off_factor if rollout.finish == "length" else 1.0
+        found = self._find(prompt, rollout) if factor else Found(None, "cut off")
+        return _Judged(factor, found.answer, self._pool.submit(ScoreRequest(prompt, *found)))
+
+    def _find(self, prompt: Prompt, rollout: Rollout) -> Found:
+        ids = rollout.token_ids
+        if len(ids) and int(ids[-1]) in self._stop_ids:
+            ids = ids[:-1]
+        key = (prompt.verifier, hashlib.blake2b(ids.numpy().tobytes(), digest_size=16).digest())
+        if key not in self._found:
+            judged_by = self._entries[prompt.verifier]
+            self._found[key] = extract(self._decode(ids.tolist()), judged_by.find, judged_by.max_chars)
+        return self._found[key]
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A rollout that has ended."""
+
+    factor: float  # of its reward
+    answer: str | None
+    verdict: Future[Verdict]
 
 
 def _name(prompt: Prompt) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
@@ -21,6 +21,9 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import device
 from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling
 from megatron_brorl.types import Rollout
+
+# (index of a request, rollout that has ended): called in the thread that generates, so it must be quick.
+Finished = Callable[[int, Rollout], None]
 
 GRACE_S = 30.0  # between "stop" and giving an engine up; a token of all rows takes far less
 _NAMED = 8  # prompts of late rollouts that a message names
@@ -47,9 +50,13 @@ class Watchdog:
             target=_serve, args=(engine, self._calls, device.default_device()), name="rollouts", daemon=True
         )
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> GenerationResult:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
+    ) -> GenerationResult:
         """What the engine made of the requests within the limit; its exceptions are raised here.
 
+        finished is told of each rollout of the result that is not "cut", once and as it ends; where it raises, the
+        engine is told to stop, and the exception is raised here.
         Ends within timeout_s + grace_s, whatever the engine does. Raises UserError where an earlier call never ended.
         """
         # The thread of a call that was given up is still in the engine.
@@ -60,7 +67,7 @@ class Watchdog:
             )
 
         # Nothing to ask is nothing to wait for; the thread begins with the first call.
-        call = _Call(requests, sampling)
+        call = _Call(requests, sampling, finished)
         if not requests:
             return call.result(0)
         if not self._thread.is_alive():
@@ -123,20 +130,30 @@ class Watchdog:
 class _Call:
     """One call of generate and what has come of it: a rollout.engine.Watch."""
 
-    def __init__(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        self.requests, self.sampling = requests, sampling
+    def __init__(self, requests: Sequence[Request], sampling: Sampling, tell: Finished | None) -> None:
+        self.requests, self.sampling, self._tell = requests, sampling, tell
         self.done = threading.Event()
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._found: list[dict[int, Rollout]] = [{} for _ in requests]  # by sibling
         self._error: BaseException | None = None
+        self._taken = False
 
     def finished(self, request: int, rollout: Rollout) -> None:
         asked = self.requests[request]
         if not asked.first <= rollout.index < asked.first + asked.n:
             raise ValueError(f"the engine delivered sibling {rollout.index} of {asked.prompt.id}, which was not asked")
+        # What comes after the result was taken is lost. Under the lock, so that what is told is what is found.
         with self._lock:
-            self._found[request].setdefault(rollout.index, rollout)
+            if self._taken or rollout.index in self._found[request]:
+                return
+            self._found[request][rollout.index] = rollout
+            if self._tell and rollout.finish != "cut" and self._error is None:
+                try:
+                    self._tell(request, rollout)
+                except BaseException as e:
+                    self._error = e  # not the engine's, which ends in order
+                    self.cancel()
 
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
@@ -151,7 +168,7 @@ class _Call:
                 for rollout in rollouts:
                     self.finished(i, rollout)
         except BaseException as e:
-            self._error = e
+            self._error = self._error or e
         self.done.set()
 
     def missing(self) -> list[list[int]]:
@@ -163,9 +180,10 @@ class _Call:
             ]
 
     def result(self, late: int) -> GenerationResult:
-        if self.done.is_set() and self._error is not None:
+        if self._error is not None:
             raise self._error
         with self._lock:
+            self._taken = True
             return GenerationResult([[found[i] for i in sorted(found)] for found in self._found], late)
 
 

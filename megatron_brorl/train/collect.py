@@ -74,6 +74,8 @@ class Collector:
         version: of the actor's weights. Raises UserError where too many rollouts were lost, or have no verdict.
         """
         c, target = self.config, self.config.rollout.prompts
+        # Equal answers share a verdict over all rounds of a step.
+        self.rollouts.pool.forget()
         # Carried groups come first: rows of the step before are numbered by their place among them.
         groups = list(carried.groups)
         sampled = SampledRounds(carried.finished(), {}, {})
@@ -110,7 +112,8 @@ class Collector:
         seconds = sampled.seconds | {"exchange": time.monotonic() - begun}
 
         # What the step's sampling came to; rounds say what refills cost in prompts.
-        metrics = self._metrics(outcomes, counts, lost)
+        judging, queued = self.rollouts.verdict_metrics()
+        metrics = self._metrics(outcomes, counts, lost) | judging
         metrics |= {"update_balance": assigned.balance, "moved_mib": exchanged.moved / 2**20}
         if c.rollout.refills:
             metrics |= {"prompts_sampled": counts["asked"] / c.rollout.n, "carried_groups": float(len(waiting))}
@@ -121,7 +124,7 @@ class Collector:
         # Groups that have not closed go on, those that wait among them, with this rank's rollouts.
         # Rounds append rows; carried ones are numbered by group and sibling.
         going_on = carry(groups, in_order(sampled.rollouts), outcomes.closed)
-        return Collected(groups, exchanged.rows, outcomes, going_on, taken, metrics, seconds)
+        return Collected(groups, exchanged.rows, outcomes, going_on, taken, metrics, seconds | queued)
 
     def _sample(
         self, carried: Carried, groups: Sequence[OpenGroup], new: int, known: Sequence[ScoredRollout]
@@ -168,6 +171,7 @@ class Collector:
             **adaptive.even_metrics(outcomes, adaptive.rounds_of(c)),
             "unscored_share": counts["unscored"] / (counts["scored"] or 1.0),
             "verdict_errors": counts["errors"],
+            "verdict_timeouts": counts["timeouts"],
             "lost_share": lost / counts["asked"],
             "late": counts["late"],
         }

@@ -90,6 +90,7 @@ def sample_answers(
     # The stream takes the place of the step in the random numbers' key.
     groups = open_groups(prompts, stream)
     slots = list(product(range(len(groups)), range(n)))
+    rollouts.pool.forget()  # verdicts are kept for one thing at a time
     sampled = rollouts.sample(own_slots([], slots, [0] * grid.world, grid.rank), groups, sampling)
 
     # Every rank gets what became of all samples.

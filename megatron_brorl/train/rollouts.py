@@ -17,12 +17,12 @@ from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rewards.scoring import score_rollouts
+from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rollout.duplicates import improbable
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, requests
 from megatron_brorl.rollout.watchdog import Watchdog
-from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout
+from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts rewards mean nothing
 _FAILED = ("timeout", "broken", "invalid", "crash")
@@ -38,13 +38,14 @@ class Sampled:
     scored: int  # responses
     unscored: int  # of which the verifier failed
     errors: int  # answers that it raised on, although it can judge: wrong ones
-    seconds: dict[str, float]  # "generate", "score"
+    timeouts: int  # answers that it took too long over; they are unscored
+    seconds: dict[str, float]  # "generate"; "score": what verdicts took after that
 
     def counts(self) -> dict[str, float]:
         """What adds up over ranks."""
         lost = self.asked - len(self.rollouts)
         counts = {"asked": self.asked, "lost": lost, "late": self.late}
-        verdicts = {"scored": self.scored, "unscored": self.unscored, "errors": self.errors}
+        verdicts = {"scored": self.scored, "unscored": self.unscored, "errors": self.errors, "timeouts": self.timeouts}
         return {k: float(v) for k, v in {**counts, **verdicts}.items()}
 
 
@@ -76,31 +77,28 @@ class Rollouts:
         start = time.monotonic()
         # A run of siblings is one request, by which the engine knows that they share a prompt.
         asked, numbers = requests(slots, groups, begun or {}, self.seed)
-        result = self.engine.generate(asked, sampling)
-        # A collective, and before verdicts: repeated rollouts would count as independent ones everywhere.
-        _check_distinct(asked, result.rollouts, self.engine.engine.if_repeating)
-        middle = time.monotonic()
+        prompts = [request.prompt for request in asked]
+        with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
+            # Verdicts are made while others are still being sampled.
+            result = self.engine.generate(asked, sampling, scorer.finished)
+            # A collective, and before verdicts count: repeated rollouts would pass for independent ones everywhere.
+            _check_distinct(asked, result.rollouts, self.engine.engine.if_repeating)
+            middle = time.monotonic()
 
-        # What has ended has a verdict; the others go on, or are lost.
-        # Texts stand in the order of `ended`.
-        cut: list[ScoredRollout] = []
-        ended: list[tuple[int, Prompt, Rollout]] = []
-        texts: list[str] = []
-        for number, request, rollouts in zip(numbers, asked, result.rollouts, strict=True):
-            done = [r for r in rollouts if r.finish != "cut"]
-            ended += [(number, request.prompt, r) for r in done]
-            texts += self._texts(done, sampling.stop_ids)
-            # Without a verdict so far, which NaN says; group and sibling keep its place for the next step.
-            if sampling.budget:
-                cut += [ScoredRollout(number, r, float("nan")) for r in rollouts if r.finish == "cut"]
-
-        # One call, so that all verifiers are at work at once.
-        prompts, responses = [prompt for _, prompt, _ in ended], [rollout for *_, rollout in ended]
-        scores = score_rollouts(prompts, responses, texts, self.pool, self.reward)
+            # What has ended has a verdict, or gets it now.
+            ended = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
+            scores = scorer.scores([(i, r.index) for i, r in ended])
         # Answers go on as codes: tables of numbers cross ranks, texts do not.
         verdicts = zip(ended, scores.rewards.tolist(), scores.answers, strict=True)
-        scored = [ScoredRollout(g, rollout, reward, code(answer)) for (g, _, rollout), reward, answer in verdicts]
+        scored = [ScoredRollout(numbers[i], r, reward, code(answer)) for (i, r), reward, answer in verdicts]
         score = time.monotonic() - middle
+
+        # The others go on, or are lost.
+        # Without a verdict so far, which NaN says; group and sibling keep its place for the next step.
+        cut: list[ScoredRollout] = []
+        if sampling.budget:
+            for number, rollouts in zip(numbers, result.rollouts, strict=True):
+                cut += [ScoredRollout(number, r, float("nan")) for r in rollouts if r.finish == "cut"]
 
         # Ranks wait here, so that seconds are a rank's own.
         self.grid.barrier()
@@ -114,8 +112,23 @@ class Rollouts:
             scored=len(scored),
             unscored=sum(scores.counts[s] for s in _FAILED),
             errors=scores.counts["error"],
+            timeouts=scores.counts["timeout"],
             seconds={"generate": middle - start, "score": score},
         )
+
+    def verdict_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        """What verdicts cost since the pool last forgot: metrics, the same on every rank, and this rank's seconds.
+
+        A collective.
+        """
+        stats = self.pool.stats()
+        own = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
+        sums = collectives.all_reduce_sum({name: float(value) for name, value in own.items()})
+        metrics = {
+            "verdict_hit_share": sums["hits"] / (sums["answers"] or 1.0),
+            "reward_worker_restarts": sums["restarts"],
+        }
+        return metrics, {"verdict_queue_mean": stats.queue_mean_s, "verdict_queue_max": stats.queue_max_s}
 
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
@@ -138,19 +151,6 @@ class Rollouts:
                 with contextlib.suppress(OSError):  # nobody reads the pipe any more
                     print(what[key], file=sys.stderr, flush=True)
             self.told.add(key)
-
-    def _texts(self, rollouts: Sequence[Rollout], stop_ids: tuple[int, ...]) -> list[str]:
-        """Responses as text without their stop token. Siblings repeat one another, so each text is decoded once."""
-        cache: dict[tuple[int, ...], str] = {}
-        texts = []
-        for rollout in rollouts:
-            ids = tuple(rollout.token_ids.tolist())
-            if ids and ids[-1] in stop_ids:
-                ids = ids[:-1]
-            if ids not in cache:
-                cache[ids] = self.tokenizer.decode(list(ids))
-            texts.append(cache[ids])
-        return texts
 
 
 def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], if_repeating: str) -> None:

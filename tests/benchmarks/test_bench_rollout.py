@@ -20,6 +20,7 @@ KEYS = {"engine", "model", "lengths", "dtype", "tokens_per_s", "peak_mib", "gemm
 T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
 
 
+@pytest.mark.slow
 def test_rows(monkeypatch, tmp_path):
     out, peak = tmp_path / "rows.json", 1e11
     monkeypatch.setattr(bench_rollout, "alone", lambda *_: peak)  # the product of 4096 x 4096 matrices takes seconds
@@ -72,6 +73,7 @@ def test_an_engine_that_cheats_is_found():
         measure.time_rollouts({**job, "lengths": [2, 2]}, lambda prompt, lengths, seed: [[0, 0], [0, 0]])
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_told(monkeypatch):
     monkeypatch.setattr(bench_rollout, "alone", lambda *_: 1e11)
     options = "--models t4 --n 2 --prompts 2 --lengths 2 --engines brorl --repeat 1 --vllm-python"

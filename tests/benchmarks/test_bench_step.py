@@ -19,6 +19,7 @@ KEYS = {"engine", "model", "lengths", "dtype", "tokens_per_s", "peak_mib", "gemm
 T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
 
 
+@pytest.mark.slow
 def test_rows(monkeypatch, tmp_path):
     out, peak = tmp_path / "rows.json", 1e11
     monkeypatch.setattr(bench_step, "alone", lambda *_: peak)

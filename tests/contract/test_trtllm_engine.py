@@ -16,6 +16,8 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.duplicates import improbable
 from megatron_brorl.rollout.engine import Request
 
+pytestmark = pytest.mark.slow  # every test starts processes that import torch
+
 
 def wait_for(condition, seconds=60):
     deadline = time.monotonic() + seconds

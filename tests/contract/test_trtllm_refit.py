@@ -16,6 +16,8 @@ from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.remote.cuda_ipc import IpcSender
 from megatron_brorl.rollout.remote.fp8_blocks import dequantize, quantize
 
+pytestmark = pytest.mark.slow  # as test_trtllm_engine.py
+
 
 def broken(model, what):
     pairs = list(model.stream())

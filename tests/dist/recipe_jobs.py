@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,18 @@ from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.fused.sampling import sample_tokens
-from megatron_brorl.rewards.pool import ScoreRequest, Verdict
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.train.loop import Trainer
 
 
-class Judge:
+class Judge(fakes.Pool):
     """The same reward for every answer."""
 
     def __init__(self, reward: float) -> None:
         self.reward = reward
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
-        return [Verdict(0.0, "no_answer") if r.answer is None else Verdict(self.reward, "ok") for r in requests]
+    def judge(self, answer: str) -> float:
+        return self.reward
 
 
 def _trainer(directory: str, parallel: dict[str, Any], changes: dict[str, Any], reward: float | None, engine: Any = None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dist.jobs import rows
+from dist.layouts import covering
 from dist.world import World
 from ops.linear_cases import EVERYTHING, OTHER_LOSSES, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
@@ -40,8 +41,7 @@ def models(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize(("size", "parallel"), [*LAYOUTS, *CONTEXTS])
-@pytest.mark.parametrize("case", tiny.CASES)
+@pytest.mark.parametrize(("size", "parallel", "case"), covering([*LAYOUTS, *CONTEXTS], tiny.CASES))
 def test_logits_and_log_probs_equal_transformers(worlds, models, size, parallel, case):
     directory, model = models[case]
     results = worlds(size).run("jobs:log_probs", directory, parallel, 0.7)
@@ -58,8 +58,7 @@ def test_logits_and_log_probs_equal_transformers(worlds, models, size, parallel,
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
-@pytest.mark.parametrize("case", tiny.CASES)
+@pytest.mark.parametrize(("size", "parallel", "case"), covering(LAYOUTS, tiny.CASES))
 def test_round_trip_is_bit_exact(worlds, models, tmp_path, size, parallel, case):
     directory, model = models[case]
     target = tmp_path / "out"
@@ -117,7 +116,7 @@ TRAINING = [
 
 
 TRAINED = [
-    *((*layout, case) for case in (("qwen2", True), ("qwen3", False)) for layout in TRAINING),
+    *covering(TRAINING, [("qwen2", True), ("qwen3", False)]),
     # The others once, where most is cut.
     *(
         (4, {"tensor": 2, "pipeline": 2, "sequence": True}, {}, (family, True))
@@ -163,13 +162,16 @@ def test_training_step_equals_single_process(worlds, models, single, size, paral
 ENGINES = [*LAYOUTS, (2, {}), (4, {"tensor": 2}), (4, {"pipeline": 2})]
 
 
-@pytest.mark.parametrize(("size", "parallel"), ENGINES)
-@pytest.mark.parametrize("case", [(family, family == "qwen2") for family in tiny.FAMILIES])
+ENGINE_CASES = [(family, family == "qwen2") for family in tiny.FAMILIES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "parallel", "case"), covering(ENGINES, ENGINE_CASES))
 def test_engine_log_probs_equal_the_actor_s(worlds, models, size, parallel, case):
     assert max(worlds(size).run("jobs:engine_gap", models[case][0], parallel)) <= 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_engine_log_probs_of_eight_ranks(models):
     """TP2 x PP2 twice: two data-parallel copies of an actor over four ranks."""
     world = World(8)

@@ -54,3 +54,4 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path, monkeypatch):
         else:
             with pytest.raises(UserError, match=r"or parallel\.distributed_optimizer = true"):
                 memory.check(shape, alone, torch.bfloat16, False)
+    grid.leave()

@@ -20,6 +20,7 @@ def directory(tmp_path_factory):
     return str(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CHANGES, ids=["one update", "four updates"])
 def test_rows_are_left_out_alike(worlds, directory, changes):
     expected = worlds(1).run("nonfinite_jobs:steps", directory, {}, changes, TOKEN, ENGINE)[0]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import tiny
 import torch
+from dist.layouts import covering
 from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, TEMPERATURE, batch
 
+pytestmark = pytest.mark.slow
 STEPS = 3
 LAYOUTS = [
     (1, {}, {}),
@@ -69,11 +72,12 @@ def generalised(reward, v):
     return torch.stack([sum((ALGO.gamma * ALGO.lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)])
 
 
-@pytest.fixture(scope="module", params=[("qwen2", True), ("qwen3", False)], ids=str)
-def expected(request, tmp_path_factory):
+CASES = [("qwen2", True), ("qwen3", False)]
+
+
+def loop(directory, case):
     """The loop: its figures and weights, and the directory that both begin from."""
-    directory = tmp_path_factory.mktemp("model")
-    actor = tiny.make_model(directory, *request.param).double()
+    actor = tiny.make_model(directory, *case).double()
     reference = copy.deepcopy(actor)
     critic = Critic(actor)
     adam, critic_adam = optimizer(actor, OPTIM), optimizer(critic, CRITIC_OPTIM)
@@ -126,9 +130,15 @@ def expected(request, tmp_path_factory):
     return str(directory), figures, dict(actor.state_dict()), dict(critic.state_dict())
 
 
-@pytest.mark.parametrize(("size", "parallel", "options"), LAYOUTS)
-def test_ppo_equals_the_loop_written_out(worlds, expected, size, parallel, options):
-    directory, figures, actor, critic = expected
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory):
+    """`loop` of a case, which takes seconds, once."""
+    return cache(lambda case: loop(tmp_path_factory.mktemp("model"), case))
+
+
+@pytest.mark.parametrize(("size", "parallel", "options", "case"), covering(LAYOUTS, CASES))
+def test_ppo_equals_the_loop_written_out(worlds, loops, size, parallel, options, case):
+    directory, figures, actor, critic = loops(case)
     assert sum(f["clipped"] for f in figures) > 0  # the clipping of values is at work
     for got, actor_weights, critic_weights in worlds(size).run("ppo_jobs:ppo", directory, parallel, STEPS, options):
         for mine, wanted in zip(got, figures, strict=True):
@@ -146,6 +156,8 @@ def test_ppo_equals_the_loop_written_out(worlds, expected, size, parallel, optio
         assert critic.keys() - critic_weights.keys() <= {"value_head"}
 
 
-def test_a_fresh_critic_explains_nothing(expected):
-    assert expected[1][0]["explained_variance"] == 0.0
-    assert expected[1][-1]["explained_variance"] != 0.0
+@pytest.mark.parametrize("case", CASES)
+def test_a_fresh_critic_explains_nothing(loops, case):
+    figures = loops(case)[1]
+    assert figures[0]["explained_variance"] == 0.0
+    assert figures[-1]["explained_variance"] != 0.0

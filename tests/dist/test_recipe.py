@@ -11,6 +11,7 @@ import torch
 
 from megatron_brorl.ops.philox import stream_key
 
+pytestmark = pytest.mark.slow
 SMALL = {"rollout": {"prompts": 3, "n": 16}}
 LAYOUTS = [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2})]
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from conversions import assert_same_weights, to_hf, to_megatron
 from dist.jobs import rows
+from dist.layouts import covering
 from dist.world import World
 
 import tiny
 
+pytestmark = pytest.mark.slow
 BIG = (4, {"tensor": 2, "pipeline": 2})
 
 
@@ -27,8 +29,13 @@ def test_twenty_refits_are_bitwise_what_hugging_face_holds(worlds, weights):
     assert worlds(size).run("refit_jobs:refits", weights, parallel) == [[]] * size
 
 
-@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"tensor": 2})])
-@pytest.mark.parametrize("case", [("qwen3", False), ("qwen2", True), ("llama", True)])
+@pytest.mark.parametrize(
+    ("size", "parallel", "case"),
+    covering(
+        [(1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"tensor": 2})],
+        [("qwen3", False), ("qwen2", True), ("llama", True)],
+    ),
+)
 def test_every_layout_and_family(worlds, tmp_path, size, parallel, case):
     for seed in range(2):
         tiny.make_model(tmp_path / str(seed), *case, seed=seed)
@@ -112,8 +119,10 @@ def test_megatron_s_own_resharding_agrees(worlds, tmp_path, size, source, target
     assert worlds(size).run("refit_jobs:between_layouts", str(tmp_path), source, target) == [[]] * size
 
 
-@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {"pipeline": 2}), BIG, (4, {"tensor": 2})])
-@pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("size", "parallel", "case"),
+    covering([(1, {}), (2, {"pipeline": 2}), BIG, (4, {"tensor": 2})], [("qwen2", True), ("qwen3", False)]),
+)
 def test_megatron_loads_converted_checkpoints(worlds, tmp_path, size, parallel, case):
     """Converted for two tensor ranks and two stages, loaded by Megatron under every layout; log-probs of transformers."""
     model = tiny.make_model(tmp_path / "hf", *case)

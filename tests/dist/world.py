@@ -14,24 +14,22 @@ import traceback
 from typing import Any
 
 import psutil
-import torch.multiprocessing as mp
+from forks import CONTEXT, meeting, meeting_point, take
 
 
 class World:
     """`size` processes that wait for jobs."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
         self.pipes, self.processes = [], []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs))  # may have children: savers
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        with meeting_point() as listener:
+            for rank, told in enumerate(meeting(listener, size)):
+                ours, theirs = CONTEXT.Pipe()
+                given = (rank, told, None if rank else listener, theirs)
+                process = CONTEXT.Process(target=_serve, args=given)  # may have children: savers
+                process.start()
+                self.pipes.append(ours)
+                self.processes.append(process)
 
     def run(self, job: str, *args: Any, timeout: float = 300) -> list[Any]:
         for pipe in self.pipes:
@@ -48,6 +46,10 @@ class World:
             raise AssertionError(failures[0])
         return results
 
+    def threads(self) -> int:
+        """Of its first process."""
+        return int(psutil.Process(self.processes[0].pid).num_threads())
+
     def close(self) -> None:
         """End the processes, and what they started to write checkpoints."""
         for process in self.processes:
@@ -57,15 +59,9 @@ class World:
                     p.kill()
 
 
-def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
+def _serve(rank: int, told: dict[str, str], listener: socket.socket | None, pipe: Any) -> None:
+    os.environ.update(told, OMP_NUM_THREADS="1")
+    take(listener)
     import torch
 
     torch.set_num_threads(1)

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
-from e2e.runs import ENVIRONMENT, TOML, brorl
+from e2e.runs import TOML, brorl
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -22,8 +21,8 @@ def init(config) -> Path:
     """A random model of some thousand parameters and its tokenizer."""
     directory = config.parent / "init"
     options = ["--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64", "--context", "32"]
-    tool = [sys.executable, str(REPOSITORY / "tools" / "make_tiny_model.py"), str(config), str(directory), *options]
-    subprocess.run(tool, check=True, capture_output=True, timeout=120, env=ENVIRONMENT)
+    done = forks.script(REPOSITORY / "tools" / "make_tiny_model.py", config, directory, *options)
+    assert done.returncode == 0, done.stderr
     return directory
 
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forks
+
 TOML = """
 [data]
 held_out_prompts = 24
@@ -49,14 +51,19 @@ lr = 3e-3
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
 
 
-def brorl(*arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """One command in a fresh process."""
+def brorl(*arguments: Any, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One command to its end, in forked ranks."""
+    return forks.command_line([str(a) for a in arguments], {**ENVIRONMENT, **environment}, cwd)
+
+
+def by_launcher(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    """The same as a user starts it: in a fresh process, which starts the ranks."""
     command = [sys.executable, "-m", "megatron_brorl", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, **kwargs)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
 
 
-def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """The same, left running in a process group of its own."""
+def start(*arguments: Any, **environment: str) -> subprocess.Popen[str]:
+    """The same again, left running in a process group of its own."""
     command = [sys.executable, "-m", "megatron_brorl", *map(str, arguments)]
     env = {**ENVIRONMENT, **environment}
     return subprocess.Popen(

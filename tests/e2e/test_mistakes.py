@@ -6,10 +6,9 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
-from e2e.runs import ENVIRONMENT, brorl
+from e2e.runs import brorl, by_launcher
 from safetensors.torch import load_file, save_file
 
 from megatron_brorl.model_shape import WEIGHTS
@@ -34,8 +33,8 @@ def model(init, tmp_path):
     return shutil.copytree(init, tmp_path / "model")
 
 
-def train(config, model, tmp_path, *overrides, **kwargs):
-    return brorl("train", config, f"model.path={model}", f"run.dir={tmp_path / 'run'}", *overrides, **kwargs)
+def train(config, model, tmp_path, *overrides):
+    return brorl("train", config, f"model.path={model}", f"run.dir={tmp_path / 'run'}", *overrides)
 
 
 def edit(path, **changes):
@@ -48,7 +47,7 @@ def test_unknown_key(config, model, tmp_path):
 
 
 def test_unknown_key_is_told_once_by_the_launcher(config):
-    fails(brorl("train", "--processes", "2", config, "rollout.nn=3"), "unknown key rollout.nn")
+    fails(by_launcher("train", "--processes", "2", config, "rollout.nn=3"), "unknown key rollout.nn")
 
 
 def test_one_rollout(config, model, tmp_path):
@@ -181,8 +180,6 @@ def test_report_of_nothing(tmp_path):
 
 
 def test_no_command_prints_usage():
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_brorl"], capture_output=True, text=True, env=ENVIRONMENT, timeout=60
-    )
+    done = by_launcher()
     assert done.returncode == 2
     assert "usage: brorl" in done.stderr

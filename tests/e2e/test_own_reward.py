@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
-from e2e.runs import ENVIRONMENT, brorl, rows
+from e2e.runs import brorl, rows
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64", "--context", "32"]
@@ -28,8 +28,9 @@ def place(tmp_path_factory) -> Path:
     """A working directory with the example and a model whose tokenizer knows its rows."""
     place = tmp_path_factory.mktemp("own")
     shutil.copytree(ROOT / "examples" / "own_reward", place / "examples" / "own_reward")
-    tool = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), "examples/own_reward/own_reward.toml", "init"]
-    subprocess.run([*tool, *SMALL], check=True, capture_output=True, timeout=300, env=ENVIRONMENT, cwd=place)
+    tool = ROOT / "tools" / "make_tiny_model.py"
+    done = forks.script(tool, "examples/own_reward/own_reward.toml", "init", *SMALL, cwd=place)
+    assert done.returncode == 0, done.stderr
     return place
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from e2e.runs import brorl, rows, start
+from e2e.runs import brorl, by_launcher, rows, start
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,7 +23,7 @@ from megatron_brorl.data.tokenizers import train_sentencepiece
 def finished(config, warm, tmp_path_factory):
     """The run that nobody disturbed."""
     directory = tmp_path_factory.mktemp("runs") / "whole"
-    done = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}")
+    done = by_launcher("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}")
     assert done.returncode == 0, done.stderr
     return directory, done
 
@@ -254,6 +254,7 @@ def test_evaluate_repeats_the_run_s_own_evaluation(finished, config, tmp_path):
     assert result["pass_at_k"]["1"] == pytest.approx(result["pass_at_1"]["mean"])
 
 
+@pytest.mark.fast
 def test_a_step_that_spans_two_epochs(config, init, tmp_path):
     """Ten rows in steps of four: with this seed the third step holds one row as the last of an epoch and a first."""
     data = tmp_path / "rows.jsonl"
@@ -271,7 +272,7 @@ def test_a_step_that_spans_two_epochs(config, init, tmp_path):
     assert len(set(steps[2])) == 4  # both groups of the row, with answers of their own
 
 
-@pytest.mark.parametrize("implementation", ["reference", "fused"])
+@pytest.mark.parametrize("implementation", ["fused", pytest.param("reference", marks=pytest.mark.full)])
 def test_a_vocabulary_padded_beyond_the_tokenizers(config, tmp_path, implementation):
     """512 pieces padded to 576, as many published models are: engine and trainer agree on every token, and go on."""
     model, run = tmp_path / "model", tmp_path / "run"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
-from e2e.runs import ENVIRONMENT, rows
+from e2e.runs import brorl, rows
 from safetensors.torch import load_file
 
 REPOSITORY = Path(__file__).parents[2]
@@ -20,10 +19,9 @@ SHORT = ["train.steps=3", "train.checkpoint_every=0", "evaluate.every=0", "data.
 
 
 def train(config: Path, model: Path, run_dir: Path, *options: str, processes: int = 2, **environment: str) -> Any:
-    command = [sys.executable, "-m", "megatron_brorl", "train", "--processes", str(processes), str(config)]
     overrides = [f"model.path={model}", f"run.dir={run_dir}", *OPTIONS, *SHORT, *options]
-    env = {**ENVIRONMENT, "PYTHONPATH": str(DOUBLE), **environment}
-    done = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=400, env=env)
+    environment = {"PYTHONPATH": str(DOUBLE), **environment}
+    done = brorl("train", "--processes", processes, config, *overrides, **environment)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -70,7 +68,10 @@ def test_one_engine_for_two_ranks_and_the_other_generation(two_engines, config, 
     assert_same_runs(tmp_path, two_engines)
 
 
-@pytest.mark.parametrize("point", ["row:150", "load:2", "finish:3"])
+# test_trtllm_engine.py has an engine die at each of them.
+@pytest.mark.parametrize(
+    "point", ["load:2", *(pytest.param(p, marks=pytest.mark.full) for p in ("row:150", "finish:3"))]
+)
 def test_an_engine_killed_on_the_way_changes_nothing(point, two_engines, config, warm, tmp_path):
     flag = tmp_path / "died"
     done = train(config, warm, tmp_path / "run", BRORL_DOUBLE_DIE=f"{point}:{flag}")
@@ -83,9 +84,9 @@ def test_an_engine_killed_on_the_way_changes_nothing(point, two_engines, config,
 
 def test_refit_under_tensor_and_pipeline_parallelism(config, tmp_path):
     """TP2 x PP2, two engines of two workers: after each refit the engines compute what the actor computes."""
-    tool = [sys.executable, str(REPOSITORY / "tools" / "make_tiny_model.py"), str(config), str(tmp_path / "init")]
     shape = ["--hidden", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "64", "--context", "32"]
-    subprocess.run([*tool, *shape], check=True, capture_output=True, timeout=120, env=ENVIRONMENT)
+    made = forks.script(REPOSITORY / "tools" / "make_tiny_model.py", config, tmp_path / "init", *shape)
+    assert made.returncode == 0, made.stderr
     layout = ["parallel.tensor=2", "parallel.pipeline=2", "trtllm.tensor=2", "train.verify_reshard=true"]
     layout.append("reward.cut_off_factor=1.0")  # the model has learnt nothing, not even to end
     train(config, tmp_path / "init", tmp_path / "run", *layout, processes=4)
@@ -96,22 +97,13 @@ def test_refit_under_tensor_and_pipeline_parallelism(config, tmp_path):
 
 
 def test_what_an_engine_cannot_do_ends_in_one_line(config, warm, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_brorl",
-        "train",
-        str(config),
-        f"model.path={warm}",
-        f"run.dir={tmp_path}",
-    ]
-    env = {**ENVIRONMENT, "PYTHONPATH": str(DOUBLE)}
+    command = ["train", config, f"model.path={warm}", f"run.dir={tmp_path}", *OPTIONS]
     for option, message in [
         ("rollout.stop_strings=['x']", "is given token ids and stops at tokens alone"),
         ("trtllm.tensor=2", "trtllm.tensor = 2 does not divide the 1 ranks of a node"),
         ("trtllm.python=/nowhere", "trtllm.python = /nowhere: No such file or directory"),
     ]:
-        done = subprocess.run([*command, *OPTIONS, option], capture_output=True, text=True, timeout=120, env=env)
+        done = brorl(*command, option, PYTHONPATH=str(DOUBLE))
         assert done.returncode == 2, done.stderr
         assert message in done.stderr
         assert done.stderr.strip().count("\n") == 0

@@ -105,6 +105,7 @@ def test_refusals_are_words(library):
     assert product(library, out[:2], huge, a, False) == "a dimension of more than 2^31 - 1"
 
 
+@pytest.mark.slow
 def test_the_op_compiles_for_cuda(tmp_path):
     """gemm.cpp with the branch that the CPU build leaves out."""
     includes = [f"-isystem{p}" for p in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]

@@ -22,6 +22,7 @@ SOURCES = sorted(p for p in (str(p.relative_to(ROOT / "csrc")) for p in (ROOT / 
 REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc, of the CUDA toolkit")
 @pytest.mark.parametrize("source", SOURCES)
 def test_compiles_without_spills(source, tmp_path):

@@ -6,16 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.ops.reference import linear
-from megatron_brorl.parallel import grid
 
 
 @pytest.fixture(scope="module")
-def group():
-    built = grid.build(ParallelConfig())
-    yield built.groups.tp
-    grid.leave()
+def group(processes):
+    return processes.groups.tp
 
 
 def reference(hidden, weight, targets, temperature):

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import tiny
 import torch
@@ -24,13 +25,13 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
 
 REPOSITORY = Path(__file__).parents[3]
-TOOL = [sys.executable, str(REPOSITORY / "tools" / "convert_checkpoint.py")]
+TOOL = REPOSITORY / "tools" / "convert_checkpoint.py"
+COMMAND = [sys.executable, str(TOOL)]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
 
-def tool(*arguments: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    command = [*TOOL, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, **kwargs)
+def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return forks.script(TOOL, *arguments)
 
 
 def fails(done: subprocess.CompletedProcess[str], *parts: str) -> None:
@@ -262,6 +263,7 @@ def test_mistakes_end_in_one_line_and_exit_code_2(copy):
     assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["to-megatron", "to-hf"])
 def test_a_full_disk_ends_in_one_line(copy, command):
     """A limit on the size of files is how the kernel refuses a write here; a full disk takes the same way."""
@@ -270,7 +272,8 @@ def test_a_full_disk_ends_in_one_line(copy, command):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
     source = copy / ("hf" if command == "to-megatron" else "megatron")
-    done = tool(command, source, copy / "out", preexec_fn=limit)
+    line = [*COMMAND, command, str(source), str(copy / "out")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, preexec_fn=limit)
     fails(done, f"{copy / 'out'}: cannot be written: File too large; make room and start again")
     assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
 
@@ -281,11 +284,12 @@ def test_too_little_room_is_told_before_anything_is_written(copy, monkeypatch):
         to_megatron(copy / "hf", copy / "out", 1, 1)
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     """SIGKILL at some moment of the writing; then the same command does the whole."""
     config = REAL["Qwen2.5-1.5B"] | SMALLER | {"num_hidden_layers": 48, "hidden_size": 384, "intermediate_size": 1024}
     write_random_model(config, tmp_path / "hf", 0, torch.bfloat16)
-    command = [*TOOL, "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out"), "--tensor", "2"]
+    command = [*COMMAND, "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out"), "--tensor", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stderr is not None
     for line in process.stderr:
@@ -305,21 +309,19 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     assert_same_weights(tmp_path / "hf", tmp_path / "back")
 
 
-def test_a_training_checkpoint_becomes_a_hugging_face_directory(tmp_path):
+def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_path):
     """What a run saves, optimizer and all; config.json and tokenizer from the model it began with."""
     from megatron_brorl.checkpoints import training as checkpoint
-    from megatron_brorl.config.schema import OptimConfig, ParallelConfig
+    from megatron_brorl.config.schema import OptimConfig
     from megatron_brorl.ops.backend import backend
-    from megatron_brorl.parallel import grid
     from megatron_brorl.train.worker import StageOptions, Worker
 
     tiny.make_model(tmp_path / "hf", "qwen3", True)
     edit(tmp_path / "hf/config.json", dtype="bfloat16")  # the run trains in fp32 what was published in bf16
     options = StageOptions(100, backend("fused", torch.device("cpu")))
-    worker = Worker(read_shape(tmp_path / "hf"), grid.build(ParallelConfig()), options, OptimConfig())
+    worker = Worker(read_shape(tmp_path / "hf"), processes, options, OptimConfig())
     worker.load_hf(tmp_path / "hf")
     saved = checkpoint.save(tmp_path / "checkpoints", 1, [checkpoint.Part("", worker.actor, worker.optimizer)], {}, 1)
-    grid.leave()
     to_hf(saved, tmp_path / "back", config=tmp_path / "hf")
     assert_same_weights(tmp_path / "hf", tmp_path / "back")
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"

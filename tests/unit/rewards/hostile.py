@@ -12,6 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.rewards.protocol import OK, Record, pack
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 
@@ -97,6 +98,29 @@ def hash_seed(answer: str, row: VerifierRow) -> float:
 
 def nap(answer: str, row: VerifierRow) -> float:
     time.sleep(0.3)
+    return 1.0
+
+
+def stop(answer: str, row: VerifierRow) -> float:
+    """Frozen, as by a debugger or a cgroup."""
+    if answer == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+
+
+def forge(answer: str, row: VerifierRow) -> float:
+    """Verdicts that nobody asked for, into every pipe that is open."""
+    if answer == "forge":
+        for fd in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(fd, pack(Record(OK, 0.5)) * 3)
+    return 1.0
+
+
+def wait_for(answer: str, row: VerifierRow) -> float:
+    """Until there is a file of that name."""
+    while not Path(row["metadata"]["file"]).exists():
+        time.sleep(0.01)
     return 1.0
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,8 @@ import pytest
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import gym_tasks, gym_verifier
-from megatron_brorl.rewards.pool import RewardPool, ScoreRequest, Verdict
+from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
+from megatron_brorl.rewards.verdict import Verdict
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.types import Prompt
 
@@ -139,6 +141,66 @@ def test_equal_requests_are_scored_once(pool: RewardPool, tmp_path: Path) -> Non
     assert sorted(log.read_text().split()) == ["a", "b"]
 
 
+def test_a_verdict_is_kept_until_the_pool_forgets(pool: RewardPool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    shared = prompt("log", log=str(log))
+    pool.forget()
+    assert pool.score([ScoreRequest(shared, a) for a in "abca"]) == [Verdict(1.0, "ok")] * 4
+    assert pool.score([ScoreRequest(shared, a) for a in ["a", "b", None, "d"]])[:2] == [Verdict(1.0, "ok")] * 2
+    assert sorted(log.read_text().split()) == ["a", "b", "c", "d"]
+    assert (pool.stats().answers, pool.stats().hits) == (7, 3)
+    pool.forget()
+    assert (pool.stats().answers, pool.stats().hits) == (0, 0)
+    assert pool.score([ScoreRequest(shared, "a")]) == [Verdict(1.0, "ok")]
+    assert sorted(log.read_text().split()) == ["a", "a", "b", "c", "d"]
+    # The text of the prompt is a part of what a verifier sees.
+    pool.score([ScoreRequest(replace(shared, text="other"), "a")])
+    assert log.read_text().split().count("a") == 3
+
+
+def test_an_impure_verifier_gets_every_response(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with RewardPool(1, 20.0, resolve=RESOLVE, impure=frozenset({"log"})) as pool:
+        assert pool.score(ask("log", *"aabaa", log=str(log))) == [Verdict(1.0, "ok")] * 5
+        assert pool.score(ask("echo", *["0.5"] * 3)) == [Verdict(0.5, "ok")] * 3
+        assert log.read_text().split() == list("aabaa")
+        assert (pool.stats().answers, pool.stats().hits) == (8, 2)
+
+
+def test_requests_wait_for_their_turn(tmp_path: Path) -> None:
+    """One worker: the second waits at least as long as the first takes."""
+    with RewardPool(1, 20.0, resolve=RESOLVE) as pool:
+        pool.score(ask("nap", "warm"))
+        pool.forget()
+        pool.score(ask("nap", "a", "b", None))
+        stats = pool.stats()
+    assert stats.queue_max_s >= 0.3
+    assert stats.queue_max_s / 2 <= stats.queue_mean_s < stats.queue_max_s
+
+
+def test_requests_of_many_threads_at_once(pool: RewardPool) -> None:
+    found: dict[int, list[Verdict]] = {}
+
+    def work(number: int) -> None:
+        found[number] = pool.score(ask("echo", *[str((number * 50 + i) / 1000) for i in range(50)]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: [Verdict((n * 50 + i) / 1000, "ok") for i in range(50)] for n in range(8)}
+
+
+def test_verdicts_come_while_others_are_asked_for(pool: RewardPool, tmp_path: Path) -> None:
+    file = tmp_path / "go"
+    waiting = pool.submit(ask("wait_for", "a", file=str(file))[0])
+    assert pool.submit(ask("echo", "0.5")[0]).result() == Verdict(0.5, "ok")
+    assert not waiting.done()
+    file.touch()
+    assert waiting.result() == Verdict(1.0, "ok")
+
+
 def test_prompts_that_share_an_id_are_still_scored_apart(pool: RewardPool, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     pool.score([*ask("log", "a", log=str(one)), *ask("log", "a", log=str(two))])
@@ -223,6 +285,53 @@ def test_an_interrupted_call_leaves_nothing_behind() -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
+def test_close_ends_what_is_under_way() -> None:
+    pool = RewardPool(1, 60.0, resolve=RESOLVE)
+    verdicts = [pool.submit(request) for request in ask("hang", "hang", "b", "c")]
+    (pid,) = pool.pids
+    pool.close()
+    for verdict in verdicts:
+        with pytest.raises(RuntimeError, match="closed before its verdict"):
+            verdict.result()
+    assert not alive(pid)
+    for late in ("a", None):
+        with pytest.raises(RuntimeError, match="pool is closed"):
+            pool.submit(ask("echo", late)[0])
+    pool.cancel()  # nothing is left to give up
+
+
+def test_what_is_given_up_is_judged_when_it_is_asked_again() -> None:
+    with RewardPool(1, 60.0, resolve=RESOLVE) as pool:
+        echoed, hung = ask("echo", "0.5"), ask("hang", "hang")
+        verdicts = [pool.submit(request) for request in (*hung, *echoed)]
+        pool.cancel()
+        assert [verdict.cancelled() for verdict in verdicts] == [True, True]
+        assert pool.score(echoed) == [Verdict(0.5, "ok")]
+
+
+def test_workers_outlive_the_thread_that_asked_for_them() -> None:
+    """On Linux they are tied to the thread that starts them."""
+    made: list[RewardPool] = []
+    thread = threading.Thread(target=lambda: made.append(RewardPool(1, 20.0, resolve=RESOLVE)))
+    thread.start()
+    thread.join()
+    with made[0] as pool:
+        before = pool.pids
+        assert pool.score(ask("echo", "0.5")) == [Verdict(0.5, "ok")]
+        assert pool.pids == before
+
+
+def test_a_pool_leaves_no_thread_and_no_file_behind() -> None:
+    with RewardPool(1, 20.0, resolve=RESOLVE) as pool:
+        pool.score(ask("echo", "1"))
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with RewardPool(2, 20.0, resolve=RESOLVE) as pool:
+            os.kill(pool.pids[0], signal.SIGKILL)
+            pool.score(ask("echo", "1", "0"))
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+
+
 def test_close_ends_the_workers() -> None:
     pool = RewardPool(2, 5.0, resolve=RESOLVE)
     pids = pool.pids
@@ -231,6 +340,8 @@ def test_close_ends_the_workers() -> None:
     assert not any(alive(pid) for pid in pids)
     with pytest.raises(RuntimeError, match="closed"):
         pool.score([])
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(ask("echo", "1")[0])
 
 
 @pytest.mark.parametrize("answer", ["1", "hang"], ids=["idle", "inside a hang"])

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_brorl.config.schema import RewardConfig
+from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rewards.scoring import Scores, score_rollouts
+from megatron_brorl.rewards.scoring import Scorer, Scores
 from megatron_brorl.types import FinishReason, Prompt, Rollout
 
 
@@ -18,12 +21,17 @@ def pool() -> Iterator[RewardPool]:
         yield pool
 
 
-def responses(prompt: Prompt, finishes: list[FinishReason]) -> list[tuple[Prompt, Rollout]]:
-    return [(prompt, Rollout(i, torch.tensor([5]), torch.tensor([-1.0]), f)) for i, f in enumerate(finishes)]
+def responses(prompt: Prompt, finishes: list[FinishReason]) -> list[tuple[Prompt, FinishReason]]:
+    return [(prompt, finish) for finish in finishes]
 
 
-def score(asked: list[tuple[Prompt, Rollout]], texts: list[str], pool: RewardPool, config: RewardConfig) -> Scores:
-    return score_rollouts([p for p, _ in asked], [r for _, r in asked], texts, pool, config)
+def score(asked: list[tuple[Prompt, FinishReason]], texts: list[str], pool: RewardPool, config: RewardConfig) -> Scores:
+    """Each response a request of its own, whose one token stands for its text; delivered from the last to the first."""
+    rollouts = [Rollout(0, torch.tensor([i]), torch.tensor([-1.0]), finish) for i, (_, finish) in enumerate(asked)]
+    with Scorer([prompt for prompt, _ in asked], lambda ids: texts[ids[0]], [], pool, config) as scorer:
+        for i, rollout in reversed(list(enumerate(rollouts))):
+            scorer.finished(i, rollout)
+        return scorer.scores([(i, 0) for i in range(len(asked))])
 
 
 def gym(answer: str) -> Prompt:
@@ -68,11 +76,6 @@ def test_extraction_is_applied(pool: RewardPool) -> None:
     )
     assert scores.rewards.tolist() == [1.0, 0.0, 0.0]
     assert scores.counts["no_answer"] == 2
-
-
-def test_texts_must_match_rollouts(pool: RewardPool) -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        score(responses(gym("3"), ["stop", "stop"]), ["3"], pool, RewardConfig())
 
 
 def test_no_rollouts(pool: RewardPool) -> None:
@@ -126,3 +129,71 @@ def test_a_hundred_megabytes_are_a_counted_zero(pool: RewardPool) -> None:
     scores = score(responses(exact, ["stop"] * 2), ["y" * 100_000_000, "yes"], pool, RewardConfig())
     assert scores.rewards.tolist() == [0.0, 1.0]
     assert scores.counts["no_answer"] == 1
+
+
+def test_an_equal_response_is_decoded_once_and_without_its_stop_token(pool: RewardPool) -> None:
+    exact, seen, here = Prompt("e", "?", (1,), "7 8", "exact"), [], threading.get_ident()
+
+    def decode(ids: list[int]) -> str:
+        seen.append((tuple(ids), threading.get_ident() != here))
+        return " ".join(map(str, ids))
+
+    rows = [[7, 8, 2], [7, 8], [7, 8, 2], [7, 2], [2], [], [2, 7, 8, 2], [7, 8, 3]]
+    with Scorer([exact], decode, (2, 3), pool, RewardConfig()) as scorer:
+        for i, ids in enumerate(rows):
+            scorer.finished(0, Rollout(i, torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids)), "stop"))
+        scores = scorer.scores([(0, i) for i in range(len(rows))])
+    assert scores.rewards.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert seen == [((7, 8), True), ((7,), True), ((), True), ((2, 7, 8), True)]  # never in the caller's thread
+
+
+def test_verdicts_are_made_while_others_are_still_sampled(tmp_path: Path) -> None:
+    """The second rollout ends after the verdict on the first."""
+    (tmp_path / "mine.py").write_text(
+        "import pathlib\ndef score(response, row):\n    pathlib.Path(row['metadata']['log']).touch()\n    return 1.0\n"
+    )
+    log = tmp_path / "log"
+    own = Prompt("p", "?", (1,), "1", f"{tmp_path}/mine.py:score", {"log": str(log)})
+    with RewardPool(1, 20.0) as pool, Scorer([own], str, (), pool, RewardConfig()) as scorer:
+        for i in range(2):
+            scorer.finished(0, Rollout(i, torch.tensor([i]), torch.zeros(1), "stop"))
+            until(log.exists)
+        assert scorer.scores([(0, 1), (0, 0)]).answers == ["[1]", "[0]"]
+
+
+def test_what_goes_wrong_meets_who_delivers_and_who_asks(pool: RewardPool) -> None:
+    def decode(ids: list[int]) -> str:
+        raise UserError(f"the tokenizer has no token {ids[0]}")
+
+    rollouts = [Rollout(i, torch.tensor([i]), torch.zeros(1), "stop") for i in range(2)]
+    exact = Prompt("e", "?", (1,), "7", "exact")
+    with Scorer([exact], decode, (), pool, RewardConfig()) as scorer:
+        scorer.finished(0, rollouts[0])
+        until(lambda: not scorer._thread.is_alive())
+        with pytest.raises(UserError, match="no token 0"):
+            scorer.finished(0, rollouts[1])
+        with pytest.raises(UserError, match="no token 0"):
+            scorer.scores([(0, 0)])
+
+
+def test_a_call_that_failed_leaves_no_work_behind(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import time\ndef score(response, row):\n    time.sleep(1000)\n")
+    own = Prompt("p", "?", (1,), "1", f"{tmp_path}/mine.py:score")
+    exact = Prompt("e", "?", (1,), "[7]", "exact")
+    rollout = Rollout(0, torch.tensor([7]), torch.zeros(1), "stop")
+    with RewardPool(1, 1000.0) as pool:
+        with pytest.raises(ZeroDivisionError), Scorer([own], str, (), pool, RewardConfig()) as scorer:  # noqa: PT012
+            scorer.finished(0, rollout)
+            until(lambda: pool.stats().answers == 1)
+            raise ZeroDivisionError
+        # The one worker has nothing else to do.
+        with Scorer([exact], str, (), pool, RewardConfig()) as scorer:
+            scorer.finished(0, rollout)
+            assert scorer.scores([(0, 0)]).rewards.tolist() == [1.0]
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)

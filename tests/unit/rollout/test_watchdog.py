@@ -120,3 +120,60 @@ def test_nothing_asked_is_nothing_waited_for():
 )
 def test_ranges(numbers, text):
     assert _ranges(numbers) == text
+
+
+def test_each_rollout_is_told_of_once_and_as_it_ends():
+    """The fake engine delivers twice, as it goes and at its end; what is "cut" has not ended."""
+    engine = fakes.Engine(stall={("p/0", 3)}, lose={("p/1", 39)})
+    told, threads = [], set()
+
+    def finished(request, rollout):
+        told.append((request, rollout.index, rollout))
+        threads.add(threading.current_thread())
+
+    result = Watchdog(engine, 0.4).generate(REQUESTS, SAMPLING, finished)
+    assert [place[:2] for place in told] == [
+        *((0, i) for i in range(40) if i != 3),
+        *((1, i) for i in range(32, 39)),
+    ]
+    found = {(i, r.index): r for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"}
+    assert all(found.pop((request, index)) is rollout for request, index, rollout in told)
+    assert not found
+    assert threading.current_thread() not in threads  # the caller's, who waits
+
+
+def test_what_comes_after_an_engine_was_given_up_is_not_told():
+    late, release, delivered, told = ("p/0", 3), threading.Event(), threading.Event(), []
+
+    class Late(fakes.Engine):
+        def generate(self, requests, sampling, watch=None):
+            groups = super().generate(requests, sampling, watch)
+            watch.finished(0, Rollout(3, torch.zeros(1), torch.zeros(1), "stop"))
+            delivered.set()
+            return groups
+
+    dog = Watchdog(Late(stall={late}, deaf=release), 0.2, grace_s=0.2)
+    result = dog.generate(REQUESTS, SAMPLING, lambda request, rollout: told.append((request, rollout.index)))
+    assert dog.stuck
+    release.set()
+    assert delivered.wait(60)
+    assert (0, 3) not in told
+    assert len(told) == sum(map(len, result.rollouts)) == 47
+
+
+def test_who_is_told_may_end_the_call():
+    """The engine ends in order, without what it would still wait for, and lives on."""
+    engine, told = fakes.Engine(stall={("p/0", 3)}), []
+
+    def finished(request, rollout):
+        told.append(rollout.index)
+        if len(told) == 5:
+            raise UserError("no scoring process can be started")
+
+    dog = Watchdog(engine, 600.0)
+    with pytest.raises(UserError, match="no scoring process can be started"):
+        dog.generate(REQUESTS, SAMPLING, finished)
+    assert told == [0, 1, 2, 4, 5]  # and nothing after that
+    assert not dog.stuck
+    engine.stall = set()
+    assert indices(dog.generate(REQUESTS, SAMPLING)) == [list(range(40)), list(range(32, 40))]

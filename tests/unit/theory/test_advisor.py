@@ -59,6 +59,7 @@ PILOTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", PILOTS)
 def test_kept_share_of_512_from_16(shape):
     """A pilot of 512 rollouts is cut to 16 at random, over bootstrap samples of its prompts."""
@@ -286,6 +287,7 @@ def test_figure_draws_the_advice():
     assert [float(y) for y in axes[3].lines[0].get_ydata()] == [c.seconds.mean for c in found]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("right", "n"), [([4, 4], 6), ([0, 6], 6), ([0, 0, 1], 3), ([2] * 500, 2), ([511, 3], 512)])
 def test_tiny_and_extreme_logs_have_finite_answers(right, n):

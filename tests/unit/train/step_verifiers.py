@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_brorl.rewards.verifier import VerifierRow
 
@@ -18,5 +20,15 @@ RULES: dict[str, Callable[[list[int]], float]] = {
 }
 
 
+def logged(answer: str, row: VerifierRow) -> float:
+    """1 for an even sum, after a while; who is judged is told in a file when it begins."""
+    with Path(row["metadata"]["log"]).open("a") as log:
+        log.write(f"{row['id']}: {answer}\n")
+    time.sleep(0.02)
+    return RULES["even"]([int(word) for word in answer.split()])
+
+
 def resolve(name: str) -> Callable[[str, VerifierRow], float]:
+    if name == "logged":
+        return logged
     return lambda answer, _row: RULES[name]([int(word) for word in answer.split()])

@@ -54,6 +54,7 @@ def in_rounds(prompt: int, first: list[int], second: list[int]) -> np.ndarray:
     return gradient(prompt, answers, (advantages * weights).double().numpy()[0])
 
 
+@pytest.mark.slow
 def test_expected_gradient_is_that_of_equal_groups():
     """Over every outcome of both rounds of two prompts, whose second rounds depend on both of their first ones."""
     uniform = []

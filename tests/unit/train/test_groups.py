@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from megatron_brorl.config.schema import AlgoConfig, ParallelConfig
+from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.parallel import grid
 from megatron_brorl.train.advantages import of_rollouts
 from megatron_brorl.train.groups import CUT, LOST, gather, give_up, group_metrics, mini_batches, select
 from megatron_brorl.types import Rollout, ScoredRollout
@@ -43,10 +42,8 @@ def all_rows() -> list[ScoredRollout]:
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    grid.build(ParallelConfig())
-    yield gather(all_rows(), len(TABLE), 8)
-    grid.leave()
+def outcomes(processes):
+    return gather(all_rows(), len(TABLE), 8)
 
 
 def test_closed_and_kept(outcomes):

@@ -8,9 +8,8 @@ import statistics
 import pytest
 import torch
 
-from megatron_brorl.config.schema import AlgoConfig, ParallelConfig
+from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.parallel import grid
 from megatron_brorl.train.advantages import of_rollouts, of_tokens
 from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes
 
@@ -20,10 +19,8 @@ OPS = [backend(name, torch.device("cpu")) for name in ("fused", "reference")]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def replicas():
-    built = grid.build(ParallelConfig())
-    yield built.groups.dp
-    grid.leave()
+def replicas(processes):
+    return processes.groups.dp
 
 
 def values():

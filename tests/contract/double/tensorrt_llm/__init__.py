@@ -9,9 +9,13 @@ What is not modelled: speed, memory, CUDA graphs, real tensor parallelism (every
 
 from __future__ import annotations
 
+import torch
+
 from tensorrt_llm._double import API
 from tensorrt_llm._torch.async_llm import AsyncLLM
 from tensorrt_llm.sampling_params import SamplingParams
+
+torch.set_num_threads(1)  # an engine is started without the OMP_NUM_THREADS of its trainer; tests share few cores
 
 __version__ = {"1.2": "1.2.1", "1.3": "1.3.0rc21"}[API]
 __all__ = ["AsyncLLM", "SamplingParams"]

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""All verdicts of a step, with equal answers of a prompt judged once and with each judged by itself.
+
+    python benchmarks/bench_rewards.py [--verifier NAME] [--workers N] [--quick] [--json FILE] [--repeat N]
+
+128 prompts of 512 responses of about 1,000 characters. The share of right ones grows evenly over the first two thirds
+of the prompts, from none to all, and the last third is right throughout; of 64 wrong answers the k-th is drawn with a
+weight of 1 / k. Every response is a text of its own; one in sixteen says no answer. A third of the references are whole
+numbers, a third decimals or fractions, a third expressions. The responses of verifier `exact` are their answers alone.
+
+Seconds are those of a scoring as in a step, from the first rollout handed over to the last verdict, without a
+tokenizer; the best of --repeat. The workers have imported the verifier before. The two ways run in one process and
+must agree in every reward.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+from bench_common import options, write_rows
+
+from megatron_brorl.config.schema import RewardConfig
+from megatron_brorl.rewards.pool import PoolStats, RewardPool
+from megatron_brorl.rewards.scoring import Scorer
+from megatron_brorl.types import Prompt, Rollout
+
+PROMPTS, SIBLINGS = 128, 512
+WRONG = 64  # wrong answers of a prompt
+NO_ANSWER = 1 / 16  # of the responses
+WORDS = (
+    "so",
+    "we",
+    "add",
+    "the",
+    "two",
+    "numbers",
+    "and",
+    "then",
+    "find",
+    "that",
+    "this",
+    "part",
+    "is",
+    "half",
+    "left",
+)
+CHARS = 1000
+
+
+def references(rng: random.Random, count: int) -> list[str]:
+    """Reference answers of three kinds, in turn."""
+    made = []
+    for i in range(count):
+        a, b = rng.randrange(2, 1000), rng.randrange(2, 100)
+        made.append([str(a), rng.choice([f"{a}/{b}", f"{a}.{b}"]), rf"\frac{{{a}\sqrt{{{b}}}}}{{7}}"][i % 3])
+    return made
+
+
+def wrong_answers(reference: str) -> list[str]:
+    """The reference with its first number made larger, by 1 and more."""
+    start = next(i for i, c in enumerate(reference) if c.isdigit())
+    end = next((i for i in range(start, len(reference)) if not reference[i].isdigit()), len(reference))
+    return [f"{reference[:start]}{int(reference[start:end]) + by}{reference[end:]}" for by in range(1, WRONG + 1)]
+
+
+def responses(rng: random.Random, verifier: str, reference: str, n: int, right: float) -> list[str]:
+    """Texts of which a share of about `right` says the reference."""
+    wrong = wrong_answers(reference)
+    said = rng.choices(wrong, [1 / k for k in range(1, len(wrong) + 1)], k=n)
+    said = [reference if rng.random() < right else answer for answer in said]
+    if verifier == "exact":
+        return said  # which takes the whole response
+
+    # Reasoning that no two responses share, then the answer.
+    texts = []
+    for answer in said:
+        words = " ".join(rng.choices(WORDS, k=CHARS // 3))[:CHARS]
+        end = "" if rng.random() < NO_ANSWER else f"\\boxed{{{answer}}}"
+        if end and answer.isdigit() and rng.random() < 0.5:
+            end = f"\n#### {answer}"
+        texts.append(f"{words} {end}")
+    return texts
+
+
+def measure(prompts: list[Prompt], texts: list[list[str]], pool: RewardPool) -> tuple[float, list[float], PoolStats]:
+    """Seconds of one scoring, its rewards, and what the pool makes of it."""
+    # A response's only token is its number.
+    n = len(texts[0])
+    flat = [text for siblings in texts for text in siblings]
+    rollouts = [Rollout(i % n, torch.tensor([i]), torch.zeros(1), "stop") for i in range(len(flat))]
+    pool.forget()
+    start = time.perf_counter()
+    with Scorer(prompts, lambda ids: flat[ids[0]], (), pool, RewardConfig()) as scorer:
+        for i, rollout in enumerate(rollouts):
+            scorer.finished(i // n, rollout)
+        scores = scorer.scores([divmod(i, n) for i in range(len(flat))])
+    return time.perf_counter() - start, scores.rewards.tolist(), pool.stats()
+
+
+def main() -> None:
+    parser = options(__doc__, "8 prompts of 64 responses", 1, "scorings per row, of which the best counts")
+    parser.add_argument("--verifier", default="math", help="of the prompts, by its name (default math)")
+    parser.add_argument("--workers", type=int, default=2, help="scoring processes (default 2)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    # Prompts from hopeless to known.
+    rng = random.Random(0)
+    count, n = (8, 64) if args.quick else (PROMPTS, SIBLINGS)
+    prompts = [Prompt(f"p/{i}", "", (1,), answer, args.verifier) for i, answer in enumerate(references(rng, count))]
+    shares = [min(1.0, 1.5 * (i + 0.5) / count) for i in rng.sample(range(count), count)]
+    texts = [responses(rng, args.verifier, str(p.answer), n, share) for p, share in zip(prompts, shares, strict=True)]
+
+    print("cache    verdicts    judged   hits   seconds  verdicts/s  longest wait")
+    rows: list[dict[str, Any]] = []
+    rewards: list[list[float]] = []
+    for cache in (True, False):
+        with RewardPool(args.workers, 20.0, impure=frozenset() if cache else frozenset({args.verifier})) as pool:
+            # The imports are not part of a step; every worker has some of these.
+            measure(prompts[:4], [siblings[:16] for siblings in texts[:4]], pool)
+            runs = [measure(prompts, texts, pool) for _ in range(args.repeat)]
+        seconds, found, stats = min(runs, key=lambda run: run[0])
+        rewards.append(found)
+        row = {
+            "verifier": args.verifier,
+            "workers": args.workers,
+            "cache": cache,
+            "verdicts": count * n,
+            "judged": stats.answers - stats.hits,
+            "hit_share": stats.hits / stats.answers,
+            "seconds": seconds,
+            "verdicts_per_s": count * n / seconds,
+            "queue_max_s": stats.queue_max_s,
+        }
+        rows.append(row)
+        print(
+            f"{'yes' if cache else 'no':<5}{row['verdicts']:>12}{row['judged']:>10}{row['hit_share']:>7.1%}"
+            f"{seconds:>10.2f}{row['verdicts_per_s']:>12.0f}{stats.queue_max_s:>12.1f} s"
+        )
+    if rewards[0] != rewards[1]:
+        raise SystemExit("the rewards differ")
+    print(f"{len(set(rewards[0]))} rewards, mean {sum(rewards[0]) / len(rewards[0]):.3f}")
+    write_rows(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Verdicts are made while an engine with a clock of tokens still generates, and change nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import fakes
+import numpy as np
+import pytest
+import torch
+from by_hand import responses
+from dist.steps import configured, make_trainer
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import registry
+from megatron_brorl.rewards.pool import RewardPool
+from megatron_brorl.types import Prompt
+
+N, TOKENS = 32, 12
+
+
+class Source:
+    def __init__(self, log: Path) -> None:
+        prompts = fakes.prompts(2)
+        self.prompts = [replace(p, verifier="logged", metadata={"log": str(log)}) for p in prompts]
+
+    def take(self, step: int, count: int) -> list[Prompt]:
+        return self.prompts
+
+
+class _Deaf:
+    """Hears of nothing, and never asks to stop."""
+
+    def finished(self, request, rollout):
+        pass
+
+    def cancelled(self):
+        return False
+
+
+@dataclass
+class Clocked(fakes.Engine):
+    """Rollouts end at the tick of their last token. The last tick comes when all that ended before are being judged:
+    an engine that is heard only at its end would wait for ever."""
+
+    log: Path = Path()
+    waited_for: int = 0
+
+    def generate(self, requests, sampling, watch=None):
+        groups = super().generate(requests, sampling, _Deaf())
+        ends = [(len(r.token_ids), i, r) for i, rollouts in enumerate(groups) for r in rollouts]
+        for tick in range(1, TOKENS):
+            for _, request, rollout in (end for end in ends if end[0] == tick):
+                watch.finished(request, rollout)
+
+        # An answer is the tokens without the stop token; equal ones are judged once.
+        early = {(i, *r.token_ids.tolist()[:-1]) for length, i, r in ends if length < TOKENS}
+        self.waited_for, end = len(early), time.monotonic() + 60
+        while not self.log.exists() or len(self.log.read_text().splitlines()) < len(early):
+            assert time.monotonic() < end, "nothing is judged before generation ends"
+            time.sleep(0.01)
+        return groups
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    monkeypatch.setitem(registry.ENTRIES, "logged", registry.ENTRIES["exact"])
+
+
+@pytest.fixture
+def pool():
+    with RewardPool(2, 60.0, resolve="step_verifiers:resolve") as pool:
+        yield pool
+
+
+def trainer_of(model, processes, pool, engine, log):
+    trainer = make_trainer(model[0], processes, configured({"rollout": {"n": N, "prompts": 2}}), engine)
+    trainer.train_source = Source(log)
+    trainer.rollouts = replace(trainer.rollouts, pool=pool)
+    trainer.refit()
+    return trainer
+
+
+def test_what_ended_early_is_judged_before_generation_ends(processes, pool, model, tmp_path):
+    log, other = tmp_path / "log", tmp_path / "other"
+    engine = Clocked(log=log)
+    trainer = trainer_of(model, processes, pool, engine, log)
+    values, seconds = trainer.train_step()
+    rows = {p.id: responses(trainer.config.run.seed, p, N, TOKENS) for p in fakes.prompts(2)}
+    stopped = [(name, row[:-1]) for name, found in rows.items() for row in found if row[-1] == fakes.STOP]
+    assert engine.waited_for > 10
+    # Cut-off responses are not looked at; each answer of a prompt is judged once.
+    told = {f"{name}: {' '.join(map(str, row))}".strip() for name, row in stopped}
+    assert sorted(line.strip() for line in log.read_text().splitlines()) == sorted(told)
+    assert values["verdict_hit_share"] == (len(stopped) - len(told)) / len(stopped)
+    assert values["verdict_timeouts"] == values["reward_worker_restarts"] == 0
+    assert values["reward"] == pytest.approx(sum(sum(row) % 2 == 0 for _, row in stopped) / (2 * N))
+    assert seconds["verdict_queue_max"] >= seconds["verdict_queue_mean"] >= 0
+    # The same step by an engine that delivers in another order, judged afterwards as by one worker.
+    again = trainer_of(model, processes, fakes.Pool(), fakes.Engine(), other)
+    expected, _ = again.train_step()
+    np.testing.assert_equal(values | {"verdict_hit_share": 0.0}, expected)  # bit for bit; nan where it is unknown
+    for (name, a), (_, b) in zip(trainer.worker.hf_tensors(), again.worker.hf_tensors(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_workers_that_cannot_start_end_generation_too(processes, model, tmp_path):
+    """In one line, although the engine would still wait for a rollout that never ends."""
+    engine = fakes.Engine(stall={("p/1", N - 1)})
+    with RewardPool(1, 60.0, resolve="no_such_module:f") as broken:
+        trainer = trainer_of(model, processes, broken, engine, tmp_path / "log")
+        trainer.rollouts.engine.timeout_s = 2.0
+        with pytest.raises(UserError, match=r"reward worker cannot start: ModuleNotFoundError.*no_such_module"):
+            trainer.train_step()
+
+
+def test_a_step_shares_verdicts_over_its_rounds(processes, pool, model, tmp_path):
+    """A second round asks for the same prompts again: what the first has judged costs nothing, until the next step."""
+    log = tmp_path / "log"
+    trainer = trainer_of(model, processes, pool, fakes.Engine(), log)
+    changes = {"rollout": {"n": N, "prompts": 2, "refills": 1}, "algo": {"dynamic_sampling": True}}
+    trainer.config = configured(changes)
+    trainer.train_source.prompts = [replace(p, verifier="logged") for p in trainer.train_source.prompts[:1]]
+    values, _ = trainer.train_step()
+    answers = log.read_text().splitlines()
+    assert values["prompts_sampled"] == 2  # one group is too few, so that the step asked again
+    assert len(answers) == len(set(answers)) > 10
+    before = len(answers)
+    trainer.train_step()
+    assert len(log.read_text().splitlines()) > before
