@@ -43,7 +43,8 @@ class Rollout:
     token_ids: Tensor  # [G] int64, the end-of-sequence token included when finish == "stop"
     log_probs: Tensor  # [G] float32 under the sampling distribution (temperature, top-p, top-k)
     finish: FinishReason
-    spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens), in order; they sum to G
+    # (version of the weights, tokens), in order; they sum to G. A row that came by train.exchange has none.
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """One rollout, its group and its verdict: what the ranks of a replica share, and what is carried over steps."""
+    """One rollout, its group and its verdict: what is trained on, and what is carried over steps."""
 
     group: int  # index among the step's open groups
     rollout: Rollout

@@ -38,6 +38,20 @@ def all_reduce_max(values: Mapping[str, float], *groups: dist.ProcessGroup | Non
     return all_reduce(values, dist.ReduceOp.MAX, *(groups or (None,)))
 
 
+def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """What all ranks have for this one, in rank order, on the CPU: [sum of sizes].
+
+    parts: what this rank has for each, [any] of one type; sizes: how much comes from each, which the caller knows.
+    """
+    sent = torch.cat(list(parts))
+    if len(parts) == 1:
+        return sent
+    sent = sent.to(device.default_device())
+    received = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(received, sent, list(sizes), [len(part) for part in parts])
+    return received.cpu()
+
+
 def all_gather_ids(values: Tensor) -> Tensor:
     """The values [K] int64 of all ranks, in rank order; K may differ."""
     where = device.default_device()

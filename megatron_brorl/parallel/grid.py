@@ -64,6 +64,11 @@ class Grid:
         """Ranks of `replica`."""
         return self.tensor * self.context * self.pipeline
 
+    @property
+    def replicas(self) -> list[list[int]]:
+        """The ranks of every replica."""
+        return _replicas(self.tensor * self.context, self.pipeline, self.data)
+
     def barrier(self) -> None:
         """Wait for all ranks after a phase in which they may be further apart than parallel.timeout_s allows.
 
@@ -132,10 +137,13 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
 
 def _replica(config: ParallelConfig, data: int) -> dist.ProcessGroup:
     """Megatron has no group of tensor x context x pipeline ranks."""
-    near = config.tensor * config.context
-    ranks = [[p * data * near + d * near + i for p in range(config.pipeline) for i in range(near)] for d in range(data)]
-    own, _ = dist.new_subgroups_by_enumeration(ranks)
+    own, _ = dist.new_subgroups_by_enumeration(_replicas(config.tensor * config.context, config.pipeline, data))
     return own
+
+
+def _replicas(near: int, pipeline: int, data: int) -> list[list[int]]:
+    """Ranks by replica in Megatron's order; near: ranks of one of its stages."""
+    return [[p * data * near + d * near + i for p in range(pipeline) for i in range(near)] for d in range(data)]
 
 
 def _join(world: int, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Scored rollouts as a few large tensors: what ranks of a replica share, and what a checkpoint holds."""
+"""Scored rollouts as a few large tensors, as a checkpoint holds them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FINISH: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
-    """Any number of rows in five tensors; pickling and files cost per object.
+    """Any number of rows in five tensors; files cost per object.
 
     heads [B, 6] int64: group, sibling, tokens, finish, spans, answer. token_ids [sum of tokens] int64, log_probs
     likewise float32, spans [sum of spans, 2] int64, rewards [B] float32.

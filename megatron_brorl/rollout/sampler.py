@@ -1,10 +1,9 @@
-"""Who samples what: the rollouts of a step over the ranks, and back to the ranks that train on them.
+"""Who samples what: the rollouts of a step over the ranks, each of which has an engine.
 
-A step's new rollouts, in (prompt, sibling) order, are cut into one run per data-parallel replica, and the work of a
-replica into one run per rank of the tensor x context x pipeline group that holds its copy of the model. So the siblings
-of a prompt may span ranks and replicas, and ranks differ by one rollout at most. Random numbers do not depend on the
-cuts: they are keyed by (seed, step, prompt, sibling, position). A replica trains on what it sampled: its
-ranks share their rows, and between replicas no rollout ever travels.
+The siblings of every prompt are dealt over all ranks, each of which takes a run of consecutive ones: long responses
+come by the prompt, and ranks that held whole prompts would wait for the one with the longest. Random numbers do not
+depend on who samples: they are keyed by (seed, step, prompt, sibling, position). Which replica trains on a rollout is
+decided when all lengths are known (train.assignment).
 
 A step takes a prompt more than once where it spans epochs, or where there are fewer prompts than it takes. Each time is
 a group of its own with a random stream of its own, which the occurrence names.
@@ -14,16 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import groupby
 
-import torch.distributed as dist
-from torch import Tensor
+import numpy as np
 
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Request
-from megatron_brorl.rollout.rows import from_tensors, to_tensors
-from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout
+from megatron_brorl.types import OpenGroup, Prompt, Rollout
 
 Slot = tuple[int, int]  # a rollout to sample: (index of its open group, sibling)
 
@@ -38,8 +34,8 @@ def open_groups(prompts: Sequence[Prompt], step: int | str) -> list[OpenGroup]:
     return groups
 
 
-def even_cuts(total: int, loads: Sequence[int]) -> list[int]:
-    """Where to cut `total` new rows into one run per part: part i gets rows cuts[i] to cuts[i + 1].
+def even_shares(total: int, loads: Sequence[int]) -> list[int]:
+    """How many of `total` new rows each part gets.
 
     loads: rows that each part has already. Parts end up with as even a number as new rows can make it: those that get
     any differ by one row at most, and no other has fewer.
@@ -53,17 +49,40 @@ def even_cuts(total: int, loads: Sequence[int]) -> list[int]:
     shares = [0] * len(loads)
     for place, i in enumerate(chosen):
         shares[i] = level * (place + 1) // filled - level * place // filled - loads[i]
-    return [0, *accumulate(shares)]
+    return shares
 
 
-def own_slots(begun: Sequence[Slot], new: Sequence[Slot], loads: Sequence[int], grid: Grid) -> list[Slot]:
-    """What this rank samples: its share of its replica's work.
+def deal(slots: Sequence[Slot], loads: Sequence[int]) -> list[list[Slot]]:
+    """The slots of each part: even_shares in all, and of every group a run of siblings in proportion to its share.
 
-    begun: the replica's "cut" rollouts, which go on here; loads: how many there are on every replica. new: those that
-    begin, of all replicas, in (group, sibling) order.
+    slots: in (group, sibling) order.
     """
-    slots = [*begun, *new[slice(*even_cuts(len(new), loads)[grid.dp_rank : grid.dp_rank + 2])]]
-    return slots[slice(*even_cuts(len(slots), [0] * grid.mp_size)[grid.mp_rank : grid.mp_rank + 2])]
+    parts: list[list[Slot]] = [[] for _ in loads]
+    open_places = np.array(even_shares(len(slots), loads))
+    for _, same in groupby(slots, key=lambda slot: slot[0]):
+        siblings = list(same)
+
+        # What does not divide goes to those that were passed over most so far: they have the most places left.
+        counts, rest = np.divmod(open_places * len(siblings), open_places.sum())
+        counts[np.argsort(-rest, kind="stable")[: len(siblings) - counts.sum()]] += 1
+        open_places -= counts
+
+        # Runs, so that an engine computes a prompt once for several siblings.
+        begin = 0
+        for part in counts.nonzero()[0].tolist():
+            end = begin + int(counts[part])
+            parts[part] += siblings[begin:end]
+            begin = end
+    return parts
+
+
+def own_slots(begun: Sequence[Slot], new: Sequence[Slot], loads: Sequence[int], rank: int) -> list[Slot]:
+    """What this rank samples.
+
+    begun: its "cut" rollouts, whose tokens it has and which go on here; loads: how many there are on every rank. new:
+    those that begin, of all ranks, in (group, sibling) order.
+    """
+    return [*begun, *deal(new, loads)[rank]]
 
 
 def requests(
@@ -88,12 +107,3 @@ def requests(
         key = stream_key(seed, g.step, *([g.occurrence] if g.occurrence else []), g.prompt.id)
         asked.append(Request(g.prompt, key, len(run), first, going_on))
     return asked, [run[0][0] for run in runs]
-
-
-def share_with_model_group(rows: list[ScoredRollout], grid: Grid) -> list[ScoredRollout]:
-    """All rows of this replica, on every rank of it; a collective."""
-    if grid.mp_size == 1:
-        return rows
-    shares: list[dict[str, Tensor]] = [{} for _ in range(grid.mp_size)]
-    dist.all_gather_object(shares, to_tensors(rows), group=grid.replica)
-    return [row for share in shares for row in from_tensors(share)]

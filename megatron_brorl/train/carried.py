@@ -1,6 +1,6 @@
 """Partial rollouts: groups that are sampled over several steps, and what a checkpoint holds of them.
 
-A group is carried whole, its finished siblings too, until none of them is "cut". Its rollouts stay on the replica that
+A group is carried whole, its finished siblings too, until none of them is "cut". Its rollouts stay on the rank that
 began them. A token keeps the log-probability and the version of the weights that it was sampled with.
 """
 
@@ -17,7 +17,7 @@ from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
-from megatron_brorl.rollout.sampler import Slot, even_cuts, open_groups
+from megatron_brorl.rollout.sampler import Slot, deal, open_groups
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
 _FILES = "carried_*.safetensors"
@@ -25,7 +25,7 @@ _FILES = "carried_*.safetensors"
 
 @dataclass(frozen=True)
 class Carried:
-    """Groups that go on in the next step, the same on every rank, and this replica's rollouts of them in order."""
+    """Groups that go on in the next step, the same on every rank, and this rank's rollouts of them in order."""
 
     groups: tuple[OpenGroup, ...] = ()
     rows: tuple[ScoredRollout, ...] = ()
@@ -38,15 +38,13 @@ class Carried:
         """The rows that only wait for their siblings."""
         return [row for row in self.rows if row.rollout.finish != "cut"]
 
-    def loads(self, grid: Grid) -> list[int]:
-        """How many rollouts go on, per replica; a collective."""
-        own = len(self.begun())
-        counts = {str(i): float(own) if i == grid.dp_rank else 0.0 for i in range(grid.data)}
-        return [int(count) for count in collectives.all_reduce_sum(counts, grid.groups.dp).values()]
+    def loads(self) -> list[int]:
+        """How many rollouts go on, per rank; a collective."""
+        return [int(count) for (count,) in collectives.all_gather([len(self.begun())], None)]
 
 
 def carry(groups: Sequence[OpenGroup], rows: Sequence[ScoredRollout], closed: Sequence[int]) -> Carried:
-    """What goes on of a step's groups; rows: all of this replica's."""
+    """What goes on of a step's groups; rows: all of this rank's."""
     going_on = [g for g in range(len(groups)) if g not in set(closed)]
     place = {g: i for i, g in enumerate(going_on)}
     kept = []
@@ -59,31 +57,31 @@ def carry(groups: Sequence[OpenGroup], rows: Sequence[ScoredRollout], closed: Se
     return Carried(tuple(groups[g] for g in going_on), tuple(kept))
 
 
-def staleness(rows: Sequence[ScoredRollout], version: int, grid: Grid) -> dict[str, float]:
+def staleness(rows: Sequence[ScoredRollout], version: int) -> dict[str, float]:
     """By how many optimizer steps the weights at `version` are ahead of those that sampled the tokens; a collective.
 
-    The mean over tokens and the maximum, over this and the other replicas' rows.
+    The mean over tokens and the maximum, over this and the other ranks' rows.
     """
     behind = [(version - v, tokens) for row in rows for v, tokens in row.rollout.spans]
     sums = {"steps": float(sum(b * t for b, t in behind)), "tokens": float(sum(t for _, t in behind))}
-    sums = collectives.all_reduce_sum(sums, grid.groups.dp)
-    most = collectives.all_reduce_max({"most": float(max((b for b, _ in behind), default=0))}, grid.groups.dp)["most"]
+    sums = collectives.all_reduce_sum(sums)
+    most = collectives.all_reduce_max({"most": float(max((b for b, _ in behind), default=0))})["most"]
     return {"staleness_mean": sums["steps"] / (sums["tokens"] or 1.0), "staleness_max": most}
 
 
 def write(carried: Carried, directory: Path, grid: Grid) -> None:
-    """Add this replica's share to a checkpoint; every rank calls it. Without carried groups there is nothing to add.
+    """Add this rank's share to a checkpoint; every rank calls it. Without carried groups there is nothing to add.
 
     Prompts are not written: the source hands out those of any step again.
     """
-    if carried.groups and grid.mp_rank == 0:
+    if carried.groups:
         groups = torch.tensor([(g.step, g.place) for g in carried.groups])
-        path = directory / _FILES.replace("*", f"{grid.dp_rank:05d}")
+        path = directory / _FILES.replace("*", f"{grid.rank:05d}")
         save_file({"groups": groups, **to_tensors(carried.rows)}, path)
 
 
 def read(directory: Path, source: PromptSource, prompts: int, grid: Grid) -> Carried:
-    """This replica's share of what was written, cut anew where the number of replicas has changed.
+    """This rank's share of what was written, dealt anew where the number of ranks has changed.
 
     source and prompts (per step) are those of the run that wrote it.
     """
@@ -93,8 +91,8 @@ def read(directory: Path, source: PromptSource, prompts: int, grid: Grid) -> Car
     places = parts[0]["groups"].tolist()
     taken = {step: open_groups(source.take(step, prompts), step) for step in {step for step, _ in places}}
     groups = tuple(taken[step][place] for step, place in places)
-    if len(parts) == grid.data:
-        return Carried(groups, tuple(from_tensors(parts[grid.dp_rank])))
+    if len(parts) == grid.world:
+        return Carried(groups, tuple(from_tensors(parts[grid.rank])))
     rows = in_order([row for part in parts for row in from_tensors(part)])
-    cuts = even_cuts(len(rows), [0] * grid.data)
-    return Carried(groups, tuple(rows[cuts[grid.dp_rank] : cuts[grid.dp_rank + 1]]))
+    found = {(row.group, row.rollout.index): row for row in rows}
+    return Carried(groups, tuple(found[slot] for slot in deal(list(found), [0] * grid.world)[grid.rank]))

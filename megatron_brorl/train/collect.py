@@ -5,6 +5,7 @@ Rollouts may be lost, and may take several steps: a group is trained on with its
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -12,12 +13,15 @@ from itertools import product
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
+from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.rows import in_order
-from megatron_brorl.rollout.sampler import Slot, open_groups, own_slots, share_with_model_group
+from megatron_brorl.rollout.sampler import Slot, open_groups, own_slots
 from megatron_brorl.train import adaptive
+from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.carried import Carried, carry, staleness
+from megatron_brorl.train.exchange import exchange
 from megatron_brorl.train.groups import CUT, Outcomes, gather, give_up, group_metrics, select
 from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
@@ -28,7 +32,7 @@ class Collected:
     """What a step trains on, and what its sampling came to."""
 
     groups: list[OpenGroup]
-    rollouts: list[ScoredRollout]  # this replica's, of the groups to train on
+    rollouts: list[ScoredRollout]  # those that this replica trains on, whoever sampled them
     outcomes: Outcomes  # of all groups, with those to train on chosen
     carried: Carried  # what goes on in the next step
     taken: int  # times that rollout.prompts were taken from the source so far
@@ -40,7 +44,7 @@ class Collected:
 class SampledRounds:
     """One round of sampling and scoring, or several added up."""
 
-    rollouts: list[ScoredRollout]  # this replica's
+    rollouts: list[ScoredRollout]  # this rank's
     counts: dict[str, float]  # of all ranks, see rollouts.Sampled.counts
     seconds: dict[str, float]  # of this rank: "generate", "score"
 
@@ -61,6 +65,7 @@ class Collector:
     rollouts: Rollouts
     source: PromptSource
     sampling: Sampling
+    costs: CostModel  # of training on a row
 
     def collect(self, carried: Carried, step: int, taken: int, version: int) -> Collected:
         """Sample, score and select; again while too few groups are kept and rollout.refills allows it. A collective.
@@ -99,31 +104,37 @@ class Collector:
         waiting = outcomes.kept[target:] if c.rollout.refills else []
         outcomes = outcomes.without(waiting)
 
-        # Rounds append rows; training takes them by group and sibling, whoever sampled them when.
-        rollouts = in_order(sampled.rollouts)
-        trained = _to_train_on(rollouts, outcomes, c.algo.overlong_filter)
+        # Each row goes to the replica that is to train on it.
+        begun = time.monotonic()
+        prompt_tokens = [len(g.prompt.token_ids) for g in groups]
+        assigned = assign_rows(outcomes, prompt_tokens, c.algo, self.costs, self.grid.data)
+        exchanged = exchange(sampled.rollouts, outcomes, assigned.replica, self.grid)
+        seconds = sampled.seconds | {"exchange": time.monotonic() - begun}
 
         # What the step's sampling came to; rounds say what refills cost in prompts.
         judging, queued = self.rollouts.verdict_metrics()
         metrics = self._metrics(outcomes, counts, lost) | judging
+        metrics |= {"update_balance": assigned.balance, "moved_mib": exchanged.moved / 2**20}
         if c.rollout.refills:
             metrics |= {"prompts_sampled": counts["asked"] / c.rollout.n, "carried_groups": float(len(waiting))}
         if c.rollout.partial_tokens or c.rollout.refills:
-            metrics |= staleness(trained, version, self.grid)
+            going = [r for r in sampled.rollouts if assigned.replica[r.group, r.rollout.index] >= 0]
+            metrics |= staleness(going, version)
 
-        # Groups that have not closed go on, those that wait among them, with this replica's rollouts.
-        going_on = carry(groups, rollouts, outcomes.closed)
-        return Collected(groups, trained, outcomes, going_on, taken, metrics, sampled.seconds | queued)
+        # Groups that have not closed go on, those that wait among them, with this rank's rollouts.
+        # Rounds append rows; carried ones are numbered by group and sibling.
+        going_on = carry(groups, in_order(sampled.rollouts), outcomes.closed)
+        return Collected(groups, exchanged.rows, outcomes, going_on, taken, metrics, seconds | queued)
 
     def _sample(
         self, carried: Carried, groups: Sequence[OpenGroup], new: int, known: Sequence[ScoredRollout]
     ) -> SampledRounds:
         """The carried rollouts that go on, and those of the `new` last groups, in one round or two.
 
-        known: this replica's rollouts that need no sampling.
+        known: this rank's rollouts that need no sampling.
         """
         c = self.config.rollout
-        loads = carried.loads(self.grid) if c.partial_tokens else [0] * self.grid.data
+        loads = carried.loads() if c.partial_tokens else [0] * self.grid.world
         rounds = adaptive.rounds_of(c)
 
         n = rounds.first if rounds else c.n
@@ -135,16 +146,15 @@ class Collector:
         # What the first round brought decides how many rollouts each prompt gets in the second.
         outcomes = self._outcomes([*known, *first.rollouts], groups)
         rest = adaptive.allocate_rest(outcomes, rounds, c)
-        return first + self._round(rest, groups, {}, [0] * self.grid.data)
+        return first + self._round(rest, groups, {}, [0] * self.grid.world)
 
     def _round(
         self, slots: list[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], loads: list[int]
     ) -> SampledRounds:
         """One call of the engine of every rank; begun and loads as in sampler.own_slots."""
-        own = own_slots(list(begun), slots, loads, self.grid)
+        own = own_slots(list(begun), slots, loads, self.grid.rank)
         sampled = self.rollouts.sample(own, groups, self.sampling, begun)
-        rollouts = share_with_model_group(sampled.rollouts, self.grid)
-        return SampledRounds(rollouts, collectives.all_reduce_sum(sampled.counts()), sampled.seconds)
+        return SampledRounds(sampled.rollouts, collectives.all_reduce_sum(sampled.counts()), sampled.seconds)
 
     def _outcomes(self, rollouts: Sequence[ScoredRollout], groups: Sequence[OpenGroup]) -> Outcomes:
         """What became of the rollouts so far; a collective."""
@@ -152,7 +162,7 @@ class Collector:
         if c.rollout.adaptive != "off":  # as many columns as the largest group has siblings
             siblings = max((r.rollout.index + 1.0 for r in rollouts), default=1.0)
             n = int(collectives.all_reduce_max({"n": siblings})["n"])
-        return gather(rollouts, len(groups), n, self.grid.groups.dp, c.shaping.repetition_ngram)
+        return gather(rollouts, len(groups), n, c.shaping.repetition_ngram)
 
     def _metrics(self, outcomes: Outcomes, counts: Mapping[str, float], lost: float) -> dict[str, float]:
         c = self.config.rollout
@@ -168,12 +178,6 @@ class Collector:
         if c.partial_tokens:
             metrics["carried"] = float((outcomes.state == CUT).sum())
         return metrics
-
-
-def _to_train_on(rollouts: Sequence[ScoredRollout], outcomes: Outcomes, overlong_filter: bool) -> list[ScoredRollout]:
-    """Those of kept groups that have ended, without the cut-off ones where they get no loss."""
-    kept, without = set(outcomes.kept), ("cut", "length") if overlong_filter else ("cut",)
-    return [r for r in rollouts if r.group in kept and r.rollout.finish not in without]
 
 
 def _added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:

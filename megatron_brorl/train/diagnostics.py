@@ -2,7 +2,7 @@
 
 Metrics are named theory_HOW/WHAT, where HOW is how they are known: exact, bound, estimate, hold_out, good_turing,
 predicted, measured (docs/theory.md says what each one is). All are the same on every rank, and none has a part in
-training. Beside numbers per rollout, only the first tokens of a few prompts' responses cross replicas.
+training. Beside what training has exchanged, only the first tokens of a few prompts' responses cross replicas.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from megatron_brorl.algo.estimators import Interval, bootstrap_mean, bootstrap_mean_of_means, pass_at_k
@@ -11,7 +12,7 @@ from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.sampler import even_cuts, open_groups
+from megatron_brorl.rollout.sampler import open_groups, own_slots
 from megatron_brorl.train.groups import gather
 from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
 from megatron_brorl.types import CORRECT, Prompt
@@ -88,14 +89,12 @@ def sample_answers(
     grid = rollouts.grid
     # The stream takes the place of the step in the random numbers' key.
     groups = open_groups(prompts, stream)
-    # One run of samples per rank, whatever replica it is of: nobody trains on them.
-    own = even_cuts(len(groups) * n, [0] * grid.world)[grid.rank : grid.rank + 2]
+    slots = list(product(range(len(groups)), range(n)))
     rollouts.pool.forget()  # verdicts are kept for one thing at a time
-    sampled = rollouts.sample([divmod(i, n) for i in range(*own)], groups, sampling)
+    sampled = rollouts.sample(own_slots([], slots, [0] * grid.world, grid.rank), groups, sampling)
 
     # Every rank gets what became of all samples.
-    # A rank's samples are its own, so tables add up over all ranks.
-    outcomes = gather(sampled.rollouts, len(groups), n, None)
+    outcomes = gather(sampled.rollouts, len(groups), n)
     sums = collectives.all_reduce_sum(sampled.counts())
     # Refused before means are taken over what is left.
     check_scored("evaluation", sums["unscored"], sums["scored"])

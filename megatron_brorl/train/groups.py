@@ -1,6 +1,6 @@
 """What became of every rollout of a step's groups, as tables that all ranks have: which groups are trained on, and how.
 
-Only numbers per rollout cross replicas: its state, reward and length. Every rank then decides alike, so ranks that
+Numbers per rollout cross ranks first: its state, reward and length. Every rank then decides alike, so ranks that
 hold none of a group's rollouts, or lost all of theirs, take the same turns as the others.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,14 @@ from megatron_brorl.algo.selection import has_signal
 from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.parallel import device
 from megatron_brorl.theory.log import log_row
-from megatron_brorl.types import OpenGroup, ScoredRollout
+from megatron_brorl.types import FinishReason, OpenGroup, ScoredRollout
 
 LOST, STOP, LENGTH, CUT = range(4)  # states; nobody has a lost rollout
-_STATE = {"stop": STOP, "length": LENGTH, "cut": CUT}
+FINISH: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length", CUT: "cut"}
+_STATE = {finish: state for state, finish in FINISH.items()}
 _NOTHING = float("nan")
+
+Index = TypeVar("Index", int, Tensor)  # of one rollout, or of many
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Outcomes:
     tokens: Tensor  # int64
     repeats: Tensor  # int64, n-grams that had occurred before
     answers: Tensor  # int64, codes of the final answers (rewards.extract.code)
+    holder: Tensor  # int64, the rank that has the rollout; -1: nobody
     closed: list[int] = field(default_factory=list)  # groups none of whose siblings goes on; see select
     kept: list[int] = field(default_factory=list)  # of these: those to train on
 
@@ -51,9 +55,9 @@ class Outcomes:
 
     def first_siblings(self, n: int) -> Outcomes:
         """Tables of the first n siblings of every group, as if there were no others."""
-        names = ("state", "rewards", "tokens", "repeats", "answers")
-        state, rewards, tokens, repeats, answers = (getattr(self, name)[:, :n] for name in names)
-        return Outcomes(state, rewards, tokens, repeats, answers, self.closed, self.kept)
+        names = ("state", "rewards", "tokens", "repeats", "answers", "holder")
+        state, rewards, tokens, repeats, answers, holder = (getattr(self, name)[:, :n] for name in names)
+        return Outcomes(state, rewards, tokens, repeats, answers, holder, self.closed, self.kept)
 
     def without(self, groups: Sequence[int]) -> Outcomes:
         """The same as if these groups had not closed yet."""
@@ -62,15 +66,13 @@ class Outcomes:
         return replace(self, closed=closed, kept=kept)
 
 
-def gather(
-    rollouts: Sequence[ScoredRollout], groups: int, n: int, ranks: dist.ProcessGroup | None, ngram: int = 0
-) -> Outcomes:
+def gather(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 0) -> Outcomes:
     """The outcomes of `groups` groups of n; a collective.
 
-    rollouts: every one that is not lost, on one of `ranks`. ngram: config key shaping.repetition_ngram; 0
+    rollouts: this rank's; every one that is not lost is on one rank. ngram: config key shaping.repetition_ngram; 0
     counts no repetitions.
     """
-    table = torch.zeros(5, groups, n, dtype=torch.float64)
+    table = torch.zeros(6, groups, n, dtype=torch.float64)
     if rollouts:
         at = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T
         values = [
@@ -80,15 +82,16 @@ def gather(
                 len(r.rollout.token_ids),
                 repeated_ngrams(r.rollout.token_ids, ngram) if ngram else 0,
                 r.answer,
+                dist.get_rank() + 1,  # 0 is nobody
             )
             for r in rollouts
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
 
     table = table.to(device.default_device())
-    dist.all_reduce(table, group=ranks)  # a rollout is on one rank, so that its values are only added to zeros
-    state, rewards, tokens, repeats, answers = table.cpu()
-    return Outcomes(state.long(), rewards.float(), tokens.long(), repeats.long(), answers.long())
+    dist.all_reduce(table)  # a rollout is on one rank, so that its values are only added to zeros
+    state, rewards, tokens, repeats, answers, holder = table.cpu()
+    return Outcomes(state.long(), rewards.float(), tokens.long(), repeats.long(), answers.long(), holder.long() - 1)
 
 
 def give_up(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
@@ -109,20 +112,34 @@ def select(outcomes: Outcomes, dynamic_sampling: bool = True) -> Outcomes:
     return replace(outcomes, closed=closed, kept=kept)
 
 
-def mini_batches(
-    rows: Sequence[ScoredRollout], kept: Sequence[int], count: int, of: Literal["prompts", "siblings"]
-) -> list[list[int]]:
-    """The rows of each mini-batch, for this replica's rows of the kept groups.
+def trained(outcomes: Outcomes, overlong_filter: bool) -> Tensor:
+    """Which rollouts are trained on, bool [groups, N]: those of kept groups that have ended.
+
+    overlong_filter: of these, only those that were not cut off.
+    """
+    in_kept = torch.zeros_like(outcomes.ended)
+    in_kept[outcomes.kept] = True
+    return in_kept & ((outcomes.state == STOP) if overlong_filter else outcomes.ended)
+
+
+def mini_batch_of(place: Index, sibling: Index, count: int, of: Literal["prompts", "siblings"]) -> Index:
+    """The mini-batch of a rollout of a kept group; place: of the group among these.
 
     of = "prompts": whole groups, group i of them in mini-batch i mod count. of = "siblings": sibling i of every group
     in mini-batch i mod count, so that each optimizer step sees every prompt, with N / count of its rollouts. Either
-    way an optimizer step has the same rows however many ranks share the work. Neighbours, which one replica holds, are
-    spread over the steps; a replica with fewer groups (or siblings) than mini-batches has no rows in some of them.
+    way an optimizer step has the same rows however many ranks share the work.
     """
+    return (place if of == "prompts" else sibling) % count
+
+
+def mini_batches(
+    rows: Sequence[ScoredRollout], kept: Sequence[int], count: int, of: Literal["prompts", "siblings"]
+) -> list[list[int]]:
+    """The rows of each mini-batch (mini_batch_of), for this replica's rows of the kept groups."""
     place = {group: i for i, group in enumerate(kept)}
     batches: list[list[int]] = [[] for _ in range(count)]
     for i, row in enumerate(rows):
-        batches[(place[row.group] if of == "prompts" else row.rollout.index) % count].append(i)
+        batches[mini_batch_of(place[row.group], row.rollout.index, count, of)].append(i)
     return batches
 
 

@@ -19,6 +19,7 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.metrics import Lines, MetricsWriter
 from megatron_brorl.parallel import collectives
+from megatron_brorl.parallel.balance import CostModel, pair_cost
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
 from megatron_brorl.train import state
@@ -112,7 +113,7 @@ class Trainer:
 
         # Prompts -> rollouts -> verdicts -> groups.
         sampling = training_sampling(c, self.stop_ids)
-        collector = Collector(c, self.grid, self.rollouts, self.train_source, sampling)
+        collector = Collector(c, self.grid, self.rollouts, self.train_source, sampling, self._costs())
         collected = collector.collect(s.carried, s.step, s.taken, s.updates)
         s.carried, s.taken = collected.carried, collected.taken
         if self.rollout_log:
@@ -168,6 +169,11 @@ class Trainer:
         s.updates += len(batches)
         updated["nonfinite_rows"] += nonfinite
         return metrics | updated
+
+    def _costs(self) -> CostModel:
+        options = self.worker.options
+        limit = options.tokens_per_micro_batch * self.grid.context
+        return CostModel(pair_cost(self.worker.shape), limit, options.share_prompt)
 
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines; see refit.refit_engines."""

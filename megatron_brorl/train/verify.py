@@ -10,8 +10,10 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.sampler import own_slots, requests, share_with_model_group
+from megatron_brorl.rollout.sampler import own_slots, requests
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.train.exchange import exchange
+from megatron_brorl.train.groups import gather
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
 
@@ -23,7 +25,7 @@ TOKENS = 16  # of a prompt, and of a response at most
 def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: float) -> float:
     """The largest |log-prob of an engine - log-prob of the actor| in nats over all ranks; a collective.
 
-    Every engine samples random prompts of its own, whose tokens the actor then scores. Raises UserError above
+    Every engine samples siblings of random prompts, whose tokens the actor then scores. Raises UserError above
     `tolerance`, or where the difference is not a number.
     """
     grid, shape = worker.grid, worker.shape
@@ -42,17 +44,20 @@ def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: fl
 
     # Slots and requests as in a step, so that what is checked is what will sample.
     groups = [OpenGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
-    slots = own_slots([], list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.data, grid)
+    slots = own_slots([], list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world, grid.rank)
     asked, group_of = requests(slots, groups, {}, 0)
 
     # Neither temperature nor cuts come between logits and log-probabilities.
     sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())
     result = engine.generate(asked, sampling)
 
-    # The actor scores what its replica's engines sampled.
+    # Prompts over replicas: any copy of the actor may judge any engine.
     own = [ScoredRollout(g, r, 0.0) for g, rollouts in zip(group_of, result.rollouts, strict=True) for r in rollouts]
-    # All ranks of a replica score the same rows, whichever of their engines sampled them.
-    rows = [(prompts[row.group], row.rollout) for row in share_with_model_group(own, grid)]
+    outcomes = gather(own, len(groups), SIBLINGS)
+    replica = (torch.arange(len(groups)) % grid.data)[:, None].expand_as(outcomes.state)
+    # What was lost is nobody's to send.
+    replica = replica.where(outcomes.holder >= 0, -1)
+    rows = [(prompts[row.group], row.rollout) for row in exchange(own, outcomes, replica, grid).rows]
     inputs = [torch.tensor(p.token_ids) for p, _ in rows]
     actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], 1.0)
     gaps = torch.cat([a - r.log_probs for a, (_, r) in zip(actual, rows, strict=True)]).abs()

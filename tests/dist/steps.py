@@ -173,7 +173,7 @@ def draw(
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows, sample)
     engine.update_weights(worker.hf_tensors(), 0)
     groups = [OpenGroup(fakes.prompts(1, i)[0], 7, place) for place, i in enumerate(asked)]
-    slots = own_slots([], list(product(range(len(groups)), range(n))), [0] * worker.grid.data, worker.grid)
+    slots = own_slots([], list(product(range(len(groups)), range(n))), [0] * worker.grid.world, worker.grid.rank)
     wanted, numbers = requests(slots, groups, {}, seed=1)
     result = Watchdog(engine, 300.0).generate(wanted, Sampling(1.0, 1.0, 0, 24, (2, 5, 7, 11)))
     found = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from math import prod
 
 import fakes
 import pytest
@@ -25,7 +24,7 @@ LAYOUTS = [
     (4, {"pipeline": 2}),
     (4, {"context": 2}),
 ]
-# 3 prompts x 32 over 2 or 4 replicas: the middle prompt spans replicas.
+# 3 prompts x 32 over 2 or 4 replicas.
 UNEVEN = {"rollout": {"prompts": 3}}
 VARIANTS = {
     "whole": UNEVEN
@@ -78,13 +77,17 @@ ROUNDED = {
 }
 
 
+# A prompt that spans replicas is computed on each; who has which rows, and what had to travel for it.
+OF_LAYOUT = {"token_gain", "update_balance", "moved_mib"}
+
+
 def assert_same(results, expected):
     """Figures and weights of every rank."""
     wanted, weights = expected[:2]
     for figures, got, *_ in results:
         for step, (a, b) in enumerate(zip(figures, wanted, strict=True)):
             assert a.keys() == b.keys()
-            for key in a.keys() - {"token_gain"}:  # a prompt that spans replicas is computed on both
+            for key in a.keys() - OF_LAYOUT:
                 tolerance = 1e-4 if key in ROUNDED or key.startswith("theory_") else 0
                 assert a[key] == pytest.approx(b[key], rel=tolerance, abs=tolerance, nan_ok=True), (step, key)
         for name, value in weights.items():
@@ -129,19 +132,18 @@ def test_adaptive_groups_equal_those_of_one_process(worlds, directory, size, par
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"pipeline": 2}), (4, {"tensor": 2})])
 def test_a_rank_that_loses_everything_holds_nobody_up(worlds, directory, size, parallel):
-    """Its share of the first step is the last prompts; the other ranks' survivors are trained on, by all of them.
+    """Its share of the first step is the last siblings; the other ranks' survivors are trained on, by all of them.
 
     Nothing is measured after the update: which of those rollouts are lost depends on the layout.
     """
     changes = {**VARIANTS["whole"], "theory": {"measure_every": 0}}
-    begin = 96 - 96 // size
-    gone = {(f"p/{i // 32}", i % 32) for i in range(begin, 96)}
+    gone = {(f"p/{i}", s) for i, s in product(range(3), range(32 - 32 // size, 32))}
     faults = {"rank": size - 1, "lose": {(f"p/{i}", s) for i, s in product(range(3), range(32))}}
     results = worlds(size).run("steps:run_steps", directory, parallel, changes, 2, faults)
     (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, 2, {"lose": gone})
     assert_same(results, expected)
     assert results[0][0][0]["lost_share"] == len(gone) / 96
-    assert results[0][0][0]["groups_lost"] == (1 if size == 2 else 0)
+    assert results[0][0][0]["groups_lost"] == 0
 
 
 def test_partial_rollouts_are_carried(single):
@@ -185,7 +187,7 @@ def test_resume_is_bit_exact_with_carried_rollouts(worlds, directory, tmp_path, 
     whole = worlds(size).run("steps:run_steps", directory, parallel, variant, 5, {})
     cut = worlds(size).run("steps:resumed", directory, parallel, variant, 5, 3, str(tmp_path))
     files = list((tmp_path / "checkpoints" / "step_00000003").glob("carried_*"))
-    assert len(files) == size // prod(parallel.values())
+    assert len(files) == size
     for (figures, weights, _), (got, got_weights) in zip(whole, cut, strict=True):
         assert [repr(f) for f in got] == [repr(f) for f in figures]
         assert all(torch.equal(weights[name], got_weights[name]) for name in weights)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
-from types import SimpleNamespace
+from itertools import product
 
 import fakes
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
-from megatron_brorl.rollout.sampler import even_cuts, own_slots, requests
+from megatron_brorl.rollout.sampler import deal, even_shares, own_slots, requests
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
 
@@ -23,38 +22,47 @@ def best_by_search(total: int, loads: list[int]) -> list[int]:
     return sorted(ends)
 
 
-def test_cuts_are_as_even_as_can_be():
+def test_shares_are_as_even_as_can_be():
     for parts in (1, 2, 3, 4):
         for loads in product((0, 1, 2, 5, 9), repeat=parts):
             for total in (0, 1, 2, 7, 40):
-                cuts = even_cuts(total, list(loads))
-                assert cuts[0] == 0
-                assert cuts[-1] == total
-                shares = [b - a for a, b in pairwise(cuts)]
+                shares = even_shares(total, list(loads))
+                assert sum(shares) == total
                 assert min(shares) >= 0
                 assert sorted(s + x for s, x in zip(shares, loads, strict=True)) == best_by_search(total, list(loads))
 
 
-def grids(data: int, model: int):
-    """A stand-in for the grid of every rank."""
-    for dp, mp in product(range(data), range(model)):
-        yield SimpleNamespace(data=data, dp_rank=dp, mp_size=model, mp_rank=mp)
-
-
-@pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 1), (1, 2), (3, 2), (5, 4)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("loads", [0, 3])
-def test_every_rollout_is_sampled_once(data, model, loads):
-    begun = [[(0, 7 * dp + i) for i in range(loads * dp)] for dp in range(data)]
-    shares = [
-        own_slots(begun[g.dp_rank], list(product((1, 2, 3), range(10))), [len(b) for b in begun], g)
-        for g in grids(data, model)
-    ]
-    asked = [slot for share in shares for slot in share]
-    assert sorted(asked) == sorted([*(s for b in begun for s in b), *product((1, 2, 3), range(10))])
-    sizes = [len(s) for s in shares]
-    assert max(sizes) - min(sizes) <= 2  # one among replicas, one among the ranks of a replica
-    for g, share in zip(grids(data, model), shares, strict=True):  # what was begun goes on where it was
-        assert {s for s in share if s[0] == 0} <= set(begun[g.dp_rank])
+def test_every_rollout_is_sampled_once(ranks, loads):
+    begun = [[(0, 70 * rank + i) for i in range(loads * (rank % 4))] for rank in range(ranks)]
+    new = list(product((1, 2, 3), range(10)))
+    shares = [own_slots(begun[rank], new, [len(b) for b in begun], rank) for rank in range(ranks)]
+    assert sorted(slot for share in shares for slot in share) == sorted([*(s for b in begun for s in b), *new])
+    assert sorted(map(len, shares)) == best_by_search(len(new), [len(b) for b in begun])
+    for before, share in zip(begun, shares, strict=True):  # what was begun goes on where it was
+        assert [s for s in share if s[0] == 0] == before
+
+
+@pytest.mark.parametrize(("prompts", "n", "ranks"), [(5, 16, 4), (5, 16, 3), (7, 2, 5), (128, 16, 64), (3, 512, 7)])
+def test_siblings_of_each_prompt_are_dealt_over_all_ranks(prompts, n, ranks):
+    """One run per rank, of a length that no two ranks differ in by more than one, and the loads do not either."""
+    parts = deal(list(product(range(prompts), range(n))), [0] * ranks)
+    for g, part in product(range(prompts), parts):
+        siblings = [s for group, s in part if group == g]
+        assert siblings == list(range(siblings[0], siblings[0] + len(siblings))) if siblings else True
+        assert len(siblings) in (n // ranks, -(-n // ranks))
+    assert {len(part) for part in parts} <= {prompts * n // ranks, -(-prompts * n // ranks)}
+
+
+def test_unequal_groups_are_dealt_as_evenly():
+    sizes = [3, 0, 41, 8, 1, 1, 29]
+    parts = deal([(g, s) for g, size in enumerate(sizes) for s in range(size)], [0, 5, 0, 9])
+    assert [len(part) + load for part, load in zip(parts, [0, 5, 0, 9], strict=True)] == [24, 24, 24, 25]
+    counts = [[sum(group == g for group, _ in part) for part in parts] for g in range(7)]
+    for size, row in zip(sizes, counts, strict=True):  # in proportion to the places: 24, 19, 24, 16 of 83
+        assert sum(row) == size
+        assert all(abs(c - size * places / 83) < 1.5 for c, places in zip(row, (24, 19, 24, 16), strict=True))
 
 
 def test_requests_are_runs_of_siblings():

@@ -43,7 +43,7 @@ def all_rows() -> list[ScoredRollout]:
 
 @pytest.fixture(scope="module")
 def outcomes(processes):
-    return gather(all_rows(), len(TABLE), 8, None)
+    return gather(all_rows(), len(TABLE), 8)
 
 
 def test_closed_and_kept(outcomes):
@@ -92,7 +92,7 @@ def test_figures_are_over_survivors_of_closed_groups(outcomes):
 
 
 def test_nothing_closed_has_no_means(outcomes):
-    open_ones = gather([row(0, 0, "cut")], 1, 8, None)
+    open_ones = gather([row(0, 0, "cut")], 1, 8)
     got = group_metrics(select(open_ones))
     assert math.isnan(got["reward"])
     assert math.isnan(got["kept_share"])

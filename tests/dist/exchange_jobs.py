@@ -1,0 +1,76 @@
+"""Rollouts that are dealt, assigned to replicas and exchanged, without a model: each rank says what it got and sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from dist.jobs import grid_of
+
+from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.parallel.balance import CostModel
+from megatron_brorl.rollout.sampler import deal
+from megatron_brorl.train import exchange as exchanges
+from megatron_brorl.train.assignment import assign_rows
+from megatron_brorl.train.groups import gather, select
+from megatron_brorl.types import Rollout, ScoredRollout
+
+GROUPS, N = 6, 90
+PROMPTS = [5, 300, 20, 40, 8, 150]  # tokens
+LOST = {(0, 3), (2, 89), (5, 44)}
+CUT = {(4, 17)}  # so that group 4 is not closed
+
+
+def rollout(group: int, sibling: int) -> ScoredRollout:
+    """A function of its place alone; log-probabilities include what is not finite."""
+    g = torch.Generator().manual_seed(1000 * group + sibling)
+    tokens = int((200 * (0.5 * torch.randn(2, generator=g).sum()).exp()).clamp(1, 900))
+    log_probs = torch.randn(tokens, generator=g)
+    log_probs[-1] = (float("nan"), float("-inf"), -0.0)[sibling % 3]
+    finish = "cut" if (group, sibling) in CUT else ("stop", "length")[tokens > 700]
+    # All of group 3 are right, so that it is not kept.
+    reward = 1.0 if group == 3 else float(sibling % 4 == 0)
+    ids = torch.randint(0, 2**31 - 1, (tokens,), generator=g)
+    return ScoredRollout(group, Rollout(sibling, ids, log_probs, finish, ((0, tokens),)), reward, sibling + 2**40)
+
+
+def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel, message: int) -> dict[str, Any]:
+    """What this rank got, what was said of it, and the bytes that its messages held for other ranks."""
+    grid = grid_of(**parallel)
+    slots = list(product(range(GROUPS), range(N)))
+    own = [rollout(*slot) for slot in deal(slots, [0] * grid.world)[rank] if slot not in LOST]
+    outcomes = select(gather(own, GROUPS, N))
+    assigned = assign_rows(outcomes, PROMPTS, algo, costs, grid.data)
+
+    sent = []
+    send = dist.all_to_all_single
+
+    def spy(received: torch.Tensor, flat: torch.Tensor, sizes: list[int], splits: list[int]) -> Any:
+        assert sum(splits) == len(flat)
+        sent.append(flat.element_size() * (sum(splits) - splits[rank]))
+        return send(received, flat, sizes, splits)
+
+    with mock.patch.object(dist, "all_to_all_single", spy), mock.patch.object(exchanges, "MESSAGE_TOKENS", message):
+        got = exchanges.exchange(own, outcomes, assigned.replica, grid)
+    return {
+        "replica": grid.dp_rank,
+        "rows": [replace(row, rollout=replace(row.rollout, log_probs=row.rollout.log_probs.view(torch.int32))) for row in got.rows],
+        "held": [(row.group, row.rollout.index) for row in own],
+        "moved": got.moved,
+        "balance": assigned.balance,
+        "sent": sum(sent),
+        "messages": len(sent),
+    }
+
+
+def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel) -> tuple[list[Any], int, float]:
+    """Rows, bytes and balance of a step whose groups were all lost."""
+    grid = grid_of(**parallel)
+    outcomes = select(gather([], GROUPS, N))
+    assigned = assign_rows(outcomes, PROMPTS, algo, costs, grid.data)
+    got = exchanges.exchange([], outcomes, assigned.replica, grid)
+    return got.rows, got.moved, assigned.balance

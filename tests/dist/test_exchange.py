@@ -1,0 +1,77 @@
+"""Rows over replicas on 2 and 4 ranks: each where it is trained, bit for bit, at equal cost, and no byte too many."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from dist.exchange_jobs import CUT, LOST, N, PROMPTS, rollout
+
+from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.parallel.balance import CostModel
+
+LAYOUTS = [(2, {}), (2, {"tensor": 2}), (4, {}), (4, {"tensor": 2}), (4, {"pipeline": 2})]
+KEPT = [0, 1, 2, 5]  # of group 3 all are right, and one of group 4 goes on
+PAIR = 1e-3
+
+
+def cost(rows: list[tuple[int, int]]) -> float:
+    """Tokens, and PAIR for each token and one before it, where each row has its prompt for itself."""
+    lengths = [PROMPTS[g] + len(rollout(g, s).rollout.token_ids) for g, s in rows]
+    return sum(n + PAIR * sum(range(n)) for n in lengths)
+
+
+@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
+@pytest.mark.parametrize(("of", "overlong", "message"), [("prompts", False, 2**25), ("siblings", True, 10_000)])
+def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message):
+    algo = AlgoConfig(mini_batches=3, mini_batch_of=of, overlong_filter=overlong)
+    found = worlds(size).run("exchange_jobs:exchanged", parallel, algo, CostModel(PAIR, 4096, False), message)
+    model = prod(parallel.values())
+    replicas = {f["replica"]: f["rows"] for f in found}
+    assert sorted(replicas) == list(range(size // model))
+
+    # All of a replica's ranks have the same; every row that is trained on is on one replica, as it was sampled.
+    places = {}
+    for f in found:
+        for a, b in zip(f["rows"], replicas[f["replica"]], strict=True):
+            assert (a.group, a.rollout.index) == (b.group, b.rollout.index)
+        for row in f["rows"]:
+            sampled = rollout(row.group, row.rollout.index)
+            assert torch.equal(row.rollout.token_ids, sampled.rollout.token_ids)
+            assert torch.equal(row.rollout.log_probs, sampled.rollout.log_probs.view(torch.int32))
+            assert (row.reward, row.answer, row.rollout.finish) == (sampled.reward, sampled.answer, sampled.rollout.finish)
+            places[row.group, row.rollout.index] = f["replica"]
+    expected = {slot for slot in product(KEPT, range(N)) if slot not in LOST | CUT}
+    if overlong:
+        expected = {slot for slot in expected if rollout(*slot).rollout.finish == "stop"}
+    assert places.keys() == expected
+    assert sum(map(len, replicas.values())) == len(expected)
+
+    # In every optimizer step every replica has as much to do as the others.
+    mean, most = 0.0, 0.0
+    for step in range(3):
+        parts = [
+            [(g, s) for (g, s), at in places.items() if at == i and (KEPT.index(g) if of == "prompts" else s) % 3 == step]
+            for i in replicas
+        ]
+        costs = [cost(part) for part in parts]
+        assert min(costs) > 0
+        assert max(costs) <= 1.02 * sum(costs) / len(costs)
+        mean, most = mean + sum(costs) / len(costs), most + max(costs)
+    assert all(f["balance"] == pytest.approx(mean / most, abs=1e-3) for f in found)
+
+    # A row goes once to every rank of its replica that did not sample it: 4 bytes per id and per log-probability.
+    holders = {slot: f["replica"] for f in found for slot in f["held"]}
+    needed = sum(8 * len(rollout(*slot).rollout.token_ids) * (model - (holders[slot] == at)) for slot, at in places.items())
+    assert {f["moved"] for f in found} == {needed}
+    assert sum(f["sent"] for f in found) == needed
+    assert all(f["messages"] > (1 if message < 2**25 else 0) for f in found)
+
+
+def test_there_may_be_nothing_to_train_on(worlds):
+    """Every rollout is lost: every rank agrees that no message is due."""
+    algo = AlgoConfig(mini_batches=2)
+    for f in worlds(2).run("exchange_jobs:nothing", {}, algo, CostModel(PAIR, 4096, True)):
+        assert f == ([], 0, 1.0)

@@ -1,0 +1,126 @@
+"""Costs against counted operations and packed streams; assignments against exhaustive search and Graham's bound."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megatron_brorl.model_shape import parse_shape
+from megatron_brorl.parallel.balance import CostModel, assign, loads_of, pair_cost
+from megatron_brorl.parallel.batch import pack
+
+WHOLE = 10**9  # tokens of a micro-batch that holds everything
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_attention_against_counted_operations(kv_heads):
+    """a T + b T^2 operations of T tokens, by torch's counter: eager attention multiplies all T^2 pairs."""
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "vocab_size": 200}
+    config = Qwen2Config(
+        **sizes,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        attn_implementation="eager",
+        architectures=["Qwen2ForCausalLM"],
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    counts = []
+    for tokens in (16, 64):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, tokens, dtype=torch.int64))
+        counts.append(counter.get_total_flops() / tokens)
+    slope = (counts[1] - counts[0]) / 48
+    shape = parse_shape(config.to_dict(), "config")
+    assert pair_cost(shape) == pytest.approx(slope / (counts[0] - 16 * slope), rel=0.02)  # rotary tables are counted
+
+
+def test_a_row_with_its_own_prompt_costs_its_tokens_and_pairs():
+    prompts, responses = ints(0, 10, 700, 3), ints(1, 90, 300, 997)
+    costs, setups = CostModel(1e-3, WHOLE, False).rows(prompts, responses, ints(0, 0, 1, 2))
+    assert not setups.any()
+    totals = (prompts + responses).tolist()
+    # Each token attends to itself and those before it; the token itself is half a pair more than the integral.
+    exact = [n + 1e-3 * (sum(range(n + 1)) - n / 2) for n in totals]
+    assert costs.tolist() == [round(x) for x in exact]
+
+
+@pytest.mark.parametrize("limit", [3000, 20_000])
+def test_shared_prompts_cost_what_packing_makes_of_them(limit):
+    """Tokens of the streams of one part, of which each family is one more prompt."""
+    g = torch.Generator().manual_seed(0)
+    lengths = [int(n) for n in torch.randint(100, 500, (120,), generator=g)]
+    texts = [torch.randint(0, 99, (n,), generator=g) for n in (600, 400, 900)]
+    families = np.arange(120) % 3
+    prompts = ints(*(len(texts[f]) for f in families))
+    costs, setups = CostModel(0.0, limit, True).rows(prompts, ints(*lengths), families)
+    assert setups.tolist() == prompts.tolist()
+    (load,) = loads_of(1, np.zeros(120, dtype=np.int64), costs, families, setups)
+    responses = [torch.zeros(n, dtype=torch.int64) for n in lengths]
+    streams = pack([texts[f] for f in families], responses, limit, share=True)
+    assert load == pytest.approx(sum(len(s.input_ids) for s in streams), rel=0.05)
+
+
+def test_a_prompt_that_is_not_worth_sharing_is_not_shared():
+    prompts, responses, families = ints(5, 5, 5), ints(900, 800, 1000), ints(0, 0, 0)
+    assert not CostModel(0.0, WHOLE, True).rows(prompts, responses, families)[1].any()
+    assert CostModel(0.0, WHOLE, True).rows(prompts * 100, responses, families)[1].all()
+
+
+def best_by_search(costs, parts, families, setups):
+    found = [
+        loads_of(parts, np.array(chosen), costs, families, setups).max()
+        for chosen in product(range(parts), repeat=len(costs))
+    ]
+    return min(found)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_assignments_are_within_grahams_bound(parts):
+    """At most 4/3 - 1/(3 m) of the best there is (Graham 1969, theorem 2)."""
+    for seed in range(30):
+        costs = np.random.default_rng(seed).integers(1, 50, 7)
+        none = np.zeros_like(costs)
+        got = assign(costs, parts)
+        assert set(got) <= set(range(parts))
+        best = best_by_search(costs, parts, none, none)
+        assert np.bincount(got, weights=costs).max() <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
+
+
+def test_assignments_with_prompts_are_near_the_best():
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        costs, families = rng.integers(1, 20, 7), rng.integers(0, 3, 7)
+        setups = rng.integers(0, 60, 3)[families]
+        got = assign(costs, 2, families, setups)
+        best = best_by_search(costs, 2, families, setups)
+        assert loads_of(2, got, costs, families, setups).max() <= 1.5 * best
+
+
+def test_loads_count_each_prompt_once_per_part():
+    loads = loads_of(3, ints(0, 0, 1, 0, 1), ints(1, 2, 4, 8, 16), ints(0, 0, 0, 1, 1), ints(100, 100, 100, 500, 500))
+    assert loads.tolist() == [1 + 2 + 8 + 100 + 500, 4 + 16 + 100 + 500, 0]
+
+
+def test_siblings_of_long_prompts_stay_together():
+    families = np.repeat(np.arange(4), 8)
+    got = assign(np.full(32, 10), 4, families, np.full(32, 1000))
+    assert [len(set(got[families == f])) for f in range(4)] == [1, 1, 1, 1]
+    assert len(set(got)) == 4
+
+
+def test_many_rows_are_even():
+    costs = np.random.default_rng(0).lognormal(9, 0.7, 5000).astype(np.int64)
+    loads = np.bincount(assign(costs, 64), weights=costs)
+    assert loads.max() <= 1.001 * loads.mean()
+    assert assign(costs, 1).tolist() == [0] * 5000
+    assert len(assign(costs[:0], 3)) == 0
+    assert sorted(assign(costs[:2], 3)) == [0, 1]
