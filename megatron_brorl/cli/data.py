@@ -1,9 +1,10 @@
-"""`brorl data prepare`: published data sets to files of prompts with a data card."""
+"""`brorl data`: published sets and reasoning-gym's tasks to files of rows."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,15 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--licence", help=f"of {CUSTOM} and rows: for the data card")
     command.set_defaults(command=_prepare, name="data prepare")
 
+    # Tasks as a file, which mixtures take.
+    text = "rows of a configuration's reasoning-gym tasks (data.tasks), to be mixed with others"
+    command = actions.add_parser("generate", help=text, description=text)
+    command.add_argument("config", help="TOML file with [[data.tasks]]")
+    command.add_argument("--count", required=True, type=int, help="rows, of different text")
+    command.add_argument("--out", required=True, type=Path, help="FILE.jsonl")
+    command.add_argument("--seed", type=int, default=0, help="of the tasks (%(default)s)")
+    command.set_defaults(command=_generate, name="data generate")
+
 
 def _prepare(args: argparse.Namespace) -> int:
     from megatron_brorl.data.prepare.card import data_card
@@ -101,6 +111,26 @@ def _prepare(args: argparse.Namespace) -> int:
     print(f"written beside it: {job.card.name}, {job.dropped.name}")
     if job.data_set.evaluation:
         print(f"{args.source} is an evaluation set: do not train on it")
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from megatron_brorl.config.load import load
+    from megatron_brorl.data.generate import generated_rows
+
+    # Mistakes before items, of which some take a second to make.
+    tasks = load(args.config).data.tasks
+    if not tasks:
+        raise UserError(f"{args.config}: data.tasks: there are no tasks to generate rows of; name at least one")
+    if args.count < 1:
+        raise UserError(f"--count {args.count}: must be at least 1")
+    if args.out.suffix != ".jsonl":
+        raise UserError(f"--out {args.out}: must end in .jsonl")
+    check_output(args.out, [("the configuration", Path(args.config))])
+
+    rows = generated_rows(tasks, args.seed, args.count)
+    write_text(args.out, "".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{args.out}: {args.count} rows of {', '.join(task.name for task in tasks)}")
     return 0
 
 

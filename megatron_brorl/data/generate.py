@@ -77,11 +77,37 @@ class GeneratedPrompts:
         task, number = self._mixture.pick(index, attempt)
         text, entry = task.item(number)
         text, ids = render(text, self._tokenizer, self._config, self._max_prompt_tokens, f"{task.where} item {number}")
-        metadata = {"source_dataset": task.name, "entry": entry}
-        if task.config:
-            metadata["config"] = task.config
         prompt_id = f"{task.name}:{self._seed}:{index}"
-        return Prompt(prompt_id, text, ids, entry["answer"], self.verifier, metadata)
+        return Prompt(prompt_id, text, ids, entry["answer"], self.verifier, _metadata(task, entry))
+
+
+def generated_rows(tasks: Sequence[TaskConfig], seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """Rows of a data file: `count` prompts of different text, as their tasks wrote them, without a template.
+
+    Raises UserError where the tasks have fewer.
+    """
+    mixture, taken = _Mixture(tasks, seed), set()
+    for index in range(count):
+        # Tasks of few different items are drawn again.
+        for attempt in range(_ATTEMPTS):
+            task, number = mixture.pick(index, attempt)
+            text, entry = task.item(number)
+            if text not in taken:
+                break
+        else:
+            raise UserError(
+                f"data.tasks: after {index} rows, {_ATTEMPTS} draws in a row gave a text that was there already; ask "
+                "for fewer rows or widen the config of the tasks"
+            )
+
+        taken.add(text)
+        yield {
+            "id": f"{task.name}:{seed}:{index}",
+            "prompt": text,
+            "answer": entry["answer"],
+            "verifier": GeneratedPrompts.verifier,
+            "metadata": _metadata(task, entry),
+        }
 
 
 def corpus(config: DataConfig, seed: int, count: int) -> Iterator[str]:
@@ -94,6 +120,11 @@ def corpus(config: DataConfig, seed: int, count: int) -> Iterator[str]:
         yield config.template.replace("{prompt}", text, 1)
         if entry["answer"]:
             yield entry["answer"]
+
+
+def _metadata(task: _Task, entry: dict[str, Any]) -> dict[str, Any]:
+    """What verifier "reasoning_gym" asks of a row."""
+    return {"source_dataset": task.name, "entry": entry, **({"config": task.config} if task.config else {})}
 
 
 class _Mixture:

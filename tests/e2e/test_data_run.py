@@ -53,8 +53,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("data")
     files = {}
     for name, raw, options in (
-        ("gsm8k", GSM8K, ["--verifier", "exact"]),
-        ("deepscaler", DEEPSCALER, ["--verifier", "exact"]),
+        ("gsm8k", GSM8K, []),
+        ("deepscaler", DEEPSCALER, []),
         ("custom", OWN, ["--prompt", "q", "--answer", "a"]),
     ):
         source = folder / f"{name}.raw.jsonl"

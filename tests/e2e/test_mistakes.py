@@ -147,7 +147,7 @@ def test_a_model_with_nan_in_it(config, model, tmp_path):
 
 
 def test_unsafe_task(config, model, tmp_path):
-    fails(train(config, model, tmp_path, 'data.tasks=[{name="countdown"}]'), "countdown", "eval")
+    fails(train(config, model, tmp_path, 'data.tasks=[{name="simple_integration"}]'), "simple_integration", "eval")
 
 
 def test_tokenizer_larger_than_the_model(config, model, tmp_path):

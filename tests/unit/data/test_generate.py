@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import reasoning_gym
 
+from megatron_brorl.cli.main import main
 from megatron_brorl.config.schema import DataConfig, TaskConfig
-from megatron_brorl.data.generate import GeneratedPrompts, corpus
+from megatron_brorl.data.generate import GeneratedPrompts, corpus, generated_rows
 from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import gym_verifier
@@ -136,7 +137,7 @@ def test_held_out_prompts_are_different_and_excluded(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (TaskConfig("countdown"), r"data\.tasks\[1\]: reasoning-gym task 'countdown' is refused"),
+        (TaskConfig("puzzle24"), r"data\.tasks\[1\]: reasoning-gym task 'puzzle24' is refused"),
         (TaskConfig("chain_summ"), r"data\.tasks\[1\]: .*did you mean chain_sum"),
         (TaskConfig("gcd", -1.0), r"data\.tasks\[1\]\.weight = -1.0: must be a positive number"),
         (TaskConfig("gcd", float("nan")), r"data\.tasks\[1\]\.weight = nan"),
@@ -176,3 +177,44 @@ def test_corpus_holds_prompts_and_answers(tmp_path: Path) -> None:
     assert stream(MIX, tokenizer).prompt(3).token_ids
     with pytest.raises(UserError, match=r"data\.tasks: there are no tasks"):
         list(corpus(DataConfig(), 0, 1))
+
+
+def test_rows_of_a_file_are_those_that_the_library_makes_and_scores() -> None:
+    rows = list(generated_rows(MIX.tasks, 5, 80))
+    assert len({row["prompt"] for row in rows}) == 80
+    assert Counter(row["id"].split(":")[0] for row in rows)["chain_sum"] == pytest.approx(60, abs=12)  # 3 to 1
+    for row in rows:
+        metadata = row["metadata"]
+        if metadata["source_dataset"] == "chain_sum":
+            assert eval(row["prompt"]) == int(row["answer"])
+        else:
+            assert bin(int(row["prompt"])).count("1") == int(row["answer"])
+        asked = VerifierRow(id=row["id"], prompt=row["prompt"], answer=row["answer"], metadata=metadata)
+        assert gym_verifier.score(row["answer"], asked).reward == 1.0
+        assert gym_verifier.score("banana", asked).reward < 0.99
+
+
+def test_tasks_with_fewer_texts_than_rows_end_in_a_line() -> None:
+    one = TaskConfig("chain_sum", 1.0, r"problem: (.*) =", {"min_terms": 2, "max_terms": 2, "max_digits": 1})
+    # Two digits from 0 to 9 and two signs.
+    with pytest.raises(UserError, match=r"^data\.tasks: after 200 rows, 1000 draws in a row gave a text"):
+        list(generated_rows((one,), 5, 400))
+
+
+def test_generated_files_are_data_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_brorl.data.prompts import read_rows
+
+    config, out = tmp_path / "tasks.toml", tmp_path / "gym.jsonl"
+    config.write_text('[[data.tasks]]\nname = "gcd"\n')
+    for arguments, status, said in [
+        (["--count", "7", "--out", str(out)], 0, f"{out}: 7 rows of gcd"),
+        (["--count", "0", "--out", str(out)], 2, "--count 0: must be at least 1"),
+        (["--count", "1", "--out", str(out.with_suffix(".csv"))], 2, "must end in .jsonl"),
+        (["--count", "1", "--out", str(config)], 2, "must end in .jsonl"),
+    ]:
+        with pytest.raises(SystemExit) as e:
+            main(["data", "generate", str(config), *arguments])
+        assert e.value.code == status
+        captured = capsys.readouterr()
+        assert said in captured.out + captured.err
+    assert [row.id for row in read_rows(out, False)[0]] == [f"gcd:0:{i}" for i in range(7)]

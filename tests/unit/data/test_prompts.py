@@ -76,7 +76,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "half a surrogate": (b'{"prompt": "\\ud800", "answer": "1"}', "prompt has half of a surrogate pair"),
     "no answer": (b'{"prompt": "x"}', 'verifier "exact" compares with the answer'),
     "misspelt": (b'{"prompt": "x", "anwser": "1"}', "unknown key 'anwser'; known: prompt, answer"),
-    "unknown verifier": (b'{"prompt": "x", "verifier": "maths"}', "no verifier is called 'maths'; known: exact"),
+    "unknown verifier": (b'{"prompt": "x", "verifier": "maths"}', "no verifier is called 'maths'; did you mean math?"),
     "dotted verifier": (b'{"prompt": "x", "verifier": "os:system"}', "no verifier is called 'os:system'"),
     "verifier type": (b'{"prompt": "x", "verifier": 1}', "verifier must be a string, not 1"),
     "id type": (b'{"prompt": "x", "answer": "1", "id": 7}', "id must be a string that is not empty, not 7"),
@@ -84,8 +84,10 @@ BAD: dict[str, tuple[bytes, str]] = {
     "taken id": (b'{"prompt": "x", "answer": "1", "id": "first"}', "id 'first' is taken by"),
     "metadata type": (b'{"prompt": "x", "answer": "1", "metadata": "m"}', 'metadata must be an object, not "m"'),
     "refused task": (
-        json.dumps({"prompt": "x", "verifier": "reasoning_gym", "metadata": {"source_dataset": "countdown"}}).encode(),
-        "task 'countdown' is refused: its scorer executes the answer",
+        json.dumps(
+            {"prompt": "x", "verifier": "reasoning_gym", "metadata": {"source_dataset": "simple_integration"}}
+        ).encode(),
+        "task 'simple_integration' is refused: its scorer executes the answer",
     ),
     "no entry": (
         json.dumps({"prompt": "x", "verifier": "reasoning_gym", "metadata": {"source_dataset": "gcd"}}).encode(),

@@ -10,10 +10,12 @@ from code_problems import Problem
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import code, code_compare
+from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rewards.sandbox.limits import Limits
 from megatron_brorl.rewards.sandbox.run import Sandbox
 from megatron_brorl.rewards.verifier import Score, VerifierRow
+from megatron_brorl.types import Prompt
 
 NEEDS = pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))
 LONG = Sandbox(True, Limits(seconds=40.0, test_seconds=10.0))
@@ -41,6 +43,22 @@ def test_right_wrong_and_partly_right_programs(kind: str, index: int) -> None:
     assert score(problem.part, problem.metadata).reward == problem.share
     sandbox = SHORT if index == 19 else LONG  # one of the wrong ones does not end
     assert score(problem.wrong, problem.metadata, sandbox).reward == 0.0
+
+
+@NEEDS
+def test_programs_are_judged_in_scoring_processes_as_other_answers_are() -> None:
+    """From responses to verdicts, by the names of rows: sandboxes start beside a limit of memory and a deadline."""
+    kinds = (code_problems.SCRIPTS[0], code_problems.FUNCTIONS[0], code_problems.ASSERTS[0])
+    requests, expected = [], []
+    for i, problem in enumerate(kinds):
+        prompt = Prompt(f"p{i}", "", (1,), None, "code", problem.metadata)
+        for program, reward in ((problem.right, 1.0), (problem.wrong, 0.0), (problem.part, problem.share)):
+            requests.append(ScoreRequest(prompt, code.find(f"So:\n```python\n{program}\n```\nDone.")))
+            expected.append(reward)
+    with RewardPool(1, 60.0) as pool:
+        verdicts = pool.score(requests)
+    assert [(v.status, v.reward) for v in verdicts] == [("ok", reward) for reward in expected]
+    assert all(v.reason for v in verdicts if v.reward < 1)
 
 
 # What reinforcement learning has found elsewhere, in forms that make sense for a function.
