@@ -9,7 +9,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,30 @@ device.leave_out_compiler()
 sys.path.insert(0, str(TESTS))
 
 
-@pytest.fixture(scope="session")
-def processes() -> Iterator[Any]:
-    """The grid of a single process: one, for the threads of gloo's groups stay when a grid is left."""
+_ALONE: list[Any] = []  # the grid of this process, where there is one
+
+
+@pytest.fixture(scope="module")
+def processes() -> Any:
+    """The grid of a single process: one for many files, for the threads of gloo's groups stay when a grid is left.
+
+    Some tests leave it, with what they try (`convert --verify`); the next file has a new one.
+    """
+    import torch.distributed as dist
+
     from megatron_brorl.parallel import grid
 
-    yield grid.build(ParallelConfig())
-    grid.leave()
+    if not (_ALONE and dist.is_initialized()):
+        _ALONE[:] = [grid.build(ParallelConfig())]
+    return _ALONE[0]
+
+
+def pytest_unconfigure() -> None:
+    """Leave it, so that no group complains at the end."""
+    if _ALONE:
+        from megatron_brorl.parallel import grid
+
+        grid.leave()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses among them

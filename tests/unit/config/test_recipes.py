@@ -23,7 +23,7 @@ RECIPES = Path(__file__).parents[3] / "examples" / "recipes"
 # What a machine or a run decides, and not the method.
 NOT_OF_THE_METHOD = {
     "rollout": {"engine", "max_num_seqs", "kv_cache_mib", "timeout_s", "max_lost_share"},
-    "reward": {"workers", "timeout_s", "combination"},
+    "reward": {"workers", "timeout_s", "combination", "unsandboxed"},
     "evaluate": {"bootstrap", "pass_at", "benchmarks"},
 }
 SECTIONS = ("rollout", "reward", "shaping", "algo", "critic", "reference", "optim", "evaluate")

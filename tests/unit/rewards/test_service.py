@@ -76,7 +76,7 @@ def test_answers_go_in_batches_and_come_back_as_verdicts(server: Any) -> None:
     ]
     assert verdicts[2:4] == [Verdict(0.0, "invalid"), Verdict(0.3, "ok")]
     assert verdicts == verdicts[:4] * 10
-    assert len(server.batches[0]) == 10  # a quarter of the queue
+    assert len(server.batches) < 40  # what has gathered while a batch was judged goes as one
     row = {"id": "row7", "prompt": "text", "answer": "4", "metadata": {"n": 2}}
     assert [item for batch in server.batches for item in batch] == [
         {"response": "a" * n, "row": row} for n in (1, 3, 11, 3) * 10
