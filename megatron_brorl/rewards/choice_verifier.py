@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.final_answer import final_answer, places
+from megatron_brorl.rewards.final_answer import final_or_bare_answer, places
 from megatron_brorl.rewards.spelling import plain_text, quote, tidy
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
@@ -29,11 +29,8 @@ _OTHER = re.compile(r"[(\[]\s*([A-Ja-j])\s*[)\]]|(?<![\w'])([B-HJ])(?![\w'])|(?<
 
 
 def find(response: str) -> str | None:
-    """The answer that a response says (final_answer.py); the whole response where it is one short line."""
-    if not places(response):
-        bare = response.strip()
-        return bare if bare and len(bare) <= _MAX_CHARS and "\n" not in bare else None
-    return final_answer(response, same)
+    """The answer that a response says; the whole response where it is one short line."""
+    return final_or_bare_answer(response, same, _MAX_CHARS)
 
 
 def same(a: str, b: str) -> bool:

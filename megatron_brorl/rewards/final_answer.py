@@ -44,6 +44,14 @@ def final_answer(response: str, same: Same = same_text) -> str | None:
     return said[-1] if said and disagreement(said, same) is None else None
 
 
+def final_or_bare_answer(response: str, same: Same, max_chars: int) -> str | None:
+    """As final_answer; a response in none of the forms is its own answer where it is one line of max_chars at most."""
+    if places(response):
+        return final_answer(response, same)
+    bare = response.strip()
+    return bare if bare and len(bare) <= max_chars and "\n" not in bare else None
+
+
 def places(response: str) -> list[str]:
     """What each place of the first form found in a response says, in order; empty where it has none of the forms."""
     text = response[response.rfind(_THINK) + len(_THINK) :] if _THINK in response else response

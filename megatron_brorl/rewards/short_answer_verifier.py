@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.final_answer import disagreement, final_answer, places
+from megatron_brorl.rewards.final_answer import disagreement, final_or_bare_answer, places
 from megatron_brorl.rewards.plain_number import PlainNumber, equal, plain_number
 from megatron_brorl.rewards.spelling import quote, tidy
 from megatron_brorl.rewards.verifier import Score, VerifierRow
@@ -26,11 +26,8 @@ _SIGNS = re.compile(r"[^\w+\-*/=<>^.%]+|(?<!\d)\.|\.(?!\d)|(?<=[^\W\d])-(?=[^\W\
 
 
 def find(response: str) -> str | None:
-    """The answer that a response says (final_answer.py); the whole response where it is one short line."""
-    if not places(response):
-        bare = response.strip()
-        return bare if bare and len(bare) <= _MAX_CHARS and "\n" not in bare else None
-    return final_answer(response, same)
+    """The answer that a response says; the whole response where it is one short line."""
+    return final_or_bare_answer(response, same, _MAX_CHARS)
 
 
 def same(a: str, b: str) -> bool:
