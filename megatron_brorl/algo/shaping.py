@@ -30,11 +30,6 @@ def shaped(
     return result
 
 
-def is_on(config: ShapingConfig) -> bool:
-    """Whether anything is ever added."""
-    return bool(config.overlong_tokens or config.cosine_coef or config.repetition_ngram)
-
-
 def soft_overlong(tokens: Tensor, max_tokens: int, cache: int) -> Tensor:
     """0 up to max_tokens - cache tokens, then down to -1 at max_tokens, linearly (DAPO, Yu et al. 2025, eq. 13).
 

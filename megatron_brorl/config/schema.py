@@ -198,13 +198,18 @@ class ShapingConfig:
     repetition_ngram: int = at_least(0, default=0)
     repetition_penalty: float = at_least(0, default=0.001)  # ... this much. 0 tokens = off
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is ever added."""
+        return bool(self.overlong_tokens or self.cosine_coef or self.repetition_ngram)
+
 
 @dataclass(frozen=True)
 class AlgoConfig:
     # "reinforce_pp_baseline": reward minus the mean of its group, whitened over the step's rollouts; "grpo": minus the
-    # mean and over the standard deviation of its group; "gae": generalised advantages of a critic, whitened over the
-    # step's tokens
-    advantage: Literal["reinforce_pp_baseline", "grpo", "gae"] = "reinforce_pp_baseline"
+    # mean and over the standard deviation of its group; "maxrl": minus the mean and over the mean of its group, which
+    # weighs hard prompts more; "gae": generalised advantages of a critic, whitened over the step's tokens
+    advantage: Literal["reinforce_pp_baseline", "grpo", "maxrl", "gae"] = "reinforce_pp_baseline"
     gamma: float = within("[0, 1]", default=1.0)  # discount per token of advantage = "gae"
     lam: float = within("[0, 1]", default=1.0)  # lambda of advantage = "gae": 1 trusts the rewards, 0 the critic
     dynamic_sampling: bool = True  # train on groups with different rewards alone; false: on every group

@@ -189,6 +189,13 @@ def _algo(config: Config) -> Iterator[Rule]:
         # Refused, not ignored: a value that changes nothing would pass for one that does.
         yield value == 1 or algo.advantage == "gae", key, 'only algo.advantage = "gae" discounts: must be 1'
 
+    # A mean that penalties bring to 0 or below would turn signs around.
+    yield (
+        algo.advantage != "maxrl" or not config.shaping.is_on,
+        "algo.advantage",
+        'advantages over the mean reward need rewards of at least 0, which [shaping] changes: must not be "maxrl"',
+    )
+
     # One rollout is its own group mean: its advantage would always be 0.
     yield (
         # A critic needs no group; selecting groups by their spread does.

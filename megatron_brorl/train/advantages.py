@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.advantage import Moments, explained_variance, merge
+from megatron_brorl.algo.advantage import Moments, explained_variance, merge, over_group_mean
 from megatron_brorl.algo.shaping import shaped
 from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.ops.backend import Backend
@@ -22,13 +22,15 @@ from megatron_brorl.parallel import collectives
 from megatron_brorl.train import adaptive
 from megatron_brorl.train.groups import Outcomes
 
+_SCALED = ("grpo", "maxrl")  # in units of their group's spread or mean: whitening would undo what they weigh
+
 
 def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: Backend) -> Tensor:
     """The advantage of every survivor of the kept groups, float32 [groups, N], 0 elsewhere.
 
     "gae": its reward. "grpo": what that is over its group's mean, in its standard deviations. "reinforce_pp_baseline":
     over its group's mean, whitened over all kept survivors, the global batch, each rollout once (BroRL, section 3.1);
-    with a KL in the reward of_tokens whitens instead.
+    with a KL in the reward of_tokens whitens instead. "maxrl": over its group's mean, in units of that mean.
     """
     table = torch.zeros_like(outcomes.rewards)
     rewards = [outcomes.rewards_of(g) for g in kept]
@@ -39,6 +41,8 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
     # Over the group's baseline, and whitened where no KL is taken off rewards later.
     if algo.advantage == "grpo":
         advantages = ops.group_advantages(advantages, starts, None, "mean_std")
+    elif algo.advantage == "maxrl":
+        advantages = torch.cat([over_group_mean(r) for r in rewards])
     elif algo.advantage == "reinforce_pp_baseline":
         advantages = ops.group_advantages(advantages, starts, None, "mean")
         if not kl_in_reward(algo):
@@ -91,7 +95,7 @@ def of_tokens(
 
     values: [G] per row of the critic's; None: there is none. kl: [G] per row, of which algo.kl_coef times is taken off
     each token's reward (Ouyang et al. 2022, eq. 2); None: nothing is. With either a collective over the replicas: the
-    advantages (not those of "grpo") are whitened over the tokens of the global batch, of which the metrics tell.
+    advantages (not those of _SCALED) are whitened over the tokens of the global batch, of which the metrics tell.
     """
     if values is None and kl is None:
         return Credit(tuple(a.expand(n) for a, n in zip(group_advantages, lengths, strict=True)), None, {})
@@ -107,8 +111,7 @@ def of_tokens(
     # An advantage is what the critic's value leaves of the return.
     # Merged over replicas, so that all of them whiten by the same numbers.
     of_returns, of_residuals = (_over_replicas(ops.moments(x), replicas) for x in (returns, advantages))
-    # Those of GRPO are in units of their group's spread already.
-    if algo.advantage != "grpo":
+    if algo.advantage not in _SCALED:
         advantages = ops.whiten(advantages, of_residuals)
 
     # Without a critic nobody learns from returns, and there is no value to judge.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.algo.shaping import is_on
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
@@ -137,7 +136,7 @@ class Trainer:
         # Advantages -> updates.
         batches = mini_batches(rollouts, outcomes.kept, c.algo.mini_batches, c.algo.mini_batch_of) * c.algo.epochs
         metrics |= self._update(experience, batches, metrics["nonfinite_rows"]) | collected.metrics | diagnosed
-        if is_on(c.shaping):
+        if c.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
         trained_at = time.monotonic()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_brorl.algo.mismatch import mismatch_mask
-from megatron_brorl.algo.shaping import cosine_length, cycle_is_on, is_on, repeated_ngrams, shaped, soft_overlong
+from megatron_brorl.algo.shaping import cosine_length, cycle_is_on, repeated_ngrams, shaped, soft_overlong
 from megatron_brorl.config.schema import OptimConfig, ShapingConfig
 from megatron_brorl.train.actor_update import learning_rate, scaled
 
@@ -70,8 +70,8 @@ def test_terms_add_up_and_the_cosine_is_for_right_responses():
         found = shaped(rewards, tokens, repeats, config, 20, step)
         cells = zip(rewards.flatten().tolist(), tokens.flatten().tolist(), repeats.flatten().tolist(), strict=True)
         assert found.flatten().tolist() == pytest.approx([expected(*cell, step == 0) for cell in cells])
-    assert is_on(config)
-    assert not is_on(ShapingConfig())
+    assert config.is_on
+    assert not ShapingConfig().is_on
     assert torch.equal(shaped(rewards, tokens, repeats, ShapingConfig(), 20, 0), rewards)
 
 

@@ -122,6 +122,11 @@ def test_file_then_overrides(tmp_path):
             [],
             "rollout.adaptive = 'kept': a step's rollouts are allocated within the step",
         ),
+        (
+            "[algo]\nadvantage = 'maxrl'\n[shaping]\noverlong_tokens = 10",
+            [],
+            "algo.advantage = 'maxrl': advantages over the mean reward need rewards of at least 0",
+        ),
         ("[rollout]\npartial_tokens = -1", [], "rollout.partial_tokens = -1: must not be negative"),
         (
             "[rollout]\npartial_tokens = 100\nmax_tokens = 1001\nmax_carried_steps = 9",

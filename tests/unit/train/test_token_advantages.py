@@ -77,7 +77,7 @@ def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
 
 
 @pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize("kind", ["gae", "grpo", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("kind", ["gae", "grpo", "maxrl", "reinforce_pp_baseline"])
 def test_kl_in_the_reward(replicas, ops, kind):
     """r_t = -beta KL_t, and what the response earned at its end; A_t = sum of what comes, from t on."""
     g = torch.Generator().manual_seed(1)
@@ -87,7 +87,7 @@ def test_kl_in_the_reward(replicas, ops, kind):
     credit = of_tokens(torch.tensor(EARNED), LENGTHS, v, kl, algo, ops, replicas)
     raw = [[r - 0.3 * sum(x.tolist()[t:]) for t in range(len(x))] for r, x in zip(EARNED, kl, strict=True)]
     flat = [a for row in raw for a in row]
-    mean, std = (0.0, 1.0) if kind == "grpo" else (statistics.fmean(flat), statistics.pstdev(flat))
+    mean, std = (0.0, 1.0) if kind in ("grpo", "maxrl") else (statistics.fmean(flat), statistics.pstdev(flat))
     for mine, row in zip(credit.advantages, raw, strict=True):
         assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
     assert (credit.returns is None) == (kind != "gae")
@@ -115,7 +115,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize("kind", ["gae", "grpo", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("kind", ["gae", "grpo", "maxrl", "reinforce_pp_baseline"])
 def test_what_rollouts_earn(ops, kind):
     """Of mixed, all-right and partly-right groups with lost siblings."""
     got = of_rollouts(outcomes(), [0, 1, 2], AlgoConfig(advantage=kind), ops)
@@ -127,6 +127,8 @@ def test_what_rollouts_earn(ops, kind):
         expected = [
             [x / (statistics.stdev(row) + 1e-6) for x in part] for part, row in zip(centred, alive, strict=True)
         ]
+    elif kind == "maxrl":
+        expected = [[x / statistics.fmean(row) for x in part] for part, row in zip(centred, alive, strict=True)]
     else:
         flat = [x for row in centred for x in row]
         mean, std = statistics.fmean(flat), statistics.pstdev(flat)
