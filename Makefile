@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test-fast test test-rest test-all check bench sanitize clean
+.PHONY: quickstart test-fast test test-rest test-all check docs bench sanitize clean
 
 quickstart: $(INSTALLED)  ## the main job on this machine: a tiny model, 512 rollouts per prompt, a plot and a summary
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
@@ -30,6 +30,9 @@ check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(INSTALLED)  ## the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 bench: $(INSTALLED)  ## speed, as ratios measured in one run
 	@for tool in $(wildcard benchmarks/bench_*.py); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
 
@@ -37,7 +40,7 @@ sanitize: $(INSTALLED)  ## the op tests under the address and undefined-behaviou
 	PYTHON="$(CURDIR)/$(BIN)/python" bash tools/sanitize.sh
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info megatron_brorl/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info megatron_brorl/*.so .pytest_cache .mypy_cache .ruff_cache
 
 # A machine with a CUDA driver keeps the torch it has (as in an NGC container); any other gets the CPU build, because
 # an open version range would bring gigabytes of CUDA libraries.

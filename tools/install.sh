@@ -64,4 +64,4 @@ fi
 # build needs is then ours to install. Naming torch brings the dependencies it came without, and leaves it as it is.
 pip_install "torch==$version" numpy 'setuptools>=77' ninja
 PATH="$(cd "$VENV/bin" && pwd):$PATH" MAX_JOBS=${MAX_JOBS:-$(nproc)} \
-  pip_install --no-build-isolation --editable '.[test]' "torch==$version"
+  pip_install --no-build-isolation --editable '.[test,docs]' "torch==$version"

@@ -104,7 +104,7 @@ def test_without_cuda_the_cpu_build_is_taken_and_kept_and_no_kernels_are_built(i
     later = [line for line in log if "--no-deps" not in line and line.startswith("pip ")]
     assert len(later) == 2
     assert all("torch==2.13.0+cpu" in line for line in later)  # which no other package can then exchange
-    assert "--no-build-isolation --editable .[test]" in later[-1]
+    assert "--no-build-isolation --editable .[test,docs]" in later[-1]
     assert later[-1].startswith("pip BRORL_CUDA=0 ")
 
 
