@@ -7,6 +7,8 @@ from typing import Literal
 
 Why = Literal["cut off", "no answer", "none right", "all right", "no mixed group"]
 
+MOST_CUT_OFF = 0.9  # share of the responses from which on the others cannot be what is wrong
+
 
 def why_no_signal(shares: Mapping[str, float | None]) -> Why | None:
     """The first of the causes that explains that no group has a signal; None where one has, or nothing is known.
@@ -18,7 +20,7 @@ def why_no_signal(shares: Mapping[str, float | None]) -> Why | None:
     silent = known.get("kept_share") == 0 or known.get("reward") == 0 or known.get("all_right_share") == 1
     if not silent:  # without dynamic sampling every group is kept
         return None
-    if known.get("cut_off_share") == 1:
+    if known.get("cut_off_share", 0.0) >= MOST_CUT_OFF:
         return "cut off"
     if known.get("answered_share") == 0:
         return "no answer"

@@ -122,7 +122,8 @@ def _init(args: argparse.Namespace) -> int:
 
 def starter(values: dict[str, Any]) -> str:
     """The TOML file of some keys, each under its meaning; None: the default, as a comment."""
-    known, lines, section = {key.path: key for key in keys()}, [], ""
+    known, section = {key.path: key for key in keys()}, ""
+    lines: list[str] = []
     for path, value in values.items():
         key, name = known[path], path.split(".")[1]
         if path.split(".")[0] != section:

@@ -65,7 +65,7 @@ def evaluate(args: argparse.Namespace) -> int:
         with progress(-(-asked // session.grid.world), "evaluate", session.is_main_rank) as p:  # stderr
             p.note(session.report)
             ended = _Ended(p, -(-asked // session.grid.world))
-            answers = {n: sample_answers(rollouts, of, e.samples, sampling, ended=ended) for n, of in names.items()}
+            answers = {n: sample_answers(rollouts, of, e.samples, sampling, on_end=ended) for n, of in names.items()}
         every = [a for part in answers.values() for a in part]  # answers of all benchmarks
         whole = sum_up(every, sum(map(len, names.values())), e, rollouts.seed)
 

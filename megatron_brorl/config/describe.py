@@ -125,14 +125,15 @@ def _keys_of(kind: type, prefix: str) -> Iterator[Key]:
     hints, meanings = _hints(kind), _meanings(kind)
     for f in dataclasses.fields(kind):
         path, hint = f"{prefix}.{f.name}", hints[f.name]
-        meaning = " ".join(filter(None, (meanings.get(f.name), _doc(hint) if dataclasses.is_dataclass(hint) else "")))
-        yield Key(path, hint, _default(f), meaning, f.metadata.get("bound"))
+        listed = typing.get_origin(hint) is tuple
+        inner: Any = typing.get_args(hint)[0] if listed else hint
+        table = dataclasses.is_dataclass(inner)
+        said = (meanings.get(f.name), _doc(inner) if table and not listed else "")
+        yield Key(path, hint, _default(f), " ".join(filter(None, said)), f.metadata.get("bound"))
 
         # What a table, or each of a list of them, is made of.
-        listed = typing.get_origin(hint) is tuple
-        inner = typing.get_args(hint)[0] if listed else hint
-        if dataclasses.is_dataclass(inner):
-            yield from _keys_of(typing.cast(type, inner), path + ("[]" if listed else ""))
+        if table:
+            yield from _keys_of(inner, path + ("[]" if listed else ""))
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:

@@ -62,8 +62,9 @@ def _no_signal(why: Why, config: Config, rows: Sequence[Row]) -> str:
     count = f"{sum(row.get('rollouts') or 0 for row in rows):,.0f}"
     c, extract = config.rollout, config.reward.extract
     cut = _mean(rows, "cut_off_share") or 0.0
+    how_many = f"every one of {count} responses was" if cut == 1 else f"{cut:.0%} of {count} responses were"
     sentences: dict[Why, str] = {
-        "cut off": f"every one of {count} responses was cut off at rollout.max_tokens = {c.max_tokens}: raise it, or "
+        "cut off": f"{how_many} cut off at rollout.max_tokens = {c.max_tokens}: raise it, or "
         "put prompts in the form after which the model ends its answers (data.chat, data.template)",
         "no answer": f'no response of {count} had an answer where reward.extract = "{extract}" looks for it, '
         f"{_PLACES[extract]}: ask for that form in data.template or data.system_prompt, or set reward.extract to the "

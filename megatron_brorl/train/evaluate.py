@@ -83,12 +83,12 @@ def sample_answers(
     n: int,
     sampling: Sampling,
     stream: str = "evaluate",
-    ended: Callable[[], None] | None = None,
+    on_end: Callable[[], None] | None = None,
 ) -> list[Answers]:
     """n samples of every prompt, shared over all ranks; the same result on every rank.
 
     The random streams are named by `stream` and not by the step, so that evaluations of two policies are paired. Lost
-    samples are left out, and so is a prompt that lost all of its. ended: told of every sample of this rank that ends.
+    samples are left out, and so is a prompt that lost all of its. on_end: told of every sample of this rank that ends.
     Raises UserError where too many were lost, or all, and where the verifiers failed on most.
     """
     grid = rollouts.grid
@@ -96,7 +96,7 @@ def sample_answers(
     groups = open_groups(prompts, stream)
     slots = list(product(range(len(groups)), range(n)))
     rollouts.pool.forget()  # verdicts are kept for one thing at a time
-    sampled = rollouts.sample(own_slots([], slots, [0] * grid.world, grid.rank), groups, sampling, ended=ended)
+    sampled = rollouts.sample(own_slots([], slots, [0] * grid.world, grid.rank), groups, sampling, on_end=on_end)
 
     # Every rank gets what became of all samples.
     outcomes = gather(sampled.rollouts, len(groups), n)

@@ -68,12 +68,12 @@ class Rollouts:
         groups: Sequence[OpenGroup],
         sampling: Sampling,
         begun: Mapping[Slot, Rollout] | None = None,
-        ended: Callable[[], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> Sampled:
         """This rank's share of the rollouts of `groups`; every rank calls it, and all leave it together.
 
         begun: "cut" rollouts among the slots, which go on. Rollouts that end up "cut" are lost unless sampling.budget
-        says that they go on in the next step. ended: told of every rollout of this rank that ends, as it does, in the
+        says that they go on in the next step. on_end: told of every rollout of this rank that ends, as it does, in the
         thread that generates.
         """
         start = time.monotonic()
@@ -82,7 +82,7 @@ class Rollouts:
         prompts = [request.prompt for request in asked]
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
             # Verdicts are made while others are still being sampled.
-            finished = _both(scorer.finished, ended) if ended else scorer.finished
+            finished = _both(scorer.finished, on_end) if on_end else scorer.finished
             result = self.engine.generate(asked, sampling, finished)
             # A collective, and before verdicts count: repeated rollouts would pass for independent ones everywhere.
             _check_distinct(asked, result.rollouts, self.engine.engine.if_repeating)
@@ -156,10 +156,10 @@ class Rollouts:
             self.told.add(key)
 
 
-def _both(finished: Finished, ended: Callable[[], None]) -> Finished:
+def _both(finished: Finished, on_end: Callable[[], None]) -> Finished:
     def tell(request: int, rollout: Rollout) -> None:
         finished(request, rollout)
-        ended()
+        on_end()
 
     return tell
 

@@ -22,6 +22,8 @@ SILENT = FINE | {"kept_share": 0.0}
         (SILENT | {"reward": 1.0, "all_right_share": 1.0}, "all right"),
         (SILENT | {"reward": 0.0, "answered_share": 0.0}, "no answer"),
         (SILENT | {"reward": 0.0, "answered_share": 0.0, "cut_off_share": 1.0}, "cut off"),
+        (SILENT | {"reward": 0.0, "cut_off_share": 0.97}, "cut off"),
+        (SILENT | {"reward": 0.0, "cut_off_share": 0.89}, "none right"),
         # Every group is kept without dynamic sampling, which makes no signal of equal rewards.
         (FINE | {"kept_share": 1.0, "reward": 0.0}, "none right"),
         (FINE | {"kept_share": 1.0, "reward": 1.0, "all_right_share": 1.0}, "all right"),

@@ -44,6 +44,7 @@ def test_a_run_that_learns_has_none():
             "cut off",
             ["every one of 4,000 responses", "= 1024"],
         ),
+        ({"cut_off_share": 0.98, "reward": 0.0}, "cut off", ["98% of 4,000 responses were cut off at"]),
         (
             {"answered_share": 0.0, "reward": 0.0},
             "no answer",
