@@ -129,7 +129,7 @@ def _compare(args: argparse.Namespace) -> int:
         raise UserError(f"--resamples {args.resamples}: must be at least 1")
     out = args.out or args.after
 
-    before, after = (read_answers(directory / ANSWERS) for directory in (args.before, args.after))
+    before, after = (read_answers(directory.absolute() / ANSWERS) for directory in (args.before, args.after))
     result = compare(before, after, str(args.before), str(args.after), args.resamples, args.seed)
 
     out.mkdir(parents=True, exist_ok=True)

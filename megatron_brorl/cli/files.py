@@ -16,7 +16,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise UserError(f"{path}: cannot be made: {e.strerror}; give a writable folder with --out") from None
+        raise UserError(f"{path.absolute()}: cannot be made: {e.strerror}; give a writable folder with --out") from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -46,4 +46,6 @@ def write_text(path: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
         aside.replace(path)
     except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror}; give a file in a writable folder") from None
+        raise UserError(
+            f"{path.absolute()}: cannot be written: {e.strerror}; give a file in a writable folder"
+        ) from None
