@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, one line per step, and the same scalars for TensorBoard.
+"""The record of a run: metrics.jsonl, one line per step, and the same figures for boards such as TensorBoard.
 
 A line is {"step": 3, "reward": 0.5, ..., "time": {"generate": 1.9, ...}}. Everything outside "time" is a function of
 the configuration and the seed as long as no rollout is late: two runs with the same seed write the same bytes there.
@@ -13,11 +13,12 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron_brorl.boards import Board, tag, warn
 from megatron_brorl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
@@ -78,19 +79,11 @@ class Lines:
 
 
 class MetricsWriter:
-    """One line per step, as of Lines, and the same for TensorBoard, which no longer shows what a new file replaces."""
+    """One line per step, as of Lines, and the same for boards."""
 
-    def __init__(self, run_dir: Path, tensorboard: bool = True, resume_step: int | None = None) -> None:
+    def __init__(self, run_dir: Path, boards: Sequence[Board] = (), resume_step: int | None = None) -> None:
         self._lines = Lines(Path(run_dir) / METRICS_FILE, resume_step)
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # here because it takes a second to import
-
-            folder = Path(run_dir) / "tensorboard"
-            try:
-                self._board = SummaryWriter(str(folder), purge_step=resume_step or 0)
-            except OSError as e:
-                raise UserError(f"{folder}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
+        self._boards = list(boards)
 
     def write(self, step: int, values: dict[str, float | int], seconds: dict[str, float]) -> None:
         """Record one step: `values` are deterministic given the seed, `seconds` are wall-clock times by phase."""
@@ -106,26 +99,24 @@ class MetricsWriter:
         row["time"] = _finite(seconds)  # apart from the rest, for it differs from run to run
         self._lines.append([row])
 
-        # The display second. It is given up at its first error, the run never.
-        if self._board is not None:
-            scalars = {**values, **{f"time/{key}": value for key, value in seconds.items()}}
-            try:
-                for tag, value in scalars.items():
-                    self._board.add_scalar(tag, value, step)
-                self._board.flush()
-            except OSError as e:
-                self._board = None  # its file may end in half a record now
-                _warn("TensorBoard's event file", e, "no more scalars go there in this run")
+        # The boards second, in groups of figures. One is given up at its first error, the run never.
+        figures = {**values, **{f"time/{key}": value for key, value in seconds.items()}}
+        known = {tag(name): value for name, value in figures.items() if math.isfinite(value)}
+        self._tell(lambda board: board.log(step, known))
 
     def close(self) -> None:
         """Write what is left and close the files."""
         self._lines.close()
-        if self._board is not None:
+        self._tell(lambda board: board.close())
+        self._boards = []
+
+    def _tell(self, what: Callable[[Board], None]) -> None:
+        for board in list(self._boards):
             try:
-                self._board.close()
-            except OSError as e:
-                _warn("TensorBoard's event file", e, "its last scalars may be missing")
-            self._board = None
+                what(board)
+            except Exception as e:  # whatever a board's package raises: of a network, an account, a disk
+                self._boards.remove(board)
+                warn(board.name, e)
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -95,8 +95,9 @@ class ModelShape:
 
 def read_shape(directory: str | Path) -> ModelShape:
     """Read `directory`/config.json. Raises UserError where it is missing or describes an unsupported model."""
-    path = Path(directory) / CONFIG
-    if not Path(directory).is_dir():
+    directory = Path(directory).absolute()
+    path = directory / CONFIG
+    if not directory.is_dir():
         raise UserError(f"{directory}: no such Hugging Face directory (model.path)")
     if not path.is_file():
         raise UserError(f"{path}: missing; a Hugging Face directory holds config.json, *.safetensors and a tokenizer")

@@ -33,6 +33,7 @@ class Prompt:
     answer: str | None  # the reference answer, if the task has one
     verifier: str  # name in megatron_brorl.rewards.registry
     metadata: Mapping[str, Any] = field(default_factory=dict)  # what the verifier needs besides the answer
+    target: str | None = None  # what supervised training imitates; None: the answer
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,10 @@ class Checkpoint:
             raise UserError(f"{file.path}: does not hold {name}, which {INDEX} says it does")
         return file
 
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by its name in `files`, of the shape and type that it is stored in."""
+        return self._file_of(name).read(name)
+
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise UserError unless the files hold exactly these tensors (an LM head may be stored all the same)."""
         missing = [name for name in shapes if name not in self.files]

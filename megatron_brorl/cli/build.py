@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +16,13 @@ import psutil
 import torch.distributed as dist
 
 from megatron_brorl import ranks
+from megatron_brorl.boards import check_installed, open_boards
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.checkpoints.unchanged import Comparison
 from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.config.schema import Config, OptimConfig
+from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
@@ -57,8 +61,9 @@ class Session:
 
     def __init__(self, config: Config, benchmarks: bool = False) -> None:
         """benchmarks: read the files of evaluate.benchmarks, where there are any, and nothing to train on."""
-        self.config = config
-        self.dir = Path(config.run.dir)
+        model = str(model_directory(config.model.path))  # of the hub's cache, for a name of the hub
+        self.config = config = replace(config, model=replace(config.model, path=model))
+        self.dir = Path(config.run.dir).absolute()
 
         # The model's shape and its tokenizer, without its weights.
         self.shape = read_shape(config.model.path)
@@ -70,6 +75,7 @@ class Session:
             )
 
         # What this machine must have; told before data is read, which may take long.
+        check_installed(() if benchmarks else config.run.log)  # an evaluation has no steps to show
         if config.parallel.distributed_optimizer and not device.on_gpu():
             raise UserError(
                 "parallel.distributed_optimizer = true: Megatron-Core can checkpoint it only with Transformer Engine's "
@@ -238,7 +244,8 @@ class Session:
         """Where a step's figures go, on the main rank; resume_step: see metrics.Lines."""
         if not self.is_main_rank:
             return None
-        writer = MetricsWriter(self.dir, resume_step=resume_step)
+        boards = open_boards(self.config.run.log, self.dir, resume_step, asdict(self.config))
+        writer = MetricsWriter(self.dir, boards, resume_step)
         self._closing.append(writer.close)
         return writer
 
@@ -261,17 +268,22 @@ class Session:
             self.stopped_by = f"the job ends at {end}, and a step takes up to {self.job_end.step_s():.0f} s"
         return any(found.values())
 
-    def export(self, worker: Worker) -> None:
-        """Write the weights as run.dir/model, a Hugging Face directory. Raises UserError where one is not finite."""
+    def export(self, worker: Worker) -> bool:
+        """Write the weights as run.dir/model, a Hugging Face directory. Raises UserError where one is not finite.
+
+        Returns, on the main rank, whether they differ from those of model.path.
+        """
+        began_as = Comparison(self.config.model.path)
         worker.require_finite("the trained model", f"{self.dir / 'model'} is not written; lower the learning rate")
         tensors = worker.hf_tensors()
         if self.is_main_rank:
             dtype = str(worker.options.dtype).removeprefix("torch.")
-            hugging_face.save(tensors, self.config.model.path, self.dir / "model", dtype)
+            hugging_face.save(began_as.watch(tensors), self.config.model.path, self.dir / "model", dtype)
         else:
             for _ in tensors:
                 pass
         dist.barrier()
+        return began_as.differs
 
     def peak_rss_mib(self) -> float:
         """Peak resident memory of all ranks, and what their scoring processes hold of their own, added up."""

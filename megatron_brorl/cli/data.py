@@ -20,7 +20,8 @@ from megatron_brorl.outputs import check_output
 def add_commands(commands: Any) -> None:
     """Add `brorl data` to the parser."""
     data = commands.add_parser("data", help="prepare data sets for training and evaluation")
-    actions = data.add_subparsers(required=True, metavar="action")
+    actions = data.add_subparsers(metavar="action")
+    data.set_defaults(command=lambda _: _help(data))
     text = "published files to rows with verifiers: no duplicates, no problems of evaluations, a data card"
     command = actions.add_parser(
         "prepare",
@@ -66,6 +67,11 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--out", required=True, type=Path, help="FILE.jsonl")
     command.add_argument("--seed", type=int, default=0, help="of the tasks (%(default)s)")
     command.set_defaults(command=_generate, name="data generate")
+
+
+def _help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help()
+    return 0
 
 
 def _prepare(args: argparse.Namespace) -> int:

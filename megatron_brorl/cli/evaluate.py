@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_brorl.cli.files import write_json, write_text
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
+from megatron_brorl.progress import Progress, progress
 
 ANSWERS = "evaluation.jsonl"
 
@@ -54,9 +54,6 @@ def evaluate(args: argparse.Namespace) -> int:
         names = session.benchmarks
         if not names:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
-        if session.is_main_rank:  # stdout is for the result
-            print(session.report, file=sys.stderr, flush=True)
-
         # The model goes to the engine as it would between two steps of training.
         rollouts = session.rollouts()  # engine and verifiers
         refit(session.worker(None), rollouts.engine, 0)
@@ -64,7 +61,11 @@ def evaluate(args: argparse.Namespace) -> int:
         # Sample every benchmark; the whole and its parts are summed up alike.
         e, r = config.evaluate, config.rollout
         sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
-        answers = {name: sample_answers(rollouts, prompts, e.samples, sampling) for name, prompts in names.items()}
+        asked = e.samples * sum(map(len, names.values()))
+        with progress(-(-asked // session.grid.world), "evaluate", session.is_main_rank) as p:  # stderr
+            p.note(session.report)
+            ended = _Ended(p, -(-asked // session.grid.world))
+            answers = {n: sample_answers(rollouts, of, e.samples, sampling, on_end=ended) for n, of in names.items()}
         every = [a for part in answers.values() for a in part]  # answers of all benchmarks
         whole = sum_up(every, sum(map(len, names.values())), e, rollouts.seed)
 
@@ -97,6 +98,18 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
+class _Ended:
+    """Tells of samples that end, twenty times from the first to the last."""
+
+    def __init__(self, shown: Progress, total: int) -> None:
+        self._shown, self._total, self._done = shown, total, 0
+
+    def __call__(self) -> None:
+        self._done += 1
+        if 20 * self._done // self._total > 20 * (self._done - 1) // self._total:
+            self._shown.update(self._done, {})
+
+
 def add_compare(commands: Any) -> None:
     """Add `brorl compare` to the parser."""
     text = "two evaluations of the same prompts: paired t-test, paired bootstrap, tokens"
@@ -116,7 +129,7 @@ def _compare(args: argparse.Namespace) -> int:
         raise UserError(f"--resamples {args.resamples}: must be at least 1")
     out = args.out or args.after
 
-    before, after = (read_answers(directory / ANSWERS) for directory in (args.before, args.after))
+    before, after = (read_answers(directory.absolute() / ANSWERS) for directory in (args.before, args.after))
     result = compare(before, after, str(args.before), str(args.after), args.resamples, args.seed)
 
     out.mkdir(parents=True, exist_ok=True)

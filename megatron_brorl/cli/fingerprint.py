@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.config.data_keys import ColumnsConfig
 from megatron_brorl.config.renamed import with_names_of_now
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
@@ -21,7 +22,7 @@ _FREE = {"rollout": ("timeout_s", "max_lost_share")}  # they decide when a run e
 
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
 BEFORE_THE_KEY: Fingerprint = {
-    "data": {"verifier": "exact", "mixture": [], "system_prompt": ""},
+    "data": {"verifier": "exact", "mixture": [], "system_prompt": "", "columns": dataclasses.asdict(ColumnsConfig())},
     "reward": {"combination": []},
     "algo": {"policy_loss": "clip", "tau_pos": 1.0, "tau_neg": 1.05},
     "optim": {"decay_norms_and_biases": True},

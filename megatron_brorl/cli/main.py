@@ -7,7 +7,8 @@ import os
 import sys
 import warnings
 
-from megatron_brorl import ranks
+from megatron_brorl import __version__, ranks
+from megatron_brorl.cli import config as config_cli
 from megatron_brorl.cli import data as data_cli
 from megatron_brorl.cli import evaluate as evaluate_cli
 from megatron_brorl.cli import theory as theory_cli
@@ -60,6 +61,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     """Options may stand anywhere among the overrides, which argparse's subcommands alone do not allow."""
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
+    if not hasattr(args, "command") and not rest:
+        parser.print_help()
+        sys.exit(0)
     unknown = [x for x in rest if x.startswith("-") or not hasattr(args, "overrides")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -79,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="brorl", description="Reinforcement learning with hundreds of rollouts per prompt, on Megatron-Core."
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser.add_argument("--version", action="version", version=f"brorl {__version__}")
+    commands = parser.add_subparsers(metavar="command")
 
     # Commands of ranks, which take a configuration.
     for name, function, text in [
@@ -114,7 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
     evaluate_cli.add_compare(commands)
 
-    # The data, the machine, and the theory.
+    # The configuration, the data, the machine, and the theory.
+    config_cli.add_commands(commands)  # brorl init, brorl config
     data_cli.add_commands(commands)  # brorl data prepare
     text = "what this machine has of what a run needs; exit code 1 where something is wrong"
     commands.add_parser("doctor", help=text, description=text).set_defaults(command=_doctor)

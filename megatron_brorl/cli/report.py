@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ SUMMARY = "summary.json"
 
 def report(args: argparse.Namespace) -> int:
     """Draw a run's curves again and print its summary. Raises UserError for a folder without a run."""
-    directory = Path(args.run_dir)
+    directory = Path(args.run_dir).absolute()
     if not (directory / METRICS_FILE).is_file():
         raise UserError(f"{directory}: holds no {METRICS_FILE}; give the run.dir of a training run")
     show(directory)
@@ -31,20 +30,27 @@ def show(directory: Path) -> None:
     """Draw the curves of a run, print its summary, where it has ended, and say where the files are."""
     figure = plot_run(directory)
     theory = plot_theory(directory)
-    summary = directory / SUMMARY
-    if summary.is_file():
-        print("\n".join(_lines(json.loads(summary.read_text(encoding="utf-8")))))
+    found: dict[str, str] = {}  # what kept the run from learning
+    if (directory / SUMMARY).is_file():
+        summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
+        found = summary.get("findings", {})
+        print("\n".join(_lines(summary)))
     print(f"curves   {figure}")
     if theory:
         print(f"theory   {theory}")
     print(f"model    {directory / 'model'}")
+    for sentence in found.values():  # last, where a reader looks first
+        print(f"warning: {sentence}")
 
 
 def _lines(s: dict[str, Any]) -> list[str]:
     """A summary for people."""
     lines = [f"{s['steps']} steps, N = {s['rollouts_per_prompt']} rollouts, {s['held_out_prompts']} held-out prompts"]
     for name in ("before", "after"):
-        p = s[f"pass_at_1_{name}"] or {"mean": math.nan, "low": math.nan, "high": math.nan}
+        p = s[f"pass_at_1_{name}"]
+        if not p:
+            lines.append(f"pass@1 {name:6}  not measured")
+            continue
         k = widest((s[name] or {}).get("pass_at_k", {}))
         more = f"   pass@{k[0]}  {k[1]:.4f}" if k else ""
         lines.append(f"pass@1 {name:6}  {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from megatron_brorl.cli.files import make_folder, write_json
+from megatron_brorl.cli.files import aligned, make_folder, write_json
 from megatron_brorl.errors import UserError
 from megatron_brorl.outputs import check_output
 from megatron_brorl.theory.simulate import Curves, Settings, simulate, write_csv
@@ -80,7 +80,12 @@ def _add_advise(commands: Commands) -> None:
     text = "how many rollouts per prompt? from the rollout log of a pilot (megatron_brorl/theory/log.py has the format)"
     command = commands.add_parser("advise", help=text, description=text)
     # What is read, and what counts as right in it.
-    command.add_argument("log", type=Path, help="JSON Lines: prompt_id, reward, and answer or token_ids per rollout")
+    command.add_argument(
+        "log",
+        type=Path,
+        help="JSON Lines: prompt_id, reward, and answer or token_ids per rollout; a run with "
+        "theory.log_rollouts = true writes it as run.dir/rollouts.jsonl",
+    )
     command.add_argument("--n", type=int, nargs="+", default=list(CANDIDATES), help="values of N to compare")
     command.add_argument("--right", type=float, default=1.0, help="smallest reward of a right rollout (1.0)")
     # Several runs with different N tell the cost of a prompt from that of a rollout.
@@ -145,13 +150,12 @@ def _simulate(args: argparse.Namespace) -> int:
     figure = plot_simulation(curves, settings, args.out / "simulate.png")
 
     # A line for each, and where to look.
-    print(f"{'N':>7} {'seed':>4} {'Q_pos(0)':>9} {f'Q_pos({settings.steps})':>11} {'improved':>9} {'worst drop':>11}")
+    rows = [("N", "seed", "Q_pos(0)", f"Q_pos({settings.steps})", "improved", "worst drop")]
     for c in curves:
         s = c.summary()
-        print(
-            f"{c.n:>7} {c.seed:>4} {s['q_pos_initial']:>9.4f} {s['q_pos_final']:>11.4f} "
-            f"{s['improved_share']:>9.2%} {s['worst_drop']:>11.1e}"
-        )
+        figures = f"{s['q_pos_initial']:.4f}", f"{s['q_pos_final']:.4f}", f"{s['improved_share']:.2%}"
+        rows.append((str(c.n), str(c.seed), *figures, f"{s['worst_drop']:.1e}"))
+    print("\n".join(aligned(rows, right=True)))
     print(f"figure   {figure}")
     print(f"curves   {args.out / 'curves.csv'}")
     return 0
@@ -275,13 +279,8 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
     """The table and the recommendation."""
     from megatron_brorl.theory.costs import learning_rate_factor
 
-    # The head: its widths are those of the rows below.
     cost = f"cost per step ({costs.unit})"
-    lines = [
-        f"{advice.prompts} prompts, {advice.groups} groups; a step keeps {prompts} prompts; 95% intervals over prompts",
-        f"{'N':>5}  {'kept share':<26}{'unsampled coupling':<28}{'variance':<10}{cost:<34}{'signal/time':<13}"
-        "targets met",
-    ]
+    rows = [("N", "kept share", "unsampled coupling", "variance", cost, "signal/time", "targets met")]
     # A row per N, each figure marked by how it is known.
     for c in advice.candidates:
         names = ("kept", "coupling", "efficiency")
@@ -295,9 +294,13 @@ def advice_text(advice: Advice, targets: Targets, costs: Costs, prompts: int) ->
         known = [name for name in names if name != "coupling" or c.coupling is not None]  # targets that could be judged
         met = ", ".join(name for name, ok in zip(names, c.meets, strict=True) if ok and name in known) or "none"
         seconds = f"{c.seconds.mean:.4g} ({c.seconds.low:.4g} to {c.seconds.high:.4g})"
-        lines.append(f"{c.n:>5}  {kept:<26}{left:<28}{c.variance.mean:<10.2e}{seconds:<34}{c.efficiency:<13.1%}{met}")
+        rows.append((str(c.n), kept, left, f"{c.variance.mean:.2e}", seconds, f"{c.efficiency:.1%}", met))
 
-    # What the marks mean.
+    # The table, and what its marks mean.
+    head = (
+        f"{advice.prompts} prompts, {advice.groups} groups; a step keeps {prompts} prompts; 95% intervals over prompts"
+    )
+    lines = [head, *aligned(rows)]
     lines.append("~ extrapolated beyond the pilot's rollouts   < at most")
     if any(c.coupling is None for c in advice.candidates):
         lines.append(

@@ -9,12 +9,14 @@ from typing import Any
 from megatron_brorl import ranks
 from megatron_brorl.algo.estimators import widest
 from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.cli.batch_sizes import batch_line
 from megatron_brorl.cli.build import Session
 from megatron_brorl.cli.files import write_json
 from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
 from megatron_brorl.config.load import load
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.progress import progress
+from megatron_brorl.report.findings import findings
 from megatron_brorl.theory.agreement import agreement
 from megatron_brorl.train.console import evaluation_line
 from megatron_brorl.train.loop import Trainer
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         # Train, and evaluate once more where the steps were not cut short.
         with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
             p.note(session.report)
+            if session.is_main_rank:
+                p.note(_sizes(trainer))
             if found:
                 p.note(f"resumed from {found}")
             # All ranks agree on a stop, so that all of them leave here or none.
@@ -57,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
                 p.note(f"held-out after: {evaluation_line(after)}")
 
         # The peak is a sum over ranks: all of them take part in it.
-        session.export(trainer.worker)
+        differs = session.export(trainer.worker)
         peak = session.peak_rss_mib()
         if session.is_main_rank:
             from megatron_brorl.cli.report import SUMMARY, show  # and matplotlib, which the other ranks do without
 
-            write_json(session.dir / SUMMARY, _summary(session, trainer, after, peak))
+            write_json(session.dir / SUMMARY, _summary(session, trainer, after, peak, differs))
             show(session.dir)
     return 0
 
@@ -86,9 +90,22 @@ def _trainer(session: Session, started: float) -> Trainer:
     )
 
 
-def _summary(session: Session, trainer: Trainer, after: dict[str, Any] | None, peak_rss_mib: float) -> dict[str, Any]:
-    """summary.json: what the run came to. after: the evaluation at its end, as that before its first step."""
-    before = trainer.state.before
+def _sizes(trainer: Trainer) -> str:
+    """batch_line of the prompts that the next step takes."""
+    prompts = trainer.train_source.take(trainer.state.taken, trainer.config.rollout.prompts)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    limit = trainer.worker.options.tokens_per_micro_batch
+    return batch_line(trainer.config, longest, limit, trainer.grid.data, trainer.grid.context)
+
+
+def _summary(
+    session: Session, trainer: Trainer, after: dict[str, Any] | None, peak_rss_mib: float, weights_differ: bool
+) -> dict[str, Any]:
+    """summary.json: what the run came to. after: the evaluation at its end, as that before its first step.
+
+    weights_differ: whether training has changed any.
+    """
+    before, rows = trainer.state.before, read_metrics(session.dir / METRICS_FILE)
     return {
         "pass_at_1_before": before["pass_at_1"] if before else None,
         "pass_at_1_after": after["pass_at_1"] if after else None,
@@ -101,7 +118,8 @@ def _summary(session: Session, trainer: Trainer, after: dict[str, Any] | None, p
         "peak_rss_mib": peak_rss_mib,
         "before": before,
         "after": after,
-        "theory": agreement(read_metrics(session.dir / METRICS_FILE)),
+        "theory": agreement(rows),
+        "findings": findings(session.config, rows, before, after, weights_differ),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,17 +19,20 @@ class Bound:
 
     holds: Callable[[float], bool]
     message: str
+    schema: Mapping[str, float]  # the same in the words of JSON Schema
 
 
 def at_least(least: float, default: T, why: str = "") -> T:
     """A field that is `least` or more."""
     message = f"must be at least {least}" if least else "must not be negative"
-    return _bounded(default, Bound(lambda value: value >= least, message + why))
+    return _bounded(default, Bound(lambda value: value >= least, message + why, {"minimum": least}))
 
 
 def above(limit: float, default: T, why: str = "") -> T:
     """A field that is more than `limit`."""
-    return _bounded(default, Bound(lambda value: value > limit, f"must be above {limit}{why}"))
+    return _bounded(
+        default, Bound(lambda value: value > limit, f"must be above {limit}{why}", {"exclusiveMinimum": limit})
+    )
 
 
 def within(interval: str, default: T) -> T:
@@ -43,7 +46,11 @@ def within(interval: str, default: T) -> T:
         after_low = value > low if opening == "(" else value >= low
         return after_low and (value < high if closing == ")" else value <= high)
 
-    return _bounded(default, Bound(holds, f"must be in {interval}"))
+    schema = {
+        "exclusiveMinimum" if opening == "(" else "minimum": low,
+        "exclusiveMaximum" if closing == ")" else "maximum": high,
+    }
+    return _bounded(default, Bound(holds, f"must be in {interval}", schema))
 
 
 def broken(section: Any) -> Iterator[tuple[str, str]]:

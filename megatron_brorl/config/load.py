@@ -27,8 +27,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises UserError naming the file and key for anything unknown, mistyped or out of range.
     """
+    path = Path(path).absolute()  # messages are read in logs, away from the working directory
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such configuration file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:

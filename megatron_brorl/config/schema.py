@@ -1,14 +1,16 @@
 """The configuration of a run: frozen sections of typed keys, each with its meaning, default and bound.
 
-config/load.py reads them; rules over several keys stand in config/validate.py.
+The comments above and beside a key are its meaning and unit, for `brorl config` too (config/describe.py). The keys of
+[data] stand in config/data_keys.py. config/load.py reads them; rules over several keys stand in config/validate.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_brorl.config.bounds import above, at_least, within
+from megatron_brorl.config.data_keys import DataConfig
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,15 @@ class RunConfig:
     # Unix time at which a scheduler ends the job: before a step that would not be done by then, `brorl train` saves and
     # leaves with 75. 0 = SLURM_JOB_END_TIME, where there is one
     ends_at: float = at_least(0, default=0.0)
+    # Where figures go besides metrics.jsonl, each if it is installed: TensorBoard to run.dir/tensorboard, the others to
+    # the project "brorl", or where their own environment variables say (WANDB_PROJECT, MLFLOW_TRACKING_URI)
+    log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = ""  # Hugging Face directory: config.json, *.safetensors, tokenizer
+    # Hugging Face directory (config.json, *.safetensors, tokenizer), or a model's name on the hub (Qwen/Qwen2.5-0.5B)
+    path: str = ""
     dtype: Literal["fp32", "bf16"] = "fp32"  # of weights and activations; the optimizer keeps fp32 masters
     # Prompt + response tokens at most; 0 = max_position_embeddings of config.json
     context: int = at_least(0, default=0)
@@ -31,8 +37,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    tensor: int = at_least(1, default=1)
-    pipeline: int = at_least(1, default=1)
+    tensor: int = at_least(1, default=1)  # ranks that every layer is cut over (tensor parallelism)
+    pipeline: int = at_least(1, default=1)  # stages of layers, one behind another (pipeline parallelism)
     context: int = at_least(1, default=1)  # ranks that the tokens of every sequence are cut over (context parallelism)
     sequence: bool = False  # Megatron's sequence parallelism (needs tensor > 1)
     distributed_optimizer: bool = False  # ZeRO-1; its checkpoints need a GPU
@@ -55,60 +61,24 @@ class Fp8Config:
 
 
 @dataclass(frozen=True)
-class TaskConfig:
-    """One reasoning-gym task of a generated data set."""
-
-    name: str
-    weight: float = 1.0
-    prompt_regex: str = ""  # regex; its first group is the prompt (strips the English template); "" = whole question
-    config: dict[str, Any] = field(default_factory=dict)  # keywords of reasoning_gym.create_dataset
-
-
-@dataclass(frozen=True)
-class MixtureConfig:
-    """One source of a mixture of files."""
-
-    files: tuple[str, ...]  # JSONL or Parquet files, over and over, each epoch of this source in an order of its own
-    weight: float  # share of the prompts, over the sum of all weights; met exactly
-    name: str = ""  # in reports; "" = the first file's name without its ending
-    verifier: str = ""  # of rows that name none; "" = as for other files
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    train: tuple[str, ...] = ()  # JSONL or Parquet files, over and over, each epoch in an order of its own
-    mixture: tuple[MixtureConfig, ...] = ()  # instead of train: several sources, each with its share of every step
-    held_out: tuple[str, ...] = ()
-    tasks: tuple[TaskConfig, ...] = ()  # generated instead of files
-    train_seed: int = 1
-    held_out_seed: int = 2
-    held_out_prompts: int = at_least(1, default=512)  # how many are generated; files are used whole
-    verifier: str = "exact"  # of rows that name none; "my_rewards.py:score" is one of your own (docs/verifiers.md)
-    template: str = "{prompt}"  # wraps the text of every prompt
-    # Apply the tokenizer's chat template: to the prompt as one user message, or to a row's list of messages
-    chat: bool = False
-    system_prompt: str = ""  # a system message before those of every row; needs chat
-    skip_bad_rows: bool = False  # skip, count and list malformed rows instead of stopping
-
-
-@dataclass(frozen=True)
 class RolloutConfig:
     n: int = at_least(1, default=512)  # rollouts per prompt
     # Prompts per step, over all ranks. A step may span epochs of data.train, and take more prompts than there are: one
     # that it takes twice is two groups of n, each with its own random numbers and its own baseline.
     prompts: int = at_least(1, default=128)
     engine: Literal["torch", "trtllm"] = "torch"  # built in, or TensorRT-LLM (section trtllm)
+    # What logits are divided by before sampling
     temperature: float = above(0, default=1.0, why=" (sampling needs randomness)")
-    top_p: float = within("(0, 1]", default=1.0)
-    top_k: int = at_least(0, default=0)  # 0 = off
-    max_tokens: int = at_least(1, default=1024)  # of a response
+    top_p: float = within("(0, 1]", default=1.0)  # probability of the likeliest tokens that are sampled from
+    top_k: int = at_least(0, default=0)  # how many of the likeliest tokens are sampled from; 0 = off
+    max_tokens: int = at_least(1, default=1024)  # tokens of a response, at most
     max_num_seqs: int = at_least(1, default=2048)  # rollouts decoded at a time on one rank
     # MiB for keys and values on one rank; what does not fit waits. 0 = half of what is free
     kv_cache_mib: int = at_least(0, default=0)
     stop_strings: tuple[str, ...] = ()  # a response ends when its text contains one, besides the model's stop tokens
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    # A step's sampling on one rank; rollouts that have not ended half-way are named. Then it is told to stop, and what
-    # does not end is lost, or carried to the next step where there are partial rollouts.
+    dtype: Literal["fp32", "bf16"] = "fp32"  # of the engine's weights, keys and values
+    # Seconds of a step's sampling on one rank; rollouts that have not ended half-way are named. Then it is told to
+    # stop, and what does not end is lost, or carried to the next step where there are partial rollouts.
     timeout_s: float = above(0, default=1800.0)
     # Share of a step's rollouts that may be lost; the others are trained on. More end the run; 0: any does
     max_lost_share: float = within("[0, 1]", default=0.1)
@@ -139,37 +109,41 @@ class TrtLlmConfig:
     kv_dtype: Literal["auto", "fp8"] = "auto"  # of keys and values; auto: that of the model
     quantization: Literal["none", "fp8_block"] = "none"  # of weights: one scale per 128 x 128 block, or rollout.dtype
     max_num_tokens: int = at_least(1, default=8192)  # that an engine computes at a time
-    cuda_graphs: bool = True
+    cuda_graphs: bool = True  # decoding steps are recorded once and replayed
     # How weights reach the engine. auto: CUDA IPC where both have one torch and share one GPU, host memory elsewhere.
     transport: Literal["auto", "cuda_ipc", "host"] = "auto"
     shared_memory: str = "/dev/shm"  # folder in memory; holds the weights once per engine, twice during an update
-    start_timeout_s: float = above(0, default=1200.0)  # until a process answers first
-    # A process that does not answer for so long is started again
+    start_timeout_s: float = above(0, default=1200.0)  # seconds until a process answers first
+    # A process that does not answer for so many seconds is started again
     heartbeat_timeout_s: float = at_least(5, default=60.0, why=": an engine process reports twice a second")
-    max_restarts: int = at_least(0, default=3)  # without a call of generate in between; then the run ends
+    max_restarts: int = at_least(
+        0, default=3
+    )  # starts of a process without a call of generate in between; then the run ends
 
 
 @dataclass(frozen=True)
 class PartConfig:
     """A part of a combined verifier."""
 
-    verifier: str
-    weight: float = 1.0  # of how = "sum"; together 1
+    verifier: str  # as rows name it
+    weight: float = 1.0  # share of the reward where how = "sum"; together 1
 
 
 @dataclass(frozen=True)
 class CombinationConfig:
     """A verifier made of others, which rows and data.verifier name as any other."""
 
-    name: str
+    name: str  # that rows and data.verifier may use
     how: Literal["sum", "product", "gate"]  # gate: the last part's reward where every other part gives 1, else 0
-    parts: tuple[PartConfig, ...]
+    parts: tuple[PartConfig, ...]  # verifiers that each give a reward in [0, 1]
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     workers: int = at_least(1, default=2)  # scoring processes per rank
-    timeout_s: float = above(0, default=5.0)  # per answer; a worker that takes longer is killed and the answer scores 0
+    timeout_s: float = above(
+        0, default=5.0
+    )  # seconds per answer; a worker that takes longer is killed and the answer scores 0
     max_chars: int = at_least(1, default=65536)  # a longer answer scores 0 unseen; some verifiers take less
     # What part of a response is the answer. "verifier": what its row's verifier looks for; the others are for all rows
     extract: Literal["verifier", "full", "answer_tag", "boxed"] = "verifier"
@@ -177,7 +151,7 @@ class RewardConfig:
     # Programs that the model writes run in a sandbox; true: where there is none, or not, they run without isolation
     unsandboxed: bool = False
     strict: bool = True  # 1 if the verifier gives at least 0.99, else 0; false keeps partial credit
-    # On the reward of a response that rollout.max_tokens cut off ("stop properly"); 0 scores it 0 unseen.
+    # Factor on the reward of a response that rollout.max_tokens cut off ("stop properly"); 0 scores it 0 unseen
     cut_off_factor: float = within("[0, 1]", default=0.0)
 
 
@@ -190,13 +164,13 @@ class ShapingConfig:
     # A right response of t tokens gets cosine_coef (min + (max - min) (1 + cos(pi t / rollout.max_tokens)) / 2) more,
     # for cosine_on_steps steps, and then not for cosine_off_steps steps, in turn; cosine_off_steps = 0: always.
     cosine_coef: float = 0.0
-    cosine_min: float = -0.5
-    cosine_max: float = 0.0
-    cosine_on_steps: int = at_least(0, default=100)
-    cosine_off_steps: int = at_least(0, default=500)
-    # Tokens; every n-gram that has occurred before in a response costs ...
+    cosine_min: float = -0.5  # `min` of cosine_coef: what the longest response gets
+    cosine_max: float = 0.0  # `max` of cosine_coef: what the shortest response gets
+    cosine_on_steps: int = at_least(0, default=100)  # steps in a row with cosine_coef
+    cosine_off_steps: int = at_least(0, default=500)  # steps in a row without it; 0 = never
+    # Tokens of an n-gram, each of which costs repetition_penalty where it has occurred before in its response; 0 = off
     repetition_ngram: int = at_least(0, default=0)
-    repetition_penalty: float = at_least(0, default=0.001)  # ... this much. 0 tokens = off
+    repetition_penalty: float = at_least(0, default=0.001)  # reward that a repeated n-gram costs
 
     @property
     def is_on(self) -> bool:
@@ -217,37 +191,39 @@ class AlgoConfig:
     overlong_filter: bool = False  # no loss on responses that rollout.max_tokens cut off; baselines still count them
     kl_coef: float = at_least(0, default=0.0)  # of the KL to the reference policy; 0 = no reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"  # in the loss only k2's gradient is that of KL(pi || reference)
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Literal["loss", "reward"] = "loss"  # where the KL to the reference policy counts
     # What the loss makes of a token's importance ratio and advantage: "clip": PPO's clipped surrogate with its bounds
     # apart (DAPO); "cispo": bounds on the importance weight alone, so that no token loses its gradient (MiniMax-M1);
     # "sapo": a smooth gate of the temperatures tau in place of bounds (SAPO)
     policy_loss: Literal["clip", "cispo", "sapo"] = "clip"
-    eps_low: float = within("(0, 1)", default=0.2)  # the ratio's lower bound is 1 - eps_low ...
-    eps_high: float = above(0, default=0.28)  # ... and its upper one 1 + eps_high
+    eps_low: float = within("(0, 1)", default=0.2)  # the ratio's lower bound is 1 - eps_low
+    eps_high: float = above(0, default=0.28)  # the ratio's upper bound is 1 + eps_high
     dual_clip: float = 0.0  # bound above 1 on the ratio of tokens with negative advantage ("clip" alone); 0 = none
-    tau_pos: float = above(0, default=1.0)  # of "sapo": how fast the gate closes where the advantage is above 0 ...
-    tau_neg: float = above(0, default=1.05)  # ... and elsewhere
+    tau_pos: float = above(0, default=1.0)  # of "sapo": how fast the gate closes where the advantage is above 0
+    tau_neg: float = above(0, default=1.05)  # of "sapo": how fast the gate closes elsewhere
     ratio: Literal["token", "sequence"] = "token"  # importance ratio of each token, or one per sequence (GSPO)
     is_cap: float = at_least(0, default=2.0)  # truncated importance sampling between engine and trainer; 0 = off
     # Tokens, or whole sequences by the geometric mean of theirs, whose pi_old / pi_rollout lies outside
     # [mismatch_low, mismatch_high] get no loss; they still count in its divisor.
     mismatch_mask: Literal["off", "token", "sequence"] = "off"
-    mismatch_low: float = at_least(0, default=0.5)
-    mismatch_high: float = 5.0
+    mismatch_low: float = at_least(0, default=0.5)  # lower end of mismatch_mask's interval
+    mismatch_high: float = 5.0  # upper end of mismatch_mask's interval
     entropy_coef: float = at_least(0, default=0.0)  # bonus for entropy in the loss
+    # What the loss is divided by: "token_mean": the tokens of a mini-batch; "sequence_mean": the tokens of each
+    # sequence, and then their number; "fixed": aggregation_tokens per sequence
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
     aggregation_tokens: int = at_least(0, default=0)  # the divisor per sequence of aggregation = "fixed"
     old_log_probs: Literal["actor", "rollout"] = "actor"  # "rollout" saves a forward pass where engine == trainer
     mini_batches: int = at_least(1, default=1)  # optimizer steps per sampled batch
-    mini_batch_of: Literal["prompts", "siblings"] = "prompts"  # whole groups each, or a part of every group
-    epochs: int = at_least(1, default=1)
+    mini_batch_of: Literal["prompts", "siblings"] = "prompts"  # each has whole groups, or a part of every group
+    epochs: int = at_least(1, default=1)  # times that a step goes over its mini-batches
 
 
 @dataclass(frozen=True)
 class CriticConfig:
     """Of algo.advantage = "gae". Its optimizer's other settings are those of [optim]."""
 
-    lr: float = at_least(0, default=1e-5)
+    lr: float = at_least(0, default=1e-5)  # learning rate of the critic
     lr_warmup_steps: int = at_least(0, default=0)  # linear, in the critic's optimizer steps
     # Training steps at the start in which the critic learns and the actor waits
     warmup_steps: int = at_least(0, default=0)
@@ -274,36 +250,36 @@ class OpsConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: float = at_least(0, default=1e-6)
+    lr: float = at_least(0, default=1e-6)  # learning rate
     # The rollouts per step that lr is for: it is multiplied by the square root of rollout.prompts x rollout.n over this
     # (Krizhevsky 2014; BroRL, section 4.2.1); 0 = lr as it stands.
     lr_for_rollouts: int = at_least(0, default=0)
-    warmup_steps: int = at_least(0, default=0)  # linear, in optimizer steps
-    betas: tuple[float, float] = within("[0, 1)", default=(0.9, 0.999))
-    eps: float = 1e-8
-    weight_decay: float = 0.01
+    warmup_steps: int = at_least(0, default=0)  # of the learning rate, linear, in optimizer steps
+    betas: tuple[float, float] = within("[0, 1)", default=(0.9, 0.999))  # of AdamW's two moments
+    eps: float = 1e-8  # of AdamW's denominator
+    weight_decay: float = 0.01  # decoupled, as in AdamW
     decay_norms_and_biases: bool = False  # false: weight_decay spares one-dimensional parameters, as in Megatron-LM
-    clip_grad: float = at_least(0, default=1.0)
+    clip_grad: float = at_least(0, default=1.0)  # norm that gradients are scaled down to; 0 = off
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = at_least(0, default=100)  # at most
+    steps: int = at_least(0, default=100)  # of training, at most
     # Seconds of training steps, evaluations not counted, after which the run ends; 0 = no limit
     max_seconds: float = at_least(0, default=0.0)
     # Evaluations in a row whose held-out pass@1 is not above the best one by more than min_delta; the run ends then.
     patience: int = at_least(0, default=0)  # 0 = never
-    min_delta: float = at_least(0, default=0.0)
-    # Of a micro-batch on one rank, at most. 0 = 2,048 on a CPU, where more only take memory, 16,384 on a GPU.
+    min_delta: float = at_least(0, default=0.0)  # pass@1 that counts as a gain for `patience`
+    # Tokens of a micro-batch on one rank, at most. 0 = 2,048 on a CPU, where more only take memory, 16,384 on a GPU.
     tokens_per_micro_batch: int = at_least(0, default=0)
     recompute: bool = False  # recompute activations in the backward pass
     recompute_attention: bool = False  # recompute the core of attention alone
     offload: bool = False  # weights and optimizer wait in host memory while the engine generates
     # Siblings share one copy of their prompt in a micro-batch, where that saves a tenth of the tokens.
     share_prompt: bool = True
-    checkpoint_every: int = at_least(0, default=50)  # steps; 0 = only at the end
-    keep_checkpoints: int = at_least(1, default=2)
-    resume: Literal["auto", "never"] = "auto"
+    checkpoint_every: int = at_least(0, default=50)  # steps from one checkpoint to the next; 0 = only at the end
+    keep_checkpoints: int = at_least(1, default=2)  # the newest ones; older ones are deleted
+    resume: Literal["auto", "never"] = "auto"  # "auto": from the newest checkpoint in run.dir; "never": start anew
     # Steps in a row that skip an update (its gradient is not finite), or leave out more rows than they train on (their
     # log-probabilities are not finite), after which the run ends. The state is saved.
     max_nonfinite_steps: int = at_least(1, default=5)
@@ -318,9 +294,8 @@ class TheoryConfig:
     every: int = at_least(0, default=1)  # steps; 0 = never
     prompts: int = at_least(1, default=8)  # of those a step trains on, that are looked at token by token and measured
     positions: int = at_least(0, default=8)  # per such prompt at which the policy's whole softmax is computed; 0 = none
-    max_position: int = at_least(
-        1, default=32
-    )  # tokens of a response in which positions are looked for: siblings soon part
+    # Tokens of a response in which positions are looked for: siblings soon part
+    max_position: int = at_least(1, default=32)
     # Steps, a multiple of `every`; 0 = never. pass@1 of these prompts before and after the update.
     measure_every: int = at_least(0, default=0)
     measure_samples: int = at_least(1, default=64)  # per prompt, before and again after
@@ -329,24 +304,24 @@ class TheoryConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    every: int = at_least(0, default=0)  # steps; 0 = only before and after
-    samples: int = at_least(1, default=8)  # per prompt
+    every: int = at_least(0, default=0)  # steps from one held-out evaluation to the next; 0 = only before and after
+    samples: int = at_least(1, default=8)  # per held-out prompt
     pass_at: tuple[int, ...] = ()  # k of pass@k, at most `samples`; () = 1, 2, 4, ... up to it
     # Of `brorl evaluate`, instead of the held-out prompts: "FILE" or "name=FILE", each JSONL or Parquet.
     benchmarks: tuple[str, ...] = ()
-    temperature: float = at_least(0, default=0.6)  # as in BroRL, appendix D
-    top_p: float = within("(0, 1]", default=0.95)
-    top_k: int = at_least(0, default=0)
+    temperature: float = at_least(0, default=0.6)  # as of rollout, 0 = greedy; 0.6 as in BroRL, appendix D
+    top_p: float = within("(0, 1]", default=0.95)  # as of rollout
+    top_k: int = at_least(0, default=0)  # as of rollout; 0 = off
     bootstrap: int = at_least(1, default=2000)  # resamples of the prompts for the 95% interval
 
 
 @dataclass(frozen=True)
 class SftConfig:
-    steps: int = at_least(0, default=200)
-    examples_per_step: int = at_least(1, default=256)
-    lr: float = at_least(0, default=1e-3)
-    warmup_steps: int = at_least(0, default=10)
-    weight_decay: float = 0.01
+    steps: int = at_least(0, default=200)  # optimizer steps
+    examples_per_step: int = at_least(1, default=256)  # over all ranks
+    lr: float = at_least(0, default=1e-3)  # learning rate
+    warmup_steps: int = at_least(0, default=10)  # of the learning rate, linear, in optimizer steps
+    weight_decay: float = 0.01  # decoupled, as in AdamW
 
 
 @dataclass(frozen=True)

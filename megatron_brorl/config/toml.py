@@ -10,6 +10,7 @@ import typing
 from typing import Any, Literal
 
 from megatron_brorl.config.renamed import RENAMED
+from megatron_brorl.config.suggest import suggestion
 from megatron_brorl.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -26,7 +27,8 @@ def override(table: dict[str, Any], item: str) -> None:
     key, eq, text = item.partition("=")
     parts = key.strip().split(".")
     if not eq or len(parts) != 2 or not all(parts):
-        raise UserError(f"override {item!r}: expected section.key=value, for example rollout.n=64")
+        hint = suggestion(key.strip()) if eq else ""
+        raise UserError(f"override {item!r}: {hint or 'expected section.key=value, for example rollout.n=64'}")
     try:
         value: Any = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
@@ -50,7 +52,8 @@ def build(cls: type, table: Any, where: str, prefix: str) -> Any:
         if renamed:
             raise UserError(f"{where}: {prefix}{key} is now called {prefix}{renamed}; rename it")
         if key not in known:
-            raise UserError(f"{where}: unknown key {prefix}{key}; known here: {', '.join(known)}")
+            hint = suggestion(_INDEX.sub("[]", f"{prefix}{key}"), table[key]) or f"known here: {', '.join(known)}"
+            raise UserError(f"{where}: unknown key {prefix}{key}; {hint}")
 
     # What is not given takes its default, where it has one.
     try:

@@ -42,6 +42,14 @@ def check_messages(prompt: Sequence[Any], where: str) -> list[Message]:
     return messages
 
 
+def split_answer(prompt: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """A conversation without the assistant's message at its end, and what that says; None where there is none."""
+    last = prompt[-1] if prompt else None
+    if isinstance(last, dict) and last.get("role") == "assistant":
+        return prompt[:-1], last.get("content")
+    return prompt, None
+
+
 def spoken(prompt: str | Sequence[Message]) -> str:
     """What a prompt says, without its frame."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)

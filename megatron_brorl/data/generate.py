@@ -14,7 +14,7 @@ import re
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
-from megatron_brorl.config.schema import DataConfig, TaskConfig
+from megatron_brorl.config.data_keys import DataConfig, TaskConfig
 from megatron_brorl.data.prompts import render
 from megatron_brorl.data.round_trip import Written
 from megatron_brorl.data.tokenizers import Tokenizer

@@ -1,9 +1,11 @@
 """Rows of data files, checked one by one, and their way to prompts.
 
-A row is an object {"prompt": str, "answer": str or null, "verifier": str, "id": str, "metadata": object}; only the
-prompt is required, the verifier is that of data.verifier by default. JSONL rows are named by their line, Parquet rows
-by their number, both from 1. In Parquet, metadata may be a struct or a string of JSON. A prompt may be a list of
-messages instead (data/chat.py).
+A row is an object {"prompt": str, "answer": str or null, "target": str, "verifier": str, "id": str, "metadata":
+object}; only the prompt is required, the verifier is that of data.verifier by default, and the target, which supervised
+training imitates, is the answer. Files with other columns are read by data.columns (data/columns.py). JSONL rows are
+named by their line, Parquet rows by their number, both from 1. In Parquet, metadata may be a struct or a string of
+JSON. A prompt may be a list of messages instead, of which one of the assistant's at the end is the target
+(data/chat.py).
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from megatron_brorl.config.schema import DataConfig, RewardConfig
-from megatron_brorl.data.chat import Message, check_messages, conversation, spoken
+from megatron_brorl.config.data_keys import ColumnsConfig, DataConfig
+from megatron_brorl.config.schema import RewardConfig
+from megatron_brorl.data.chat import Message, check_messages, conversation, split_answer, spoken
+from megatron_brorl.data.columns import KEYS, mapped
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.types import Prompt
 
-_KEYS = ("prompt", "answer", "verifier", "id", "metadata")
+OWN_FORM = ColumnsConfig()  # files that are in the form above
 _BOM = b"\xef\xbb\xbf"
 _TOLERATED = 0.01  # share of rows that may be skipped
 
@@ -41,6 +45,7 @@ class Row:
     verifier: str
     id: str
     metadata: dict[str, Any]
+    target: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,9 @@ class Verifiers:
     reward: RewardConfig = field(default_factory=RewardConfig)  # with the combinations that rows may name
 
 
-def read_rows(path: Path, skip_bad: bool, verifiers: Verifiers = Verifiers()) -> tuple[list[Row], list[str]]:
+def read_rows(
+    path: Path, skip_bad: bool, verifiers: Verifiers = Verifiers(), columns: ColumnsConfig = OWN_FORM
+) -> tuple[list[Row], list[str]]:
     """The rows of a .jsonl or .parquet file, and one line for each malformed row that was skipped.
 
     Raises UserError at the first malformed row, or with skip_bad where more than 1% of the rows are malformed.
@@ -71,7 +78,7 @@ def read_rows(path: Path, skip_bad: bool, verifiers: Verifiers = Verifiers()) ->
 
             # Wrong in itself, or by an id that another row has.
             try:
-                row = check_row(raw, where, f"{path.name}:{number}", verifiers)
+                row = check_row(raw, where, f"{path.name}:{number}", verifiers, columns)
                 if row.id in places:
                     raise UserError(f"{where}: id {row.id!r} is taken by {places[row.id]}; give every row its own id")
             except UserError as e:
@@ -105,7 +112,7 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_
     prompts = []
     for row in rows:
         text, ids = render(row.prompt, tokenizer, config, max_prompt_tokens, row.where)
-        prompts.append(Prompt(row.id, text, ids, row.answer, row.verifier, row.metadata))
+        prompts.append(Prompt(row.id, text, ids, row.answer, row.verifier, row.metadata, row.target))
     return prompts
 
 
@@ -160,7 +167,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, row
 
 
-def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers) -> Row:
+def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, columns: ColumnsConfig = OWN_FORM) -> Row:
     """The row of one line of JSON, or of a Parquet row; UserError for the first thing that is wrong with it."""
     # An object with known keys.
     row = _parse(raw, where) if isinstance(raw, bytes) else raw  # rows of Parquet are objects already
@@ -168,18 +175,31 @@ def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers) -> Ro
         raise UserError(f'{where}: a row must be an object such as {{"prompt": "...", "answer": "..."}}')
 
     # A misspelt key would pass for one that was left out.
-    unknown = [key for key in row if key not in _KEYS]
+    row = mapped(row, columns, where)
+    unknown = [key for key in row if key not in KEYS]
     if unknown:
-        raise UserError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(_KEYS)}; put the rest in metadata")
+        raise UserError(
+            f"{where}: unknown key {unknown[0]!r}; known: {', '.join(KEYS)}; put the rest in metadata, or say in "
+            "data.columns which column is the prompt"
+        )
 
     # Types, in the order of the keys.
-    prompt, answer, row_id = row.get("prompt"), row.get("answer"), row.get("id")
+    prompt, answer, row_id, target = (row.get(key) for key in ("prompt", "answer", "id", "target"))
     if isinstance(prompt, list):
-        prompt = check_messages(prompt, where)
+        asked, said = split_answer(prompt)
+        prompt = check_messages(asked, where)
+        if said is not None and target is not None:
+            raise UserError(
+                f"{where}: has a target, and a message of the assistant's at the end; leave one of them out"
+            )
+        target = target if said is None else said
     elif not isinstance(prompt, str) or not prompt.strip():
         raise UserError(f"{where}: prompt must be a string that is not empty, not {_shown(prompt)}")
     if answer is not None and not isinstance(answer, str):
         raise UserError(f"{where}: answer must be a string or null, not {_shown(answer)}; put it in quotes")
+    if target is not None and not (isinstance(target, str) and target.strip()):
+        raise UserError(f"{where}: target must be a string that is not empty, not {_shown(target)}")
+    answer = target if answer is None else answer
     if row_id is not None and (not isinstance(row_id, str) or not row_id):
         raise UserError(f"{where}: id must be a string that is not empty, not {_shown(row_id)}")
 
@@ -199,7 +219,7 @@ def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers) -> Ro
         raise UserError(f"{where}: metadata must be an object, not {_shown(metadata)}")
 
     # JSON can say what neither a tokenizer nor a verifier can take.
-    for key, text in (("prompt", spoken(prompt)), ("answer", answer), ("id", row_id)):
+    for key, text in (("prompt", spoken(prompt)), ("answer", answer), ("target", target), ("id", row_id)):
         if text is not None and not _is_unicode(text):
             raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); mend its escapes")
     if not _is_finite(metadata):
@@ -208,7 +228,7 @@ def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers) -> Ro
     # What the verifier will look for. A row without an id is known by its place, which is the same in every run.
     row_id = default_id if row_id is None else row_id
     judged_by.check_row(VerifierRow(id=row_id, prompt=spoken(prompt), answer=answer, metadata=metadata), where)
-    return Row(where, prompt, answer, verifier, row_id, metadata)
+    return Row(where, prompt, answer, verifier, row_id, metadata, target)
 
 
 def _parse(line: bytes, where: str) -> Any:

@@ -20,6 +20,7 @@ class Written(NamedTuple):
     where: str
     prompt: str
     answer: str | None
+    target: str | None = None
 
 
 def sampled(size: int) -> list[int]:

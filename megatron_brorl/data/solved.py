@@ -1,4 +1,4 @@
-"""Worked examples for a supervised warm start: the prompt, and its reference answer as the response."""
+"""Worked examples for a supervised warm start: the prompt, and its target or its reference answer as the response."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ def solved_examples(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tup
     """(prompt ids, response ids) of each prompt; the response ends with the end-of-sequence token."""
     examples = []
     for prompt in prompts:
-        if prompt.answer is None:
+        target = prompt.answer if prompt.target is None else prompt.target
+        if target is None:
             raise UserError(
-                f"prompt {prompt.id!r} has no reference answer, so there is nothing to imitate; "
+                f"prompt {prompt.id!r} has neither target nor reference answer, so there is nothing to imitate; "
                 "leave its task or row out of supervised training"
             )
-        examples.append((list(prompt.token_ids), [*tokenizer.encode(prompt.answer), tokenizer.eos_id]))
+        examples.append((list(prompt.token_ids), [*tokenizer.encode(target), tokenizer.eos_id]))
     return examples

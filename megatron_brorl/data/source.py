@@ -18,6 +18,7 @@ from megatron_brorl.config.benchmarks import named
 from megatron_brorl.config.schema import DataConfig, RewardConfig
 from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import GeneratedPrompts
+from megatron_brorl.data.hub import data_file
 from megatron_brorl.data.mixture import places, whole_weights
 from megatron_brorl.data.prompts import Row, Verifiers, read_rows, tokenize
 from megatron_brorl.data.round_trip import GENERATED, Written, check_round_trip, sampled
@@ -177,9 +178,10 @@ class _Reader:
         verifiers = dataclasses.replace(self.verifiers, default=verifier or self.verifiers.default)
         rows: list[Row] = []
         for name in files:
-            read, skipped = read_rows(Path(name), self.config.skip_bad_rows, verifiers)
+            path = data_file(name)
+            read, skipped = read_rows(path, self.config.skip_bad_rows, verifiers, self.config.columns)
             if not read:
-                raise UserError(f"{name}: the file has no rows ({key}); remove it from the list or fill it")
+                raise UserError(f"{path}: the file has no rows ({key}); remove it from the list or fill it")
             rows += read
             self.report.append(
                 f"{key}: {len(read)} prompts from {name}" + (f", {len(skipped)} skipped" if skipped else "")
@@ -192,7 +194,9 @@ class _Reader:
 
         # As the model sees them, and what of them it cannot see.
         prompts = tokenize(rows, self.tokenizer, self.config, self.max_prompt_tokens)
-        looked_at = [Written(rows[i].where, spoken(rows[i].prompt), rows[i].answer) for i in sampled(len(rows))]
+        looked_at = [
+            Written(rows[i].where, spoken(rows[i].prompt), rows[i].answer, rows[i].target) for i in sampled(len(rows))
+        ]
         self.report += check_round_trip(looked_at, self.tokenizer, key)
         return prompts
 

@@ -69,6 +69,11 @@ def read_log(path: Path) -> list[LoggedGroup]:
                 if line.strip():
                     for row in _rollouts(_object(line, f"{path}:{number}"), f"{path}:{number}"):
                         rows.setdefault((row["prompt_id"], row["step"]), []).append(row)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path.absolute()}: no such rollout log; `brorl train` writes run.dir/rollouts.jsonl where "
+            "theory.log_rollouts = true"
+        ) from None
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}; give a rollout log in JSON Lines") from None
     except UnicodeDecodeError:

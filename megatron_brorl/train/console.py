@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron_brorl.algo.estimators import widest
+from megatron_brorl.algo.no_signal import why_no_signal
 from megatron_brorl.train.evaluate import Evaluation
 
 
@@ -25,15 +27,17 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
 def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
     """The metrics of a step that are worth watching, by label; what should not happen is shown where it did."""
     shown = {
-        "reward": f"{metrics['reward']:.3f}",
-        "kept": f"{100 * metrics['kept_share']:.0f}%",
-        "tokens": f"{metrics['response_tokens']:.1f}",
+        "reward": _shown(metrics["reward"], ".3f"),
+        "kept": _shown(metrics["kept_share"], ".0%"),
+        "tokens": _shown(metrics["response_tokens"], ".1f"),
         # In nats, between engine and trainer: the first sign of weights that did not arrive.
         "gap": f"{metrics['logprob_gap_max']:.1e}",
         "step": f"{seconds['step']:.1f}s",
     }
 
     # What went wrong.
+    if why := why_no_signal(metrics):
+        shown["no signal"] = why
     if metrics["updates_skipped"]:
         shown["updates skipped (gradient not finite)"] = f"{metrics['updates_skipped']:.0f}"
     # Answers that a verifier raised on count as wrong, although the fault may be its own.
@@ -60,3 +64,8 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
             shown[f"pass@{more[0]}"] = f"{100 * more[1]:.1f}%"
 
     return shown
+
+
+def _shown(value: float, form: str) -> str:
+    """A figure, or that there is none: a step that closes no group has no means."""
+    return "-" if math.isnan(value) else format(value, form)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -78,20 +78,25 @@ def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], config: EvaluateConf
 
 
 def sample_answers(
-    rollouts: Rollouts, prompts: Sequence[Prompt], n: int, sampling: Sampling, stream: str = "evaluate"
+    rollouts: Rollouts,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    stream: str = "evaluate",
+    on_end: Callable[[], None] | None = None,
 ) -> list[Answers]:
     """n samples of every prompt, shared over all ranks; the same result on every rank.
 
     The random streams are named by `stream` and not by the step, so that evaluations of two policies are paired. Lost
-    samples are left out, and so is a prompt that lost all of its. Raises UserError where too many were lost, or
-    all, and where the verifiers failed on most.
+    samples are left out, and so is a prompt that lost all of its. on_end: told of every sample of this rank that ends.
+    Raises UserError where too many were lost, or all, and where the verifiers failed on most.
     """
     grid = rollouts.grid
     # The stream takes the place of the step in the random numbers' key.
     groups = open_groups(prompts, stream)
     slots = list(product(range(len(groups)), range(n)))
     rollouts.pool.forget()  # verdicts are kept for one thing at a time
-    sampled = rollouts.sample(own_slots([], slots, [0] * grid.world, grid.rank), groups, sampling)
+    sampled = rollouts.sample(own_slots([], slots, [0] * grid.world, grid.rank), groups, sampling, on_end=on_end)
 
     # Every rank gets what became of all samples.
     outcomes = gather(sampled.rollouts, len(groups), n)

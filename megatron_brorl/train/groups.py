@@ -169,6 +169,7 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
         "all_wrong_share": sum(bool((r == 0).all()) for r in survivors) / groups,
         "groups_lost": float(sum(len(outcomes.rewards_of(g)) < 2 for g in outcomes.closed)),
         "response_tokens": float(outcomes.tokens[counted].sum()) / count,
+        "answered_share": float((outcomes.answers[counted] != 0).sum()) / count,
         "cut_off_share": float((outcomes.state[counted] == LENGTH).sum()) / count,
         "rollouts": float(counted.sum()),
     }

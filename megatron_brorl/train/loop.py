@@ -83,7 +83,9 @@ class Trainer:
             every = self.config.evaluate.every
             if every and s.step % every == 0 and self.held_out and not ending and not self.rollouts.stuck():
                 begun = time.monotonic()
-                metrics |= evaluation_metrics(self.evaluate(progress))
+                evaluation = self.evaluate(progress)
+                metrics |= evaluation_metrics(evaluation)
+                progress.note(f"held-out after step {s.step}: {evaluation_line(evaluation.as_dict())}")
                 seconds["evaluate"] = time.monotonic() - begun
                 s.stall.record(metrics["pass_at_1"])
             if self.reference:

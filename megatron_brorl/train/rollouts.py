@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rollout.duplicates import improbable
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, requests
-from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.rollout.watchdog import Finished, Watchdog
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts rewards mean nothing
@@ -68,11 +68,13 @@ class Rollouts:
         groups: Sequence[OpenGroup],
         sampling: Sampling,
         begun: Mapping[Slot, Rollout] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> Sampled:
         """This rank's share of the rollouts of `groups`; every rank calls it, and all leave it together.
 
         begun: "cut" rollouts among the slots, which go on. Rollouts that end up "cut" are lost unless sampling.budget
-        says that they go on in the next step.
+        says that they go on in the next step. on_end: told of every rollout of this rank that ends, as it does, in the
+        thread that generates.
         """
         start = time.monotonic()
         # A run of siblings is one request, by which the engine knows that they share a prompt.
@@ -80,16 +82,17 @@ class Rollouts:
         prompts = [request.prompt for request in asked]
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
             # Verdicts are made while others are still being sampled.
-            result = self.engine.generate(asked, sampling, scorer.finished)
+            finished = _both(scorer.finished, on_end) if on_end else scorer.finished
+            result = self.engine.generate(asked, sampling, finished)
             # A collective, and before verdicts count: repeated rollouts would pass for independent ones everywhere.
             _check_distinct(asked, result.rollouts, self.engine.engine.if_repeating)
             middle = time.monotonic()
 
             # What has ended has a verdict, or gets it now.
-            ended = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
-            scores = scorer.scores([(i, r.index) for i, r in ended])
+            done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
+            scores = scorer.scores([(i, r.index) for i, r in done])
         # Answers go on as codes: tables of numbers cross ranks, texts do not.
-        verdicts = zip(ended, scores.rewards.tolist(), scores.answers, strict=True)
+        verdicts = zip(done, scores.rewards.tolist(), scores.answers, strict=True)
         scored = [ScoredRollout(numbers[i], r, reward, code(answer)) for (i, r), reward, answer in verdicts]
         score = time.monotonic() - middle
 
@@ -151,6 +154,14 @@ class Rollouts:
                 with contextlib.suppress(OSError):  # nobody reads the pipe any more
                     print(what[key], file=sys.stderr, flush=True)
             self.told.add(key)
+
+
+def _both(finished: Finished, on_end: Callable[[], None]) -> Finished:
+    def tell(request: int, rollout: Rollout) -> None:
+        finished(request, rollout)
+        on_end()
+
+    return tell
 
 
 def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], if_repeating: str) -> None:

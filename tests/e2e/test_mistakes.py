@@ -177,9 +177,3 @@ def test_read_only_directory(config, model, tmp_path):
 
 def test_report_of_nothing(tmp_path):
     fails(brorl("report", tmp_path), "holds no metrics.jsonl")
-
-
-def test_no_command_prints_usage():
-    done = by_launcher()
-    assert done.returncode == 2
-    assert "usage: brorl" in done.stderr

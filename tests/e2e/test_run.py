@@ -53,7 +53,10 @@ def test_run_leaves_what_is_promised(finished, warm):
         assert f", pass@2 {100 * wide:.1f}%" in done.stderr
         (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"pass@1 {when}"))
         assert line.endswith(f"pass@2  {wide:.4f}")
+    assert f"held-out after step 4: pass@1 {100 * lines[3]['pass_at_1']:.1f}%" in done.stderr
     assert f"pass@2 {100 * lines[3]['pass_at_2']:.1f}%" in done.stderr
+    assert "6 prompts x 32 rollouts = 192 -> 2 optimizer steps -> each at most " in done.stderr
+    assert set(summary["findings"]) <= {"task never right"}  # words backward are beyond this model
     assert (summary["held_out_prompts"], summary["rollouts_per_prompt"], summary["steps"]) == (24, 32, 8)
     assert summary["job_seconds"] > 0
     assert summary["peak_rss_mib"] > 100
@@ -250,6 +253,7 @@ def test_evaluate_repeats_the_run_s_own_evaluation(finished, config, tmp_path):
     summary = json.loads((finished[0] / "summary.json").read_text())
     assert result["pass_at_1"] == summary["pass_at_1_after"]
     assert f"pass@1 {result['pass_at_1']['mean']:.4f}" in done.stdout
+    assert "evaluate 48/48  elapsed" in done.stderr
     assert set(result["pass_at_k"]) == {"1", "2"}
     assert result["pass_at_k"]["1"] == pytest.approx(result["pass_at_1"]["mean"])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_brorl.boards import open_boards
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import MetricsWriter, read_metrics
 
@@ -17,13 +18,13 @@ SECONDS = {"step": 2.0, "generate": 1.5}
 
 
 def _record(run: Path, steps: range, resume_step: int | None = None, offset: float = 0.0) -> None:
-    with MetricsWriter(run, tensorboard=False, resume_step=resume_step) as metrics:
+    with MetricsWriter(run, resume_step=resume_step) as metrics:
         for step in steps:
             metrics.write(step, {"reward": step / 10 + offset}, SECONDS)
 
 
 def test_a_line_is_exactly_what_the_docstring_says(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write(3, {"reward": 0.1, "kept": 7}, {"step": 2.5, "generate": 1.25})
         # Durable before write() returns: nothing waits for close().
         assert (tmp_path / "metrics.jsonl").read_bytes() == (
@@ -40,7 +41,7 @@ def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
         "minus_zero": -0.0,
         "whole": 2.0,
     }
-    with MetricsWriter(tmp_path, tensorboard=False) as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write(0, values, {})
     row = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert {key: row[key].hex() for key in values} == {key: value.hex() for key, value in values.items()}
@@ -48,7 +49,7 @@ def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_becomes_null_and_is_named(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write(0, {"loss": math.nan, "reward": 0.5, "norm": math.inf}, {"step": 1.0})
     text = (tmp_path / "metrics.jsonl").read_text()
     row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -101,7 +102,7 @@ def test_a_malformed_line_in_the_middle_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: .*delete this line"):
         read_metrics(path)
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: "):
-        MetricsWriter(tmp_path, tensorboard=False, resume_step=2)
+        MetricsWriter(tmp_path, resume_step=2)
     assert path.read_text() == '{"step": 0}\n{"ste\n{"step": 2}\n'
     with pytest.raises(UserError, match="no such file"):
         read_metrics(tmp_path / "elsewhere.jsonl")
@@ -116,7 +117,7 @@ def test_a_new_run_moves_the_old_record_aside(tmp_path: Path) -> None:
 
 def test_two_runs_differ_in_their_times_only(tmp_path: Path) -> None:
     for name, second in (("a", 1.0), ("b", 2.0)):
-        with MetricsWriter(tmp_path / name, tensorboard=False) as metrics:
+        with MetricsWriter(tmp_path / name) as metrics:
             metrics.write(0, {"reward": 0.1 + 0.2, "loss": math.nan}, {"step": second})
     rows = [read_metrics(tmp_path / name / "metrics.jsonl")[0] for name in "ab"]
     assert [row.pop("time") for row in rows] == [{"step": 1.0}, {"step": 2.0}]
@@ -148,7 +149,7 @@ class _FullDisk:
 
 def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsWriter(tmp_path, tensorboard=False)
+    metrics = MetricsWriter(tmp_path)
     metrics.write(0, {"reward": 0.0}, {})
     metrics._lines._file = disk = _FullDisk(metrics._lines._file)  # type: ignore[assignment]
     metrics.write(1, {"reward": 0.1}, {})
@@ -167,39 +168,55 @@ def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path, capsys: pytest
 
 def test_tensorboard_shows_the_scalars_and_purges_replayed_steps(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with MetricsWriter(tmp_path) as metrics:
+    with MetricsWriter(tmp_path, open_boards(["tensorboard"], tmp_path, None, {})) as metrics:
         for step in range(4):
-            metrics.write(step, {"reward": float(step)}, {"generate": 1.5})
-    with MetricsWriter(tmp_path, resume_step=2) as metrics:
+            metrics.write(step, {"reward": float(step), "loss": math.nan}, {"generate": 1.5})
+    with MetricsWriter(tmp_path, open_boards(["tensorboard"], tmp_path, 2, {}), resume_step=2) as metrics:
         metrics.write(2, {"reward": 20.0}, {"generate": 2.5})
     board = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in board.Scalars("reward")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert [(e.step, e.value) for e in board.Scalars("reward/reward")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
     assert [(e.step, e.value) for e in board.Scalars("time/generate")] == [(0, 1.5), (1, 1.5), (2, 2.5)]
 
 
-def test_a_broken_event_file_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_board_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Broken:
-        def add_scalar(self, *_: object) -> None:
+        name = "wandb"
+
+        def log(self, *_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with MetricsWriter(tmp_path) as metrics:
-        metrics._board.close()
-        metrics._board = Broken()
-        metrics.write(0, {"reward": 0.0}, {})
-        metrics.write(1, {"reward": 0.0}, {})
+    class Whole:
+        name = "trackio"
+
+        def __init__(self) -> None:
+            self.seen: list[object] = []
+
+        def log(self, step: int, figures: object) -> None:
+            self.seen.append((step, figures))
+
+        def close(self) -> None:
+            self.seen.append("closed")
+
+    whole = Whole()
+    with MetricsWriter(tmp_path, [Broken(), whole]) as metrics:  # type: ignore[list-item]
+        metrics.write(0, {"reward": 0.0}, {"step": 2.0})
+        metrics.write(1, {"reward": 0.5}, {})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
-    assert capsys.readouterr().err.count("warning: TensorBoard's event file: No space left on device") == 1
+    assert whole.seen == [(0, {"reward/reward": 0.0, "time/step": 2.0}), (1, {"reward/reward": 0.5}), "closed"]
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: run.log: wandb: [Errno 28] No space left on device; no more figures go there in this run"
+    ]
 
 
 def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written: .*make run\.dir a writable folder"):
-        MetricsWriter(tmp_path / "file", tensorboard=False)
+        MetricsWriter(tmp_path / "file")
 
 
 def test_reserved_names_are_refused(tmp_path: Path) -> None:
     with (
-        MetricsWriter(tmp_path, tensorboard=False) as metrics,
+        MetricsWriter(tmp_path) as metrics,
         pytest.raises(ValueError, match="reserved metric names: time"),
     ):
         metrics.write(0, {"time": 1.0}, {})

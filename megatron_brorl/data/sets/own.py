@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
+from megatron_brorl.data.columns import compiled, last_match
 from megatron_brorl.data.sets.form import Raw, Task, Unusable, plain, text
 from megatron_brorl.errors import UserError
 
@@ -30,21 +29,16 @@ class Custom:
     def __init__(self, prompt: str, answer: str, answer_regex: str) -> None:
         """answer: "" = the rows have none. answer_regex: its first group, or all of it, is the answer; "" = any."""
         self._prompt, self._answer = prompt, answer
-        try:
-            self._regex = re.compile(answer_regex, re.DOTALL) if answer_regex else None
-        except re.error as e:
-            raise UserError(f"--answer-regex {answer_regex!r}: not a regular expression: {e}") from None
+        self._regex = compiled(answer_regex, "--answer-regex") if answer_regex else None
 
     def __call__(self, raw: Raw, where: str) -> Task:
         problem = text(raw, where, self._prompt).strip()
         answer = plain(raw, where, self._answer) if self._answer else None
 
-        # The last match, for worked answers end with the result.
         if self._regex and answer is not None:
-            found = list(self._regex.finditer(answer))
-            if not found:
+            answer = last_match(self._regex, answer)
+            if answer is None:
                 raise Unusable("answer without a match of --answer-regex")
-            answer = (found[-1][1] if self._regex.groups else found[-1][0] or "").strip()
         if answer == "" or not problem:
             raise Unusable("no problem or no answer")
         return Task(problem, answer, "")

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_brorl.cli.fingerprint import check_fingerprint
+from megatron_brorl.config.data_keys import TaskConfig
 from megatron_brorl.config.load import load
 from megatron_brorl.config.renamed import RENAMED
-from megatron_brorl.config.schema import Config, TaskConfig
+from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -37,7 +38,7 @@ def test_file_then_overrides(tmp_path):
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("[rolout]\nn = 4", [], "unknown key rolout; known here: run, model"),
+        ("[rolout]\nn = 4", [], "unknown key rolout; did you mean rollout?"),
         ("[rollout]\nm = 4", [], "unknown key rollout.m; known here: n, prompts"),
         ("", ["rollout.m=4"], "unknown key rollout.m"),
         ("[rollout]\nn = 'four'", [], "rollout.n = 'four': must be of type int"),

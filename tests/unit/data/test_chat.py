@@ -84,7 +84,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "content type": ([{"role": "user", "content": 3}], "prompt[0] must be"),
     "role": ([{"role": "human", "content": "x"}], "prompt[0]: unknown role 'human'; known: system, user, assistant"),
     "late system": ([TURNS[0], SYSTEM, TURNS[2]], "prompt[1]: a system message may only come first"),
-    "ends with the assistant": (TURNS[:2], "the last message of a prompt must be the user's"),
+    "ends with the assistant twice": ([*TURNS[:2], TURNS[1]], "the last message of a prompt must be the user's"),
     "ends with nothing": ([{"role": "user", "content": " "}], "the last message of a prompt must be the user's"),
     "surrogate": ([{"role": "user", "content": "\ud800"}], "prompt has half of a surrogate pair"),
 }

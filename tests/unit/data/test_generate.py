@@ -14,7 +14,7 @@ import pytest
 import reasoning_gym
 
 from megatron_brorl.cli.main import main
-from megatron_brorl.config.schema import DataConfig, TaskConfig
+from megatron_brorl.config.data_keys import DataConfig, TaskConfig
 from megatron_brorl.data.generate import GeneratedPrompts, corpus, generated_rows
 from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
@@ -89,7 +89,7 @@ def test_prompts_do_not_depend_on_the_hash_seed(tokenizer: Tokenizer) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from megatron_brorl.config.schema import DataConfig, TaskConfig
+from megatron_brorl.config.data_keys import ColumnsConfig, DataConfig, TaskConfig
 from megatron_brorl.data.generate import GeneratedPrompts
 from megatron_brorl.data.tokenizers import load_tokenizer
 stream = GeneratedPrompts({MIX!r}, 5, load_tokenizer(Path({str(tokenizer.directory)!r})), 1000)

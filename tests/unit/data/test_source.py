@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.config.schema import DataConfig, MixtureConfig, TaskConfig
+from megatron_brorl.config.data_keys import DataConfig, MixtureConfig, TaskConfig
 from megatron_brorl.data.solved import solved_examples
 from megatron_brorl.data.source import FileSource, load_sources
 from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
@@ -177,5 +177,5 @@ def test_solved_examples(tokenizer: Tokenizer) -> None:
         assert tuple(prompt_ids) == prompt.token_ids
         assert response == [*tokenizer.encode(prompt.answer or ""), tokenizer.eos_id]
         assert tokenizer.decode(response) == str(eval(prompt.text))
-    with pytest.raises(UserError, match="prompt 'a' has no reference answer"):
+    with pytest.raises(UserError, match="prompt 'a' has neither target nor reference answer"):
         solved_examples([Prompt("a", "x", (1,), None, "exact")], tokenizer)

@@ -199,7 +199,7 @@ def test_no_text_overlaps_another() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_plot_run_from_the_files_of_a_run(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         for row in _rows(6):
             values = {key: value for key, value in row.items() if key not in ("step", "time")}
             values["reward"] = math.nan if row["step"] == 3 else row["reward"]

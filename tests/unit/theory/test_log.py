@@ -126,7 +126,7 @@ def test_mistakes_of_the_command(rows, options, says, tmp_path, capsys):
 
 
 def test_a_missing_log(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"nowhere: no such rollout log; .*theory\.log_rollouts = true"):
         read_log(tmp_path / "nowhere")
 
 

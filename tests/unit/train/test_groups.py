@@ -34,7 +34,7 @@ def row(group: int, sibling: int, reward: float | str) -> ScoredRollout:
     rollout = Rollout(
         sibling, torch.arange(tokens), torch.zeros(tokens), "cut" if cut else ("stop", "length")[group % 2]
     )
-    return ScoredRollout(group, rollout, math.nan if cut else reward)
+    return ScoredRollout(group, rollout, math.nan if cut else reward, (group + sibling) % 4)
 
 
 def all_rows() -> list[ScoredRollout]:
@@ -85,6 +85,7 @@ def test_figures_are_over_survivors_of_closed_groups(outcomes):
         "all_wrong_share": 1 / 6,
         "groups_lost": 2,
         "response_tokens": sum(1 + (g + i) % 3 for g, i, _ in alive) / 29,
+        "answered_share": sum((g + i) % 4 > 0 for g, i, _ in alive) / 29,
         "cut_off_share": (8 + 1) / 29,
         "rollouts": 29,
     }

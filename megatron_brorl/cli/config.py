@@ -1,0 +1,145 @@
+"""`brorl config`, every key in words or as JSON Schema; `brorl init`, a commented configuration for own data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from megatron_brorl.cli.files import write_text
+from megatron_brorl.config.describe import Key, json_schema, keys, sections, written
+from megatron_brorl.config.suggest import suggestion
+from megatron_brorl.errors import UserError
+
+_WIDTH = 110
+
+# What `brorl init` writes, with the values where they are not the defaults.
+STARTER: dict[str, Any] = {
+    "run.dir": "runs/own",
+    "run.log": None,
+    "model.path": "",
+    "data.train": ["train.jsonl"],
+    "data.held_out": ["held_out.jsonl"],
+    "data.columns": {},
+    "data.verifier": "math",
+    "data.chat": False,
+    "data.system_prompt": None,
+    "data.template": None,
+    "rollout.n": 64,
+    "rollout.prompts": 32,
+    "rollout.max_tokens": None,
+    "reward.extract": None,
+    "algo.mini_batches": 4,
+    "algo.mini_batch_of": "siblings",
+    "optim.lr": None,
+    "train.steps": None,
+    "train.checkpoint_every": None,
+    "evaluate.every": 10,
+    "evaluate.samples": None,
+}
+
+
+def add_commands(commands: Any) -> None:
+    """Add both commands to the parser of `brorl`."""
+    text = "every key of a configuration with its type, default, bound and meaning"
+    command = commands.add_parser("config", help=text, description=text)
+    command.add_argument(
+        "words", nargs="*", metavar="WORD", help="a section, a key or a part of one; `schema`: JSON Schema for editors"
+    )
+    command.set_defaults(command=_config, name="config")
+
+    text = "write a commented configuration for your own model and data"
+    command = commands.add_parser("init", help=text, description=text)
+    command.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="to write (%(default)s)")
+    command.add_argument("--model", default="", metavar="DIR", help="Hugging Face directory, or a name on the hub")
+    command.add_argument(
+        "--data", default="", metavar="FILE", help="JSONL or Parquet to train on; its columns are looked at"
+    )
+    command.add_argument("--held-out", default="", metavar="FILE", help="the same to evaluate on, before and after")
+    command.set_defaults(command=_init, name="init")
+
+
+def _config(args: argparse.Namespace) -> int:
+    if args.words == ["schema"]:
+        print(json.dumps(json_schema(), indent=2))
+        return 0
+
+    # A section or a key by its name; else every key that has the word in it.
+    found = [key for key in keys() if not args.words or any(_is_named(key, word) for word in args.words)]
+    found = found or [key for key in keys() if any(word in key.path for word in args.words)]
+    if not found:
+        word = args.words[0]
+        raise UserError(f"no key is called {word!r}; {suggestion(word) or 'brorl config alone lists all of them'}")
+
+    section = ""
+    for key in found:
+        # A heading where a section begins.
+        if key.path.split(".")[0] != section:
+            section = key.path.split(".")[0]
+            print(f"\n[{section}]" + (f"  {sections()[section]}" if sections()[section] else ""))
+        print("\n".join(described(key)))
+    return 0
+
+
+def _is_named(key: Key, word: str) -> bool:
+    return key.path == word or key.path.startswith((f"{word}.", f"{word}[]"))
+
+
+def described(key: Key) -> list[str]:
+    """A key in lines: what it is, and what it means."""
+    default = "  must be given" if key.required else f" = {written(key.default)}"
+    bound = f", {key.bound.message}" if key.bound else ""
+    return [f"{key.path}{default}   ({key.type}{bound})", *_wrapped(key.meaning, "    ")]
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _init(args: argparse.Namespace) -> int:
+    if args.file.exists():
+        raise UserError(f"{args.file.absolute()}: is there already; name another file")
+
+    # What the command line says, and what the first row of the data and the tokenizer say.
+    values = dict(STARTER)
+    given = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
+    values |= {key: value for key, value in given.items() if value not in ("", [""])}
+    if args.data:
+        from megatron_brorl.data.columns import guess  # and pyarrow, which no other command should wait for
+
+        values["data.columns"] = guess(Path(args.data))
+    values["data.chat"] = bool(args.model) and _has_chat_template(Path(args.model))
+
+    write_text(args.file, starter(values))
+    print(f"written: {args.file.absolute()}")
+    print("every other key: brorl config   for an editor: brorl config schema > brorl.schema.json")
+    print(f"next: brorl train {shlex.quote(str(args.file))}")
+    return 0
+
+
+def starter(values: dict[str, Any]) -> str:
+    """The TOML file of some keys, each under its meaning; None: the default, as a comment."""
+    known, section = {key.path: key for key in keys()}, ""
+    lines: list[str] = []
+    for path, value in values.items():
+        key, name = known[path], path.split(".")[1]
+        if path.split(".")[0] != section:
+            section = path.split(".")[0]
+            lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        lines += _wrapped(key.meaning, "# ")
+
+        # What is left at its default shows how it would be set.
+        lines.append(f"# {name} = {written(key.default)}" if value is None else f"{name} = {written(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _has_chat_template(model: Path) -> bool:
+    if (model / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False

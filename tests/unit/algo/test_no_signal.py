@@ -1,0 +1,39 @@
+"""Which cause is named where rollouts carry no signal."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_brorl.algo.no_signal import why_no_signal
+
+FINE = {"kept_share": 0.5, "cut_off_share": 0.1, "answered_share": 0.8, "reward": 0.4, "all_right_share": 0.1}
+SILENT = FINE | {"kept_share": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("shares", "why"),
+    [
+        (FINE, None),
+        (FINE | {"kept_share": 1.0}, None),
+        (SILENT, "no mixed group"),
+        (SILENT | {"reward": 0.0}, "none right"),
+        (SILENT | {"reward": 1.0, "all_right_share": 1.0}, "all right"),
+        (SILENT | {"reward": 0.0, "answered_share": 0.0}, "no answer"),
+        (SILENT | {"reward": 0.0, "answered_share": 0.0, "cut_off_share": 1.0}, "cut off"),
+        (SILENT | {"reward": 0.0, "cut_off_share": 0.97}, "cut off"),
+        (SILENT | {"reward": 0.0, "cut_off_share": 0.89}, "none right"),
+        # Every group is kept without dynamic sampling, which makes no signal of equal rewards.
+        (FINE | {"kept_share": 1.0, "reward": 0.0}, "none right"),
+        (FINE | {"kept_share": 1.0, "reward": 1.0, "all_right_share": 1.0}, "all right"),
+        # Responses that are cut off and keep a part of their reward do have one.
+        (FINE | {"cut_off_share": 1.0}, None),
+        # What is not known explains nothing.
+        (dict.fromkeys(FINE, math.nan), None),
+        (dict.fromkeys(FINE, None), None),
+        ({}, None),
+    ],
+)
+def test_the_first_cause_is_named(shares, why):
+    assert why_no_signal(shares) == why

@@ -1,0 +1,77 @@
+"""`brorl config`, `brorl init` and what the bare command says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_brorl import __version__
+from megatron_brorl.cli.main import main
+from megatron_brorl.config.data_keys import ColumnsConfig
+from megatron_brorl.config.describe import keys
+from megatron_brorl.config.load import load
+
+
+def said(capsys, *arguments, code=0):
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, arguments)))
+    assert ended.value.code == code
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
+
+
+def test_one_key_a_section_and_all(capsys):
+    one = said(capsys, "config", "rollout.n").split("\n")
+    assert one == ["", "[rollout]", "rollout.n = 512   (integer, must be at least 1)", "    rollouts per prompt", ""]
+    section = said(capsys, "config", "data.tasks")
+    assert [line.split(" ")[0] for line in section.splitlines() if line.startswith("data.")] == [
+        "data.tasks",
+        *(f"data.tasks[].{name}" for name in ("name", "weight", "prompt_regex", "config")),
+    ]
+    everything = said(capsys, "config")
+    assert [line.split(" ")[0] for line in everything.splitlines() if line[:1].isalpha()] == [k.path for k in keys()]
+    assert "optim.lr_for_rollouts" in said(capsys, "config", "for_rollouts")  # a part of a name
+    assert json.loads(said(capsys, "config", "schema"))["properties"]["rollout"]["properties"]["n"]["minimum"] == 1
+
+
+def test_a_key_that_is_not_there(capsys):
+    assert said(capsys, "config", "num_generations", code=2) == (
+        "brorl: no key is called 'num_generations'; did you mean rollout.n? (TRL calls it num_generations)\n"
+    )
+
+
+def test_what_brorl_says_without_a_command(capsys):
+    assert said(capsys, "--version") == f"brorl {__version__}\n"
+    shown = said(capsys)
+    assert shown.startswith("usage: brorl")
+    assert "reinforcement learning: sample, score" in shown
+    assert "generate" in said(capsys, "data")
+
+
+def test_init_writes_what_load_reads(capsys, tmp_path):
+    path, data, model = tmp_path / "own.toml", tmp_path / "gsm8k.jsonl", tmp_path / "model"
+    data.write_text(json.dumps({"question": "1+1?", "answer": "One and one.\n#### 2"}) + "\n")
+    model.mkdir()
+    (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    told = said(capsys, "init", path, "--model", model, "--data", data, "--held-out", data)
+    assert str(path) in told
+
+    config = load(path)
+    assert (config.model.path, config.data.train, config.data.chat) == (str(model), (str(data),), True)
+    assert config.data.columns == ColumnsConfig(prompt="question", answer="answer", answer_regex="#### (.+)")
+
+    # Every line of comment is a meaning of the schema, or a key that is left at its default.
+    text = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines())
+    for key in keys():
+        if key.path in ("rollout.n", "data.train", "rollout.prompts", "reward.extract", "optim.lr"):
+            assert key.meaning in text, key.path
+    assert f"{path}: is there already" in said(capsys, "init", path, code=2)
+
+
+def test_init_alone_is_whole_but_for_the_names(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said(capsys, "init")
+    assert load("run.toml").data.train == ("train.jsonl",)
+    assert str(Path("run.toml").absolute()) in said(capsys, "init", code=2)

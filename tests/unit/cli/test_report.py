@@ -1,0 +1,48 @@
+"""What `brorl report` prints of a run's summary."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_brorl.cli.files import aligned, write_json
+from megatron_brorl.cli.main import main
+from megatron_brorl.metrics import MetricsWriter
+
+
+def test_what_was_not_measured_and_why_nothing_was_learned(tmp_path, capsys):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(0, {"reward": 0.0}, {"step": 1.0})
+    summary = {
+        "steps": 1,
+        "rollouts_per_prompt": 4,
+        "held_out_prompts": 0,
+        "job_seconds": 2.0,
+        "peak_rss_mib": 3.0,
+        "before": None,
+        "after": None,
+        "pass_at_1_before": None,
+        "pass_at_1_after": None,
+        "theory": None,
+        "findings": {"none right": "no response was right: take easier prompts"},
+    }
+    write_json(tmp_path / "summary.json", summary)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[1:3] == ["pass@1 before  not measured", "pass@1 after   not measured"]
+    assert out[-1] == "warning: no response was right: take easier prompts"
+    assert not [line for line in out if "nan" in line]
+
+
+def test_json_has_no_nan(tmp_path):
+    write_json(tmp_path / "x.json", {"a": [float("nan"), 1.0], "b": {"c": float("inf")}, "d": (2, "nan")})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": [None, 1.0], "b": {"c": None}, "d": [2, "nan"]}
+
+
+def test_columns_are_as_wide_as_their_widest_cell():
+    rows = [("N", "kept share"), ("8", "96.1% (90.3% to 99.9%)"), ("1024", "1")]
+    assert aligned(rows) == ["N     kept share", "8     96.1% (90.3% to 99.9%)", "1024  1"]
+    assert aligned([("N", "x"), ("16", "1.5")], right=True) == [" N    x", "16  1.5"]

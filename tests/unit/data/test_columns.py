@@ -1,0 +1,128 @@
+"""Files in other columns than this project's, with and without a conversation."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_brorl.config.data_keys import ColumnsConfig
+from megatron_brorl.data.columns import guess
+from megatron_brorl.data.prompts import read_rows
+from megatron_brorl.data.solved import solved_examples
+from megatron_brorl.errors import UserError
+from megatron_brorl.types import Prompt
+
+GSM8K = {"question": "Ann has 3 nuts and gets 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}
+VERL = {
+    "prompt": [{"role": "user", "content": "2+2?"}],
+    "data_source": "own",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+}
+
+
+def read(tmp_path, *rows, **columns):
+    path = tmp_path / "f.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_rows(path, False, columns=ColumnsConfig(**columns))[0]
+
+
+def test_a_regex_on_the_answer_keeps_the_worked_one_to_imitate(tmp_path):
+    (row,) = read(tmp_path, GSM8K, prompt="question", answer_regex="#### (.+)")
+    assert (row.prompt, row.answer, row.target) == (GSM8K["question"], "7", GSM8K["answer"])
+
+
+@pytest.mark.parametrize(
+    ("raw", "columns", "answer", "target"),
+    [
+        ({"q": "x", "a": 42, "split": "train"}, {"prompt": "q", "answer": "a"}, "42", None),
+        ({"q": "x", "a": 0.5}, {"prompt": "q", "answer": "a"}, "0.5", None),
+        ({"q": "x", "a": "1", "cot": "so 1"}, {"prompt": "q", "answer": "a", "target": "cot"}, "1", "so 1"),
+        ({"prompt": "x", "a": {"b": {"c": "9"}}}, {"answer": "a.b.c"}, "9", None),
+        ({"prompt": "x", "a.b": "3", "a": {"b": "4"}}, {"answer": "a.b"}, "3", None),  # as it is spelled
+        (
+            {"q": "x", "a": "1 then 2 then 3!"},
+            {"prompt": "q", "answer": "a", "answer_regex": r"\d"},
+            "3",
+            "1 then 2 then 3!",
+        ),
+    ],
+)
+def test_columns(tmp_path, raw, columns, answer, target):
+    (row,) = read(tmp_path, raw, **columns)
+    assert (row.prompt, row.answer, row.target) == ("x", answer, target)
+
+
+def test_columns_of_parquet(tmp_path):
+    path = tmp_path / "f.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL]), path)
+    (row,), _ = read_rows(path, False, columns=ColumnsConfig(answer="reward_model.ground_truth"))
+    assert (row.prompt, row.answer) == (VERL["prompt"], "4")
+
+
+def test_a_conversation_that_ends_with_its_answer(tmp_path):
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
+    (row,) = read(tmp_path, {"messages": turns, "id": 7}, prompt="messages")
+    assert (row.prompt, row.target, row.answer, row.id) == (turns[:1], "It is 4.", "It is 4.", "7")
+    (row,) = read(tmp_path, {"prompt": turns, "answer": "4"})
+    assert (row.target, row.answer) == ("It is 4.", "4")
+
+
+@pytest.mark.parametrize(
+    ("raw", "columns", "message"),
+    [
+        (
+            GSM8K,
+            {"prompt": "problem"},
+            "data.columns.prompt = 'problem': there is no such column, only question",
+        ),
+        (GSM8K, {"prompt": "question", "answer_regex": "@(.+)"}, "f.jsonl:1: the answer has no match of data.columns"),
+        (GSM8K, {"prompt": "question", "answer_regex": "("}, "data.columns.answer_regex '(': not a regular expression"),
+        (GSM8K, {}, "unknown key 'question'; known: prompt, answer, target, verifier, id, metadata; put the rest in"),
+        ({"prompt": "x", "answer": "1", "target": 3}, {}, "target must be a string that is not empty, not 3"),
+        ({"q": "x", "answer": float("nan")}, {"prompt": "q"}, "answer must be a string or null, not NaN"),
+        (
+            {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "target": "z"},
+            {},
+            "has a target, and a message of the assistant's at the end",
+        ),
+    ],
+)
+def test_mistakes_name_the_row(tmp_path, raw, columns, message):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, raw, **columns)
+    assert message in str(caught.value)
+
+
+def test_the_target_is_imitated_and_not_the_answer():
+    class Letters:
+        eos_id = 0
+
+        def encode(self, text):
+            return [ord(c) for c in text]
+
+    prompts = [Prompt("a", "x", (1,), "7", "exact", target="so 7"), Prompt("b", "x", (1,), "8", "exact")]
+    found = [response for _, response in solved_examples(prompts, Letters())]
+    assert found == [[*map(ord, "so 7"), 0], [ord("8"), 0]]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        (GSM8K, {"prompt": "question", "answer": "answer", "answer_regex": "#### (.+)"}),
+        (VERL, {"prompt": "prompt", "answer": "reward_model.ground_truth"}),
+        ({"problem": "x", "solution": "1"}, {"prompt": "problem", "answer": "solution"}),
+        ({"messages": VERL["prompt"], "final_answer": 3}, {"prompt": "messages", "answer": "final_answer"}),
+        ({"prompt": "x", "answer": "1", "metadata": {}}, {}),
+    ],
+)
+def test_columns_are_guessed_so_that_the_file_can_be_read(tmp_path, row, columns):
+    path = tmp_path / "f.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert guess(path) == columns
+    assert len(read_rows(path, False, columns=ColumnsConfig(**columns))[0]) == 1
+    path.write_text('{"x": 1}\n')
+    with pytest.raises(UserError, match="no column looks like a prompt, only x"):
+        guess(path)

@@ -1,0 +1,52 @@
+"""Names of the hub, on a cache as the hub's client leaves it and without a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from megatron_brorl.data.hub import data_file, model_directory
+from megatron_brorl.errors import UserError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache with one model and one file of a data set."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for repository, file in (("models--Own--tiny", "config.json"), ("datasets--own--rows", "main/train.parquet")):
+        path = tmp_path / repository / "snapshots" / COMMIT / file
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+        (tmp_path / repository / "refs").mkdir()
+        (tmp_path / repository / "refs" / "main").write_text(COMMIT)
+    return tmp_path
+
+
+def test_what_the_cache_holds(cache):
+    assert model_directory("Own/tiny") == cache / "models--Own--tiny" / "snapshots" / COMMIT
+    assert data_file("hf://datasets/own/rows/main/train.parquet").read_text() == "{}"
+
+
+def test_paths_are_paths(cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("Own/tiny").mkdir(parents=True)
+    assert model_directory("Own/tiny") == Path("Own/tiny")  # what is there goes before the hub
+    for name in ("/no/where", "a", "a/b/c", ""):
+        assert model_directory(name) == Path(name)
+    assert data_file("rows.jsonl") == tmp_path / "rows.jsonl"
+
+
+def test_what_to_run_where_nothing_is_there(cache):
+    with pytest.raises(UserError) as caught:
+        model_directory("Own/other")
+    assert str(caught.value).startswith(f"Own/other (model.path): neither in {Path.cwd()} nor in the cache")
+    assert str(caught.value).endswith("where there is a network, run: hf download Own/other")
+    with pytest.raises(UserError, match=r"run: hf download --repo-type dataset own/rows test\.parquet"):
+        data_file("hf://datasets/own/rows/test.parquet")
+    with pytest.raises(UserError, match="must be hf://datasets/OWNER/NAME/FILE"):
+        data_file("hf://own/rows")

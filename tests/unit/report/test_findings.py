@@ -1,0 +1,93 @@
+"""Which sentence a run ends with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_brorl.config.schema import Config, OptimConfig, RewardConfig
+from megatron_brorl.report.findings import findings
+
+FINE = {
+    "kept_share": 0.5,
+    "cut_off_share": 0.25,
+    "answered_share": 0.8,
+    "reward": 0.4,
+    "all_right_share": 0.0,
+    "rollouts": 2000,
+    "updates": 4,
+    "updates_skipped": 0,
+}
+
+
+def evaluation(**by_task):
+    return {"pass_at_1": {"mean": sum(by_task.values()) / len(by_task)}, "by_task": by_task}
+
+
+HELD_OUT = evaluation(gcd=0.5, spell=0.2)
+
+
+def found(rows, config=Config(), before=HELD_OUT, after=HELD_OUT, differ=True):  # noqa: B008  (frozen)
+    return findings(config, [FINE | row for row in rows], before, after, differ)
+
+
+def test_a_run_that_learns_has_none():
+    assert found([{}, {"kept_share": 0.0, "reward": 0.0}]) == {}
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "parts"),
+    [
+        (
+            {"cut_off_share": 1.0, "answered_share": 0.0, "reward": 0.0},
+            "cut off",
+            ["every one of 4,000 responses", "= 1024"],
+        ),
+        ({"cut_off_share": 0.98, "reward": 0.0}, "cut off", ["98% of 4,000 responses were cut off at"]),
+        (
+            {"answered_share": 0.0, "reward": 0.0},
+            "no answer",
+            ['reward.extract = "boxed" looks for it', r"\boxed{...}", "25% were cut off"],
+        ),
+        ({"reward": 0.0}, "none right", ["no response of 4,000 was right", "warm start (brorl sft)"]),
+        ({"reward": 1.0, "all_right_share": 1.0}, "all right", ["take harder prompts"]),
+        ({}, "no mixed group", ["no group had a signal", "rollout.n = 512"]),
+    ],
+)
+def test_no_group_had_a_signal(row, name, parts):
+    config = Config(reward=RewardConfig(extract="boxed"))
+    got = found([{"kept_share": 0.0, **row}] * 2, config, differ=False)
+    assert list(got) == [name]  # that weights are unchanged follows from it
+    assert [part for part in parts if part not in got[name]] == []
+
+
+@pytest.mark.parametrize(
+    ("row", "optim", "part"),
+    [
+        ({}, OptimConfig(lr=0.0), "optim.lr = 0: raise it"),
+        ({"updates_skipped": 4}, OptimConfig(), "every update was skipped"),
+        ({"updates": 0}, OptimConfig(), "critic.warmup_steps"),
+        ({}, OptimConfig(lr=1e-12), "8 updates at optim.lr = 1e-12 are too small for weights in bf16"),
+    ],
+)
+def test_weights_unchanged(row, optim, part):
+    config = Config()
+    config = replace(config, optim=optim, model=replace(config.model, dtype="bf16"))
+    got = found([row, row], config, differ=False)
+    assert list(got) == ["weights unchanged"]
+    assert got["weights unchanged"].startswith("the trained weights are those of model.path: ")
+    assert part in got["weights unchanged"]
+
+
+def test_what_cannot_be_told():
+    assert list(found([{}], before=None, after=None)) == ["no held-out"]
+    assert list(found([], differ=False)) == ["no step"]
+
+
+def test_a_task_that_is_never_right():
+    before, after = evaluation(gcd=0.5, spell=0.0, other=0.0), evaluation(gcd=0.7, spell=0.0, other=0.1)
+    (sentence,) = found([{}], before=before, after=after).values()
+    assert sentence.startswith("no held-out response to spell was right, before or after")
+    # Where nothing at all was right, no task is singled out.
+    assert found([{}], before=evaluation(gcd=0.0), after=evaluation(gcd=0.0)) == {}
