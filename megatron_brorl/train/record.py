@@ -7,10 +7,11 @@ trained on depends on it, and nothing travels for it: each rank writes what it s
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import without_stop
 from megatron_brorl.train.groups import Outcomes, trained
+from megatron_brorl.train.token_ends import TokenEnds
 from megatron_brorl.types import CORRECT, OpenGroup, ScoredRollout
 
 
@@ -61,9 +63,15 @@ class Recorder:
 
     folder: Path
     config: Config
-    decode: Callable[[list[int]], str]
-    stop_ids: Sequence[int]
+    decode: Callable[[list[int]], str]  # the tokenizer's
+    stop_ids: Sequence[int]  # tokens that end a response, and are not part of its text
     rank: int
+    told: list[str] = field(default_factory=list)  # of what could not be written: the first time
+
+    @functools.cached_property
+    def ends(self) -> TokenEnds:
+        """What was found of tokens so far."""
+        return TokenEnds(self.decode)
 
     def step(
         self,
@@ -112,27 +120,34 @@ class Recorder:
             if self.rank == 0:
                 files.write_groups(self.folder, moment, group_table(groups, outcomes, where, listed))
         except OSError as e:
+            if self.told:
+                return
+            self.told.append(f"warning: {self.folder}: {moment} is not recorded: {e.strerror or e}; training goes on")
             with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
-                why = e.strerror or e
-                print(f"warning: {self.folder}: {moment} is not recorded: {why}", file=sys.stderr, flush=True)
+                print(*self.told, file=sys.stderr, flush=True)
 
     def _rollouts(self, rows: Sequence[ScoredRollout], groups: Sequence[OpenGroup], advantages: Tensor) -> pa.Table:
         """schema.ROLLOUTS of the rows; advantages: [groups, N], nan: not trained on."""
         # Texts as the verifiers got them. Siblings repeat one another: each text is decoded once.
-        texts: dict[bytes, str] = {}
+        texts: dict[bytes, tuple[str, list[int] | None]] = {}
         records = []
         for row in rows:
             ids = without_stop(row.rollout.token_ids, self.stop_ids)
             key = ids.numpy().tobytes()
             if key not in texts:
-                texts[key] = self.decode(ids.tolist())
+                text = self.decode(ids.tolist())
+                texts[key] = text, self.ends.of(ids.tolist(), text)
+            text, ends = texts[key]
             own = float(advantages[row.group, row.rollout.index])
-            records.append(self._record(row, groups[row.group], texts[key], None if own != own else own))
+            record = self._record(row, groups[row.group], text, None if own != own else own)
+            # The last token adds nothing to the text where it was left out of it.
+            record["ends"] = None if ends is None else ends + [len(text)] * (len(row.rollout.token_ids) - len(ids))
+            records.append(record)
 
         # Numbers of tokens in one piece each.
         ids = torch.cat([row.rollout.token_ids for row in rows]).int()
         log_probs = torch.cat([row.rollout.log_probs for row in rows])
-        ends = torch.tensor([0, *(len(row.rollout.token_ids) for row in rows)]).cumsum(0).int()
+        starts = torch.tensor([0, *(len(row.rollout.token_ids) for row in rows)]).cumsum(0).int()
         no_log_probs = bool(log_probs.isnan().any())  # nobody asked the engine for them
 
         # All columns in the order of the schema.
@@ -144,8 +159,8 @@ class Recorder:
             if no_log_probs and name == "log_probs":
                 table = table.append_column(field, pa.nulls(len(rows), field.type))
             else:
-                table = table.append_column(field, pa.ListArray.from_arrays(ends.numpy(), values.numpy()))
-        return table.cast(ROLLOUTS)
+                table = table.append_column(field, pa.ListArray.from_arrays(starts.numpy(), values.numpy()))
+        return table.select(ROLLOUTS.names).cast(ROLLOUTS)
 
     def _record(self, row: ScoredRollout, group: OpenGroup, text: str, advantage: float | None) -> dict[str, object]:
         """The columns of one rollout but for its tokens."""

@@ -89,6 +89,9 @@ def test_a_step_is_recorded(processes, model, tmp_path):
         assert r["token_ids"] == row
         assert r["tokens"] == len(row)
         assert r["log_probs"] == pytest.approx([fakes.log_prob(t, 1) for t in row], rel=1e-6)
+        assert [r["text"][:end] for end in r["ends"]] == [
+            " ".join(map(str, row[: i + 1])).removesuffix(" 2") for i in range(len(row))
+        ]
         assert r["versions"] == [{"version": 1, "tokens": len(row)}]
         assert (r["reward"], r["right"]) == (rewards[g, i], bool(rewards[g, i]))
         if g in kept:
@@ -188,6 +191,6 @@ def test_a_full_disk_costs_a_line(processes, model, tmp_path, capsys):
     trainer = trainer_of(model, processes, tmp_path / "rollouts")
     (tmp_path / "rollouts").rmdir()
     (tmp_path / "rollouts").write_text("a file")
-    assert trainer.train_step()[0]["rollouts"] == N * PROMPTS
+    assert [trainer.train_step()[0]["rollouts"] for _ in range(2)] == [N * PROMPTS] * 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "warning" in line)
     assert line.startswith(f"warning: {tmp_path / 'rollouts'}: step 0 is not recorded: ")
