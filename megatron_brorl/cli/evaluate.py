@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_brorl.cli.files import write_json, write_text
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
+
+if TYPE_CHECKING:  # they import torch, which the other commands here do without
+    from megatron_brorl.cli.build import Session
+    from megatron_brorl.train.groups import Outcomes
+    from megatron_brorl.types import OpenGroup, ScoredRollout
 
 ANSWERS = "evaluation.jsonl"
 
@@ -64,7 +71,10 @@ def evaluate(args: argparse.Namespace) -> int:
         # Sample every benchmark; the whole and its parts are summed up alike.
         e, r = config.evaluate, config.rollout
         sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
-        answers = {name: sample_answers(rollouts, prompts, e.samples, sampling) for name, prompts in names.items()}
+        answers = {
+            name: sample_answers(rollouts, prompts, e.samples, sampling, see=functools.partial(_tell, session, name))
+            for name, prompts in names.items()
+        }
         every = [a for part in answers.values() for a in part]  # answers of all benchmarks
         whole = sum_up(every, sum(map(len, names.values())), e, rollouts.seed)
 
@@ -95,6 +105,15 @@ def evaluate(args: argparse.Namespace) -> int:
                 print(whole.remark())
             print(f"written to {session.dir / 'evaluation.json'}, {ANSWERS}, evaluation.md and {figure.name}")
     return 0
+
+
+def _tell(session: Session, name: str, groups: Sequence[OpenGroup], rows: Sequence[ScoredRollout], _: Outcomes) -> None:
+    """Print a few samples of a benchmark, on the main rank."""
+    from megatron_brorl.train.samples import sample_lines
+
+    if session.is_main_rank:
+        for text in sample_lines(groups, rows, session.tokenizer.decode, session.stop_ids):
+            print(f"{name} {text}", file=sys.stderr, flush=True)
 
 
 def add_compare(commands: Any) -> None:

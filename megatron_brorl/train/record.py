@@ -128,21 +128,31 @@ class Recorder:
 
     def _rollouts(self, rows: Sequence[ScoredRollout], groups: Sequence[OpenGroup], advantages: Tensor) -> pa.Table:
         """schema.ROLLOUTS of the rows; advantages: [groups, N], nan: not trained on."""
-        # Texts as the verifiers got them. Siblings repeat one another: each text is decoded once.
-        texts: dict[bytes, tuple[str, list[int] | None]] = {}
-        records = []
+        # Texts as the verifiers got them. Siblings repeat one another: each text is looked at once.
+        seen: dict[tuple[str, bytes], tuple[str, str | None, list[int] | None]] = {}
+        worth, records = advantages.tolist(), []
         for row in rows:
-            ids = without_stop(row.rollout.token_ids, self.stop_ids)
-            key = ids.numpy().tobytes()
-            if key not in texts:
-                text = self.decode(ids.tolist())
-                texts[key] = text, self.ends.of(ids.tolist(), text)
-            text, ends = texts[key]
-            own = float(advantages[row.group, row.rollout.index])
-            record = self._record(row, groups[row.group], text, None if own != own else own)
-            # The last token adds nothing to the text where it was left out of it.
-            record["ends"] = None if ends is None else ends + [len(text)] * (len(row.rollout.token_ids) - len(ids))
-            records.append(record)
+            ids, verifier = without_stop(row.rollout.token_ids, self.stop_ids), groups[row.group].prompt.verifier
+            key = verifier, ids.numpy().tobytes()
+            if key not in seen:
+                seen[key] = self._read(ids.tolist(), verifier)
+            text, answer, ends = seen[key]
+
+            # As Scorer had it: what was cut off may not have been looked at.
+            if row.rollout.finish == "length" and not self.config.reward.cut_off_factor:
+                answer = None
+            own = worth[row.group][row.rollout.index]
+            records.append(
+                {
+                    "prompt_id": _valid(groups[row.group].prompt.id),
+                    "text": text,
+                    "answer": answer,
+                    "advantage": None if own != own else own,
+                    # The last token adds nothing to the text where it was left out of it.
+                    "ends": None if ends is None else ends + [len(text)] * (len(row.rollout.token_ids) - len(ids)),
+                    **_columns(row),
+                }
+            )
 
         # Numbers of tokens in one piece each.
         ids = torch.cat([row.rollout.token_ids for row in rows]).int()
@@ -162,31 +172,31 @@ class Recorder:
                 table = table.append_column(field, pa.ListArray.from_arrays(starts.numpy(), values.numpy()))
         return table.select(ROLLOUTS.names).cast(ROLLOUTS)
 
-    def _record(self, row: ScoredRollout, group: OpenGroup, text: str, advantage: float | None) -> dict[str, object]:
-        """The columns of one rollout but for its tokens."""
-        reward, r, verdict = self.config.reward, row.rollout, row.verdict
-        judged_by = entry(group.prompt.verifier, "verifier", reward)
-        # As Scorer had it: what was cut off may not have been looked at.
-        unseen = r.finish == "length" and not reward.cut_off_factor
-        answer = None if unseen else extract(text, judged_by.find, judged_by.max_chars).answer
-        return {
-            "group": row.group,
-            "prompt_id": _valid(group.prompt.id),
-            "sibling": r.index,
-            "text": _valid(text),
-            "answer": _valid(answer),
-            "reward": row.reward,
-            "right": row.reward >= CORRECT,
-            # Of a rollout that waited in a checkpoint of an older version nothing more is known.
-            "score": verdict.reward if verdict else None,
-            "parts": list(verdict.parts.items()) if verdict else None,
-            "reason": _valid(verdict.reason) if verdict else None,
-            "status": verdict.status if verdict else None,
-            "finish": r.finish,
-            "tokens": len(r.token_ids),
-            "versions": [{"version": version, "tokens": tokens} for version, tokens in r.spans],
-            "advantage": advantage,
-        }
+    def _read(self, ids: list[int], verifier: str) -> tuple[str, str | None, list[int] | None]:
+        """Text, the answer in it and the ends of its tokens; ids: without the one that ended it."""
+        text = self.decode(ids)
+        judged_by = entry(verifier, "verifier", self.config.reward)
+        answer = extract(text, judged_by.find, judged_by.max_chars).answer
+        return _valid(text) or "", _valid(answer), self.ends.of(ids, text)
+
+
+def _columns(row: ScoredRollout) -> dict[str, object]:
+    """What a rollout itself says of them."""
+    r, verdict = row.rollout, row.verdict
+    return {
+        "group": row.group,
+        "sibling": r.index,
+        "reward": row.reward,
+        "right": row.reward >= CORRECT,
+        # Of a rollout that waited in a checkpoint of an older version nothing more is known.
+        "score": verdict.reward if verdict else None,
+        "parts": list(verdict.parts.items()) if verdict else None,
+        "reason": _valid(verdict.reason) if verdict else None,
+        "status": verdict.status if verdict else None,
+        "finish": r.finish,
+        "tokens": len(r.token_ids),
+        "versions": [{"version": version, "tokens": tokens} for version, tokens in r.spans],
+    }
 
 
 def group_table(groups: Sequence[OpenGroup], outcomes: Outcomes, where: Tensor, listed: Sequence[int]) -> pa.Table:

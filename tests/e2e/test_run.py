@@ -266,6 +266,7 @@ def test_evaluate_repeats_the_run_s_own_evaluation(finished, config, tmp_path):
     """Another process, another number of ranks: the same held-out prompts, random streams and figures."""
     done = brorl("evaluate", config, f"model.path={finished[0] / 'model'}", f"run.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("held_out sample") == 3
     result = json.loads((tmp_path / "evaluation.json").read_text())
     summary = json.loads((finished[0] / "summary.json").read_text())
     assert result["pass_at_1"] == summary["pass_at_1_after"]
