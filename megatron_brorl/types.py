@@ -20,6 +20,9 @@ from torch import Tensor
 FinishReason = Literal["stop", "length", "cut"]
 
 
+# What the pool of verifiers says of a request; see Verdict.
+Status = Literal["ok", "timeout", "error", "broken", "invalid", "crash", "no_answer"]
+
 CORRECT = 0.99  # a reward from here on is that of a right response
 
 
@@ -59,6 +62,21 @@ class OpenGroup:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """The reward of one request; 0 unless the status is ok.
+
+    timeout: took longer than the deadline. error: the verifier raised on the answer. broken: it raises on the prompt's
+    reference answer too. invalid: it returned something other than a number in [0, 1]. crash: its process died, twice.
+    no_answer: there was nothing to score.
+    """
+
+    reward: float
+    status: Status
+    reason: str = field(default="", compare=False)  # of error and broken: the exception's type and first line
+    parts: Mapping[str, float] = field(default_factory=dict, compare=False)  # what the reward is made of
+
+
+@dataclass(frozen=True)
 class ScoredRollout:
     """One rollout, its group and its verdict: what is trained on, and what is carried over steps."""
 
@@ -66,6 +84,8 @@ class ScoredRollout:
     rollout: Rollout
     reward: float  # nan while the rollout is "cut"
     answer: int = 0  # rewards.extract.code of the final answer: equal answers have equal codes
+    # What the reward was made of, for people; None while "cut", and of a row that came by train.exchange
+    verdict: Verdict | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from megatron_brorl.ops.philox import uniforms
 from megatron_brorl.rewards.pool import PoolStats, ScoreRequest
-from megatron_brorl.rewards.verdict import Verdict
 from megatron_brorl.rollout.engine import Request, Sampling, Watch
-from megatron_brorl.types import Prompt, Rollout
+from megatron_brorl.types import Prompt, Rollout, Verdict
 
 STOP = 2
 
@@ -52,8 +51,12 @@ class Pool:
     def submit(self, request: ScoreRequest) -> Future[Verdict]:
         verdict: Future[Verdict] = Future()
         nothing = request.answer is None
-        verdict.set_result(Verdict(0.0, "no_answer") if nothing else Verdict(self.judge(request.answer), "ok"))
+        verdict.set_result(Verdict(0.0, "no_answer", request.why) if nothing else self._verdict(request.answer))
         return verdict
+
+    def _verdict(self, answer: str) -> Verdict:
+        got = self.judge(answer)
+        return Verdict(got, "ok", f"judged {answer!r}", {"even": got, "words": 1 / (1 + len(answer.split()))})
 
     def forget(self) -> None:
         pass

@@ -33,6 +33,7 @@ from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid
+from megatron_brorl.record import files as record_files
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.registry import for_workers
 from megatron_brorl.rewards.sandbox import probe
@@ -41,6 +42,7 @@ from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.critic_update import critic_optim
+from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context, stop_ids
 from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
@@ -256,6 +258,13 @@ class Session:
         lines = Lines(self.dir / ROLLOUTS_FILE, resume_step)
         self._closing.append(lines.close)
         return lines
+
+    def recorder(self, resume_step: int | None) -> Recorder:
+        """What writes run.dir/rollouts, on every rank; resume_step: see record.files.begin."""
+        folder = self.dir / record_files.FOLDER
+        if self.is_main_rank:  # the others write nothing before they have sampled together
+            record_files.begin(folder, resume_step)
+        return Recorder(folder, self.config, self.tokenizer.decode, self.stop_ids, self.grid.rank)
 
     def stop_requested(self) -> bool:
         """Whether to save and leave, asked between steps; all ranks get the same answer, and `stopped_by` says why."""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_brorl.cli.files import write_json, write_text
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 from megatron_brorl.progress import Progress, progress
+
+if TYPE_CHECKING:  # they import torch, which the other commands here do without
+    from megatron_brorl.cli.build import Session
+    from megatron_brorl.train.groups import Outcomes
+    from megatron_brorl.types import OpenGroup, ScoredRollout
 
 ANSWERS = "evaluation.jsonl"
 
@@ -65,7 +72,12 @@ def evaluate(args: argparse.Namespace) -> int:
         with progress(-(-asked // session.grid.world), "evaluate", session.is_main_rank) as p:  # stderr
             p.note(session.report)
             ended = _Ended(p, -(-asked // session.grid.world))
-            answers = {n: sample_answers(rollouts, of, e.samples, sampling, on_end=ended) for n, of in names.items()}
+            answers = {
+                n: sample_answers(
+                    rollouts, of, e.samples, sampling, on_end=ended, see=functools.partial(_tell, session, p, n)
+                )
+                for n, of in names.items()
+            }
         every = [a for part in answers.values() for a in part]  # answers of all benchmarks
         whole = sum_up(every, sum(map(len, names.values())), e, rollouts.seed)
 
@@ -108,6 +120,22 @@ class _Ended:
         self._done += 1
         if 20 * self._done // self._total > 20 * (self._done - 1) // self._total:
             self._shown.update(self._done, {})
+
+
+def _tell(
+    session: Session,
+    shown: Progress,
+    name: str,
+    groups: Sequence[OpenGroup],
+    rows: Sequence[ScoredRollout],
+    _: Outcomes,
+) -> None:
+    """Print a few samples of a benchmark, on the main rank."""
+    from megatron_brorl.train.samples import sample_lines
+
+    if session.is_main_rank:
+        for text in sample_lines(groups, rows, session.tokenizer.decode, session.stop_ids):
+            shown.note(f"{name} {text}")
 
 
 def add_compare(commands: Any) -> None:

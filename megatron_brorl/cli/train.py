@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         resume_step = trainer.state.step if found else None  # None starts new files
         writer = session.writer(resume_step)
         trainer.rollout_log = session.rollout_log(resume_step)
+        trainer.recorder = session.recorder(resume_step)
 
         # Train, and evaluate once more where the steps were not cut short.
         with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:

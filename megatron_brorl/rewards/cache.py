@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from concurrent.futures import Future
 
-from megatron_brorl.rewards.verdict import Verdict
+from megatron_brorl.types import Verdict
 
 _MOST_CHARS = 1 << 26  # of the answers kept, and of what keeping one costs beside them
 _EACH = 512

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.process import WorkerProcess
 from megatron_brorl.rewards.protocol import READY, STATUSES, Item
-from megatron_brorl.rewards.verdict import Verdict
+from megatron_brorl.types import Verdict
 
 _START_S = 120.0  # for the imports of a worker
 _START_ATTEMPTS = 3  # in a row, for each worker

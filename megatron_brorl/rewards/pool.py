@@ -17,9 +17,8 @@ from megatron_brorl.rewards.cache import VerdictCache
 from megatron_brorl.rewards.lanes import Job, Lanes
 from megatron_brorl.rewards.process import WorkerProcess
 from megatron_brorl.rewards.protocol import Item
-from megatron_brorl.rewards.verdict import Verdict
 from megatron_brorl.rewards.verifier import VerifierRow
-from megatron_brorl.types import Prompt
+from megatron_brorl.types import Prompt, Verdict
 
 REGISTRY = "megatron_brorl.rewards.registry:verifier"
 

@@ -18,8 +18,7 @@ from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.rewards.extract import Found, extract
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.registry import entry
-from megatron_brorl.rewards.verdict import Status, Verdict
-from megatron_brorl.types import CORRECT, Prompt, Rollout
+from megatron_brorl.types import CORRECT, Prompt, Rollout, Status, Verdict
 
 _RAISED = {
     "error": "verifier {} raised on an answer, which scores 0 (figure verdict_errors)",
@@ -34,7 +33,8 @@ class Scores:
 
     rewards: Tensor  # [B] float32
     answers: list[str | None]  # what of each response was judged; None: it has no answer, or was not looked at
-    counts: dict[str, int]  # rollouts of each status of pool.Verdict, and "length": those not looked at
+    verdicts: list[Verdict]
+    counts: dict[str, int]  # rollouts of each status of Verdict, and "length": those not looked at
     raised: dict[str, str]  # of each verifier that raised or gave no score, in words: the first time
 
 
@@ -116,7 +116,7 @@ class Scorer:
                 prompt = self._prompts[request]
                 row = f"row {prompt.id}: " if verdict.status == "invalid" else ""
                 raised.setdefault(_RAISED[verdict.status].format(_name(prompt)), row + verdict.reason)
-        return Scores(rewards, [each.answer for each in judged], dict(counts), raised)
+        return Scores(rewards, [each.answer for each in judged], verdicts, dict(counts), raised)
 
     def _serve(self) -> None:
         try:
@@ -132,14 +132,17 @@ class Scorer:
         return _Judged(factor, found.answer, self._pool.submit(ScoreRequest(prompt, *found)))
 
     def _find(self, prompt: Prompt, rollout: Rollout) -> Found:
-        ids = rollout.token_ids
-        if len(ids) and int(ids[-1]) in self._stop_ids:
-            ids = ids[:-1]
+        ids = without_stop(rollout.token_ids, self._stop_ids)
         key = (prompt.verifier, hashlib.blake2b(ids.numpy().tobytes(), digest_size=16).digest())
         if key not in self._found:
             judged_by = self._entries[prompt.verifier]
             self._found[key] = extract(self._decode(ids.tolist()), judged_by.find, judged_by.max_chars)
         return self._found[key]
+
+
+def without_stop(token_ids: Tensor, stop_ids: Sequence[int]) -> Tensor:
+    """The tokens [G] of a response's text: without the one of stop_ids that ends it."""
+    return token_ids[:-1] if len(token_ids) and int(token_ids[-1]) in stop_ids else token_ids
 
 
 @dataclass(frozen=True)

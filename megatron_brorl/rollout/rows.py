@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from megatron_brorl.types import FinishReason, Rollout, ScoredRollout
+from megatron_brorl.types import FinishReason, Rollout, ScoredRollout, Verdict
 
 _FINISH: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
-    """Any number of rows in five tensors; files cost per object.
+    """Any number of rows in a few tensors; files cost per object.
 
     heads [B, 6] int64: group, sibling, tokens, finish, spans, answer. token_ids [sum of tokens] int64, log_probs
-    likewise float32, spans [sum of spans, 2] int64, rewards [B] float32.
+    likewise float32, spans [sum of spans, 2] int64, rewards [B] float32. verdicts [bytes] uint8: as JSON, each distinct
+    one once; verdict [B] int64: which of them, -1: none.
     """
     rollouts = [row.rollout for row in rows]
     heads = [
@@ -25,12 +27,18 @@ def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
         for row, r in zip(rows, rollouts, strict=True)
     ]
     spans = [span for r in rollouts for span in r.spans]
+    # Equal answers share a verdict, object and all.
+    distinct = {id(row.verdict): row.verdict for row in rows if row.verdict}
+    place = {key: i for i, key in enumerate(distinct)}
+    texts = [(v.reward, v.status, v.reason, dict(v.parts)) for v in distinct.values()]
     return {
         "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 6),
         "token_ids": torch.cat([torch.zeros(0, dtype=torch.int64), *(r.token_ids for r in rollouts)]),
         "log_probs": torch.cat([torch.zeros(0), *(r.log_probs for r in rollouts)]),
         "spans": torch.tensor(spans, dtype=torch.int64).view(-1, 2),
         "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float32),
+        "verdicts": torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8),
+        "verdict": torch.tensor([place.get(id(row.verdict), -1) for row in rows], dtype=torch.int64),
     }
 
 
@@ -40,12 +48,16 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     lengths = [head[2] for head in heads]
     ids, log_probs = tensors["token_ids"].split(lengths), tensors["log_probs"].split(lengths)
     spans = tensors["spans"].tolist()
+    # Checkpoints did not always have verdicts.
+    texts = json.loads(bytes(tensors["verdicts"].tolist())) if "verdicts" in tensors else []
+    verdicts = [*(Verdict(*each) for each in texts), None]  # entry -1: none
+    which = tensors["verdict"].tolist() if "verdict" in tensors else [-1] * len(heads)
     rows, at = [], 0
-    for (group, sibling, _, finish, count, answer), i, lp, reward in zip(
-        heads, ids, log_probs, tensors["rewards"].tolist(), strict=True
+    for (group, sibling, _, finish, count, answer), i, lp, reward, v in zip(
+        heads, ids, log_probs, tensors["rewards"].tolist(), which, strict=True
     ):
         own = tuple((version, tokens) for version, tokens in spans[at : at + count])
-        rows.append(ScoredRollout(group, Rollout(sibling, i, lp, _FINISH[finish], own), reward, answer))
+        rows.append(ScoredRollout(group, Rollout(sibling, i, lp, _FINISH[finish], own), reward, answer, verdicts[v]))
         at += count
     return rows
 

@@ -23,6 +23,7 @@ from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.carried import Carried, carry, staleness
 from megatron_brorl.train.exchange import exchange
 from megatron_brorl.train.groups import CUT, Outcomes, gather, give_up, group_metrics, select
+from megatron_brorl.train.record import recorded, take_recorded
 from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
@@ -38,6 +39,7 @@ class Collected:
     taken: int  # times that rollout.prompts were taken from the source so far
     metrics: dict[str, float]  # the same on every rank
     seconds: dict[str, float]  # of this rank, by phase
+    recorded: list[ScoredRollout]  # of this rank's, those that people can read (train.record)
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ class Collector:
         # Groups that have not closed go on, those that wait among them, with this rank's rollouts.
         # Rounds append rows; carried ones are numbered by group and sibling.
         going_on = carry(groups, in_order(sampled.rollouts), outcomes.closed)
-        return Collected(groups, exchanged.rows, outcomes, going_on, taken, metrics, seconds | queued)
+        shown = take_recorded(sampled.rollouts, recorded(groups, outcomes, c.run))
+        return Collected(groups, exchanged.rows, outcomes, going_on, taken, metrics, seconds | queued, shown)
 
     def _sample(
         self, carried: Carried, groups: Sequence[OpenGroup], new: int, known: Sequence[ScoredRollout]

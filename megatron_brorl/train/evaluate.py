@@ -13,9 +13,12 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import open_groups, own_slots
-from megatron_brorl.train.groups import gather
+from megatron_brorl.train.groups import Outcomes, gather
 from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
-from megatron_brorl.types import CORRECT, Prompt
+from megatron_brorl.types import CORRECT, OpenGroup, Prompt, ScoredRollout
+
+# What is shown of samples beside figures: their groups, this rank's rollouts, and what became of those of all ranks.
+See = Callable[[Sequence[OpenGroup], Sequence[ScoredRollout], Outcomes], None]
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,12 @@ class Answers:
         return {"id": self.prompt.id, "task": self.task, **counted}
 
 
-def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], config: EvaluateConfig, sampling: Sampling) -> Evaluation:
+def evaluate(
+    rollouts: Rollouts, prompts: Sequence[Prompt], config: EvaluateConfig, sampling: Sampling, see: See | None = None
+) -> Evaluation:
     """sample_answers of the prompts, summed up; the same result on every rank."""
-    return sum_up(sample_answers(rollouts, prompts, config.samples, sampling), len(prompts), config, rollouts.seed)
+    answers = sample_answers(rollouts, prompts, config.samples, sampling, see=see)
+    return sum_up(answers, len(prompts), config, rollouts.seed)
 
 
 def sample_answers(
@@ -84,6 +90,7 @@ def sample_answers(
     sampling: Sampling,
     stream: str = "evaluate",
     on_end: Callable[[], None] | None = None,
+    see: See | None = None,
 ) -> list[Answers]:
     """n samples of every prompt, shared over all ranks; the same result on every rank.
 
@@ -104,6 +111,9 @@ def sample_answers(
     # Refused before means are taken over what is left.
     check_scored("evaluation", sums["unscored"], sums["scored"])
     check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
+
+    if see:
+        see(groups, sampled.rollouts, outcomes)
 
     # A prompt's means are over its own samples that were not lost.
     found = []

@@ -8,7 +8,7 @@ A step in which no group is kept updates nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,17 @@ from megatron_brorl.train.diagnostics import diagnostics_where_due
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience, token_gain
 from megatron_brorl.train.finite import check_steps, nonfinite_steps
-from megatron_brorl.train.groups import group_metrics, log_rows, mini_batches
+from megatron_brorl.train.groups import Outcomes, group_metrics, log_rows, mini_batches
+from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.refit import refit_engines
 from megatron_brorl.train.rollouts import Rollouts
+from megatron_brorl.train.samples import sample_lines
 from megatron_brorl.train.setup import evaluation_sampling, training_sampling
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.training_models import TrainingModels
 from megatron_brorl.train.worker import CriticWorker, Worker
-from megatron_brorl.types import Experience, Prompt
+from megatron_brorl.types import Experience, OpenGroup, Prompt, ScoredRollout
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Trainer:
     critic: CriticWorker | None = None  # of algo.advantage = "gae"
     reference: ReferencePolicy | None = None  # of algo.kl_coef
     rollout_log: Lines | None = None  # of theory.log_rollouts, on one rank
+    recorder: Recorder | None = None  # of what people can read of the rollouts
     nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
@@ -131,8 +134,11 @@ class Trainer:
         # Groups -> advantages.
         outcomes = with_shaped_rewards(collected.outcomes, c, s.step)
         advantages, weights = group_advantages(outcomes, c, self.worker.options.ops)
+        groups, record_s = collected.groups, 0.0
+        if self.recorder:
+            record_s = self.recorder.step(s.step, groups, collected.outcomes, collected.recorded, advantages)
         rollouts, experience, metrics = make_experience(
-            collected.rollouts, collected.groups, advantages, self.models(), c.algo, c.rollout.temperature, weights
+            collected.rollouts, groups, advantages, self.models(), c.algo, c.rollout.temperature, weights
         )
 
         # Advantages -> updates.
@@ -152,7 +158,8 @@ class Trainer:
         done = time.monotonic()
 
         metrics["token_gain"] = token_gain(self.worker, experience)
-        seconds = collected.seconds | {"train": trained_at - training, "refit": refitted - trained_at}
+        phases = {"train": trained_at - training - record_s, "refit": refitted - trained_at, "record": record_s}
+        seconds = collected.seconds | phases
         return metrics, seconds | (diagnostics.seconds if diagnostics else {}) | {"step": done - begun}
 
     def _update(self, experience: Experience, batches: list[list[int]], nonfinite: float) -> dict[str, float]:
@@ -185,7 +192,14 @@ class Trainer:
     def evaluate(self, progress: Progress) -> Evaluation:
         """Of the held-out prompts with the weights that the engines have; a collective."""
         sampling = evaluation_sampling(self.config, self.stop_ids)
-        evaluation = evaluate(self.rollouts, self.held_out, self.config.evaluate, sampling)
+
+        def see(groups: Sequence[OpenGroup], rows: Sequence[ScoredRollout], outcomes: Outcomes) -> None:
+            if self.recorder:
+                self.recorder.evaluation(self.state.step, groups, outcomes, rows)
+            for text in sample_lines(groups, rows, self.rollouts.tokenizer.decode, self.stop_ids):
+                progress.note(f"held-out {text}")
+
+        evaluation = evaluate(self.rollouts, self.held_out, self.config.evaluate, sampling, see)
         if evaluation.lost:
             progress.note(evaluation.remark())
         return evaluation

@@ -92,8 +92,8 @@ class Rollouts:
             done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
             scores = scorer.scores([(i, r.index) for i, r in done])
         # Answers go on as codes: tables of numbers cross ranks, texts do not.
-        verdicts = zip(done, scores.rewards.tolist(), scores.answers, strict=True)
-        scored = [ScoredRollout(numbers[i], r, reward, code(answer)) for (i, r), reward, answer in verdicts]
+        verdicts = zip(done, scores.rewards.tolist(), scores.answers, scores.verdicts, strict=True)
+        scored = [ScoredRollout(numbers[i], r, reward, code(answer), v) for (i, r), reward, answer, v in verdicts]
         score = time.monotonic() - middle
 
         # The others go on, or are lost.

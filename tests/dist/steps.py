@@ -27,6 +27,7 @@ from megatron_brorl.rollout.sampler import own_slots, requests
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train.loop import Trainer
+from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.critic_update import critic_optim
@@ -97,6 +98,18 @@ def run_steps(
     figures = [trainer.train_step()[0] for _ in range(steps)]
     asked = [(i, r.prompt.id, range(r.first, r.first + r.n)) for i, call in enumerate(engine.calls) for r in call]
     return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}, asked
+
+
+def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], folder: str) -> list[str]:
+    """Two steps and an evaluation that are recorded; the files that this rank wrote."""
+    config = configured(changes)
+    trainer = make_trainer(directory, grid_of(**parallel), config, fakes.Engine())
+    trainer.recorder = Recorder(Path(folder), config, fakes.Tokenizer().decode, (fakes.STOP,), rank)
+    trainer.refit()
+    for _ in range(2):
+        trainer.train_step()
+    trainer.evaluate(_Silent())
+    return sorted(path.name for path in Path(folder).glob(f"*.{rank:05d}.parquet"))
 
 
 def evaluation(_rank: int, directory: str, parallel: dict[str, Any], lose: set[tuple[str, int]]) -> dict[str, Any]:

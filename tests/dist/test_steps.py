@@ -13,6 +13,7 @@ from dist.world import World
 
 from megatron_brorl.algo.estimators import pass_at_k
 from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.record.files import moments, read_groups, read_rollouts
 
 pytestmark = pytest.mark.slow
 LAYOUTS = [
@@ -275,6 +276,23 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
             print(f"{name} {place}: token {at}, logits differ by {gap:.1e}, the draw is {a.uniforms[at] - step:.1e} from a step")
             assert gap <= 1e-4
             assert abs(a.uniforms[at] - step) <= 1e-5
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=str)
+def test_two_ranks_record_what_one_does(worlds, directory, tmp_path, parallel):
+    """Files for people to read: each rank writes what it sampled, and together they do not tell who did."""
+    changes = {"rollout": {"n": 16}, "run": {"seed": 3, "record_groups": 2}}
+    (whole,) = worlds(1).run("steps:recorded", directory, {}, changes, str(tmp_path / "one"))
+    parts = worlds(2).run("steps:recorded", directory, parallel, changes, str(tmp_path / "two"))
+    assert len(whole) == 3
+    assert [len(own) for own in parts] == [3, 3]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert moments(one) == moments(two)
+    for moment in moments(one):
+        for read in (read_groups, read_rollouts):
+            rows = read(one, moment).to_pylist()
+            assert rows
+            assert read(two, moment).to_pylist() == rows
 
 
 def test_ranks_that_meet_and_one_that_does_not():

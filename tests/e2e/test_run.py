@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.data.tokenizers import train_sentencepiece
+from megatron_brorl.record.files import Moment, moments, read_groups, read_rollouts
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,19 @@ def test_run_leaves_what_is_promised(finished, warm):
     assert (directory / "curves.png").stat().st_size > 10_000
     assert list((directory / "tensorboard").glob("events.*"))
     assert (directory / "checkpoints" / "latest").read_text().strip() == "step_00000008"
+    # What was sampled: every step, all three evaluations, and three samples of each on the console.
+    there = moments(directory / "rollouts")
+    assert [m.number for m in there if m.kind == "step"] == list(range(8))
+    assert [m.number for m in there if m.kind == "evaluation"] == [0, 4, 8]
+    for line in lines:
+        groups = read_groups(directory / "rollouts", Moment("step", line["step"])).to_pylist()
+        assert sum(g["right"] for g in groups) / (6 * 32) == pytest.approx(line["reward"])
+        assert sum(g["trained"] for g in groups) / 6 == pytest.approx(line["kept_share"])
+        assert sum(g["recorded"] for g in groups) == 4 * 32
+    groups = read_groups(directory / "rollouts", Moment("evaluation", 8)).to_pylist()
+    assert sum(g["right"] for g in groups) / (24 * 2) == pytest.approx(summary["pass_at_1_after"]["mean"])
+    assert len(read_rollouts(directory / "rollouts", Moment("evaluation", 8))) == 24 * 2
+    assert done.stderr.count("held-out sample") == 3 * 3
     assert "train 8/8" in done.stderr
     assert "pass@1 after" in done.stdout
     trained = AutoModelForCausalLM.from_pretrained(directory / "model")
@@ -94,6 +108,11 @@ def test_same_seed_same_bits(finished, config, warm, tmp_path):
     assert done.returncode == 0, done.stderr
     assert rows(tmp_path) == rows(finished[0])
     assert (tmp_path / "model/model.safetensors").read_bytes() == (finished[0] / "model/model.safetensors").read_bytes()
+    assert recorded(tmp_path) == recorded(finished[0])
+
+
+def recorded(run_dir) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run_dir / "rollouts").iterdir()}
 
 
 def wait_for(condition, process, seconds=120):
@@ -123,6 +142,7 @@ def test_killed_after_a_checkpoint_and_resumed(finished, config, warm, tmp_path)
     assert "resumed from" in done.stderr
     assert rows(tmp_path) == rows(finished[0])
     assert (tmp_path / "model/model.safetensors").read_bytes() == (finished[0] / "model/model.safetensors").read_bytes()
+    assert recorded(tmp_path) == recorded(finished[0])
 
 
 def _ranks(run_dir) -> list[int]:
@@ -249,6 +269,7 @@ def test_evaluate_repeats_the_run_s_own_evaluation(finished, config, tmp_path):
     """Another process, another number of ranks: the same held-out prompts, random streams and figures."""
     done = brorl("evaluate", config, f"model.path={finished[0] / 'model'}", f"run.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("held_out sample") == 3
     result = json.loads((tmp_path / "evaluation.json").read_text())
     summary = json.loads((finished[0] / "summary.json").read_text())
     assert result["pass_at_1"] == summary["pass_at_1_after"]

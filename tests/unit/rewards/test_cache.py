@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from megatron_brorl.rewards import cache
 from megatron_brorl.rewards.cache import VerdictCache
-from megatron_brorl.rewards.verdict import Verdict
+from megatron_brorl.types import Verdict
 
 
 def verdict(reward: float = 1.0) -> Future[Verdict]:

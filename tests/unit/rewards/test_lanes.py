@@ -15,9 +15,8 @@ from megatron_brorl.rewards.lanes import Job, Lanes
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.process import WorkerProcess
 from megatron_brorl.rewards.protocol import Item
-from megatron_brorl.rewards.verdict import Verdict
 from megatron_brorl.rewards.verifier import VerifierRow
-from megatron_brorl.types import Prompt
+from megatron_brorl.types import Prompt, Verdict
 
 RESOLVE = "hostile:resolve"
 OK = Verdict(1.0, "ok")

@@ -18,9 +18,8 @@ import pytest
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import gym_tasks, gym_verifier
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
-from megatron_brorl.rewards.verdict import Verdict
 from megatron_brorl.rewards.verifier import VerifierRow
-from megatron_brorl.types import Prompt
+from megatron_brorl.types import Prompt, Verdict
 
 RESOLVE = "hostile:resolve"
 HERE = Path(__file__).parent
@@ -350,7 +349,7 @@ def test_workers_die_with_their_parent(answer: str) -> None:
 import sys, threading, time
 sys.path.insert(0, {str(HERE)!r})
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
-from megatron_brorl.types import Prompt
+from megatron_brorl.types import Prompt, Verdict
 pool = RewardPool(1, 0.9, resolve={RESOLVE!r})
 item = [ScoreRequest(Prompt("p", "t", (1,), None, "hang_in_c"), {answer!r})]
 pool.score(item[:0] if {answer!r} == "hang" else item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import fakes
@@ -11,7 +12,7 @@ import torch
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
 from megatron_brorl.rollout.sampler import deal, even_shares, own_slots, requests
-from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
+from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout, Verdict
 
 
 def best_by_search(total: int, loads: list[int]) -> list[int]:
@@ -88,8 +89,15 @@ def test_rows_travel_bit_for_bit():
         rows.append(
             ScoredRollout(i % 2, Rollout(i, ids, torch.randn(length, generator=g), finish, spans), reward, 2**52 - i)
         )
+    half = Verdict(1 / 3, "ok", 'says "\u2028"', {"format": 1.0, "answer": 0.1})
+    rows[0], rows[2] = (replace(row, verdict=half) for row in (rows[0], rows[2]))
+    old = {key: value for key, value in to_tensors(rows).items() if not key.startswith("verdict")}
+    assert [row.verdict for row in from_tensors(old)] == [None] * 4  # of a checkpoint that knew of none
     for sent in (rows, []):
         back = from_tensors(to_tensors(sent))
+        assert [vars(r.verdict) if r.verdict else None for r in back] == [
+            vars(r.verdict) if r.verdict else None for r in sent
+        ]
         for a, b in zip(sent, back, strict=True):
             assert (a.group, a.rollout.index, a.rollout.finish, a.rollout.spans) == (
                 b.group,

@@ -1,0 +1,196 @@
+"""What a run records of its rollouts, against the fake engine's draws and formulas in float64."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+
+import fakes
+import numpy as np
+import pytest
+import torch
+from dist.steps import configured, make_trainer
+
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.data.source import FileSource
+from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.record.files import Moment, moments, read_groups, read_rollouts
+from megatron_brorl.train.record import Recorder
+
+N, PROMPTS, MOST, SEED = 8, 5, 12, 3
+SAMPLED = {"n": N, "prompts": PROMPTS, "max_tokens": MOST}
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def trainer_of(model, grid, folder, run=None, **sections):
+    config = configured(
+        {"rollout": SAMPLED, "run": {"seed": SEED, "dir": str(folder.parent), **(run or {})}} | sections
+    )
+    trainer = make_trainer(model[0], grid, config, fakes.Engine())
+    folder.mkdir(exist_ok=True)
+    trainer.recorder = Recorder(folder, config, fakes.Tokenizer().decode, (fakes.STOP,), grid.rank)
+    trainer.refit()
+    return trainer
+
+
+def response(stream, prompt, sibling) -> list[int]:
+    (drawn,) = fakes.draws(stream_key(SEED, stream, prompt.id), [sibling], MOST)
+    return drawn[: drawn.index(fakes.STOP) + 1] if fakes.STOP in drawn else drawn
+
+
+def reward(row: list[int]) -> float:
+    """Cut off ones are wrong unseen."""
+    return float(row[-1] == fakes.STOP and sum(row[:-1]) % 2 == 0)
+
+
+def in_order_of_hash(prompts) -> list[str]:
+    return sorted((p.id for p in prompts), key=lambda i: hashlib.blake2b(i.encode(), digest_size=8).digest())
+
+
+def test_a_step_is_recorded(processes, model, tmp_path):
+    """Every group in numbers; of two of them every rollout, with its advantage over all kept ones of the step."""
+    trainer = trainer_of(model, processes, tmp_path / "rollouts", {"record_groups": 2}, algo={"correct_boost": 0.25})
+    figures, seconds = [trainer.train_step() for _ in range(2)][1]
+    assert seconds["record"] > 0
+    prompts = fakes.prompts(PROMPTS, PROMPTS)
+    rows = [[response(1, p, i) for i in range(N)] for p in prompts]
+    rewards = np.array([[reward(row) for row in group] for group in rows])
+    kept = [i for i, r in enumerate(rewards) if 0 < r.sum() < N]
+
+    groups = read_groups(tmp_path / "rollouts", Moment("step", 1)).to_pylist()
+    assert [g["prompt_id"] for g in groups] == [p.id for p in prompts]
+    assert [g["right"] for g in groups] == rewards.sum(1).tolist()
+    assert [g["rollouts"] for g in groups] == [N] * PROMPTS
+    assert [i for i, g in enumerate(groups) if g["trained"]] == kept
+    assert {g["outcome"] for i, g in enumerate(groups) if i in kept} == {"mixed"}
+    texts = [{" ".join(map(str, r[:-1])) if r[-1] == fakes.STOP else None for r in group} for group in rows]
+    assert [g["distinct"] for g in groups] == list(map(len, texts))
+    assert [g["tokens"] for g in groups] == pytest.approx([np.mean(list(map(len, group))) for group in rows])
+    chosen = in_order_of_hash(prompts)[:2]
+    assert {g["prompt_id"]: g["recorded"] for g in groups if g["recorded"]} == dict.fromkeys(chosen, N)
+    assert {g["prompt_id"] for g in groups if g["prompt"] is not None} == set(chosen)
+
+    # Advantages: over the group's mean, whitened over what is trained on.
+    centred = rewards[kept] - rewards[kept].mean(1, keepdims=True)
+    advantages = dict(zip(kept, centred / centred.std() + 0.25 * rewards[kept], strict=True))
+    found = read_rollouts(tmp_path / "rollouts", Moment("step", 1)).to_pylist()
+    assert len(found) == 2 * N
+    for r in found:
+        g, i = r["group"], r["sibling"]
+        row = rows[g][i]
+        assert r["prompt_id"] == prompts[g].id
+        assert r["token_ids"] == row
+        assert r["tokens"] == len(row)
+        assert r["log_probs"] == pytest.approx([fakes.log_prob(t, 1) for t in row], rel=1e-6)
+        assert [r["text"][:end] for end in r["ends"]] == [
+            " ".join(str(t) for t in row[: i + 1] if t != fakes.STOP) for i in range(len(row))
+        ]
+        assert r["versions"] == [{"version": 1, "tokens": len(row)}]
+        assert (r["reward"], r["right"]) == (rewards[g, i], bool(rewards[g, i]))
+        if g in kept:
+            assert r["advantage"] == pytest.approx(advantages[g][i], rel=1e-5, abs=1e-6)
+        else:
+            assert r["advantage"] is None
+
+        # The verifier got the text without its last token, or nothing of what was cut off.
+        stopped = row[-1] == fakes.STOP
+        text = " ".join(map(str, row[:-1] if stopped else row))
+        assert (r["text"], r["answer"], r["finish"]) == ((text, text, "stop") if stopped else (text, None, "length"))
+        if stopped:
+            assert (r["reason"], r["status"], r["score"]) == (f"judged {text!r}", "ok", rewards[g, i])
+            assert dict(r["parts"]) == {"even": rewards[g, i], "words": 1 / (1 + len(text.split()))}
+        else:
+            assert (r["reason"], r["status"], r["score"], r["parts"]) == ("cut off", "no_answer", 0.0, [])
+    assert figures["rollouts"] == N * PROMPTS
+
+
+def test_it_has_no_part_in_training(processes, model, tmp_path):
+    """The same figures and weights without it; tokens beyond run.record_tokens leave out the last siblings."""
+    recorded = trainer_of(model, processes, tmp_path / "rollouts", {"record_groups": 3, "record_tokens": 60})
+    bare = trainer_of(model, processes, tmp_path / "bare")
+    bare.recorder = None
+    assert [repr(t.train_step()[0]) for t in (recorded, recorded)] == [repr(bare.train_step()[0]) for _ in range(2)]
+    weights = dict(bare.worker.hf_tensors())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in recorded.worker.hf_tensors())
+    for step in range(2):
+        prompts = fakes.prompts(PROMPTS, PROMPTS * step)
+        chosen = in_order_of_hash(prompts)[:3]
+        lengths = {p.id: [len(response(step, p, i)) for i in range(N)] for p in prompts if p.id in chosen}
+        most = max(m for m in range(N + 1) if sum(sum(own[:m]) for own in lengths.values()) <= 60)
+        found = read_rollouts(tmp_path / "rollouts", Moment("step", step)).to_pylist()
+        assert {(r["prompt_id"], r["sibling"]) for r in found} == {(c, i) for c in chosen for i in range(most)}
+        assert 0 < most < N
+
+
+def test_a_resumed_run_records_the_same_bytes(processes, model, tmp_path):
+    """Rollouts that were judged before the checkpoint, and wait in it, keep their verdicts and versions."""
+    rollout = SAMPLED | {"partial_tokens": 5}
+    whole = trainer_of(model, processes, tmp_path / "whole", rollout=rollout)
+    whole.train_source = FileSource(fakes.prompts(7), SEED)
+    for _ in range(5):
+        whole.train_step()
+    first, second = (trainer_of(model, processes, tmp_path / "parts", rollout=rollout) for _ in range(2))
+    for trainer, steps in ((first, 2), (second, 3)):
+        trainer.train_source = FileSource(fakes.prompts(7), SEED)
+        if trainer is second:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
+                second.restore(checkpoint.find(tmp_path / "checkpoints"))
+            second.refit()
+        for _ in range(steps):
+            trainer.train_step()
+        if trainer is first:
+            first.save()
+    there = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "parts").iterdir()} == there
+    late = read_rollouts(tmp_path / "whole", Moment("step", 2)).to_pylist()
+    assert any(len(r["versions"]) > 1 for r in late)
+    waited = [r for r in late if r["versions"][-1]["version"] < 2]
+    assert waited
+    assert all(r["reason"] == f"judged {r['text']!r}" for r in waited if r["finish"] == "stop")
+
+
+def test_an_evaluation_is_recorded_and_shown(processes, model, tmp_path):
+    trainer = trainer_of(model, processes, tmp_path / "rollouts", evaluate={"samples": 4, "bootstrap": 10})
+    trainer.train_step()
+    seen = Notes()
+    evaluation = trainer.evaluate(seen)
+    prompts = fakes.prompts(5, 1000)
+    rows = {(p.id, i): response("evaluate", p, i) for p in prompts for i in range(4)}
+    assert moments(tmp_path / "rollouts") == [Moment("step", 0), Moment("evaluation", 1)]
+    groups = read_groups(tmp_path / "rollouts", Moment("evaluation", 1)).to_pylist()
+    assert [(g["prompt_id"], g["right"], g["trained"], g["recorded"]) for g in groups] == [
+        (p.id, sum(reward(rows[p.id, i]) for i in range(4)), False, 4) for p in prompts
+    ]
+    assert sum(g["right"] for g in groups) / 20 == pytest.approx(evaluation.pass_at_1.mean)
+    found = read_rollouts(tmp_path / "rollouts", Moment("evaluation", 1)).to_pylist()
+    assert {(r["prompt_id"], r["sibling"]): r["token_ids"] for r in found} == rows
+    assert {r["advantage"] for r in found} == {None}
+
+    # Three of them for the console, by prompts that are always the same.
+    assert len(seen.notes) == 3
+    for number, (note, prompt) in enumerate(zip(seen.notes, in_order_of_hash(prompts)[:3], strict=True), start=1):
+        row = rows[prompt, 0]
+        text = " ".join(map(str, [t for t in row if t != fakes.STOP]))
+        if row[-1] == fakes.STOP:
+            verdict = f"{'right' if reward(row) else 'wrong'}, judged {text!r}"
+        else:
+            verdict = "wrong, cut off at rollout.max_tokens"
+        assert note.splitlines()[0] == f"held-out sample {number}, prompt {prompt}: {verdict}"
+        assert note.splitlines()[2].split() == ["response", *text.split()]
+
+
+def test_a_full_disk_costs_a_line(processes, model, tmp_path, capsys):
+    trainer = trainer_of(model, processes, tmp_path / "rollouts")
+    (tmp_path / "rollouts").rmdir()
+    (tmp_path / "rollouts").write_text("a file")
+    assert [trainer.train_step()[0]["rollouts"] for _ in range(2)] == [N * PROMPTS] * 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "warning" in line)
+    assert line.startswith(f"warning: {tmp_path / 'rollouts'}: step 0 is not recorded: ")
