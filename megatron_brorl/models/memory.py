@@ -129,6 +129,7 @@ def sent_bytes(shape: ModelShape, dtype: torch.dtype, fp8: bool) -> int:
 
 def plan(shape: ModelShape, training: Training, generation: Generation | None) -> Plan:
     """What a rank needs. generation: None of the built-in engine, whose weights are the actor's copy and a cache."""
+    # Every model that is trained takes what the actor takes; a reference is weights alone.
     t = training
     parts = training_parts(shape, t.stage, t.tensor, t.pipeline, t.dtype, t.shards)
     models = {"": parts} | ({"critic's ": parts} if t.critic else {})  # a critic has the actor's shape but for its head
@@ -141,6 +142,8 @@ def plan(shape: ModelShape, training: Training, generation: Generation | None) -
     all_of_it = {**staying, **gradients, "activations (estimate)": activation_bytes(shape, t)}
     offloaded = sum(staying.values()) if t.offload else 0
     left = {} if t.offload else {f"trainer's {name}": x for name, x in staying.items()}
+
+    # The built-in engine takes what is free when it generates.
     if generation is None:
         return Plan(all_of_it, left, offloaded)
 
@@ -161,18 +164,24 @@ def plan(shape: ModelShape, training: Training, generation: Generation | None) -
 
 def lines(plan: Plan, gpu: int, ranks_per_node: int) -> list[str]:
     """The plan for people. gpu: bytes of a GPU; 0 where there is none, and the node's memory is all."""
+    # A line per phase, each with its sum first.
     found = []
     if gpu:
         kv = {"keys and values": plan.kv_tokens(gpu) * plan.kv_per_token} if plan.kv_per_token else {}
         for phase, parts in (("training", plan.training), ("generating", {**plan.generation, **kv})):
             found.append(f"memory of a GPU, {phase}: {amount(sum(parts.values()))} of {amount(gpu)} ({_each(parts)})")
     else:
+        # Of ranks on CPUs, whose engine is the built-in one, what training takes is the most.
         found.append(f"memory of a rank, training: {amount(sum(plan.training.values()))} ({_each(plan.training)})")
+
+    # What an engine's room means for a step: how many of its rollouts run at a time.
     if gpu and plan.kv_per_token:
         found.append(
             f"keys and values: {plan.kv_per_token / 1024:g} KiB a token on each GPU, {plan.kv_tokens(gpu)} tokens, "
             f"{plan.rows(gpu)} rollouts of {plan.context} tokens at a time"
         )
+
+    # On the host, whether there are GPUs or not.
     shared = [f"{amount(plan.shared)} shared (weights in use and those of an update)"] if plan.shared else []
     moved = [f"{amount(plan.offloaded * ranks_per_node)} of what is offloaded"] if plan.offloaded else []
     return [*found, f"memory of a node: {', '.join(shared + moved)}"] if shared or moved else found
@@ -195,6 +204,8 @@ def check_plan(plan: Plan, gpu: int, host: int, shared: int, ranks_per_node: int
             f"training needs about {amount(need)} on a GPU, which has {amount(gpu)}: lower "
             "train.tokens_per_micro_batch, set train.recompute, or raise parallel.tensor or parallel.pipeline"
         )
+
+    # The longest response must fit while it is alone, or it could never end.
     if gpu and plan.kv_per_token and not plan.rows(gpu):
         raise UserError(
             f"while an engine generates, {plan.kv_tokens(gpu)} tokens of keys and values fit on a GPU and one response "
@@ -208,6 +219,7 @@ def check_plan(plan: Plan, gpu: int, host: int, shared: int, ranks_per_node: int
             f"those of an update: docker run --shm-size={math.ceil(plan.shared / GIB)}g, or name another folder in "
             "memory"
         )
+    # Without GPUs nothing is moved: what is offloaded then is in host memory in any case.
     whole = plan.offloaded * ranks_per_node + plan.shared
     if gpu and whole > host:
         raise UserError(

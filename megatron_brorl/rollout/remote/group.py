@@ -92,6 +92,7 @@ def join(
 
 def _exchange(first: int, size: int, timeout_s: float) -> Callable[[Any], list[Any]]:
     """A collective of the node's ranks first .. first + size - 1, over gloo: what each gives, in order."""
+    # Nodes may have different numbers of ranks; all must hear of all groups.
     nodes: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
     dist.all_gather_object(nodes, (first, size))
     group = None

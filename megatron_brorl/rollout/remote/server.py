@@ -133,11 +133,13 @@ class Server:
 
     async def _generate(self, client: bytes, message: Message) -> None:
         """Answer with a "rollout" for each that ends, then "ended"; with "stale" where other weights were asked."""
+        # A rank that asks for weights that are gone meanwhile asks again when it has heard of the new ones.
         f, call = message.fields, message.fields["call"]
         if f["version"] != self.version:
             await self._send(client, Message("stale", {"call": call}))
             return
 
+        # Rollouts are answered one by one, in the order in which they end.
         try:
             await self._wake_caches()
             if self.capabilities.seeds == "generator":
@@ -146,6 +148,7 @@ class Server:
             self.calls[client, call] = [handle for _, handle in rows]
             await asyncio.gather(*(self._answer(client, call, number, handle, f) for number, handle in rows))
         except Exception as e:
+            # The others of this call are of no use to the rank, which raises.
             for handle in self.calls.get((client, call), []):
                 self.llm.abort(handle)
             await self._send(client, Message("error", {"what": f"generate: {type(e).__name__}: {e}", "call": call}))

@@ -69,7 +69,7 @@ def stage(tensors: Iterable[tuple[str, Tensor]], update: Update, node: Node, lin
         try:
             allocate(path, size, update.key)
         except UserError as e:
-            fault = str(e)
+            fault = str(e)  # raised below, where all ranks know it
     fault = node.exchange(fault)[0]
     if fault:
         for _ in tensors:
@@ -80,6 +80,7 @@ def stage(tensors: Iterable[tuple[str, Tensor]], update: Update, node: Node, lin
     own = {name for name, rank in shares(update.names, node.size).items() if rank == node.rank}
     sums: Checksums = {}
     try:
+        # The rank's own stream is checked as a whole, its tensors as they lie in the file.
         sums = _write(tensors, update, own, records, path)
     except UpdateRefused as e:
         fault = str(e)
@@ -96,9 +97,11 @@ def stage(tensors: Iterable[tuple[str, Tensor]], update: Update, node: Node, lin
     if node.rank == 0:
         path.unlink()
     if faults:
+        # An engine that has its name already has no use for it.
         if link:
             link.unlink(missing_ok=True)
         raise UpdateRefused(fault or faults[0])
+    # Every rank's part of the checksums makes the table that all engines read by.
     total = {name: value for _, part in found for name, value in part.items()}
     whole = tuple(record._replace(checksum=total[record.name]) for record in records)
     return HostWeights(link, update.version, whole) if link else None
@@ -117,6 +120,7 @@ def _write(
     tensors: Iterable[tuple[str, Tensor]], update: Update, own: set[str], records: list[TensorRecord], path: Path
 ) -> Checksums:
     """Read the stream to its end and write what is in `own`. Raises UpdateRefused."""
+    # Filled by threads: each tensor has a place of its own, in the file and in these.
     memory, places = mapped(path), {record.name: record for record in records}
     sums: Checksums = {}
     faults: list[str] = []
@@ -142,12 +146,13 @@ def _write(
                 return
             # A copy, because the stream's tensors are views of buffers that are used again.
             waiting.append(pool.submit(place, name, tensor.detach().clone(), expected))
+            # No more copies than threads can soon take, or the whole model would wait on the device.
             if len(waiting) > _WAITING:
                 waiting.pop(0).result()
 
         receive_each(tensors, update.names, take)
         for future in waiting:
-            future.result()
+            future.result()  # raises what its thread raised
     if faults:
         what = f"{len(faults)} tensors are not what was sent (checksum), for example {min(faults)}"
         raise UpdateRefused(f"weight update: {what}")

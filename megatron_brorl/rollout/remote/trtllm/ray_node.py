@@ -72,6 +72,7 @@ def find_block(base: int) -> tuple[int, socket.socket]:
         held = _bound(first + PORTS - 1)
         if held is None:
             continue
+        # Its services' ports, and that of a client where there is one; workers look for theirs by themselves.
         services = [_bound(first + i) for i in range(len(_SERVICES) + 1)]
         for s in services:
             if s is not None:
