@@ -110,6 +110,10 @@ class Engine:
         self.verbs.append("update_weights")
         self.version = version
 
+    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for _ in tensors:
+            pass
+
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[list[Rollout]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import os
 import resource
 import sys
 import time
@@ -21,6 +22,7 @@ from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.unchanged import Comparison
 from megatron_brorl.cli.job_end import JobEnd
+from megatron_brorl.cli.preflight import Machines, gpu_bytes, micro_batch_tokens, preflight
 from megatron_brorl.config.schema import Config, OptimConfig
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
@@ -104,6 +106,7 @@ class Session:
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # it alone writes files and speaks
         self.job_end, self.stopped_by = JobEnd(config.run.ends_at), ""
+        self._kv_tokens = 0  # that an engine may have room for, found by `preflight`; 0 = as many as fit
         self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse at an orderly end
 
     def __enter__(self) -> Session:
@@ -131,6 +134,15 @@ class Session:
             ) from None
         self._closing.append(handle.close)
 
+    def preflight(self) -> None:
+        """Plan the memory of both phases, and print the plan. Raises UserError where it does not fit."""
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        machines = Machines(self.grid.world, per_node, gpu_bytes())
+        plan, lines = preflight(self.config, self.shape, machines)
+        self._kv_tokens = plan.kv_tokens(machines.gpu)
+        if self.is_main_rank:
+            print("\n".join(lines), flush=True)
+
     def worker(self, optim: OptimConfig | None) -> Worker:
         """The model with the weights of model.path, trainable where an optimizer is configured."""
         return self._filled(Worker(self.shape, self.grid, self._stage_options(optim), optim))
@@ -149,7 +161,7 @@ class Session:
         if optim is not None and not c.fp8.parameters:
             memory.check(self.shape, self.grid, DTYPES[c.model.dtype], c.parallel.distributed_optimizer)
         return StageOptions(
-            tokens_per_micro_batch=c.train.tokens_per_micro_batch or (16384 if device.on_gpu() else 2048),
+            tokens_per_micro_batch=micro_batch_tokens(c, device.on_gpu()),
             dtype=DTYPES[c.model.dtype],
             ops=self.ops,
             share_prompt=c.train.share_prompt,
@@ -222,6 +234,7 @@ class Session:
             context=context(c, self.shape),
             vocab=self.shape.vocab,
             stop_ids=self.stop_ids,
+            kv_tokens=self._kv_tokens,
         )
         self._closing.append(engine.close)
         return engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import shutil
@@ -14,6 +15,10 @@ from importlib import metadata
 
 import torch
 
+from megatron_brorl.cli.preflight import Machines, gpu_bytes, preflight
+from megatron_brorl.config.load import load
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rollout.registry import ENGINES
 
@@ -39,6 +44,17 @@ def report(findings: list[Finding]) -> tuple[list[str], int]:
     lines = [f"{'  ok' if not f.remedy else 'BAD '}  {f.name:20} {f.value}" for f in findings]
     lines += [f"      {f.name}: {f.remedy}" for f in findings if f.remedy]
     return lines, int(any(f.remedy for f in findings))
+
+
+def plan_of(args: argparse.Namespace) -> list[str]:
+    """What the run of a configuration needs of memory here, in lines. Raises UserError where it does not fit."""
+    config = load(args.config, args.overrides)
+    if args.ranks < 0 or args.ranks_per_node < 0 or args.gpu_gib < 0:
+        raise UserError("brorl doctor: --ranks, --ranks-per-node and --gpu-gib must not be negative")
+    ranks = args.ranks or torch.cuda.device_count() or 1
+    gpu = int(args.gpu_gib * 2**30) or gpu_bytes()
+    machines = Machines(ranks, min(args.ranks_per_node or 8, ranks), gpu, here=not args.gpu_gib)
+    return preflight(config, read_shape(config.model.path), machines)[1]
 
 
 def _python() -> Finding:

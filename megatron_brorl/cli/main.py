@@ -125,7 +125,13 @@ def _parser() -> argparse.ArgumentParser:
     config_cli.add_commands(commands)  # brorl init, brorl config
     data_cli.add_commands(commands)  # brorl data prepare
     text = "what this machine has of what a run needs; exit code 1 where something is wrong"
-    commands.add_parser("doctor", help=text, description=text).set_defaults(command=_doctor)
+    doctor = commands.add_parser("doctor", help=text, description=text)
+    doctor.add_argument("config", nargs="?", help="TOML file of a run whose memory is planned too")
+    doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace single values")
+    doctor.add_argument("--ranks", type=int, default=0, help="of the run; left out: one per GPU of this machine")
+    doctor.add_argument("--ranks-per-node", type=int, default=0, help="left out: as many as there are, at most 8")
+    doctor.add_argument("--gpu-gib", type=float, default=0, help="memory of a GPU of another machine")
+    doctor.set_defaults(command=_doctor)
     theory_cli.add_commands(commands)  # brorl simulate, brorl advise
     return parser
 
@@ -148,9 +154,11 @@ def _report(args: argparse.Namespace) -> int:
     return report(args)
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    from megatron_brorl.cli.doctor import examine, report
+def _doctor(args: argparse.Namespace) -> int:
+    from megatron_brorl.cli.doctor import examine, plan_of, report
 
     lines, status = report(examine())
     print("\n".join(lines))
+    if args.config:
+        print("\n".join(plan_of(args)))  # what does not fit ends it in one line
     return status

@@ -23,6 +23,7 @@ from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.state import RunState
+from megatron_brorl.train.training_models import TrainingModels
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,7 +75,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _trainer(session: Session, started: float) -> Trainer:
     config = session.config
+    session.preflight()  # before anything takes memory
+
+    # Engines size their caches by what is free when they start.
     worker = session.worker(config.optim)
+    models = TrainingModels(
+        worker,
+        session.critic(),
+        ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None,
+    )
+    models.offload()
     return Trainer(
         config=config,
         grid=session.grid,
@@ -86,8 +96,8 @@ def _trainer(session: Session, started: float) -> Trainer:
         fingerprint=fingerprint(config, session.shape, session.started_verifiers.sha256),
         started=started,
         state=RunState(stall=Stall(config.train.min_delta)),
-        critic=session.critic(),
-        reference=ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None,
+        critic=models.critic,
+        reference=models.reference,
     )
 
 

@@ -66,6 +66,9 @@ class RolloutEngine(Protocol):
         shape or not what its checksum says (pairs of ops.checksum.Sealed), or where the stream itself breaks off.
         """
 
+    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take part in an update [any shape], as other ranks need it, and leave this engine alone; from any thread."""
+
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[list[Rollout]]:

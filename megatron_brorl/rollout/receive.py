@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -22,16 +22,48 @@ def receive(
 ) -> dict[str, Tensor]:
     """Copy a whole update to `device` in `dtype`: exactly the tensors of `names` (name -> its shape [...]), each once.
 
-    Pairs that are Sealed are compared with their checksums after they were copied; either all of an update is sealed
-    or none. Raises UpdateRefused naming the first fault. The stream is read to its end all the same, because other
-    ranks take part in it.
+    Pairs that are Sealed are compared with their checksums after they were copied. Raises UpdateRefused as
+    receive_each.
     """
     staged: dict[str, Tensor] = {}
     sums: list[Tensor] = []  # expected and found, in the order of `staged`
+
+    def take(name: str, tensor: Tensor, own: Tensor | None) -> None:
+        # The checksum is of what was sent; where this copy has another dtype it cannot be compared with it.
+        # A copy in any case: the stream's tensors are views of buffers that are used again.
+        staged[name] = tensor.detach().to(device, dtype, copy=True)
+        if own is not None:
+            sums.extend([own.to(device), checksum(name, staged[name] if dtype == tensor.dtype else tensor).to(device)])
+
+    receive_each(tensors, names, take, staged.clear)
+
+    # Checksums are compared all at once: each comparison would wait for the device.
+    if sums:
+        expected, found = torch.stack(sums).view(-1, 2).unbind(1)
+        wrong = [name for name, same in zip(staged, (expected == found).tolist(), strict=True) if not same]
+        if wrong:
+            what = f"{len(wrong)} tensors are not what was sent (checksum), for example {wrong[0]}"
+            raise UpdateRefused(f"weight update: {what}")
+    return staged
+
+
+def receive_each(
+    tensors: Iterable[tuple[str, Tensor]],
+    names: Mapping[str, tuple[int, ...]],
+    take: Callable[[str, Tensor, Tensor | None], None],
+    drop: Callable[[], None] = lambda: None,
+) -> None:
+    """Give every tensor of a whole update [any shape] to `take`, with its checksum where it is Sealed: exactly those of
+    `names`, each once; either all of an update is sealed or none.
+
+    drop: called at the first fault, after which nothing is taken. Raises UpdateRefused naming that fault. The stream is
+    read to its end all the same, because other ranks take part in it.
+    """
+    taken: set[str] = set()
     sealed: bool | None = None  # whether this update is; its first pair says so
     fault, seen = "", 0
 
-    # The first fault ends the staging, not the reading.
+    # The first fault ends the taking, not the reading.
     try:
         for pair in tensors:
             seen += 1
@@ -42,43 +74,29 @@ def receive(
             # An update that is sealed in part may have lost a checksum on the way.
             own = pair.checksum if isinstance(pair, Sealed) else None
             sealed = own is not None if sealed is None else sealed
-            fault = _fault(name, tensor, names, staged, sealed == (own is not None))
+            fault = _fault(name, tensor, names, taken, sealed == (own is not None))
             if fault:
-                staged.clear()  # nothing of it will be used: give its memory back
+                drop()  # nothing of it will be used: give its memory back
                 continue
-
-            # The checksum is of what was sent; where this copy has another dtype it cannot be compared with it.
-            # A copy in any case: the stream's tensors are views of buffers that are used again.
-            staged[name] = tensor.detach().to(device, dtype, copy=True)
-            if own is not None:
-                sums += [own.to(device), checksum(name, staged[name] if dtype == tensor.dtype else tensor).to(device)]
-    except Exception as e:  # whatever making the tensors raises
+            taken.add(name)
+            take(name, tensor, own)
+    except Exception as e:  # whatever making or taking the tensors raises
         what = f"{type(e).__name__}: {e}"
         raise UpdateRefused(f"weight update: broke off after {seen} of {len(names)} tensors: {what}") from e
 
-    # Checksums are compared all at once: each comparison would wait for the device.
-    if not fault and sums:
-        expected, found = torch.stack(sums).view(-1, 2).unbind(1)
-        wrong = [name for name, same in zip(staged, (expected == found).tolist(), strict=True) if not same]
-        if wrong:
-            fault = f"{len(wrong)} tensors are not what was sent (checksum), for example {wrong[0]}"
-
     # A stream may end early without a word.
-    missing = names.keys() - staged.keys()
+    missing = names.keys() - taken
     if not fault and missing:
         fault = f"{len(missing)} tensors missing, for example {min(missing)}"
 
     # Only here, where the stream has been read to its end and no other rank waits for this one.
     if fault:
         raise UpdateRefused(f"weight update: {fault}")
-    return staged
 
 
-def _fault(
-    name: str, tensor: Tensor, names: Mapping[str, tuple[int, ...]], staged: Mapping[str, Tensor], as_before: bool
-) -> str:
-    if name not in names or name in staged:
-        return f"{name} is {'sent twice' if name in staged else 'unknown'}"
+def _fault(name: str, tensor: Tensor, names: Mapping[str, tuple[int, ...]], taken: set[str], as_before: bool) -> str:
+    if name not in names or name in taken:
+        return f"{name} is {'sent twice' if name in taken else 'unknown'}"
     if tuple(tensor.shape) != names[name]:
         return f"{name} has shape {list(tensor.shape)}, not {names[name]}"
-    return "" if as_before else f"{name} comes {'without a' if staged else 'with a'} checksum, unlike those before it"
+    return "" if as_before else f"{name} comes {'without a' if taken else 'with a'} checksum, unlike those before it"

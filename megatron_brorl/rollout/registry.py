@@ -31,8 +31,8 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
         dtypes=("bf16",),
         needs={"ray": "Ray starts its workers and is not here: pip install ray"},
         environment={
-            "RAY_ADDRESS": "local",  # a Ray of its own, beside those of the node's other engines
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # so that it listens on 127.0.0.1 alone, on Linux too
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # so that Ray listens on 127.0.0.1 alone, on Linux too
+            "TLLM_RAY_FORCE_LOCAL_CLUSTER": "0",  # the Ray is the leaf's, on ports of its own (trtllm.ray_node)
             "TLLM_NUMA_AWARE_WORKER_AFFINITY": "0",  # clashes with Ray's choice of cores
             "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # lower peak memory in a refit
             "NCCL_CUMEM_ENABLE": "1",  # tensor parallelism over nodes hangs at 0

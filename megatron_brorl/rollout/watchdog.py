@@ -94,8 +94,7 @@ class Watchdog:
         """As RolloutEngine.update_weights, tensors [any shape]. An engine that is stuck takes no weights; it is not
         asked again either."""
         if self.stuck:
-            for _ in tensors:  # the other ranks take part in making every one of them
-                pass
+            self.engine.decline_weights(tensors)
         else:
             self.engine.update_weights(tensors, version)
 

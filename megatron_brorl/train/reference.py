@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_brorl.config.schema import ReferenceConfig
 from megatron_brorl.progress import Progress
+from megatron_brorl.train.offload import Offload
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.worker import Worker
 
@@ -20,6 +21,17 @@ class ReferencePolicy:
         self.worker, self.config = worker, config
         self.weights = {name: p.detach().clone() for name, p in worker.actor.named_parameters()}
         self.stall = Stall()  # of held-out pass@1
+        self._away = Offload(self.weights.values) if worker.options.offload else None
+
+    def offload(self) -> None:
+        """Move the weights to host memory where config key train.offload says so, until they are needed."""
+        if self._away:
+            self._away.offload()
+
+    def reload(self) -> None:
+        """Undo `offload`, for whoever reads the weights directly."""
+        if self._away:
+            self._away.reload()
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """As Worker.log_probs, [G] each, of the reference; a collective. The actor gets its own bits back."""
@@ -53,6 +65,7 @@ class ReferencePolicy:
     def reset(self) -> None:
         """Make the actor as it is now the reference; the count of stalls begins anew."""
         self.worker.reload()
+        self.reload()
         for name, p in self.worker.actor.named_parameters():
             self.weights[name].copy_(p.detach())
         if self.config.reset_optimizer:
@@ -61,6 +74,7 @@ class ReferencePolicy:
 
     def _exchange(self) -> None:
         self.worker.reload()
+        self.reload()
         with torch.no_grad():
             for name, p in self.worker.actor.named_parameters():
                 own = p.clone()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.parallel import collectives
@@ -40,13 +41,13 @@ def refit_engines(
     A collective, which returns metrics. verify_tolerance: see verify_reshard, in nats; None: not checked.
     """
     # The engine needs the memory; the actor's weights are streamed next.
-    for stage in models.stages():
-        stage.offload(weights=stage is not models.actor)
+    models.offload(actor_weights=False)
     engine.wake()
     metrics = {"refit_again": float(refit(models.actor, engine, version))}
     if verify_tolerance is not None:
         metrics["reshard_gap_max"] = verify_reshard(models.actor, engine, version, verify_tolerance)
-    models.actor.offload()
+    models.offload()
+    dist.barrier()  # an engine takes memory for keys and values when one of its ranks generates: all have made room
     return metrics
 
 

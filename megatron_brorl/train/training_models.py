@@ -21,10 +21,19 @@ class TrainingModels:
         """The models that have an optimizer."""
         return [self.actor, *([self.critic] if self.critic else [])]
 
+    def offload(self, actor_weights: bool = True) -> None:
+        """Give back the memory that the engine is to have. actor_weights: the actor's weights too, where they move."""
+        for stage in self.stages():
+            stage.offload(weights=actor_weights or stage is not self.actor)
+        if self.reference:
+            self.reference.offload()
+
     def checkpoint_parts(self) -> list[Part]:
         """What a checkpoint holds of them, in device memory."""
         for stage in self.stages():
             stage.reload()
+        if self.reference:
+            self.reference.reload()
         parts = [Part("", self.actor.actor, self.actor.optimizer)]
         if self.critic:
             parts.append(Part("critic", self.critic.critic, self.critic.optimizer))

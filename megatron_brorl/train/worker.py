@@ -63,7 +63,7 @@ class StageOptions:
     dtype: torch.dtype = torch.float32
     share_prompt: bool = True  # config key train.share_prompt
     recompute: bool = False  # config key train.recompute
-    offload: bool = False  # config key train.offload: `offload` has an effect
+    offload: bool = False  # config key train.offload: `offload` moves what it does not drop
     distributed_optimizer: bool = False  # config key parallel.distributed_optimizer
     overlap_grad_reduce: bool = False  # config key parallel.overlap_grad_reduce
     overlap_param_gather: bool = False  # config key parallel.overlap_param_gather
@@ -83,7 +83,9 @@ class Stage:
         self._limit = self.options.tokens_per_micro_batch * self.grid.context  # of a micro-batch, over its ranks
         offload = options.offload
         self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if offload else None
-        self._state = Offload(self._optimizer_tensors, self._gradients) if offload and optim is not None else None
+        self._state = Offload(self._optimizer_tensors) if offload and optim is not None else None
+        # Every update starts from zeros: nobody misses gradients while the engine has the memory.
+        self._dropped = Offload(tuple, self._gradients) if optim is not None else None
         if optim is not None:
             with device.bridge():
                 self._make_trainable(optim)
@@ -131,13 +133,13 @@ class Stage:
         config.no_sync_func = self.model.no_sync
 
     def offload(self, weights: bool = True) -> None:
-        """Move the optimizer's state, and the weights, to host memory; gradients are dropped. Training, scoring and
-        streaming bring back what they need."""
+        """Drop the gradients; where config key train.offload says so, move the optimizer's state, and the weights, to
+        host memory. Training, scoring and streaming bring back what they need."""
         self._finish_gather()
-        for part in (self._state, self._weights if weights else None):
+        for part in (self._dropped, self._state, self._weights if weights else None):
             if part:
                 part.offload()
-        if device.on_gpu() and self._weights:
+        if device.on_gpu():
             torch.cuda.empty_cache()  # for the engine, which is another process
 
     def reload(self) -> None:
@@ -158,7 +160,7 @@ class Stage:
         return hf_names.global_parameters(self.module)
 
     def _reload(self) -> None:
-        for part in (self._weights, self._state):
+        for part in (self._weights, self._state, self._dropped):
             if part:
                 part.reload()
 

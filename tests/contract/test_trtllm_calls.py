@@ -111,9 +111,11 @@ def test_the_check_sees_a_wrong_call(api):
 
 
 def test_the_double_is_as_strict_as_the_engine(api, tmp_path):
-    """What TensorRT-LLM refuses, the double refuses: unknown arguments, foreign tags, greedy with n > 1."""
+    """What TensorRT-LLM refuses, the double refuses: unknown arguments, foreign tags, greedy with n > 1, settings that
+    contradict one another."""
     from tensorrt_llm import AsyncLLM, SamplingParams
     from tensorrt_llm._torch.virtual_memory import verify_sleep_wakeup_tags
+    from tensorrt_llm.llmapi import CudaGraphConfig, KvCacheConfig, llm_args
 
     with pytest.raises(ValueError, match="max_batchsize"):
         AsyncLLM(model=str(tmp_path), max_batchsize=4)
@@ -124,6 +126,15 @@ def test_the_double_is_as_strict_as_the_engine(api, tmp_path):
         SamplingParams(end_id=1, top=3)
     with pytest.raises(ValueError, match="greedy"):
         SamplingParams(end_id=1, n=2)
+    with pytest.raises(ValueError, match="max_batch_size is incompatible"):
+        CudaGraphConfig(batch_sizes=[1, 8], max_batch_size=16)
+    for wrong in ({"free_gpu_memory_fraction": 1.5}, {"max_tokens": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            KvCacheConfig(**wrong)
+    if api == "1.3":
+        for modes in ({"weights": "NONE"}, {"model": "DISK"}):
+            with pytest.raises(ValueError, match=r"weights|DISK"):
+                llm_args.SleepConfig(restore_modes=modes)
     if api == "1.2":
         with pytest.raises(ValueError, match="model_weights"):
             verify_sleep_wakeup_tags(["model_weights"])

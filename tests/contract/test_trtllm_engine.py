@@ -27,16 +27,19 @@ def wait_for(condition, seconds=60):
 
 
 CAPABILITIES = {
-    "1.2": ("1.2", "TRTLLMSampler", "request", "tempered", 1, "model"),
-    "1.3": ("1.3", "TorchSampler", "request", "processed", 0, "model_weights"),
+    "1.2": ("1.2", "TRTLLMSampler", "request", "tempered", 1),
+    "1.3": ("1.3", "TorchSampler", "request", "processed", 0),
 }
+TAGS = {"sampler", "drafter", "guided_decoder", "spec_resource_manager", "model_extra", "executor_extra"}
+TAGS |= {"kv_cache", "model", "draft_model"}
 
 
 def test_both_generations_generate_sleep_and_take_weights(api, model, start):
     engine = start()
     c = engine.capabilities
     found = (c.details["api"], c.details["sampler"], c.seeds, c.log_probs, c.details["log_probs_value"])
-    assert (*found, c.details["weights_tag"]) == CAPABILITIES[api]
+    assert found == CAPABILITIES[api]
+    assert set(c.details["tags"]) == TAGS | ({"model_weights", "draft_model_weights"} if api == "1.3" else set())
     with pytest.raises(RuntimeError, match="no weights"):
         draw(engine)
     engine.update_weights(model.stream(), 3)
@@ -284,6 +287,55 @@ def test_what_cannot_start_says_why(config, message, start, monkeypatch):
     with pytest.raises(UserError, match=message) as caught:
         start(config=config)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("tokens", "planned", "rows"), [("6400", 0, 32), ("6400", 1000, 4), ("6400000", 0, 600)])
+def test_rows_are_those_whose_keys_and_values_fit(tokens, planned, rows, model, start, monkeypatch):
+    """In blocks of 32 tokens, each of 200 reserved; no more than the trainer plans for, nor than the configured."""
+    monkeypatch.setenv("BRORL_DOUBLE_KV_TOKENS", tokens)
+    c = start(config={"cuda_graphs": True}, options={"max_kv_tokens": planned}).capabilities
+    assert c.kv_tokens == (planned or int(tokens)) // 32 * 32
+    assert c.rows == rows
+
+
+def test_memory_that_holds_no_response_is_told(start, monkeypatch):
+    monkeypatch.setenv("BRORL_DOUBLE_KV_TOKENS", "199")
+    with pytest.raises(UserError, match=r"keys and values of 192 tokens fit, and one response .* may take 200: raise"):
+        start()
+
+
+UTILIZATION = {"scheduler": "MAX_UTILIZATION", "sampler": "TRTLLMSampler"}
+
+
+def test_max_utilization_asks_for_what_does_not_crash(model, start, monkeypatch):
+    """More than fits: with the overlap scheduler TRTLLMSampler asserts when a paused request comes back."""
+    monkeypatch.setenv("BRORL_DOUBLE_API", "1.2")
+    monkeypatch.setenv("BRORL_DOUBLE_KV_TOKENS", "400")
+    with pytest.raises(
+        UserError, match=r"crashes under TRTLLMSampler and the overlap scheduler: set trtllm\.overlap ="
+    ):
+        start(config=UTILIZATION)
+    engine = start(config={**UTILIZATION, "overlap": False})
+    assert engine.capabilities.rows == 600
+    engine.update_weights(model.stream(), 0)
+    squeezed = draw(engine, 64)
+    roomy = start()
+    roomy.update_weights(model.stream(), 0)
+    assert same(squeezed, draw(roomy, 64))
+
+
+@pytest.mark.parametrize(("restarts", "starts"), [(1, True), (0, False)])
+def test_a_port_taken_at_the_last_moment(restarts, starts, model, start, monkeypatch, tmp_path, capfd):
+    """Between the look at it and Ray's: the first start is tried again, as often as restarts are allowed."""
+    monkeypatch.setenv("BRORL_DOUBLE_PORT_TAKEN", str(tmp_path / "taken"))
+    if starts:
+        engine = start(config={"max_restarts": restarts})
+        engine.update_weights(model.stream(), 0)
+        assert len(draw(engine)) == 16
+        assert "starting it again on other ports" in capfd.readouterr().err
+    else:
+        with pytest.raises(UserError, match="ray start ended with exit code 1"):
+            start(config={"max_restarts": restarts})
 
 
 def test_without_tensorrt_llm(start, monkeypatch):

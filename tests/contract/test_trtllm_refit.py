@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -15,6 +17,7 @@ from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.remote.cuda_ipc import IpcSender
 from megatron_brorl.rollout.remote.fp8_blocks import dequantize, quantize
+from megatron_brorl.rollout.remote.staging import Node
 
 pytestmark = pytest.mark.slow  # as test_trtllm_engine.py
 
@@ -113,3 +116,31 @@ def test_fp8_under_cuda_graphs_is_refused_on_1_2(model, start, monkeypatch):
     monkeypatch.setenv("BRORL_DOUBLE_API", "1.2")
     with pytest.raises(UserError, match=r"cannot take FP8 weights under CUDA graphs: set trtllm\.cuda_graphs = false"):
         start(config={"quantization": "fp8_block", "cuda_graphs": True})
+
+
+def test_engines_of_a_node_share_one_file(model, start):
+    """Two ranks, an engine each, write one copy together; an engine that dies is started with it."""
+    barrier, given = threading.Barrier(2), [None, None]
+
+    def exchange(i, own):
+        given[i] = own
+        barrier.wait(60)
+        found = list(given)
+        barrier.wait(60)
+        return found
+
+    engines = [start(), start()]
+    for i, engine in enumerate(engines):
+        engine.node = Node(i, 2, engines[0].folder, partial(exchange, i))
+    for version in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda e, v=version: e.update_weights(model.stream(1 + v), v), engines))
+        files = [path for engine in engines for path in engine.folder.glob("staged_*")]
+        files += [path for engine in engines for path in engine.folder.glob("weights_*")]
+        assert len(files) == 2
+        assert len({os.stat(path).st_ino for path in files}) == 1
+    expected = draw(engines[0])
+    assert same(draw(engines[1]), expected)
+    engines[0].supervisor.sleep()
+    os.kill(engines[1].supervisor.pid, signal.SIGKILL)
+    assert same(draw(engines[1]), expected)

@@ -68,6 +68,11 @@ class TorchEngine:
         pool = self._pool
         return 0 if pool is None else (pool.size - pool.free) * page_bytes(self.shape, self.dtype)
 
+    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See RolloutEngine; tensors [any shape]."""
+        for _ in tensors:  # making each of them is a collective
+            pass
+
     def sleep(self) -> None:
         """See RolloutEngine."""
         self._decoder = self._pool = None

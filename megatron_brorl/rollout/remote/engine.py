@@ -19,8 +19,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.parallel import device
 from megatron_brorl.rollout.engine import Request, Sampling, Watch
-from megatron_brorl.rollout.receive import UpdateRefused, receive
-from megatron_brorl.rollout.remote import shared_weights
+from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.remote.cuda_ipc import IpcSender, own_device
 from megatron_brorl.rollout.remote.fp8_blocks import quantized
 from megatron_brorl.rollout.remote.link import Link
@@ -30,6 +29,7 @@ from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, P
 from megatron_brorl.rollout.remote.pending import PendingRollout, generate_message, pending_rollouts
 from megatron_brorl.rollout.remote.process import address
 from megatron_brorl.rollout.remote.shared_weights import HostWeights
+from megatron_brorl.rollout.remote.staging import Node, Update, stage
 from megatron_brorl.rollout.remote.supervisor import EngineError, Supervisor
 from megatron_brorl.types import Rollout
 
@@ -48,10 +48,11 @@ class RemoteEngine:
         folder: Path,
         devices: Sequence[int] | None,
         log: Path,
+        node: Node | None = None,
     ) -> None:
         """names: every Hugging Face tensor of the model with its shape. folder: of process.make_folder, the same for
         all ranks that share the engine. devices: the engine's CUDA devices; None on all of these ranks but the first.
-        log: file for the process's output.
+        log: file for the process's output. node: the ranks that write updates together; None: the leader alone.
 
         Raises UserError where the process does not come up, or cannot do what the configuration asks for.
         """
@@ -60,6 +61,7 @@ class RemoteEngine:
         self.version = -1
         self.leads = devices is not None
         self.supervisor: Supervisor | None = None
+        self.node = node or (Node.alone(folder) if self.leads else None)
         self._calls = self._stages = 0
         self._link = Link(address(folder))
 
@@ -107,13 +109,12 @@ class RemoteEngine:
         return not why and self.settings.transport != "host"
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutEngine; tensors [any shape]. The leader takes the stream into shared memory and checks it before
-        the engine hears of it; by CUDA IPC both happen at once, and an engine that was sent a faulty stream is started
-        again."""
-        # Other ranks have no engine to tell.
+        """See RolloutEngine; tensors [any shape]. The ranks of the node take the stream into shared memory and check it
+        before an engine hears of it; by CUDA IPC both happen at once, and an engine that was sent a faulty stream is
+        started again."""
+        # Other ranks have no engine to tell; whether the leader's took it, train.refit asks all ranks.
         if self.supervisor is None:
-            for _ in tensors:  # a collective; whether the leader's engine took it, train.refit asks all ranks
-                pass
+            self.decline_weights(tensors)
             self.version = version  # generate waits until the engine says that it has this one
             return
 
@@ -131,6 +132,7 @@ class RemoteEngine:
             if sender:  # the engine has a part of them
                 self.supervisor.restart(f"weights of version {version} broke off ({e})")
             raise
+        assert weights  # of a leader
 
         # From here on the engine has the new weights, or those from before, but never a mixture.
         try:
@@ -140,19 +142,28 @@ class RemoteEngine:
             raise UpdateRefused(f"weight update: {e}") from None
         self.version = version
 
+    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See RolloutEngine; tensors [any shape]."""
+        if self.node is None:
+            for _ in tensors:  # a collective
+                pass
+            return
+        weights = self._stage(tensors, self.version)
+        if weights:
+            weights.delete()
+
     def _as_sent(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What the engine is sent for a tensor of the stream."""
         tensor = tensor.to(self.dtype)
         return quantized(name, tensor) if self.settings.quantization == "fp8_block" else iter([(name, tensor)])
 
-    def _stage(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights:
-        """A complete, checked update in shared memory."""
-        staged = receive(tensors, self.names, torch.device("cpu"), self.dtype)
+    def _stage(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights | None:
+        """A complete, checked update in shared memory, where this rank leads an engine; a collective of the node."""
+        assert self.node
         self._stages += 1
-        path = self.folder / f"weights_{self._stages}"
-        pairs = (pair for name, tensor in staged.items() for pair in self._as_sent(name, tensor))
-        size = shared_weights.room(self.names, self.dtype)
-        return shared_weights.write(path, pairs, version, size, f"{self.options.engine}.shared_memory")
+        key = f"{self.options.engine}.shared_memory"
+        update = Update(self._stages, version, self.names, self.dtype, self._as_sent, key)
+        return stage(tensors, update, self.node, self.folder / f"weights_{self._stages}" if self.leads else None)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,16 +18,23 @@ from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.engine import RemoteEngine
 from megatron_brorl.rollout.remote.options import EngineOptions, process_settings
 from megatron_brorl.rollout.remote.process import make_folder
+from megatron_brorl.rollout.remote.staging import Node
 
 
 def join(
-    config: Config, names: dict[str, tuple[int, ...]], context: int, vocab: int, stop_ids: tuple[int, ...]
+    config: Config,
+    names: dict[str, tuple[int, ...]],
+    context: int,
+    vocab: int,
+    stop_ids: tuple[int, ...],
+    kv_tokens: int = 0,
 ) -> RemoteEngine:
     """This rank's share of an engine of the kind rollout.engine; a collective. As many neighbouring ranks of a node
     share one as the key `tensor` of its section says.
 
-    names: every Hugging Face tensor with its shape. context: prompt + response tokens at most. Raises UserError where
-    the ranks of a node cannot be grouped so, or the engine does not come up.
+    names: every Hugging Face tensor with its shape. context: prompt + response tokens at most. kv_tokens: of keys and
+    values that there is planned room for; 0 = not known. Raises UserError where the ranks of a node cannot be grouped
+    so, or the engine does not come up.
     """
     # All that depends on the engine is its entry and its section.
     engine = config.rollout.engine
@@ -53,6 +63,7 @@ def join(
     mine = str(make_folder(settings.shared_memory, f"{engine}.shared_memory")) if leads else ""
     folders: list[str] = [""] * dist.get_world_size()  # by rank; "" of those that do not lead
     dist.all_gather_object(folders, mine)  # a collective: what fails on all ranks alike was checked above
+    exchange = _exchange(rank - local, per_node, config.parallel.timeout_s)
 
     # The process is given plain values; what is the engine's own, its leaf reads from its section.
     options = EngineOptions(
@@ -63,6 +74,7 @@ def join(
         dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout.dtype],  # torch's names
         max_rows=config.rollout.max_num_seqs,  # in flight at a time
         stop_ids=stop_ids,
+        max_kv_tokens=kv_tokens,
         section=dataclasses.asdict(section),  # JSON on its way; the leaf makes its own class of it
     )
 
@@ -74,4 +86,24 @@ def join(
         Path(folders[rank - local % tensor]),  # that of the rank that leads
         range(local, local + tensor) if leads else None,  # numbered within the node
         Path(config.run.dir) / "engines" / f"rank_{rank}.log",
+        Node(local, per_node, Path(folders[rank - local]), exchange),
     )
+
+
+def _exchange(first: int, size: int, timeout_s: float) -> Callable[[Any], list[Any]]:
+    """A collective of the node's ranks first .. first + size - 1, over gloo: what each gives, in order."""
+    # Nodes may have different numbers of ranks; all must hear of all groups.
+    nodes: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
+    dist.all_gather_object(nodes, (first, size))
+    group = None
+    for start, count in sorted(set(nodes)):  # every rank takes part in making every group
+        ranks = list(range(start, start + count))
+        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+        group = made if start == first else group
+
+    def exchange(own: Any) -> list[Any]:
+        found: list[Any] = [None] * size
+        dist.all_gather_object(found, own, group=group)
+        return found
+
+    return exchange if size > 1 else lambda own: [own]

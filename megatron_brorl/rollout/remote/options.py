@@ -38,9 +38,10 @@ class EngineOptions:
     vocab: int
     context: int  # prompt + response tokens at most
     dtype: str  # "bfloat16", or "float32" in tests on a CPU
-    max_rows: int
+    max_rows: int  # in flight at a time, at most
     stop_ids: tuple[int, ...]
     section: Mapping[str, Any]  # all keys of the engine's section, which its leaf alone reads
+    max_kv_tokens: int = 0  # of keys and values that there is planned room for (models.memory); 0 = as many as fit
 
     @property
     def key(self) -> str:
@@ -58,4 +59,6 @@ class Capabilities:
     log_probs: Literal["processed", "tempered", "raw"]  # after temperature and cuts; after temperature; of the model
     if_repeating: str  # what to choose where it draws several rollouts by the same random numbers
     devices: tuple[str, ...]  # UUID of each worker's, as cuda_ipc.own_device writes it
+    kv_tokens: int  # tokens whose keys and values its memory holds, measured
+    rows: int  # rollouts that it computes at a time: no more than that need be asked at once
     details: Mapping[str, Any]  # for people: what the leaf found out beyond that

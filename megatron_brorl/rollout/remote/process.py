@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,10 @@ from megatron_brorl.rollout.remote.options import EngineOptions
 
 PREFIX = "brorl-engine-"
 _MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")  # workers would take themselves for ranks of the launcher's
+# What a process says, in whatever words, of which another try on other ports may do better.
+_PORT_TAKEN = re.compile(
+    r"address already in use|EADDRINUSE|failed to bind|port \S+ (is )?(already )?(in use|taken)", re.I
+)
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", LAUNCHER, "OMP_NUM_THREADS")
 
 
@@ -61,6 +66,7 @@ class EngineProcess:
         kind = ENGINES[options.engine]
 
         self.log = log
+        self._from = log.stat().st_size if log.exists() else 0  # of the log: what stands before is of other processes
 
         # Nothing of a process that was killed may be in the way.
         (folder / "socket").unlink(missing_ok=True)
@@ -100,6 +106,14 @@ class EngineProcess:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return f"engine process {self.pid} ended ({how}); {self.log}: {lines[-1] if lines else 'empty'}"
+
+    def port_taken(self) -> bool:
+        """Whether the process ended because a port was in use that it was to listen on."""
+        if self._process.poll() is None:
+            return False
+        with open(self.log, "rb") as log:
+            log.seek(self._from)
+            return bool(_PORT_TAKEN.search(log.read().decode(errors="replace")))
 
     def kill(self) -> None:
         """End it and what it started."""

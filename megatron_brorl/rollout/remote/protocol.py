@@ -61,7 +61,10 @@ class EngineLeaf(Protocol):
         """Give the memory of weights and caches back."""
 
     async def wake(self) -> None:
-        """Take the memory again; weights follow."""
+        """Take the memory of everything but caches again; weights follow."""
+
+    async def wake_caches(self) -> None:
+        """Take the memory of keys and values again: all ranks of the node have given back what they do without."""
 
     async def reseed(self, seed: int) -> None:
         """Seed the one generator of an engine whose requests have no seeds of their own."""

@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Coroutine, Mapping
@@ -39,6 +40,8 @@ class Server:
     def __init__(self, llm: EngineLeaf, capabilities: Capabilities, address: str) -> None:
         self.llm, self.capabilities = llm, capabilities
         self.version = -1  # of complete weights; -1 while they are random, gone or half loaded
+        self.caches_asleep = False  # since `sleep`: the trainer's ranks may still hold memory that caches need
+        self.waking = asyncio.Lock()
         self.boot = os.getpid()
         self.clients: set[bytes] = set()
         self.calls: dict[tuple[bytes, int], list[Any]] = {}  # handles of rollouts in flight, to be aborted
@@ -119,21 +122,33 @@ class Server:
     async def _sleep(self, message: Message) -> None:
         self.version = -1
         await self.llm.sleep()
+        self.caches_asleep = True
+
+    async def _wake_caches(self) -> None:
+        """Once, before what is generated first after a sleep: a rank asks when all of them have made room."""
+        async with self.waking:
+            if self.caches_asleep:
+                await self.llm.wake_caches()
+                self.caches_asleep = False
 
     async def _generate(self, client: bytes, message: Message) -> None:
         """Answer with a "rollout" for each that ends, then "ended"; with "stale" where other weights were asked."""
+        # A rank that asks for weights that are gone meanwhile asks again when it has heard of the new ones.
         f, call = message.fields, message.fields["call"]
         if f["version"] != self.version:
             await self._send(client, Message("stale", {"call": call}))
             return
 
+        # Rollouts are answered one by one, in the order in which they end.
         try:
+            await self._wake_caches()
             if self.capabilities.seeds == "generator":
                 await self.llm.reseed(f["reseed"])
             rows = self._submit(message)
             self.calls[client, call] = [handle for _, handle in rows]
             await asyncio.gather(*(self._answer(client, call, number, handle, f) for number, handle in rows))
         except Exception as e:
+            # The others of this call are of no use to the rank, which raises.
             for handle in self.calls.get((client, call), []):
                 self.llm.abort(handle)
             await self._send(client, Message("error", {"what": f"generate: {type(e).__name__}: {e}", "call": call}))
@@ -180,6 +195,8 @@ def _end_with_parent(directory: Path) -> None:
         while os.read(0, 4096):
             pass
     shutil.rmtree(directory, ignore_errors=True)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # and with it what the engine has started
     os._exit(0)
 
 

@@ -1,13 +1,13 @@
-"""The weights of one version in shared host memory: written once by a trainer rank, read by its engine's workers.
+"""The weights of one version in shared host memory: one file on a node, read by the workers of all of its engines.
 
-The file outlives the engine process, so that a new one gets the same weights without asking the trainer's ranks.
+The file outlives the engine processes, so that a new one gets the same weights without asking the trainer's ranks.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.checksum import checksum
 
 BUCKET_BYTES = 256 << 20  # of tensors that a worker loads at a time
 SCALE = "_scale_inv"  # ends the name of the scales of the weight before it
 _ALIGN = 64  # bytes between the starts of two tensors
+
+# (Hugging Face name, tensor [any shape]) -> what the engine is sent for it, by name
+Form = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
 
 
 class TensorRecord(NamedTuple):
@@ -60,14 +62,30 @@ class HostWeights:
             yield bucket
 
     def delete(self) -> None:
-        """Remove the file; who has read tensors from it keeps them."""
+        """Remove this name of the file, whose memory is free when no engine of the node has one for it any more. Who
+        has read tensors from it keeps them."""
         self.path.unlink(missing_ok=True)
 
 
-def write(path: Path, tensors: Iterable[tuple[str, Tensor]], version: int, size: int, key: str) -> HostWeights:
-    """Put tensors [any shape] that take `size` bytes at most (see `room`) into a new file.
+def layout(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, form: Form) -> tuple[list[TensorRecord], int]:
+    """Where everything lies that is sent for tensors of these shapes, checksums left out, and the file's bytes.
 
-    key: of the configuration, that names the folder. Raises UserError where the folder has no room for them.
+    form: what is sent for a tensor. Every rank of a node comes to the same answer without asking the others.
+    """
+    records, offset = [], 0
+    for name, shape in shapes.items():
+        for sent, x in form(name, torch.empty(shape, dtype=dtype, device="meta")):
+            record = TensorRecord(sent, str(x.dtype).removeprefix("torch."), tuple(x.shape), offset, 0)
+            records.append(record)
+            # Aligned, or the next tensor could not be viewed in its own dtype.
+            offset = -(-(offset + record.nbytes) // _ALIGN) * _ALIGN
+    return records, offset
+
+
+def allocate(path: Path, size: int, key: str) -> None:
+    """Make a file of `size` bytes. key: of the configuration, that names its folder.
+
+    Raises UserError where the folder has no room for it.
     """
     try:
         # Touching a page of a mapped file that the folder has no room for would end the process by a signal.
@@ -80,35 +98,19 @@ def write(path: Path, tensors: Iterable[tuple[str, Tensor]], version: int, size:
             "enlarge it (docker run --shm-size) or name another folder in memory"
         ) from None
 
-    # The checksum is of what lies in the file, which is what a worker will read.
-    memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-    records: list[TensorRecord] = []
-    offset = 0
-    for name, tensor in tensors:
-        # The record is complete when its bytes are in place.
-        place = TensorRecord(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, 0)
-        view = _view(memory, place)
-        view.copy_(tensor)
-        records.append(place._replace(checksum=int(checksum(name, view))))
-        # Aligned, or the next tensor could not be viewed in its own dtype.
-        offset = -(-(offset + place.nbytes) // _ALIGN) * _ALIGN
-
-    # Quantised tensors take less than was set aside.
-    os.truncate(path, offset)
-    return HostWeights(path, version, tuple(records))
-
 
 def read(path: str, records: Sequence[TensorRecord]) -> dict[str, Tensor]:
     """Views [any shape] of the given tensors in the file by name; they stay valid while they are held."""
-    memory = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
-    return {record.name: _view(memory, record) for record in records}
+    memory = mapped(path)
+    return {record.name: view(memory, record) for record in records}
 
 
-def room(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    """Bytes that tensors of these shapes take; quantised they take less."""
-    return sum(math.prod(s) * dtype.itemsize + 2 * _ALIGN for s in shapes.values())
+def mapped(path: str | Path) -> Tensor:
+    """The bytes of the file [size], shared with whoever else maps it."""
+    return torch.from_file(str(path), shared=True, size=os.path.getsize(path), dtype=torch.uint8)
 
 
-def _view(memory: Tensor, record: TensorRecord) -> Tensor:
+def view(memory: Tensor, record: TensorRecord) -> Tensor:
+    """The tensor [record.shape] that lies in the bytes of a file [size]."""
     own = memory[record.offset : record.offset + record.nbytes]
     return own.view(getattr(torch, record.dtype)).view(record.shape)

@@ -41,13 +41,28 @@ class Supervisor:
         # Whoever waits for the engine hears in time why there is none; the watch begins when it is up.
         self._link = Link(address(folder))
         self._process = self._start()
-        try:
-            self.capabilities = self._wait()
-        except EngineError as e:
-            self._process.kill()
-            raise UserError(f"{options.key}: {e}") from None
+        self.capabilities = self._first()
         self._thread = threading.Thread(target=self._watch, name="engine supervisor", daemon=True)
         self._thread.start()
+
+    def _first(self) -> Capabilities:
+        """Of the first process that comes up. A port that another process took meanwhile is no reason to give up, for
+        the next start finds others; whatever else goes wrong would go wrong again."""
+        for tries_left in range(self.settings.max_restarts, -1, -1):
+            try:
+                return self._wait()
+            except EngineError as e:
+                again = tries_left and self._process.port_taken()
+                self._process.kill()
+                if not again:
+                    raise UserError(f"{self.options.key}: {e}") from None
+                self._say(f"{e}; starting it again on other ports")
+                self._process = self._start()
+        raise AssertionError("the last try returns or raises")
+
+    def _say(self, what: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads the pipe any more
+            print(f"brorl: {what}", file=sys.stderr, flush=True)
 
     @property
     def pid(self) -> int:
@@ -175,8 +190,7 @@ class Supervisor:
                 self.failure = f"{why}; given up after {limit}"
                 raise EngineError(self.failure)
             holding = f"with the weights of version {weights.version}" if weights else "without weights"
-            with contextlib.suppress(OSError):
-                print(f"brorl: {why}; starting it again {holding}", file=sys.stderr, flush=True)
+            self._say(f"{why}; starting it again {holding}")
             self._process.kill()
             self._process = self._start()
             try:

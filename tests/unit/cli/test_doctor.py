@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,9 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from megatron_brorl.cli import doctor
+from megatron_brorl.checkpoints.random_init import qwen2_config
+from megatron_brorl.cli import doctor, main
+from megatron_brorl.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -39,6 +43,38 @@ def test_tensorrt_llm_without_ray_is_told(monkeypatch):
     assert doctor._remote_engine("trtllm") == doctor.Finding(
         "TensorRT-LLM", "1.2.1", "Ray starts its workers and is not here: pip install ray"
     )
+
+
+def doctor_of(config: Path, *options: str) -> list[str]:
+    return doctor.plan_of(main._parse(["doctor", str(config), *options]))
+
+
+def test_the_plan_of_a_configuration(tmp_path, monkeypatch):
+    """The 1.5B example on 64 GPUs of 80 GiB, by another machine; and what this machine would need for it."""
+    sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 131072}
+    (tmp_path / "config.json").write_text(json.dumps({**qwen2_config(**sizes), "tie_word_embeddings": False}))
+    example, model = ROOT / "examples" / "brorl_1.5b.toml", f"model.path={tmp_path}"
+    there = ["--ranks", "64", "--ranks-per-node", "8", "--gpu-gib", "80"]
+    training, generating, keys, node = doctor_of(example, model, *there)
+    # 1,777,088,000 parameters: bf16, fp32 gradients, twelve bytes over 64 ranks.
+    assert "weights 3.3 GiB, optimizer 0.3 GiB, reference 3.3 GiB, gradients 6.6 GiB" in training
+    assert "engine's weights 3.3 GiB" in generating
+    assert keys.endswith("148 rollouts of 16384 tokens at a time")
+    assert node.startswith("memory of a node: 6.6 GiB shared")
+    assert node.endswith("55.4 GiB of what is offloaded")
+    with pytest.raises(UserError, match=r"training needs about .* GiB on a GPU, which has 12\.0 GiB"):
+        doctor_of(example, model, "--ranks", "64", "--gpu-gib", "12")
+    with pytest.raises(UserError, match="does not divide 3 ranks"):
+        doctor_of(example, model, "parallel.tensor=2", "--ranks", "3")
+
+    # Without a GPU: what a rank and the node's memory must hold.
+    shared = shutil.disk_usage("/")._replace(total=4 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shared)
+    with pytest.raises(UserError, match=r"/dev/shm has room for 4\.0 GiB and a node needs 6\.6 GiB, .*shm-size=7g"):
+        doctor_of(example, model)
+    (rank, node) = doctor_of(example, model, "rollout.engine=torch", "train.tokens_per_micro_batch=1")
+    assert rank.startswith("memory of a rank, training: 33.1 GiB (weights 3.3 GiB, optimizer 19.9 GiB")
+    assert node == "memory of a node: 26.5 GiB of what is offloaded"
 
 
 def test_dockerfile_passes_hadolint():

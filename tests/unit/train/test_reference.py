@@ -11,9 +11,15 @@ from megatron_brorl.config.schema import ReferenceConfig
 from megatron_brorl.train.reference import ReferencePolicy
 
 
-def make(**settings: Any) -> tuple[ReferencePolicy, torch.nn.Linear, list[str]]:
+def make(offload: bool = False, **settings: Any) -> tuple[ReferencePolicy, torch.nn.Linear, list[str]]:
     actor, calls = torch.nn.Linear(2, 1), []
-    worker: Any = SimpleNamespace(actor=actor, reload=lambda: None, reset_optimizer=lambda: calls.append("optimizer"))
+    worker: Any = SimpleNamespace(
+        actor=actor,
+        reload=lambda: None,
+        reset_optimizer=lambda: calls.append("optimizer"),
+        options=SimpleNamespace(offload=offload),
+        log_probs=lambda *_: [actor.weight.detach().clone()],
+    )
     return ReferencePolicy(worker, ReferenceConfig(**settings)), actor, calls
 
 
@@ -52,3 +58,20 @@ def test_a_reset_copies_the_actor_and_starts_the_optimizer_anew_where_asked():
         assert torch.equal(reference.weights["weight"], before + 1.0)
         assert reference.weights["weight"].data_ptr() != actor.weight.data_ptr()
         assert calls == (["optimizer"] if asked else [])
+
+
+def test_it_waits_in_host_memory_where_asked():
+    """Away, its memory is free; whoever needs it finds it as it was, and the actor's own weights afterwards."""
+    for offload in (True, False):
+        reference, actor, _ = make(offload)
+        before = actor.weight.detach().clone()
+        with torch.no_grad():
+            actor.weight.add_(1)
+        reference.offload()
+        held = sum(x.untyped_storage().nbytes() for x in reference.weights.values())
+        assert held == (0 if offload else 12)
+        assert torch.equal(reference.log_probs([], [], 1.0)[0], before)
+        assert torch.equal(actor.weight, before + 1)
+        reference.offload()
+        reference.reset()
+        assert torch.equal(reference.weights["weight"], before + 1)

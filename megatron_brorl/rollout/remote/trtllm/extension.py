@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tensorrt_llm._torch.pyexecutor.resource_manager import ResourceManagerType
 from tensorrt_llm._torch.utils import get_device_uuid
 from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
 from torch import Tensor
@@ -44,6 +45,12 @@ class BrorlExtension(WorkerExtension):
     def brorl_reseed(self, seed: int) -> None:
         """Seed the generator of a sampler that takes no seed per request."""
         self.engine.sampler._generator.manual_seed(seed)
+
+    def brorl_kv_tokens(self) -> int:
+        """Tokens whose keys and values this worker's memory holds."""
+        manager = self.engine.resource_manager.get_resource_manager(ResourceManagerType.KV_CACHE_MANAGER)
+        stats = manager.get_kv_cache_stats()
+        return int(stats.max_num_blocks * stats.tokens_per_block)
 
     def brorl_device(self) -> str:
         """UUID of the worker's device."""

@@ -1,7 +1,7 @@
 """TensorRT-LLM's AsyncLLM as the engine process uses it, in the forms of 1.2 and of 1.3.
 
-With extension.py the only file that imports tensorrt_llm. Not yet run on a GPU; tests run it on the contract
-double.
+With extension.py the only file that imports tensorrt_llm; examples and the container use 1.3. Not yet run on a GPU;
+tests run it on the contract double.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ from tensorrt_llm.llmapi import CapacitySchedulerPolicy, CudaGraphConfig, KvCach
 from megatron_brorl.config.schema import TrtLlmConfig
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
 from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf
+from megatron_brorl.rollout.remote.trtllm import ray_node
+from megatron_brorl.rollout.remote.trtllm.settings import (
+    KV_CACHE,
+    graph_sizes,
+    restore_modes,
+    rows_at_a_time,
+    sleep_tags,
+)
 
 EXTENSION = "megatron_brorl.rollout.remote.trtllm.extension.BrorlExtension"
-KV_CACHE = "kv_cache"
 _PROBE_TOKENS = 16
 _SLEEP_CONFIG = hasattr(llm_args, "SleepConfig")  # 1.3; enable_sleep before
 # Quantised with the scales of each 128 x 128 block, from whatever full weights come (rollout.remote.fp8_blocks).
@@ -47,14 +54,28 @@ class Llm(EngineLeaf):
                 "trtllm.cuda_graphs = false or trtllm.quantization = 'none'"
             )
 
+        # Requests that are thrown out under the overlap scheduler come back with a token too many for TRTLLMSampler,
+        # which asserts (TensorRT-LLM pull request 10943).
+        c = self.config
+        if c.scheduler == "MAX_UTILIZATION" and c.overlap and self.sampler == "TRTLLMSampler":
+            raise ValueError(
+                "trtllm.scheduler = 'MAX_UTILIZATION' crashes under TRTLLMSampler and the overlap scheduler: set "
+                "trtllm.overlap = false, or trtllm.scheduler = 'GUARANTEED_NO_EVICT'"
+            )
+
         # Names that changed between the generations.
-        tags = {str(tag.value) for tag in ExecutorMemoryType}
-        self.weights_tag = "model_weights" if "model_weights" in tags else "model"
+        self.tags = sleep_tags(str(tag.value) for tag in ExecutorMemoryType)
         # The enumeration of SamplingParams.logprobs_mode, where there is one.
         modes: list[Any] = [type(f.default) for f in dataclasses.fields(SamplingParams) if f.name == "logprobs_mode"]
         self.mode = modes[0] if modes else None
 
+        # Tables of log-probs and CUDA graphs are of this size: no larger than what can run together.
+        self.rows = options.max_rows
+        if options.max_kv_tokens:
+            self.rows = rows_at_a_time(options.max_kv_tokens, options.context, options.max_rows, c.scheduler)
+
         self.log_probs_value = 0  # found out by `start`
+        self.ray = ray_node.start(self.config.ray_port, self.config.tensor)
         self._llm = self._build()
 
     def _build(self) -> Any:
@@ -63,8 +84,7 @@ class Llm(EngineLeaf):
         # What depends on the generation and on the configuration.
         extra: dict[str, Any] = {"enable_sleep": True}
         if _SLEEP_CONFIG:
-            # Nothing is kept: after a sleep the weights are sent again (rollout.remote.engine).
-            modes = {ExecutorMemoryType(tag): "NONE" for tag in (KV_CACHE, self.weights_tag)}
+            modes = {ExecutorMemoryType(tag): mode for tag, mode in restore_modes(self.tags).items()}
             extra = {"sleep_config": llm_args.SleepConfig(restore_modes=modes)}
         if c.quantization == "fp8_block":
             extra["model_kwargs"] = {"quantization_config": _FP8}
@@ -76,18 +96,25 @@ class Llm(EngineLeaf):
             tensor_parallel_size=c.tensor,
             dtype=o.dtype,
             load_format="dummy",  # weights come from the trainer
-            max_batch_size=o.max_rows,
+            max_batch_size=self.rows,
             # Neither a prompt nor a rollout that goes on may be cut short of the context.
             max_input_len=o.context,
             max_seq_len=o.context,
             max_num_tokens=max(c.max_num_tokens, o.context),
-            # Siblings find the blocks of their prompt by its prefix.
+            # Siblings find the blocks of their prompt by its prefix. The smaller of both bounds holds: what the trainer
+            # will still take before its first update is not taken by caches now, nor after a restart.
             kv_cache_config=KvCacheConfig(
-                enable_block_reuse=True, free_gpu_memory_fraction=c.memory_fraction, dtype=c.kv_dtype
+                enable_block_reuse=True,
+                free_gpu_memory_fraction=c.memory_fraction,
+                max_tokens=o.max_kv_tokens or None,
+                dtype=c.kv_dtype,
             ),
-            # The default reserves prompt + max_tokens for every request: hundreds of long siblings would queue.
-            scheduler_config=SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy.MAX_UTILIZATION),
-            cuda_graph_config=CudaGraphConfig(max_batch_size=o.max_rows) if c.cuda_graphs else None,
+            scheduler_config=SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy(c.scheduler)),
+            disable_overlap_scheduler=not c.overlap,
+            # A graph is of one batch size: without padding all but the sizes of the list would run without one.
+            cuda_graph_config=(
+                CudaGraphConfig(batch_sizes=graph_sizes(self.rows), enable_padding=True) if c.cuda_graphs else None
+            ),
             sampler_type=self.sampler,
             ray_worker_extension_cls=EXTENSION,  # the brorl_ calls, in every worker
             **extra,
@@ -98,6 +125,8 @@ class Llm(EngineLeaf):
         await self._llm
         value = await self._find_log_probs()
         seeds = await self._find_seeds()
+        tokens = min(await self._llm.collective_rpc("brorl_kv_tokens"))
+        rows = rows_at_a_time(tokens, self.options.context, self.rows, self.config.scheduler)
         return Capabilities(
             engine=f"TensorRT-LLM {tensorrt_llm.__version__} with {self.sampler}",
             torch=torch.__version__,
@@ -105,12 +134,14 @@ class Llm(EngineLeaf):
             log_probs="processed" if self.mode else "tempered" if self.sampler == "TRTLLMSampler" else "raw",
             if_repeating="choose another trtllm.sampler",
             devices=tuple(await self._llm.collective_rpc("brorl_device")),
+            kv_tokens=tokens,
+            rows=rows,
             details={
                 "api": "1.3" if _SLEEP_CONFIG else "1.2",  # generation: sleep_config, or enable_sleep
                 "sampler": self.sampler,
                 "log_probs_value": value,  # SamplingParams.logprobs with which the sampled token's is among them
                 "fp8_refit": self.fp8_refit,
-                "weights_tag": self.weights_tag,  # of sleep and wake
+                "tags": self.tags,  # of sleep and wake
             },
         )
 
@@ -168,11 +199,14 @@ class Llm(EngineLeaf):
         """See EngineLeaf."""
         # Released blocks would still be found by their prefix.
         await self._llm.collective_rpc("brorl_reset_prefix_cache")
-        await self._llm.release([KV_CACHE, self.weights_tag])
+        await self._llm.release(self.tags)
 
     async def wake(self) -> None:
         """See EngineLeaf."""
-        await self._llm.resume([self.weights_tag])
+        await self._llm.resume([tag for tag in self.tags if tag != KV_CACHE])
+
+    async def wake_caches(self) -> None:
+        """See EngineLeaf."""
         await self._llm.resume([KV_CACHE])
 
     async def reseed(self, seed: int) -> None:

@@ -1,8 +1,8 @@
 """A contract double of TensorRT-LLM: its signatures and strictness, with a CPU engine behind them. For tests alone.
 
-BRORL_DOUBLE_API chooses the generation: 1.2 or 1.3. BRORL_DOUBLE_SEEDS=0: TorchSampler of 1.3 ignores seeds, as its
-first builds did. BRORL_DOUBLE_DIE=POINT:NUMBER:FILE ends the process by SIGKILL the NUMBERth time that it comes to
-POINT (load, finish, row, sleep), once: FILE is made then.
+BRORL_DOUBLE_API chooses the generation: 1.2 or 1.3. BRORL_DOUBLE_KV_TOKENS: tokens that there is room for.
+BRORL_DOUBLE_SEEDS=0: TorchSampler of 1.3 ignores seeds, as its first builds did. BRORL_DOUBLE_DIE=POINT:NUMBER:FILE
+ends the process by SIGKILL the NUMBERth time that it comes to POINT (load, finish, row, sleep), once; it makes FILE.
 
 What is not modelled: speed, memory, CUDA graphs, real tensor parallelism (every worker has the whole model).
 """

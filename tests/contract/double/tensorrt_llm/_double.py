@@ -6,7 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-API = os.environ.get("BRORL_DOUBLE_API", "1.2")
+API = os.environ.get("BRORL_DOUBLE_API", "1.3")
+KV_TOKENS = int(os.environ.get("BRORL_DOUBLE_KV_TOKENS", "200000"))
 SEEDS = os.environ.get("BRORL_DOUBLE_SEEDS", "1") == "1"
 assert API in ("1.2", "1.3"), API
 

@@ -39,7 +39,7 @@ class Leaf(EngineLeaf):
         self.heard: list[Any] = []
 
     async def start(self) -> Capabilities:
-        return Capabilities("Other 1.0", "0", "request", "raw", "choose another", (), {})
+        return Capabilities("Other 1.0", "0", "request", "raw", "choose another", (), 4000, 8, {})
 
     def params(self, temperature, top_p, top_k, tokens, seed, log_probs=True):
         return seed, tokens
@@ -69,6 +69,9 @@ class Leaf(EngineLeaf):
 
     async def wake(self):
         self.heard.append("wake")
+
+    async def wake_caches(self):
+        self.heard.append("wake caches")
 
     async def reseed(self, seed):
         raise AssertionError("its requests have seeds")
@@ -131,6 +134,12 @@ def test_an_engine_is_its_leaf(leaf, tmp_path):
     ask(leader, Message("sleep"))
     ask(leader, Message("wake"))
     assert leaf.heard[3:] == ["sleep", "wake"]
+
+    # Caches take their memory when generating begins: while weights are sent, the trainer's are in the way.
+    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
+    for _ in range(2):
+        engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
+    assert leaf.heard[5:] == [["a"], "wake caches"]
     leader.close()
     engine.close()
 

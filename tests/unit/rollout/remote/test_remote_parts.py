@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_brorl.errors import UserError
-from megatron_brorl.ops.checksum import checksum
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.rollout.duplicates import LEAST_NATS, improbable
 from megatron_brorl.rollout.engine import Request
@@ -20,7 +17,7 @@ from megatron_brorl.rollout.remote import process
 from megatron_brorl.rollout.remote.fp8_blocks import BLOCK, dequantize, quantize
 from megatron_brorl.rollout.remote.log_probs import log_prob_limits, sampled_log_probs
 from megatron_brorl.rollout.remote.messages import Message, ProtocolError, decode, encode
-from megatron_brorl.rollout.remote.shared_weights import read, room, write
+from megatron_brorl.rollout.remote.shared_weights import HostWeights, TensorRecord
 from megatron_brorl.types import Prompt, Rollout
 
 
@@ -41,7 +38,7 @@ def test_messages_arrive_as_they_were():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda f: [f[0].replace(b'"protocol": 2', b'"protocol": 3'), f[1]], "different protocols (3 and 2)"),
+        (lambda f: [f[0].replace(b'"protocol": 3', b'"protocol": 4'), f[1]], "different protocols (4 and 3)"),
         (lambda f: [b"\x00\x01"], "not a message"),
         (lambda f: [json.dumps([1]).encode()], "not a message"),
         (lambda f: f[:1], "0 tensors came, the header lists 1"),
@@ -54,43 +51,17 @@ def test_what_is_no_message_of_this_version_is_refused(spoil, message):
     assert message in str(caught.value)
 
 
-def test_weights_in_a_file(tmp_path):
-    g = torch.Generator().manual_seed(0)
-    weight, scale = quantize(torch.randn(130, 70, generator=g))
-    tensors = {
-        "a": torch.randn(3, 5, generator=g),
-        "b": torch.randn(7, generator=g, dtype=torch.float64).bfloat16(),
-        "c.weight": weight,
-        "c.weight_scale_inv": scale,
-        "d": torch.randn(4, generator=g),
-    }
-    shapes = {n: tuple(x.shape) for n, x in tensors.items()}
-    held = write(tmp_path / "w", tensors.items(), 5, room(shapes, torch.float32), "x.shared_memory")
-    for name, tensor in read(str(held.path), held.records).items():
-        assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8))
-    for record in held.records:
-        assert record.checksum == int(checksum(record.name, tensors[record.name]))
-        assert record.offset % 64 == 0
-    # A scale stays with its weight, whatever the limit.
+def test_buckets_keep_scales_with_their_weights(tmp_path):
+    sizes = {"a": 60, "b": 14, "c.weight": 9100, "c.weight_scale_inv": 8, "d": 16}
+    records = tuple(TensorRecord(name, "uint8", (size,), 0, 0) for name, size in sizes.items())
+    held = HostWeights(tmp_path / "w", 5, records)
     assert [[record.name for record in bucket] for bucket in held.buckets(70)] == [
         ["a"],
         ["b"],
         ["c.weight", "c.weight_scale_inv"],
         ["d"],
     ]
-    assert [record for bucket in held.buckets(1 << 30) for record in bucket] == list(held.records)
-    held.delete()
-    assert not held.path.exists()
-
-
-def test_a_folder_without_room_is_told_before_it_is_touched(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match=r"trtllm\.shared_memory: .* has no room for 1 MiB of weights \(No space left"):
-        write(tmp_path / "w", [("a", torch.ones(3))], 0, 1 << 20, "trtllm.shared_memory")
-    assert not (tmp_path / "w").exists()
+    assert [record for bucket in held.buckets(1 << 30) for record in bucket] == list(records)
 
 
 def test_fp8_blocks_against_loops():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
+import socket
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +13,9 @@ from typing import Any
 import torch
 
 from megatron_brorl.types import Rollout
-from tensorrt_llm._double import come_to
+from tensorrt_llm._double import API, come_to
 from tensorrt_llm._ray_utils import control_action_decorator
-from tensorrt_llm._torch.pyexecutor import PyExecutor, Row
+from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor, Row
 from tensorrt_llm._torch.virtual_memory import verify_sleep_wakeup_tags
 from tensorrt_llm.llmapi.llm_args import RayPlacementConfig, TorchLlmArgs
 
@@ -30,12 +32,18 @@ class RayGPUWorker:
         come_to("sleep")
         tags = self._verify(sleep_tags)
         self.engine.release(tags)
-        if "model_weights" in tags and self.llm_args.sleep_config.restore_modes["model_weights"] == "NONE":
+        modes = self.llm_args.sleep_config.restore_modes if API == "1.3" else {}
+        lost = {tag for tag in tags if modes.get(tag) == "NONE"}
+        if "model_weights" in lost:
             self.engine.model_engine.model.drop()
+        self.engine.lost |= lost - {"kv_cache", "model_weights", "draft_model_weights"}
 
     @control_action_decorator
     def wakeup(self, wakeup_tags: list[str]) -> None:
-        self.engine.asleep -= self._verify(wakeup_tags)
+        tags = self._verify(wakeup_tags)
+        if not tags <= self.engine.asleep:
+            raise ValueError(f"{tags - self.engine.asleep} are not asleep")
+        self.engine.asleep -= tags
 
     def _verify(self, tags: list[str]) -> set[str]:
         if not self.llm_args.can_sleep:
@@ -139,6 +147,8 @@ class AsyncLLM:
         return self.setup_async().__await__()
 
     async def setup_async(self) -> AsyncLLM:
+        host, port = os.environ["RAY_ADDRESS"].split(":")  # an existing Ray, as ray.init(address="auto") finds it
+        socket.create_connection((host, int(port))).close()
         worker = _inject(self.args.ray_worker_extension_cls)
         self._workers = [worker(i, self.args) for i in range(self.args.tensor_parallel_size)]
         return self

@@ -7,6 +7,7 @@ from enum import Enum
 from tensorrt_llm._double import API
 
 _TAGS = [
+    "_no_capture_init_model",  # internal
     *("sampler", "drafter", "guided_decoder", "spec_resource_manager", "model_extra", "executor_extra"),
     *("kv_cache", "model", "draft_model"),
 ]

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from tensorrt_llm._double import API
+from tensorrt_llm._torch.virtual_memory import ExecutorMemoryType
 
 
 class CapacitySchedulerPolicy(str, Enum):
@@ -39,12 +40,27 @@ class KvCacheConfig:
     dtype: str = "auto"
     tokens_per_block: int = 32
 
+    def __post_init__(self) -> None:
+        if not 0 < self.free_gpu_memory_fraction <= 1:
+            raise ValueError(f"free_gpu_memory_fraction {self.free_gpu_memory_fraction}: must be in (0, 1]")
+        if self.max_tokens is not None and self.max_tokens <= 0:
+            raise ValueError(f"max_tokens {self.max_tokens}: must be positive")
+
 
 @dataclass(kw_only=True)
 class CudaGraphConfig:
     batch_sizes: list[int] | None = None
-    max_batch_size: int = 128
+    max_batch_size: int = 0
     enable_padding: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.batch_sizes:
+            self.max_batch_size = self.max_batch_size or 128
+            return
+        greatest = max(self.batch_sizes)
+        if self.max_batch_size not in (0, greatest):
+            raise ValueError("CudaGraphConfig.max_batch_size is incompatible with CudaGraphConfig.batch_sizes")
+        self.max_batch_size = greatest
 
 
 @dataclass(kw_only=True)
@@ -62,7 +78,8 @@ if API == "1.3":
         restore_modes: dict[Any, str] = field(default_factory=dict)
 
         def __post_init__(self) -> None:
-            for mode in self.restore_modes.values():
+            for tag, mode in self.restore_modes.items():
+                ExecutorMemoryType(tag)  # raises ValueError where it is unknown
                 if mode not in ("NONE", "MEMSET", "CPU", "PINNED"):
                     raise ValueError(f"restore mode {mode}")
 

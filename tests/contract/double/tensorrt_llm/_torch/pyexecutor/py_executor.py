@@ -23,6 +23,8 @@ from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.remote.fp8_blocks import dequantize
 from megatron_brorl.types import Prompt, Rollout
 from tensorrt_llm._double import API, SEEDS, come_to
+from tensorrt_llm._torch.pyexecutor.resource_manager import KVCacheManager, ResourceManager, ResourceManagerType
+from tensorrt_llm.llmapi.llm_args import CapacitySchedulerPolicy
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -139,6 +141,10 @@ class PyExecutor:
         self.model_engine = ModelEngine(model)
         self.sampler = Sampler("TRTLLMSampler" if args.sampler_type == "TRTLLMSampler" else "TorchSampler")
         self.asleep: set[str] = set()
+        self.lost: set[str] = set()  # memory whose contents a sleep did not keep
+        self.args = args
+        self.kv_cache_manager = KVCacheManager(args.kv_cache_config)
+        self.resource_manager = ResourceManager({ResourceManagerType.KV_CACHE_MANAGER: self.kv_cache_manager})
         self.prefixes = self.dangling = False  # blocks to be found by their prefix; blocks whose memory was released
         self._busy = threading.Lock()
         self._queue: SimpleQueue[Row] = SimpleQueue()
@@ -185,9 +191,23 @@ class PyExecutor:
                     traceback.print_exc()
                     os._exit(1)
 
+    def _pause(self, rows: list[Row]) -> None:
+        """What fits together is computed together; MAX_UTILIZATION begins more than fits and pauses some of it."""
+        stats = self.kv_cache_manager.get_kv_cache_stats()
+        pressed = sum(len(row.ids) + row.params.max_tokens for row in rows[: self.args.max_batch_size])
+        pausing = (
+            self.args.scheduler_config.capacity_scheduler_policy == CapacitySchedulerPolicy.MAX_UTILIZATION
+            and pressed > stats.max_num_blocks * stats.tokens_per_block
+        )
+        if pausing and self.sampler.trtllm and not self.args.disable_overlap_scheduler:
+            raise SystemError("Assertion failed: reqTokens.size() == promptLen")
+
     def _generate(
         self, rows: list[Row], temperature: Any, top_p: Any, top_k: Any, tokens: int, stops: Any, greedy: bool
     ) -> None:
+        if self.lost:
+            raise SystemError(f"generate with {self.lost} lost in a sleep")
+        self._pause(rows)
         if self.asleep or self.dangling:
             raise SystemError(f"generate with released memory ({self.asleep}) or prefixes that point to it")
         self.prefixes = True

@@ -1,0 +1,50 @@
+"""What TensorRT-LLM is told, as far as it can be worked out without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+KV_CACHE = "kv_cache"  # memory tag of keys and values
+_SENT_AGAIN = ("model_weights", "draft_model_weights")  # what a sleep may lose, for weights follow it; 1.3
+_STEPS = ((64, 8), (256, 16), (512, 32))  # up to so many rows, graphs for every so many; beyond them every 64
+
+
+def sleep_tags(known: Iterable[str]) -> list[str]:
+    """The tags of all memory that a sleep gives back, of those that this version knows; internal ones begin with _."""
+    return [tag for tag in known if not tag.startswith("_")]
+
+
+def restore_modes(tags: Iterable[str]) -> dict[str, str]:
+    """What becomes of each tag's memory in a sleep of 1.3: lost, or kept in host memory.
+
+    Weights are sent again after a sleep (rollout.remote.engine) and caches are empty; all else, such as the tables of
+    rotary embeddings under "model" or the sampler's state, is needed as it was.
+    """
+    return {tag: "NONE" if tag in (KV_CACHE, *_SENT_AGAIN) else "CPU" for tag in tags}
+
+
+def graph_sizes(rows: int) -> list[int]:
+    """Batch sizes that CUDA graphs are made for, `rows` the greatest. Others are padded, by a quarter at most above 32.
+
+    TensorRT-LLM's own list doubles above 128: 260 rows would be computed as 512.
+    """
+    sizes = [1, 2, 4]
+    while sizes[-1] < rows:
+        step = next((step for end, step in _STEPS if sizes[-1] < end), 64)
+        sizes.append((sizes[-1] // step + 1) * step)
+    return [size for size in sizes if size < rows] + [rows]
+
+
+def rows_at_a_time(kv_tokens: int, context: int, most: int, scheduler: str) -> int:
+    """Requests that run together where keys and values of `kv_tokens` tokens fit.
+
+    context: prompt + response tokens at most. most: of the configuration. GUARANTEED_NO_EVICT reserves the longest
+    response for each; MAX_UTILIZATION takes what it is given. Raises ValueError where not even one fits.
+    """
+    fitting = kv_tokens // context
+    if not fitting:
+        raise ValueError(
+            f"keys and values of {kv_tokens} tokens fit, and one response with its prompt may take {context}: raise "
+            "trtllm.memory_fraction or trtllm.tensor, set train.offload = true, or lower rollout.max_tokens"
+        )
+    return most if scheduler == "MAX_UTILIZATION" else min(most, fitting)

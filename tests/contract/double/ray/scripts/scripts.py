@@ -1,0 +1,46 @@
+"""`ray start`, as far as an engine's leaf uses it: options are checked, ports are bound, and it blocks until it ends.
+
+Its options are those of Ray 2.53. BRORL_DOUBLE_PORT_TAKEN=FILE: the first time a port is taken; FILE is made then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+import socket
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    start = parser.add_subparsers(required=True).add_parser("start", allow_abbrev=False)
+    for flag in ("--head", "--block", "--disable-usage-stats"):
+        start.add_argument(flag, action="store_true", required=True)
+    start.add_argument("--node-ip-address", required=True)
+    start.add_argument("--include-dashboard", choices=["true", "false"])
+    names = ["port", "node-manager-port", "object-manager-port", "metrics-export-port", "runtime-env-agent-port"]
+    names += ["dashboard-agent-grpc-port", "dashboard-agent-listen-port"]
+    for name in names:
+        start.add_argument(f"--{name}", type=int, required=True)
+    for name in ("ray-client-server-port", "min-worker-port", "max-worker-port", "num-gpus", "num-cpus"):
+        start.add_argument(f"--{name}", type=int)
+    args = vars(parser.parse_args())
+
+    taken = os.environ.get("BRORL_DOUBLE_PORT_TAKEN")
+    if taken and not Path(taken).exists():
+        Path(taken).touch()
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    held = []
+    for name in names:
+        s = socket.socket()
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind((args["node_ip_address"], args[name.replace("-", "_")]))
+        s.listen()
+        held.append(s)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()
