@@ -20,14 +20,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BufferedWriter
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import torch
 
-from megatron_brorl.rollout.continuation import siblings
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
 from megatron_brorl.types import FinishReason, Rollout
@@ -88,8 +87,8 @@ class DurableRollouts:
         wanted = [self._identities(request, sampling) for request in requests]
         found = [self._recover(identities) for identities in wanted]
         self._recovered += sum(map(len, found))
-        for i, rollouts in enumerate(found):
-            for rollout in rollouts.values():
+        for i, there in enumerate(found):
+            for rollout in there.values():
                 if rollout.finish != "cut":
                     finished(i, rollout)
 
@@ -110,7 +109,7 @@ class DurableRollouts:
                 if rollout.finish == "cut" and len(rollout.token_ids) == begun.get(rollout.index, 0) + sampling.budget:
                     self._append(wanted[i][rollout.index], rollout)
                 found[i][rollout.index] = rollout
-        return GenerationResult([[rollouts[k] for k in sorted(rollouts)] for rollouts in found], result.late)
+        return GenerationResult([[there[k] for k in sorted(there)] for there in found], result.late)
 
     def take_recovered(self) -> int:
         """How many rollouts were not sampled because an earlier process had, since this was last asked."""
@@ -130,11 +129,13 @@ class DurableRollouts:
         asked = (self.engine, self._weights, sampling, request.key, request.prompt.token_ids)
         shared = hashlib.blake2b(repr(asked).encode(), digest_size=16)
         identities = {}
-        for begun in siblings(request):
+        before = {r.index: r for r in request.begun}
+        for sibling in range(request.first, request.first + request.n):
             own = shared.copy()
-            own.update(repr((begun.index, begun.spans, len(begun.token_ids))).encode())
-            own.update(begun.token_ids.numpy().tobytes() + begun.log_probs.numpy().tobytes())
-            identities[begun.index] = own.digest()
+            own.update(sibling.to_bytes(8, "little"))
+            if begun := before.get(sibling):
+                own.update(_encoded(b"", begun))
+            identities[sibling] = own.digest()
         return identities
 
     def _recover(self, identities: Mapping[int, bytes]) -> dict[int, Rollout]:
@@ -217,14 +218,12 @@ def _without(request: Request, found: Mapping[int, Rollout]) -> Iterator[Request
 
 
 def _encoded(identity: bytes, rollout: Rollout) -> bytes:
+    """A record."""
     tokens, spans = len(rollout.token_ids), len(rollout.spans)
     head = _HEAD.pack(_MAGIC, identity, _FINISH.index(rollout.finish), spans, tokens)
-    arrays = (
-        np.array(rollout.spans, dtype="<i8"),
-        rollout.token_ids.numpy().astype("<i4"),
-        rollout.log_probs.numpy().astype("<f4"),
-    )
-    body = b"".join(array.tobytes() for array in arrays)
+    ids, log_probs = rollout.token_ids.numpy(), rollout.log_probs.numpy()
+    versions = struct.pack(f"<{2 * spans}q", *chain.from_iterable(rollout.spans))
+    body = versions + ids.astype("<i4").tobytes() + log_probs.astype("<f4", copy=False).tobytes()
     return head + _CRC.pack(zlib.crc32(body, zlib.crc32(head))) + body
 
 
