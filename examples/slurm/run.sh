@@ -14,6 +14,12 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
+# Older versions (22.05 is one) do not say when the job ends, before which the ranks save.
+if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
+  SLURM_JOB_END_TIME=$(SLURM_TIME_FORMAT=%s scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([0-9]\{1,\}\) .*/\1/p')
+fi
+export SLURM_JOB_END_TIME # empty for a job without a limit
+
 # A step gets what the job has only where it asks for it: since 22.05 srun does not take --cpus-per-task from the job.
 CPUS=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE * SLURM_NNODES / SLURM_NTASKS))}
 STEP=(--exclusive --mem=0 --cpus-per-task="$((CPUS > 0 ? CPUS : 1))")

@@ -155,6 +155,14 @@ def test_every_job_asks_for_what_it_starts(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("told", [{"STANDIN_END": "2000000000"}, {"SLURM_JOB_END_TIME": "2000000000"}])
+def test_the_ranks_know_when_the_job_ends(told, tmp_path):
+    """Where Slurm does not say it in the environment, run.sh asks."""
+    job, log = ROOT / "examples" / "slurm" / "single_node.sbatch", tmp_path / "log"
+    assert run("sbatch", job, STANDIN_DRY="1", STANDIN_LOG=str(log), **told).returncode == 0
+    assert log_of(log)[1]["end"] == "2000000000"
+
+
 @pytest.mark.parametrize("mounts", ["", "/data:/data,/models:/m:ro"])
 def test_a_job_in_a_container(mounts, tmp_path):
     """The command lines of pyxis and of apptainer: the repository is where it was, beside what else is mounted."""
@@ -171,6 +179,7 @@ def test_a_job_in_a_container(mounts, tmp_path):
         assert log_of(log)[1] == {
             "step": [*rank, *command, "python", str(SCRIPT), "optim.lr=1e-6"],
             "options": {**STEP, **options},
+            "end": "",
         }
 
 
