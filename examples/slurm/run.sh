@@ -12,6 +12,9 @@ HERE=$(cd "$(dirname "$0")" && pwd)
 FOLDER=${SLURM_SUBMIT_DIR:-$PWD}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+while (: <>"/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null; do # this is the node of rank 0, where somebody listens there
+  MASTER_PORT=$((MASTER_PORT + 1))
+done
 export MASTER_ADDR MASTER_PORT
 
 # Older versions (22.05 is one) do not say when the job ends, before which the ranks save.
