@@ -2,8 +2,9 @@
 
 A line is {"step": 3, "reward": 0.5, ..., "time": {"generate": 1.9, ...}}. Everything outside "time" is a function of
 the configuration and the seed as long as no rollout is late: two runs with the same seed write the same bytes there.
-Wall-clock values live in "time" only, so that a comparison drops that one key. Floats are written by repr and come back
-bit for bit. JSON has no NaN: a value that is not finite becomes null, and its key is listed under "nonfinite".
+Wall-clock values, and "recovered", the rollouts that a process before this one had sampled, live in "time" only, so
+that a comparison drops that one key. Floats are written by repr and come back bit for bit. JSON has no NaN: a value
+that is not finite becomes null, and its key is listed under "nonfinite".
 """
 
 from __future__ import annotations

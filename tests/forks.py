@@ -35,22 +35,28 @@ LAST_WORDS_S = 20.0  # for the other ranks, once one has failed
 
 
 def command_line(
-    arguments: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: Path | None = None,
+    main: Callable[[list[str]], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`brorl` with these arguments; with --processes N as so many ranks that meet as those of torchrun do."""
-    words, size = list(arguments), 0
+    """`brorl` with these arguments; with --processes N as so many ranks that meet as those of torchrun do.
+
+    main: a test's own way into the command line, in every rank.
+    """
+    main, words, size = main or _main, list(arguments), 0
     if "--processes" in words:
         at = words.index("--processes")
         size = int(words[at + 1])
         del words[at : at + 2]
     if not size:
-        return _complete([(_main, words, environment, cwd)])
+        return _complete([(main, words, environment, cwd)])
 
     # Rank 0 gets the socket where the ranks meet: no one else can take the port in between.
     with meeting_point() as listener:
         told = meeting(listener, size)
         return _complete(
-            [(_main, words, {**environment, **told[rank]}, cwd, None if rank else listener) for rank in range(size)]
+            [(main, words, {**environment, **told[rank]}, cwd, None if rank else listener) for rank in range(size)]
         )
 
 

@@ -3,5 +3,6 @@
 set -euo pipefail
 export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
 export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((${SLURM_CPUS_ON_NODE:-1} / LOCAL_WORLD_SIZE > 0 ? ${SLURM_CPUS_ON_NODE:-1} / LOCAL_WORLD_SIZE : 1))}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}} # run.sh has srun set it
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                                # what failed, in the output of the rank that saw it
 exec "$@"

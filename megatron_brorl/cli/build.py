@@ -40,6 +40,7 @@ from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.registry import for_workers
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.startup import Started, look_at
+from megatron_brorl.rollout.durable import FOLDER, DurableRollouts
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
@@ -208,7 +209,18 @@ class Session:
             seed=c.run.seed,
             grid=self.grid,
             max_lost_share=c.rollout.max_lost_share,
+            durable=self._durable() if c.rollout.durable else None,
         )
+
+    def _durable(self) -> DurableRollouts:
+        """Where rollouts are kept until their step is over."""
+        c = self.config
+        # What decides an engine's arithmetic beside its weights.
+        arithmetic = (c.rollout.engine, c.rollout.dtype, c.ops.implementation, c.trtllm.quantization, c.trtllm.kv_dtype)
+        durable = DurableRollouts(self.dir / FOLDER, self.grid.rank, repr(arithmetic))
+        # A run that was stopped goes on with the step that another process left unfinished.
+        self._closing.append(lambda: durable.close(over=not self.stopped_by))
+        return durable
 
     def _torch_engine(self) -> RolloutEngine:
         c = self.config

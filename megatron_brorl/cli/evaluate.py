@@ -63,7 +63,7 @@ def evaluate(args: argparse.Namespace) -> int:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
         # The model goes to the engine as it would between two steps of training.
         rollouts = session.rollouts()  # engine and verifiers
-        refit(session.worker(None), rollouts.engine, 0)
+        refit(session.worker(None), rollouts.engine, 0, rollouts.durable)
 
         # Sample every benchmark; the whole and its parts are summed up alike.
         e, r = config.evaluate, config.rollout

@@ -86,6 +86,8 @@ class RolloutConfig:
     timeout_s: float = above(0, default=1800.0)
     # Share of a step's rollouts that may be lost; the others are trained on. More end the run; 0: any does
     max_lost_share: float = within("[0, 1]", default=0.1)
+    # Keep what was sampled in run.dir/unfinished_step until the step is over: one that was killed samples only the rest
+    durable: bool = True
     # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
     # when its last sibling has ended. 0 = responses are sampled whole.
     partial_tokens: int = at_least(0, default=0)

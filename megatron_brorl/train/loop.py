@@ -95,6 +95,8 @@ class Trainer:
                 self.reference.reset_where_due(s.step, metrics, progress)
 
             # What the step came to, for files and the console.
+            if seconds["recovered"]:
+                progress.note(f"step {s.step}: {seconds['recovered']:.0f} rollouts had been sampled before a restart")
             if writer:
                 writer.write(s.step - 1, metrics, seconds)
             progress.update(s.step, console_line(metrics, seconds))
@@ -160,6 +162,7 @@ class Trainer:
         metrics["token_gain"] = token_gain(self.worker, experience)
         phases = {"train": trained_at - training - record_s, "refit": refitted - trained_at, "record": record_s}
         seconds = collected.seconds | phases
+        seconds["recovered"] = self.rollouts.recovered()  # among them because it differs from run to run as well
         return metrics, seconds | (diagnostics.seconds if diagnostics else {}) | {"step": done - begun}
 
     def _update(self, experience: Experience, batches: list[list[int]], nonfinite: float) -> dict[str, float]:
@@ -187,7 +190,8 @@ class Trainer:
         """Hand the actor's weights to the engines; see refit.refit_engines."""
         t = self.config.train
         tolerance = t.verify_tolerance if t.verify_reshard else None
-        return refit_engines(self.models(), self.rollouts.engine, self.state.updates, tolerance)
+        r = self.rollouts
+        return refit_engines(self.models(), r.engine, self.state.updates, tolerance, r.durable)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Of the held-out prompts with the weights that the engines have; a collective."""

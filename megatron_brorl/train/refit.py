@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.rollout.durable import DurableRollouts
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.watchdog import Watchdog
@@ -34,16 +35,21 @@ class _StreamChecksum:
 
 
 def refit_engines(
-    models: TrainingModels, engine: Watchdog, version: int, verify_tolerance: float | None
+    models: TrainingModels,
+    engine: Watchdog,
+    version: int,
+    verify_tolerance: float | None,
+    durable: DurableRollouts | None = None,
 ) -> dict[str, float]:
     """Hand the actor's weights to the engines, and check that they compute the same where that is asked for.
 
-    A collective, which returns metrics. verify_tolerance: see verify_reshard, in nats; None: not checked.
+    A collective, which returns metrics. verify_tolerance: see verify_reshard, in nats; None: not checked. durable: see
+    refit.
     """
     # The engine needs the memory; the actor's weights are streamed next.
     models.offload(actor_weights=False)
     engine.wake()
-    metrics = {"refit_again": float(refit(models.actor, engine, version))}
+    metrics = {"refit_again": float(refit(models.actor, engine, version, durable))}
     if verify_tolerance is not None:
         metrics["reshard_gap_max"] = verify_reshard(models.actor, engine, version, verify_tolerance)
     models.offload()
@@ -51,8 +57,12 @@ def refit_engines(
     return metrics
 
 
-def refit(worker: Worker, engine: RolloutEngine | Watchdog, version: int) -> int:
+def refit(
+    worker: Worker, engine: RolloutEngine | Watchdog, version: int, durable: DurableRollouts | None = None
+) -> int:
     """Hand the actor's weights to this rank's engine; a collective. Returns how often they had to be sent again.
+
+    durable: what keeps the rollouts that they sample, and is told of them by their checksum.
 
     Raises UpdateRefused on every rank where an engine still refused at the last try, or where two ranks were sent
     different bytes. Engines may then hold different versions: the caller must not sample from them.
@@ -66,6 +76,8 @@ def refit(worker: Worker, engine: RolloutEngine | Watchdog, version: int) -> int
             print(f"brorl: rank {worker.grid.rank}, version {version}: {e}", file=sys.stderr, flush=True)
         problem = _agree(worker.grid, int(checksum.total), refused is not None)
         if not problem:
+            if durable:
+                durable.begin(version, int(checksum.total))
             return again
     raise refused or UpdateRefused(f"weight update: version {version}: {problem}")
 

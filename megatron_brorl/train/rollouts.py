@@ -19,9 +19,10 @@ from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rollout.duplicates import improbable
+from megatron_brorl.rollout.durable import DurableRollouts
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, requests
-from megatron_brorl.rollout.watchdog import Finished, Watchdog
+from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts rewards mean nothing
@@ -60,6 +61,7 @@ class Rollouts:
     seed: int
     grid: Grid
     max_lost_share: float  # config key rollout.max_lost_share
+    durable: DurableRollouts | None = None  # of rollout.durable
     told: set[int] = field(default_factory=set)  # codes of what was said of verifiers that raise
 
     def sample(
@@ -83,7 +85,7 @@ class Rollouts:
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
             # Verdicts are made while others are still being sampled.
             finished = _both(scorer.finished, on_end) if on_end else scorer.finished
-            result = self.engine.generate(asked, sampling, finished)
+            result = self._generate(asked, sampling, finished)
             # A collective, and before verdicts count: repeated rollouts would pass for independent ones everywhere.
             _check_distinct(asked, result.rollouts, self.engine.engine.if_repeating)
             middle = time.monotonic()
@@ -133,6 +135,11 @@ class Rollouts:
         }
         return metrics, {"verdict_queue_mean": stats.queue_mean_s, "verdict_queue_max": stats.queue_max_s}
 
+    def recovered(self) -> float:
+        """Rollouts of all ranks that an earlier process had sampled, since this was last asked; a collective."""
+        own = self.durable.take_recovered() if self.durable else 0
+        return collectives.all_reduce_sum({"recovered": float(own)})["recovered"]
+
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
         return bool(collectives.all_reduce_max({"stuck": float(self.engine.stuck)})["stuck"])
@@ -144,6 +151,11 @@ class Rollouts:
                 f"a rollout engine did not stop when told to (its rank is named above); {state}: start the same "
                 "command again to go on"
             )
+
+    def _generate(self, asked: Sequence[Request], sampling: Sampling, finished: Finished) -> GenerationResult:
+        if self.durable:
+            return self.durable.generate(self.engine, asked, sampling, finished)
+        return self.engine.generate(asked, sampling, finished)
 
     def _tell(self, raised: Mapping[str, str]) -> None:
         """Say on stderr, once in a run, which verifiers raised; the first rank that has one prints it. A collective."""

@@ -124,6 +124,9 @@ def _is_rank(process: psutil.Process, directory: Path) -> bool:
     return len(line) > 1 and line[1] == str(SCRIPT) and f"run.dir={directory}" in line
 
 
+STEP = {"kill_on_bad_exit": 0, "wait": 900, "cpus_per_task": 12, "mem": 0, "exclusive": True}  # options of srun
+
+
 def test_every_job_asks_for_what_it_starts(tmp_path):
     """The steps of the other scripts, written down instead of started."""
     expected = {
@@ -140,13 +143,54 @@ def test_every_job_asks_for_what_it_starts(tmp_path):
         lines = log_of(log)
         assert [line["tasks"] for line in lines[::2]] == [tasks] * len(arguments)
         assert [line["step"] for line in lines[1::2]] == [[*rank, str(SCRIPT), *own] for own in arguments]
+        for line in lines[::2]:
+            assert [line["job"][name] for name in ("cpus_per_task", "exclusive", "mem")] == [12, True, "0"]
+        assert all(line["options"] == STEP for line in lines[1::2])
     log = tmp_path / "evaluate"
     job = ROOT / "examples" / "slurm" / "evaluate.sbatch"
     assert run("sbatch", job, "model.path=x", STANDIN_DRY="1", STANDIN_LOG=str(log)).returncode == 0
-    assert log_of(log)[1]["step"][3:] == [
-        *("-m", "megatron_brorl", "evaluate", "examples/brorl_1.5b.toml"),
+    assert log_of(log)[1]["step"][2:] == [
+        *("brorl", "evaluate", "examples/brorl_1.5b.toml"),
         *("run.dir=runs/brorl_1.5b_evaluation", "model.path=x"),
     ]
+
+
+@pytest.mark.parametrize("told", [{"STANDIN_END": "2000000000"}, {"SLURM_JOB_END_TIME": "2000000000"}])
+def test_the_ranks_know_when_the_job_ends(told, tmp_path):
+    """Where Slurm does not say it in the environment, run.sh asks."""
+    job, log = ROOT / "examples" / "slurm" / "single_node.sbatch", tmp_path / "log"
+    assert run("sbatch", job, STANDIN_DRY="1", STANDIN_LOG=str(log), **told).returncode == 0
+    assert log_of(log)[1]["end"] == "2000000000"
+
+
+@pytest.mark.parametrize("mounts", ["", "/data:/data,/models:/m:ro"])
+def test_a_job_in_a_container(mounts, tmp_path):
+    """The command lines of pyxis and of apptainer: the repository is where it was, beside what else is mounted."""
+    rank = ["bash", str(ROOT / "examples" / "slurm" / "rank.sh")]
+    every = f"{ROOT}:{ROOT},{mounts}".rstrip(",")
+    pyxis = {"container_image": "nvcr.io#a/b:1", "container_mounts": every, "container_workdir": str(ROOT)}
+    apptainer = ["apptainer", "exec", "--nv", "--bind", every, "--pwd", str(ROOT), "b.sif"]
+    job = ROOT / "examples" / "slurm" / "multi_node.sbatch"
+    for kind, image, options, command in (("pyxis", "nvcr.io#a/b:1", pyxis, []), ("apptainer", "b.sif", {}, apptainer)):
+        log = tmp_path / kind
+        told = {"CONTAINER": kind, "CONTAINER_IMAGE": image, "CONTAINER_MOUNTS": mounts}
+        done = run("sbatch", job, "optim.lr=1e-6", STANDIN_DRY="1", STANDIN_LOG=str(log), **told)
+        assert done.returncode == 0, done.stderr
+        assert log_of(log)[1] == {
+            "step": [*rank, *command, "python", str(SCRIPT), "optim.lr=1e-6"],
+            "options": {**STEP, **options},
+            "end": "",
+        }
+
+
+@pytest.mark.parametrize("told", [("podman", "x"), ("pyxis", ""), ("", "x.sif")])
+def test_half_a_container_is_refused(told, tmp_path):
+    log = tmp_path / "log"
+    environment = {"CONTAINER": told[0], "CONTAINER_IMAGE": told[1], "STANDIN_LOG": str(log)}
+    done = run("sbatch", ROOT / "examples" / "slurm" / "single_node.sbatch", **environment)
+    assert done.returncode == 2
+    assert f"run.sh: CONTAINER={told[0]} CONTAINER_IMAGE={told[1]}: give both" in done.stderr
+    assert len(log_of(log)) == 1  # the job; no step began
 
 
 def test_the_recipe_is_the_paper_s():
