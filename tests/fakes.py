@@ -32,10 +32,10 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
 
 
 class Source:
-    """Prompt step * count + i of an endless row of them."""
+    """An endless row of prompts."""
 
-    def take(self, step: int, count: int) -> list[Prompt]:
-        return prompts(count, step * count)
+    def take(self, start: int, count: int) -> list[Prompt]:
+        return prompts(count, start)
 
 
 class Tokenizer:

@@ -25,6 +25,7 @@ BEFORE_THE_KEY: Fingerprint = {
     "reward": {"combination": []},
     "algo": {"policy_loss": "clip", "tau_pos": 1.0, "tau_neg": 1.05},
     "optim": {"decay_norms_and_biases": True},
+    "rollout": {"max_oversample": 1.0},
 }
 
 
@@ -38,6 +39,8 @@ def fingerprint(config: Config, shape: ModelShape, own_verifiers: Mapping[str, s
     for section, keys in _FREE.items():
         for key in keys:
             del kept[section][key]
+    if not config.rollout.refills:  # it decides nothing then
+        del kept["rollout"]["max_oversample"]
 
     kept["run"] = {"seed": config.run.seed}
     kept[_FILES] = dict(own_verifiers)

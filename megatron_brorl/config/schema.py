@@ -115,9 +115,12 @@ class RolloutConfig:
     # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
     # when its last sibling has ended. 0 = responses are sampled whole.
     partial_tokens: int = at_least(0, default=0)
-    # Rounds of rollout.prompts more prompts that a step samples at most while dynamic sampling keeps fewer than
-    # rollout.prompts groups. Kept groups beyond that are trained on in the next step.
+    # Rounds of more prompts that a step samples at most while dynamic sampling keeps fewer than rollout.prompts groups.
+    # Kept groups beyond that are trained on in the next step.
     refills: int = at_least(0, default=0)
+    # With refills a round asks as many prompts as the share kept of late says will do, at most so many times
+    # rollout.prompts. 1: every round asks rollout.prompts
+    max_oversample: float = within("[1, 16]", default=4.0)
     # Spend prompts x n rollouts unevenly: the first adaptive_first of every prompt decide who gets the rest. "kept":
     # where they are most likely to bring right and wrong ones; "variance": where success is most uncertain. Weights
     # keep the expected gradient that of n rollouts for every prompt.

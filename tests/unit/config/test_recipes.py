@@ -40,6 +40,7 @@ def without_effect(config: Config) -> set[str]:
         "algo.aggregation_tokens": algo.aggregation != "fixed",
         "rollout.max_carried_steps": not config.rollout.partial_tokens,
         "rollout.adaptive_first": config.rollout.adaptive == "off",
+        "rollout.max_oversample": not config.rollout.refills,
         "shaping.cosine_min shaping.cosine_max shaping.cosine_on_steps shaping.cosine_off_steps": (
             not shaping.cosine_coef
         ),

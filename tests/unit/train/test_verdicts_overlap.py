@@ -26,7 +26,7 @@ class Source:
         prompts = fakes.prompts(2)
         self.prompts = [replace(p, verifier="logged", metadata={"log": str(log)}) for p in prompts]
 
-    def take(self, step: int, count: int) -> list[Prompt]:
+    def take(self, start: int, count: int) -> list[Prompt]:
         return self.prompts
 
 
