@@ -17,7 +17,7 @@ from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.rows import in_order
-from megatron_brorl.rollout.sampler import Slot, open_groups, own_slots
+from megatron_brorl.rollout.sampler import Slot, open_groups
 from megatron_brorl.train import adaptive
 from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.carried import Carried, carry, staleness
@@ -157,9 +157,8 @@ class Collector:
     def _round(
         self, slots: list[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], loads: list[int]
     ) -> SampledRounds:
-        """One call of the engine of every rank; begun and loads as in sampler.own_slots."""
-        own = own_slots(list(begun), slots, loads, self.grid.rank)
-        sampled = self.rollouts.sample(own, groups, self.sampling, begun)
+        """One call of the engine of every rank; begun and loads as in Rollouts.sample."""
+        sampled = self.rollouts.sample(slots, groups, self.sampling, begun, loads)
         return SampledRounds(sampled.rollouts, collectives.all_reduce_sum(sampled.counts()), sampled.seconds)
 
     def _outcomes(self, rollouts: Sequence[ScoredRollout], groups: Sequence[OpenGroup]) -> Outcomes:

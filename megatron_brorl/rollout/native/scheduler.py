@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_brorl.ops.decode import PAGE, Rows
 from megatron_brorl.rollout.continuation import extended, siblings
-from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.engine import Request, Sampling, Supply
 from megatron_brorl.rollout.native.decoder import Decoder, Passage
 from megatron_brorl.rollout.native.pages import PagePool, pages_for
 from megatron_brorl.types import FinishReason, Rollout
@@ -43,13 +43,15 @@ class Scheduler:
         sampling: Sampling,
         max_rows: int,
         version: int,
+        supply: Supply | None = None,
     ) -> None:
-        self.decoder, self.pool, self.requests, self.version = decoder, pool, requests, version
-        self.max_tokens = sampling.max_tokens
+        """supply: of requests that may be added later."""
+        self.decoder, self.pool, self.requests, self.version = decoder, pool, list(requests), version
+        self.sampling, self.max_tokens = sampling, sampling.max_tokens
         self.waiting = deque(_waiting(requests, sampling))
 
         # Per slot.
-        slots = min(max_rows, len(self.waiting))
+        slots = min(max_rows, len(self.waiting) + (supply.rows if supply else 0))
         self.spare = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
         self.holders: list[WaitingRollout | None] = [None] * slots  # what each slot was given to
@@ -60,10 +62,26 @@ class Scheduler:
 
         # Per request: its prompt is in memory once, from its first row to its last.
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
+        longest = max(longest, supply.prompt_tokens if supply else 0)
         self.prompt_tables = torch.zeros(len(requests), pages_for(longest), dtype=torch.int32)
         self.prompt_lengths = torch.zeros(len(requests), dtype=torch.int64)  # 0: not in memory
         self.prompt_hidden: dict[int, Tensor] = {}
         self.rows_left = [r.n for r in requests]  # that have not ended; at 0 the prompt's pages are free again
+
+    def room(self) -> int:
+        """How many rows could begin beside those that wait: slots, and pages for half of the longest response each."""
+        if self.waiting:
+            return 0
+        return min(len(self.spare), self.pool.free // (pages_for(self.max_tokens) // 2 + 1))
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Further requests, numbered on from those before; their rows wait."""
+        self.waiting.extend(_waiting(requests, self.sampling, len(self.requests)))
+        self.requests += requests
+        self.rows_left += [r.n for r in requests]
+        new = torch.zeros(len(requests), self.prompt_tables.shape[1] + 1, dtype=torch.int64)
+        self.prompt_tables = torch.cat((self.prompt_tables, new[:, 1:].int()))
+        self.prompt_lengths = torch.cat((self.prompt_lengths, new[:, 0]))
 
     def admit(self) -> Tensor:
         """Let rows in as far as slots and pages go; returns the hidden states [new rows, H] to draw from next."""
@@ -215,8 +233,8 @@ class Scheduler:
         self.prompt_lengths[request] = 0
 
 
-def _waiting(requests: Sequence[Request], sampling: Sampling) -> Iterable[WaitingRollout]:
-    for i, request in enumerate(requests):
+def _waiting(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[WaitingRollout]:
+    for i, request in enumerate(requests, start=first):
         for so_far in siblings(request):
             budget = len(so_far.token_ids) + sampling.budget if sampling.budget else sampling.max_tokens
             yield WaitingRollout(i, so_far, min(budget, sampling.max_tokens))

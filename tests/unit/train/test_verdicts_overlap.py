@@ -48,7 +48,7 @@ class Clocked(fakes.Engine):
     log: Path = Path()
     waited_for: int = 0
 
-    def generate(self, requests, sampling, watch=None):
+    def generate(self, requests, sampling, watch=None, supply=None):
         groups = super().generate(requests, sampling, _Deaf())
         ends = [(len(r.token_ids), i, r) for i, rollouts in enumerate(groups) for r in rollouts]
         for tick in range(1, TOKENS):
