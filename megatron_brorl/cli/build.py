@@ -193,7 +193,7 @@ class Session:
             seed=c.run.seed,
             grid=self.grid,
             max_lost_share=c.rollout.max_lost_share,
-            pulling=Pulling(network.shared_store(), c.rollout.max_num_seqs),
+            pulling=Pulling(network.shared_store(), c.rollout.max_num_seqs) if c.rollout.pull else None,
         )
 
     def _torch_engine(self) -> RolloutEngine:

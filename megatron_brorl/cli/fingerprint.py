@@ -17,7 +17,7 @@ Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as JSON has 
 
 _SECTIONS = ("data", "rollout", "reward", "shaping", "algo", "critic", "reference", "ops", "optim")
 _FILES = "own_verifiers"  # the section of the sha256 of files that are code of the user's own
-_FREE = {"rollout": ("timeout_s", "max_lost_share")}  # they decide when a run ends, not what it computes
+_FREE = {"rollout": ("timeout_s", "max_lost_share", "pull")}  # when a run ends and who samples, not what it computes
 
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
 BEFORE_THE_KEY: Fingerprint = {

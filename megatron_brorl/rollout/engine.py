@@ -57,7 +57,7 @@ class Supply(Protocol):
     prompt_tokens: int  # of the longest prompt that may come
 
     def take(self, room: int) -> list[Request]:
-        """What the caller samples next, of about so many rows; empty: nothing.
+        """What the caller samples next, of so many rows at most; empty: nothing.
 
         For the thread that generates: once before the first token, and then whenever rows have ended and others can
         begin. What is not taken is sampled by other ranks' engines.

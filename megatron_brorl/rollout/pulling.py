@@ -15,8 +15,6 @@ from typing import Protocol
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.rollout.sampler import Slot
 
-CHUNK = 8  # slots taken of another rank at a time: siblings mostly, whose prompt is then computed once for all of them
-
 
 class Counters(Protocol):
     """Numbers that ranks share; a torch.distributed.Store is one."""
@@ -40,7 +38,7 @@ class Waiting:
         self._left, self._first, self._rank = self._total > 0, True, rank
 
     def claim(self, room: int) -> list[Slot]:
-        """Slots that the caller samples from now on, `room` or a few more; empty: there is nothing for it now.
+        """Slots that the caller samples from now on, `room` at most; empty: there is nothing for it now.
 
         The first time they are this rank's own, however few: others have hardly begun theirs. From then on they are
         whoever's, and each call means that rows have ended.
@@ -54,7 +52,7 @@ class Waiting:
         # Ask the one number that says whether there is anything before those of all ranks.
         self._left = self._counters.add(self._key("all"), 0) < self._total
         while self._left and self._order:
-            found = self._take(self._order[0], max(room, CHUNK) if self._order[0] == self._rank else CHUNK)
+            found = self._take(self._order[0], room)
             if found:
                 return found
             self._order.pop(0)  # for good: nothing comes back

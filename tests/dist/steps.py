@@ -59,7 +59,7 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
     tokenizer, max_lost_share = fakes.Tokenizer(), config.rollout.max_lost_share
-    pulling = Pulling(shared_store(), config.rollout.max_num_seqs)
+    pulling = Pulling(shared_store(), config.rollout.max_num_seqs) if config.rollout.pull else None
     rollouts = Rollouts(
         watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, pulling
     )

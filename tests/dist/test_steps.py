@@ -150,7 +150,7 @@ def test_a_rank_that_loses_everything_holds_nobody_up(worlds, directory, size, p
 def test_what_other_ranks_take_changes_nothing(worlds, directory, single, size, variant, slow):
     """Four rows at a time, and one rank that takes a single time: the others sample what is left of its share."""
     steps, changes = STEPS.get(variant, 2), VARIANTS[variant]
-    changes = {**changes, "rollout": {**changes["rollout"], "max_num_seqs": 4}}
+    changes = {**changes, "rollout": {**changes["rollout"], "max_num_seqs": 4, "pull": True}}
     faults = {"rank": slow, "takes": 1}
     results = worlds(size).run("steps:run_steps", directory, {}, changes, steps, faults)
     expected = single(variant, set())

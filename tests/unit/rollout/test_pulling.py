@@ -9,11 +9,10 @@ from itertools import product
 
 import fakes
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.pulling import CHUNK, Pulled, Pulling, Waiting
+from megatron_brorl.rollout.pulling import Pulled, Pulling, Waiting
 from megatron_brorl.rollout.sampler import deal, open_groups, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 
@@ -65,14 +64,15 @@ def test_claims_at_one_time():
 
 
 def test_what_is_taken_of_others():
-    """Own ones first, then chunks of the next rank's, from the front; nothing when all is taken."""
+    """Own ones first, then the next rank's, from the front; nothing when all is taken."""
     a, b, c = shares([[(0, i) for i in range(12)], [(1, i) for i in range(20)], [(2, i) for i in range(3)]])
     assert a.claim(10) == [(0, i) for i in range(10)]
     assert b.claim(4) == [(1, i) for i in range(4)]
-    assert a.claim(1) == [(0, 10), (0, 11)]
-    assert a.claim(100) == [(1, i) for i in range(4, 4 + CHUNK)]
+    assert a.claim(3) == [(0, 10), (0, 11)]
+    assert a.claim(9) == [(1, i) for i in range(4, 13)]
     assert c.claim(5) == [(2, 0), (2, 1), (2, 2)]
-    assert c.claim(1) == [(1, i) for i in range(12, 12 + CHUNK)]
+    assert c.claim(1) == [(1, 13)]
+    assert b.claim(100) == [(1, i) for i in range(14, 20)]
     assert [w.claim(9) for w in (a, b, c)] == [[], [], []]
 
 
@@ -138,5 +138,4 @@ def test_an_engine_that_is_told_to_stop_begins_nothing_more():
             return []
 
     assert Watchdog(Slow(), 0.1).generate([], SAMPLING, supply=supply).requests == []
-    assert torch.tensor(waiting[1].claim(100)).shape == (40, 2)
-    assert len(waiting[1].claim(1)) == CHUNK  # of the first rank's
+    assert len(waiting[1].claim(100)) == len(waiting[1].claim(100)) == 40  # its own, and the first rank's
