@@ -88,9 +88,9 @@ class Step:
         return np.array([e.time for e in self.engines])
 
     def _admit(self, i: int) -> None:
-        """As an engine does: what waits here first, then what it has room for."""
+        """As an engine does: what waits here first, then what it has room for, at the start once."""
         e, before = self.engines[i], -1
-        while before < len(e.ends) < self.in_flight:
+        while before < len(e.ends) < self.in_flight and (before < 0 or e.steps):
             before = len(e.ends)
             if self.how != "dealt" and not e.waiting:
                 e.waiting.extend(self.claims[i].claim(self.in_flight - before))

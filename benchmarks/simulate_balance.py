@@ -43,7 +43,7 @@ from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained
 PROMPTS, PROMPT_TOKENS, MINI_BATCHES, KEPT = 128, 200, 8, 0.62
 MEAN, LONGEST, SPREAD = 8192, 14336, 0.5
 WEIGHTS, PREFILL = 27.0, 0.2  # 2 x 1.5e9 operations a token at 400 TFLOP/s against 115 MB at 3.35 TB/s
-IN_FLIGHT = (32, 96, 4096)
+IN_FLIGHT = (32, 96, 128)
 MODEL = qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=32768)
 
 
@@ -156,7 +156,7 @@ def main() -> None:
                 f"{r['update_runs']:>8.3f}{r['update']:>10.4f}{r['rows']:>8}{r['seconds']:>9.2f}{r['sent_mib']:>11.1f}"
             )
 
-    # In virtual time; the last case has everything in flight at once.
+    # In virtual time; 512 replicas with N = 512 have 128 rows each, all in flight at once in the last case.
     print("\n                                       busy                     time")
     print("    N  replicas  in flight  weights   dealt  pulled  handed    pulled  handed")
     cases = [(64, 8)] if args.quick else product((512, 4096), (64, 512))

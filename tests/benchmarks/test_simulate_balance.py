@@ -86,13 +86,13 @@ def test_the_clock_of_one_engine(how, in_flight, fixed):
 
 
 def test_engines_of_unlike_speed_are_busy_to_the_end():
-    """64 rows in flight of 512 each on eight engines, one of which is half as fast and one twice: idle at most 5%."""
+    """16 rows in flight of 512 each on eight engines, one of which is half as fast and one twice: idle at most 5%."""
     lengths = simulation.drawn(32, seed=3).tokens.numpy()
     parts = simulation.deal(list(np.ndindex(128, 32)), [0] * 8)
     speeds = clock.Clock(simulation.WEIGHTS, simulation.PREFILL, [0.5, 1, 1, 1, 1, 1, 1, 2])
     ends = {}
     for how in ("dealt", "pulled"):
-        step = clock.Step(lengths, parts, 64, speeds, how)
+        step = clock.Step(lengths, parts, 16, speeds, how)
         ends[how] = step.run()
         assert sorted(slot for part in step.sampled for slot in part) == list(np.ndindex(128, 32))
     assert simulation.efficiency(ends["pulled"]) >= 0.95 > 0.65 > simulation.efficiency(ends["dealt"])
