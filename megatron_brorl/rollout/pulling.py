@@ -19,10 +19,10 @@ from megatron_brorl.rollout.sampler import Slot
 class Counters(Protocol):
     """Numbers that ranks share; a torch.distributed.Store is one."""
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, /) -> int:
         """The number after adding to it; it begins at 0."""
 
-    def delete_key(self, key: str) -> bool:
+    def delete_key(self, key: str, /) -> bool:
         """Forget it."""
 
 
