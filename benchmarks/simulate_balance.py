@@ -9,6 +9,12 @@ mini-batches by a model of 1.5 billion weights. "runs" is what the project did b
 trained where they were sampled. Generation is the mean over replicas of the tokens that they sample by their maximum;
 an update is the same of predicted cost, with both added up over optimizer steps. Seconds are processor time of planning
 one step, on one thread.
+
+A second table has generation in virtual time (generation_clock.py): when each engine is done, mean by maximum ("busy"),
+and the last one's time against that of the first way ("time"). "dealt": engines sample what they were dealt; "pulled":
+what waits goes to whoever has room (rollout.pulling); "handed": rows that are half done are handed on as well, which
+the project does not do. A decoding step takes the time of WEIGHTS rows for the weights, and that of one for each row's
+keys and values: 3.1 GB, and 4,000 tokens of 28 KiB. 96 rows of 14,536 tokens are 37 GiB of keys and values.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_common import write_rows
+from generation_clock import Clock, How, Step
 
 from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.config.schema import AlgoConfig
@@ -35,6 +42,8 @@ from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained
 
 PROMPTS, PROMPT_TOKENS, MINI_BATCHES, KEPT = 128, 200, 8, 0.62
 MEAN, LONGEST, SPREAD = 8192, 14336, 0.5
+WEIGHTS, PREFILL = 27.0, 0.2  # 2 x 1.5e9 operations a token at 400 TFLOP/s against 115 MB at 3.35 TB/s
+IN_FLIGHT = (32, 96, 128)
 MODEL = qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=32768)
 
 
@@ -114,6 +123,19 @@ def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
     }
 
 
+def measure_clock(n: int, replicas: int, in_flight: int, fixed: float) -> dict[str, Any]:
+    """One row of the second table."""
+    lengths = drawn(n, seed=n + replicas).tokens.numpy()
+    parts = deal(list(product(range(PROMPTS), range(n))), [0] * replicas)
+    row: dict[str, Any] = {"n": n, "replicas": replicas, "in_flight": in_flight, "fixed": fixed}
+    ways: tuple[How, ...] = ("dealt", "pulled", "handed over")
+    for how in ways:
+        done = Step(lengths, parts, in_flight, Clock(fixed, PREFILL), how).run()
+        row[how] = float(done.mean() / done.max())
+        row[f"{how}, end"] = float(done.max())
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="N = 64 on 8 replicas alone")
@@ -133,7 +155,21 @@ def main() -> None:
                 f"{n:>5}{replicas:>10}  {of:<15}{r['generation_runs']:>7.3f}{r['generation']:>7.3f}"
                 f"{r['update_runs']:>8.3f}{r['update']:>10.4f}{r['rows']:>8}{r['seconds']:>9.2f}{r['sent_mib']:>11.1f}"
             )
-    write_rows(args.json, rows)
+
+    # In virtual time; 512 replicas with N = 512 have 128 rows each, all in flight at once in the last case.
+    print("\n                                       busy                     time")
+    print("    N  replicas  in flight  weights   dealt  pulled  handed    pulled  handed")
+    cases = [(64, 8)] if args.quick else product((512, 4096), (64, 512))
+    clocks = []
+    for (n, replicas), in_flight, fixed in product(cases, IN_FLIGHT, (0.0, WEIGHTS)):
+        r = measure_clock(n, replicas, in_flight, fixed)
+        clocks.append(r)
+        ends = [r[f"{how}, end"] / r["dealt, end"] for how in ("pulled", "handed over")]
+        print(
+            f"{n:>5}{replicas:>10}{in_flight:>11}{fixed:>9.0f}{r['dealt']:>8.3f}{r['pulled']:>8.3f}"
+            f"{r['handed over']:>8.3f}{ends[0]:>10.3f}{ends[1]:>8.3f}"
+        )
+    write_rows(args.json, [*rows, *clocks])
 
 
 if __name__ == "__main__":

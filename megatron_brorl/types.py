@@ -59,6 +59,7 @@ class OpenGroup:
     step: int | str  # that it was taken up in, which names its random stream
     place: int  # among the prompts of that step
     occurrence: int = 0  # earlier places of that step that have the same prompt; names the stream as well
+    start: int = 0  # where the prompts of that step begin in the source's stream
 
 
 @dataclass(frozen=True)

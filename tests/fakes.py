@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_brorl.ops.philox import uniforms
 from megatron_brorl.rewards.pool import PoolStats, ScoreRequest
-from megatron_brorl.rollout.engine import Request, Sampling, Watch
+from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch
 from megatron_brorl.types import Prompt, Rollout, Verdict
 
 STOP = 2
@@ -31,10 +31,10 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
 
 
 class Source:
-    """Prompt step * count + i of an endless row of them."""
+    """An endless row of prompts."""
 
-    def take(self, step: int, count: int) -> list[Prompt]:
-        return prompts(count, step * count)
+    def take(self, start: int, count: int) -> list[Prompt]:
+        return prompts(count, start)
 
 
 class Tokenizer:
@@ -93,6 +93,8 @@ class Engine:
     stall: set[tuple[str, int]] = field(default_factory=set)  # make no progress until the call is cancelled
     nonfinite: dict[tuple[str, int], float] = field(default_factory=dict)  # what the log-prob of their last token is
     deaf: threading.Event | None = None  # a call that stalls ends when this is set, whatever it is told
+    room: int = 4  # rows that it takes of a supply at a time
+    takes: int = 10**6  # times that it takes at most
     version: int = -1
     calls: list[list[Request]] = field(default_factory=list)
     verbs: list[str] = field(default_factory=list)  # in the order in which they were called
@@ -115,13 +117,17 @@ class Engine:
             pass
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        watch: Watch | None = None,
+        supply: Supply | None = None,
     ) -> list[list[Rollout]]:
         assert watch is not None
         self.verbs.append("generate")
         self.calls.append(list(requests))
         groups, stalled = [], False
-        for number, request in enumerate(requests):
+        for number, request in enumerate(self._all(supply)):
             found = []
             begun = {r.index: r for r in request.begun}
             siblings = range(request.first, request.first + request.n)
@@ -142,6 +148,17 @@ class Engine:
         while stalled and not (self.deaf.is_set() if self.deaf else watch.cancelled()):
             time.sleep(0.01)
         return groups
+
+    def _all(self, supply: Supply | None) -> Iterator[Request]:
+        """The requests of a call, and what it takes once the rows before have ended."""
+        asked = self.calls[-1]
+        yield from list(asked)
+        for time_asked in range(self.takes if supply else 0):
+            new = supply.take(self.room)
+            if not new and time_asked:  # the first time there may be nothing of its own
+                return
+            asked.extend(new)
+            yield from new
 
     def _go_on(self, start: Rollout, drawn: list[int], sampling: Sampling) -> Rollout:
         done = len(start.token_ids)

@@ -34,7 +34,7 @@ from megatron_brorl.models import fp8, memory
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.parallel import collectives, device, grid
+from megatron_brorl.parallel import collectives, device, grid, network
 from megatron_brorl.record import files as record_files
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.registry import for_workers
@@ -43,6 +43,7 @@ from megatron_brorl.rewards.startup import Started, look_at
 from megatron_brorl.rollout.durable import FOLDER, DurableRollouts
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.record import Recorder
@@ -192,6 +193,8 @@ class Session:
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""
         c = self.config
+
+        # The verifiers' processes, which end with the session.
         pool = RewardPool(
             c.reward.workers,
             c.reward.timeout_s,
@@ -199,6 +202,8 @@ class Session:
             impure=self.started_verifiers.impure,
         )
         self._closing.append(pool.close)
+
+        # The engine, behind a deadline; what it cannot begin at once is shared with those of other ranks.
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
         return Rollouts(
@@ -210,6 +215,7 @@ class Session:
             grid=self.grid,
             max_lost_share=c.rollout.max_lost_share,
             durable=self._durable() if c.rollout.durable else None,
+            pulling=Pulling(network.shared_store(), c.rollout.max_num_seqs) if c.rollout.pull else None,
         )
 
     def _durable(self) -> DurableRollouts:

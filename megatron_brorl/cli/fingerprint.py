@@ -18,7 +18,8 @@ Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as JSON has 
 
 _SECTIONS = ("data", "rollout", "reward", "shaping", "algo", "critic", "reference", "ops", "optim")
 _FILES = "own_verifiers"  # the section of the sha256 of files that are code of the user's own
-_FREE = {"rollout": ("timeout_s", "max_lost_share", "durable")}  # they decide when a run ends, not what it computes
+# They decide when a run ends and who samples, not what it computes.
+_FREE = {"rollout": ("timeout_s", "max_lost_share", "durable", "pull")}
 
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
 BEFORE_THE_KEY: Fingerprint = {
@@ -26,6 +27,7 @@ BEFORE_THE_KEY: Fingerprint = {
     "reward": {"combination": []},
     "algo": {"policy_loss": "clip", "tau_pos": 1.0, "tau_neg": 1.05},
     "optim": {"decay_norms_and_biases": True},
+    "rollout": {"max_oversample": 1.0},
 }
 
 
@@ -39,6 +41,8 @@ def fingerprint(config: Config, shape: ModelShape, own_verifiers: Mapping[str, s
     for section, keys in _FREE.items():
         for key in keys:
             del kept[section][key]
+    if not config.rollout.refills:  # it decides nothing then
+        del kept["rollout"]["max_oversample"]
 
     kept["run"] = {"seed": config.run.seed}
     kept[_FILES] = dict(own_verifiers)

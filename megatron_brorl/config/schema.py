@@ -77,6 +77,9 @@ class RolloutConfig:
     top_k: int = at_least(0, default=0)  # how many of the likeliest tokens are sampled from; 0 = off
     max_tokens: int = at_least(1, default=1024)  # tokens of a response, at most
     max_num_seqs: int = at_least(1, default=2048)  # rollouts decoded at a time on one rank
+    # Where ranks have more rollouts than that, those that wait go to whichever engine has room. Which are decoded
+    # together then depends on time, and with it the last bits of an engine's floats: off, runs repeat bit for bit
+    pull: bool = False
     # MiB for keys and values on one rank; what does not fit waits. 0 = half of what is free
     kv_cache_mib: int = at_least(0, default=0)
     stop_strings: tuple[str, ...] = ()  # a response ends when its text contains one, besides the model's stop tokens
@@ -91,9 +94,12 @@ class RolloutConfig:
     # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
     # when its last sibling has ended. 0 = responses are sampled whole.
     partial_tokens: int = at_least(0, default=0)
-    # Rounds of rollout.prompts more prompts that a step samples at most while dynamic sampling keeps fewer than
-    # rollout.prompts groups. Kept groups beyond that are trained on in the next step.
+    # Rounds of more prompts that a step samples at most while dynamic sampling keeps fewer than rollout.prompts groups.
+    # Kept groups beyond that are trained on in the next step.
     refills: int = at_least(0, default=0)
+    # With refills a round asks as many prompts as the share kept of late says will do, at most so many times
+    # rollout.prompts. 1: every round asks rollout.prompts
+    max_oversample: float = within("[1, 16]", default=4.0)
     # Spend prompts x n rollouts unevenly: the first adaptive_first of every prompt decide who gets the rest. "kept":
     # where they are most likely to bring right and wrong ones; "variance": where success is most uncertain. Weights
     # keep the expected gradient that of n rollouts for every prompt.

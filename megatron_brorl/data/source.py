@@ -1,6 +1,6 @@
-"""Where a run's prompts come from: what step s trains on is a pure function of the seed, s and the number of prompts.
+"""Where a run's prompts come from: a stream without end, whose prompt at a place is a pure function of seed and place.
 
-So resuming needs the number of the step and nothing else, and ranks agree without talking.
+So resuming needs the place and nothing else, and ranks agree without talking.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from megatron_brorl.types import Prompt
 
 
 class PromptSource(Protocol):
-    def take(self, step: int, count: int) -> list[Prompt]:
-        """The prompts of a step in which every step takes `count`."""
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """`count` prompts of the stream, from place `start` on."""
 
 
 class GeneratedSource:
-    """Prompt step * count + i of a generated stream."""
+    """A generated stream."""
 
     def __init__(self, prompts: GeneratedPrompts) -> None:
         self._prompts = prompts
 
-    def take(self, step: int, count: int) -> list[Prompt]:
-        return [self._prompts.prompt(step * count + i) for i in range(count)]
+    def take(self, start: int, count: int) -> list[Prompt]:
+        return [self._prompts.prompt(place) for place in range(start, start + count)]
 
 
 class FileSource:
@@ -50,8 +50,8 @@ class FileSource:
         self._prompts = prompts
         self._order = functools.lru_cache(maxsize=2)(functools.partial(_shuffled, len(prompts), seed))
 
-    def take(self, step: int, count: int) -> list[Prompt]:
-        return [self.at(position) for position in range(step * count, (step + 1) * count)]
+    def take(self, start: int, count: int) -> list[Prompt]:
+        return [self.at(position) for position in range(start, start + count)]
 
     def at(self, position: int) -> Prompt:
         """Number `position` of the endless stream."""
@@ -67,8 +67,8 @@ class MixtureSource:
         self._sources = [FileSource(prompts, f"{seed}:{name}") for name, prompts in sources.items()]
         self._weights = whole_weights(weights)
 
-    def take(self, step: int, count: int) -> list[Prompt]:
-        return [self._sources[source].at(position) for source, position in places(self._weights, step * count, count)]
+    def take(self, start: int, count: int) -> list[Prompt]:
+        return [self._sources[source].at(position) for source, position in places(self._weights, start, count)]
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,11 @@ def store(world: int, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(server, int(port), world, is_master=False, timeout=timeout)
 
 
+def shared_store() -> dist.Store:
+    """The store of the ranks that have joined."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def _own_address(host: str, world: int) -> str:
     """The address on which this process listens, from now on by gloo too; host: of rank 0."""
     # Launchers say how many ranks are here; by hand, only a rank 0 that can be nowhere else tells.

@@ -18,6 +18,7 @@ from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.rewards.extract import Found, extract
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.registry import entry
+from megatron_brorl.rewards.verifier import Entry
 from megatron_brorl.types import CORRECT, Prompt, Rollout, Status, Verdict
 
 _RAISED = {
@@ -52,11 +53,11 @@ class Scorer:
         pool: RewardPool,
         config: RewardConfig,
     ) -> None:
-        """prompts: of each request to the engine. A response's text is without the token of stop_ids that ends it."""
+        """prompts: of each request to the engine; more may be added. A response's text is without the token of stop_ids
+        that ends it."""
         self._prompts, self._decode, self._stop_ids = prompts, decode, stop_ids
         self._pool, self._config = pool, config
-        # An answer is found as its verifier looks for it, or as the configuration has it for all.
-        self._entries = {name: entry(name, "verifier", config) for name in {prompt.verifier for prompt in prompts}}
+        self._entries: dict[str, Entry] = {}  # by name, as they are met
         self._found: dict[tuple[str, bytes], Found] = {}  # siblings repeat one another: each is decoded once
         self._judged: dict[tuple[int, int], _Judged] = {}
 
@@ -135,7 +136,11 @@ class Scorer:
         ids = without_stop(rollout.token_ids, self._stop_ids)
         key = (prompt.verifier, hashlib.blake2b(ids.numpy().tobytes(), digest_size=16).digest())
         if key not in self._found:
-            judged_by = self._entries[prompt.verifier]
+            # An answer is found as its verifier looks for it, or as the configuration has it for all.
+            name = prompt.verifier
+            if name not in self._entries:
+                self._entries[name] = entry(name, "verifier", self._config)
+            judged_by = self._entries[name]
             self._found[key] = extract(self._decode(ids.tolist()), judged_by.find, judged_by.max_chars)
         return self._found[key]
 

@@ -20,7 +20,7 @@ from io import BufferedWriter
 from itertools import groupby
 from pathlib import Path
 
-from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.engine import Request, Sampling, Supply
 from megatron_brorl.rollout.records import Place, decoded, encoded, places
 from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
 from megatron_brorl.types import Rollout
@@ -59,14 +59,19 @@ class DurableRollouts:
                     self._places |= dict(places(path))
 
     def generate(
-        self, engine: Watchdog, requests: Sequence[Request], sampling: Sampling, finished: Finished
+        self,
+        engine: Watchdog,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        finished: Finished,
+        supply: Supply | None = None,
     ) -> GenerationResult:
         """As engine.generate, whose weights `begin` has named, but asks it only for what no earlier process left."""
         call = _Call(self, sampling, finished)
-        result = engine.generate(call.add(requests), sampling, call.ended)
+        result = engine.generate(call.add(requests), sampling, call.ended, _Missing(call, supply) if supply else None)
         call.settle(result)
         self._recovered += call.recovered
-        return GenerationResult([[there[k] for k in sorted(there)] for there in call.found], result.late)
+        return GenerationResult(call.requests, [[there[k] for k in sorted(there)] for there in call.found], result.late)
 
     def identities(self, request: Request, sampling: Sampling) -> dict[int, bytes]:
         """Of each sibling: a hash of everything that decides its tokens, its log-probs and its spans."""
@@ -166,7 +171,8 @@ class _Call:
 
     def __init__(self, durable: DurableRollouts, sampling: Sampling, tell: Finished) -> None:
         self._durable, self._sampling, self._tell = durable, sampling, tell
-        self.found: list[dict[int, Rollout]] = []  # per request of the caller, by sibling
+        self.requests: list[Request] = []  # of the caller
+        self.found: list[dict[int, Rollout]] = []  # of each of them, by sibling
         self.recovered = 0
         self._identities: list[dict[int, bytes]] = []  # likewise
         self._parts: list[tuple[int, Request]] = []  # what the engine is asked, and for which request of the caller
@@ -176,6 +182,7 @@ class _Call:
         first = len(self._parts)
         for request in requests:
             number = len(self.found)
+            self.requests.append(request)
             identities = self._durable.identities(request, self._sampling)
             there = self._durable.read(identities)
             self._identities.append(identities)
@@ -195,7 +202,7 @@ class _Call:
 
     def settle(self, result: GenerationResult) -> None:
         """Take what came of the engine's call."""
-        for (number, request), rollouts in zip(self._parts, result.rollouts, strict=True):
+        for (number, request), rollouts in zip(self._parts, result.rollouts, strict=False):  # a stuck engine may take
             begun = {r.index: len(r.token_ids) for r in request.begun}
             for rollout in rollouts:
                 # What has spent its budget is done for this step too; what was told to stop is not.
@@ -203,6 +210,21 @@ class _Call:
                 if rollout.finish == "cut" and spent:
                     self._durable.append(self._identities[number][rollout.index], rollout)
                 self.found[number][rollout.index] = rollout
+
+
+class _Missing:
+    """A supply without what earlier processes left: a rollout.engine.Supply."""
+
+    def __init__(self, call: _Call, supply: Supply) -> None:
+        self._call, self._supply = call, supply
+        self.rows, self.prompt_tokens = supply.rows, supply.prompt_tokens
+
+    def take(self, room: int) -> list[Request]:
+        """See Supply. What is there leaves its room to what comes after it, for nothing would end the engine's call."""
+        while requests := self._supply.take(room):
+            if missing := self._call.add(requests):
+                return missing
+        return []
 
 
 def _version(path: Path) -> int:

@@ -50,6 +50,20 @@ class Watch(Protocol):
         """Asked at least once per token. Once true, generate ends soon, with what is unfinished "cut"."""
 
 
+class Supply(Protocol):
+    """Further requests of a call of generate, which an engine takes as it has room for their rows."""
+
+    rows: int  # that may come of it at most
+    prompt_tokens: int  # of the longest prompt that may come
+
+    def take(self, room: int) -> list[Request]:
+        """What the caller samples next, of so many rows at most; empty: nothing.
+
+        For the thread that generates: once before the first token, and then whenever rows have ended and others can
+        begin. What is not taken is sampled by other ranks' engines.
+        """
+
+
 class RolloutEngine(Protocol):
     """Holds one full copy of the policy for generation."""
 
@@ -70,11 +84,16 @@ class RolloutEngine(Protocol):
         """Take part in an update [any shape], as other ranks need it, and leave this engine alone; from any thread."""
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        watch: Watch | None = None,
+        supply: Supply | None = None,
     ) -> list[list[Rollout]]:
-        """Sample every request; returns the rollouts of each, in request order, by index.
+        """Sample every request, and what is taken of the supply; returns the rollouts of each, by index.
 
-        Raises where weights were never given.
+        Requests are numbered in the order in which they came: those given, then those taken. Raises where weights were
+        never given.
         """
 
     def sleep(self) -> None:

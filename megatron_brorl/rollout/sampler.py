@@ -24,12 +24,15 @@ from megatron_brorl.types import OpenGroup, Prompt, Rollout
 Slot = tuple[int, int]  # a rollout to sample: (index of its open group, sibling)
 
 
-def open_groups(prompts: Sequence[Prompt], step: int | str) -> list[OpenGroup]:
-    """One group per prompt that a step takes up, in order; a pure function, so that a resumed run opens the same."""
+def open_groups(prompts: Sequence[Prompt], step: int | str, start: int = 0) -> list[OpenGroup]:
+    """One group per prompt that a step takes up, in order; a pure function, so that a resumed run opens the same.
+
+    start: where these prompts begin in the source's stream.
+    """
     taken: Counter[str] = Counter()
     groups = []
     for place, prompt in enumerate(prompts):
-        groups.append(OpenGroup(prompt, step, place, taken[prompt.id]))
+        groups.append(OpenGroup(prompt, step, place, taken[prompt.id], start))
         taken[prompt.id] += 1
     return groups
 

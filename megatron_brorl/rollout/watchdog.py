@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import device
-from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling
+from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling, Supply
 from megatron_brorl.types import Rollout
 
 # (index of a request, rollout that has ended): called in the thread that generates, so it must be quick.
@@ -33,6 +33,7 @@ _NAMED = 8  # prompts of late rollouts that a message names
 class GenerationResult:
     """What came of one call of generate."""
 
+    requests: list[Request]  # those given, then those that the engine took
     rollouts: list[list[Rollout]]  # per request, by index; what was not delivered is missing
     late: int  # rollouts that had not ended half-way to the limit
 
@@ -51,9 +52,13 @@ class Watchdog:
         )
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        finished: Finished | None = None,
+        supply: Supply | None = None,
     ) -> GenerationResult:
-        """What the engine made of the requests within the limit; its exceptions are raised here.
+        """What the engine made of the requests, and of what it took, within the limit; its exceptions are raised here.
 
         finished is told of each rollout of the result that is not "cut", once and as it ends; where it raises, the
         engine is told to stop, and the exception is raised here.
@@ -67,8 +72,8 @@ class Watchdog:
             )
 
         # Nothing to ask is nothing to wait for; the thread begins with the first call.
-        call = _Call(requests, sampling, finished)
-        if not requests:
+        call = _Call(requests, sampling, finished, supply)
+        if not requests and not supply:
             return call.result(0)
         if not self._thread.is_alive():
             self._thread.start()
@@ -109,16 +114,16 @@ class Watchdog:
             self.engine.wake()
 
     def _name_missing(self, call: _Call, seconds: float, then: str) -> int:
-        missing = call.missing()
+        asked, missing = call.missing()
         count = sum(map(len, missing))
         places = [
             f"prompt {request.prompt.id}: {'sibling' if len(siblings) == 1 else 'siblings'} {_ranges(siblings)}"
-            for request, siblings in zip(call.requests, missing, strict=True)
+            for request, siblings in zip(asked, missing, strict=True)
             if siblings
         ]
         more = [f"and {len(places) - _NAMED} more"] if len(places) > _NAMED else []
         text = (
-            f"rank {self.rank}: {count} of {sum(r.n for r in call.requests)} rollouts have not ended after "
+            f"rank {self.rank}: {count} of {sum(r.n for r in asked)} rollouts have not ended after "
             f"{seconds:g} s (rollout.timeout_s = {self.timeout_s:g}), {then}: {'; '.join(places[:_NAMED] + more)}"
         )
         with contextlib.suppress(OSError):  # nobody reads the pipe any more
@@ -127,10 +132,13 @@ class Watchdog:
 
 
 class _Call:
-    """One call of generate and what has come of it: a rollout.engine.Watch."""
+    """One call of generate and what has come of it: a rollout.engine.Watch, and a Supply where it was given one."""
 
-    def __init__(self, requests: Sequence[Request], sampling: Sampling, tell: Finished | None) -> None:
-        self.requests, self.sampling, self._tell = requests, sampling, tell
+    def __init__(
+        self, requests: Sequence[Request], sampling: Sampling, tell: Finished | None, supply: Supply | None
+    ) -> None:
+        self.requests, self.sampling, self._tell, self._supply = list(requests), sampling, tell, supply
+        self.rows, self.prompt_tokens = (supply.rows, supply.prompt_tokens) if supply else (0, 0)
         self.done = threading.Event()
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
@@ -154,6 +162,17 @@ class _Call:
                     self._error = e  # not the engine's, which ends in order
                     self.cancel()
 
+    def take(self, room: int) -> list[Request]:
+        # What an engine that is to stop does not begin, others may; not under the lock, for it may take a while.
+        assert self._supply is not None
+        new = [] if self._cancelled.is_set() else self._supply.take(room)
+        with self._lock:
+            if self._taken:
+                return []
+            self.requests += new
+            self._found += [{} for _ in new]
+        return new
+
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
 
@@ -163,17 +182,18 @@ class _Call:
     def run(self, engine: RolloutEngine) -> None:
         """In the engine's thread."""
         try:
-            for i, rollouts in enumerate(engine.generate(self.requests, self.sampling, self)):
+            supply = self if self._supply else None
+            for i, rollouts in enumerate(engine.generate(list(self.requests), self.sampling, self, supply)):
                 for rollout in rollouts:
                     self.finished(i, rollout)
         except BaseException as e:
             self._error = self._error or e
         self.done.set()
 
-    def missing(self) -> list[list[int]]:
-        """Siblings of each request that have not ended, in order."""
+    def missing(self) -> tuple[list[Request], list[list[int]]]:
+        """The requests so far, and the siblings of each that have not ended, in order."""
         with self._lock:
-            return [
+            return list(self.requests), [
                 [i for i in range(r.first, r.first + r.n) if i not in found]
                 for r, found in zip(self.requests, self._found, strict=True)
             ]
@@ -183,7 +203,8 @@ class _Call:
             raise self._error
         with self._lock:
             self._taken = True
-            return GenerationResult([[found[i] for i in sorted(found)] for found in self._found], late)
+            rollouts = [[found[i] for i in sorted(found)] for found in self._found]
+            return GenerationResult(list(self.requests), rollouts, late)
 
 
 def _serve(engine: RolloutEngine, calls: SimpleQueue[_Call], where: torch.device) -> None:

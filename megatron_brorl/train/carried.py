@@ -72,10 +72,10 @@ def staleness(rows: Sequence[ScoredRollout], version: int) -> dict[str, float]:
 def write(carried: Carried, directory: Path, grid: Grid) -> None:
     """Add this rank's share to a checkpoint; every rank calls it. Without carried groups there is nothing to add.
 
-    Prompts are not written: the source hands out those of any step again.
+    Prompts are not written: the source hands them out again.
     """
     if carried.groups:
-        groups = torch.tensor([(g.step, g.place) for g in carried.groups])
+        groups = torch.tensor([(g.step, g.place, g.start) for g in carried.groups])
         path = directory / _FILES.replace("*", f"{grid.rank:05d}")
         save_file({"groups": groups, **to_tensors(carried.rows)}, path)
 
@@ -83,14 +83,14 @@ def write(carried: Carried, directory: Path, grid: Grid) -> None:
 def read(directory: Path, source: PromptSource, prompts: int, grid: Grid) -> Carried:
     """This rank's share of what was written, dealt anew where the number of ranks has changed.
 
-    source and prompts (per step) are those of the run that wrote it.
+    source and prompts (of every step, where these were of one size) are those of the run that wrote it.
     """
     parts = [load_file(path) for path in sorted(directory.glob(_FILES))]
     if not parts:
         return Carried()
-    places = parts[0]["groups"].tolist()
-    taken = {step: open_groups(source.take(step, prompts), step) for step in {step for step, _ in places}}
-    groups = tuple(taken[step][place] for step, place in places)
+    # Two columns are of a version whose steps all took `prompts`.
+    places = [(*place, place[0] * prompts)[:3] for place in parts[0]["groups"].tolist()]
+    groups = tuple(open_groups(source.take(start, place + 1), step, start)[place] for step, place, start in places)
     if len(parts) == grid.world:
         return Carried(groups, tuple(from_tensors(parts[grid.rank])))
     rows = in_order([row for part in parts for row in from_tensors(part)])

@@ -17,7 +17,7 @@ from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.rows import in_order
-from megatron_brorl.rollout.sampler import Slot, open_groups, own_slots
+from megatron_brorl.rollout.sampler import Slot, open_groups
 from megatron_brorl.train import adaptive
 from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.carried import Carried, carry, staleness
@@ -25,6 +25,7 @@ from megatron_brorl.train.exchange import exchange
 from megatron_brorl.train.groups import CUT, Outcomes, gather, give_up, group_metrics, select
 from megatron_brorl.train.record import recorded, take_recorded
 from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
+from megatron_brorl.train.rounds import Taken, prompts_to_ask
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
 
@@ -36,7 +37,7 @@ class Collected:
     rollouts: list[ScoredRollout]  # those that this replica trains on, whoever sampled them
     outcomes: Outcomes  # of all groups, with those to train on chosen
     carried: Carried  # what goes on in the next step
-    taken: int  # times that rollout.prompts were taken from the source so far
+    taken: Taken  # from the source so far
     metrics: dict[str, float]  # the same on every rank
     seconds: dict[str, float]  # of this rank, by phase
     recorded: list[ScoredRollout]  # of this rank's, those that people can read (train.record)
@@ -69,10 +70,10 @@ class Collector:
     sampling: Sampling
     costs: CostModel  # of training on a row
 
-    def collect(self, carried: Carried, step: int, taken: int, version: int) -> Collected:
+    def collect(self, carried: Carried, step: int, taken: Taken, version: int) -> Collected:
         """Sample, score and select; again while too few groups are kept and rollout.refills allows it. A collective.
 
-        carried: what goes on from the step before. taken: times that prompts were taken from the source so far.
+        carried: what goes on from the step before. taken: from the source so far.
         version: of the actor's weights. Raises UserError where too many rollouts were lost, or have no verdict.
         """
         c, target = self.config, self.config.rollout.prompts
@@ -80,13 +81,15 @@ class Collector:
         self.rollouts.pool.forget()
         # Carried groups come first: rows of the step before are numbered by their place among them.
         groups = list(carried.groups)
-        sampled = SampledRounds(carried.finished(), {}, {})
+        sampled, before = SampledRounds(carried.finished(), {}, {}), taken
+        # With refills these have been kept; partial rollouts, whose groups have not, are sampled without.
+        missing = target - len(groups)
         # All ranks see the same tables, so that they leave this loop together.
         for _ in range(1 + c.rollout.refills):
             # Prompts -> rollouts -> verdicts.
-            prompts = self.source.take(taken, target)
-            groups += open_groups(prompts, taken)
-            taken += 1
+            prompts = self.source.take(taken.prompts, prompts_to_ask(missing, taken, c.rollout))
+            groups += open_groups(prompts, taken.rounds, taken.prompts)
+            taken = taken.with_round(len(prompts))
             sampled += self._sample(carried, groups, len(prompts), sampled.rollouts)
 
             # Verdicts -> groups; a group that has been open for too long closes without what is still unfinished.
@@ -99,7 +102,9 @@ class Collector:
 
             # Enough groups with a signal, or prompts for another round.
             outcomes = select(outcomes, c.algo.dynamic_sampling)
-            if len(outcomes.kept) >= target:
+            taken = taken.with_share_of(before, sum(g >= len(carried.groups) for g in outcomes.kept))
+            missing = target - len(outcomes.kept)
+            if missing <= 0:
                 break
 
         # With refills, what is kept beyond the target waits for the next step.
@@ -119,6 +124,7 @@ class Collector:
         metrics |= {"update_balance": assigned.balance, "moved_mib": exchanged.moved / 2**20}
         if c.rollout.refills:
             metrics |= {"prompts_sampled": counts["asked"] / c.rollout.n, "carried_groups": float(len(waiting))}
+            metrics["rounds"] = float(taken.rounds - before.rounds)
         if c.rollout.partial_tokens or c.rollout.refills:
             going = [r for r in sampled.rollouts if assigned.replica[r.group, r.rollout.index] >= 0]
             metrics |= staleness(going, version)
@@ -154,9 +160,8 @@ class Collector:
     def _round(
         self, slots: list[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], loads: list[int]
     ) -> SampledRounds:
-        """One call of the engine of every rank; begun and loads as in sampler.own_slots."""
-        own = own_slots(list(begun), slots, loads, self.grid.rank)
-        sampled = self.rollouts.sample(own, groups, self.sampling, begun)
+        """One call of the engine of every rank; begun and loads as in Rollouts.sample."""
+        sampled = self.rollouts.sample(slots, groups, self.sampling, begun, loads)
         return SampledRounds(sampled.rollouts, collectives.all_reduce_sum(sampled.counts()), sampled.seconds)
 
     def _outcomes(self, rollouts: Sequence[ScoredRollout], groups: Sequence[OpenGroup]) -> Outcomes:

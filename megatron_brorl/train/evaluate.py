@@ -12,7 +12,7 @@ from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.sampler import open_groups, own_slots
+from megatron_brorl.rollout.sampler import open_groups
 from megatron_brorl.train.groups import Outcomes, gather
 from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
 from megatron_brorl.types import CORRECT, OpenGroup, Prompt, ScoredRollout
@@ -98,12 +98,11 @@ def sample_answers(
     samples are left out, and so is a prompt that lost all of its. on_end: told of every sample of this rank that ends.
     Raises UserError where too many were lost, or all, and where the verifiers failed on most.
     """
-    grid = rollouts.grid
     # The stream takes the place of the step in the random numbers' key.
     groups = open_groups(prompts, stream)
     slots = list(product(range(len(groups)), range(n)))
     rollouts.pool.forget()  # verdicts are kept for one thing at a time
-    sampled = rollouts.sample(own_slots([], slots, [0] * grid.world, grid.rank), groups, sampling, on_end=on_end)
+    sampled = rollouts.sample(slots, groups, sampling, on_end=on_end)
 
     # Every rank gets what became of all samples.
     outcomes = gather(sampled.rollouts, len(groups), n)

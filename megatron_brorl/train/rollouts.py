@@ -20,8 +20,9 @@ from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rollout.duplicates import improbable
 from megatron_brorl.rollout.durable import DurableRollouts
-from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.sampler import Slot, requests
+from megatron_brorl.rollout.engine import Request, Sampling, Supply
+from megatron_brorl.rollout.pulling import Pulled, Pulling
+from megatron_brorl.rollout.sampler import Slot, deal, requests
 from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
@@ -62,32 +63,49 @@ class Rollouts:
     grid: Grid
     max_lost_share: float  # config key rollout.max_lost_share
     durable: DurableRollouts | None = None  # of rollout.durable
+    pulling: Pulling | None = None  # None: every rank samples what it was dealt
     told: set[int] = field(default_factory=set)  # codes of what was said of verifiers that raise
 
     def sample(
         self,
-        slots: Sequence[Slot],
+        new: Sequence[Slot],
         groups: Sequence[OpenGroup],
         sampling: Sampling,
         begun: Mapping[Slot, Rollout] | None = None,
+        loads: Sequence[int] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> Sampled:
         """This rank's share of the rollouts of `groups`; every rank calls it, and all leave it together.
 
-        begun: "cut" rollouts among the slots, which go on. Rollouts that end up "cut" are lost unless sampling.budget
-        says that they go on in the next step. on_end: told of every rollout of this rank that ends, as it does, in the
-        thread that generates.
+        new: those that begin, of all ranks, in (group, sibling) order. begun: this rank's "cut" ones, which go on;
+        loads: how many there are on every rank. Rollouts that end up "cut" are lost unless sampling.budget says that
+        they go on in the next step. on_end: told of every rollout of this rank that ends, as it does, in the thread
+        that generates.
         """
-        start = time.monotonic()
+        start, begun, loads = time.monotonic(), begun or {}, loads or [0] * self.grid.world
+        parts = deal(new, loads)
+        slots = [*begun, *parts[self.grid.rank]]
+        # What more than an engine can begin at once is taken as it has room, by other ranks' engines too.
+        waiting = self.pulling.waiting(parts, loads, self.grid.rank) if self.pulling else None
         # A run of siblings is one request, by which the engine knows that they share a prompt.
-        asked, numbers = requests(slots, groups, begun or {}, self.seed)
+        asked, numbers = requests(list(begun) if waiting else slots, groups, begun, self.seed)
         prompts = [request.prompt for request in asked]
+
+        def taken(slots: list[Slot]) -> list[Request]:
+            # In the engine's thread, before it hands any of these on.
+            more, of = requests(slots, groups, {}, self.seed)
+            numbers.extend(of)
+            prompts.extend(request.prompt for request in more)
+            return more
+
+        longest = max((len(group.prompt.token_ids) for group in groups), default=0)
+        supply = Pulled(waiting, taken, len(new), longest) if waiting else None
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
             # Verdicts are made while others are still being sampled.
             finished = _both(scorer.finished, on_end) if on_end else scorer.finished
-            result = self._generate(asked, sampling, finished)
+            result = self._generate(asked, sampling, finished, supply)
             # A collective, and before verdicts count: repeated rollouts would pass for independent ones everywhere.
-            _check_distinct(asked, result.rollouts, self.engine.engine.if_repeating)
+            _check_distinct(result.requests, result.rollouts, self.engine.engine.if_repeating)
             middle = time.monotonic()
 
             # What has ended has a verdict, or gets it now.
@@ -102,7 +120,7 @@ class Rollouts:
         # Without a verdict so far, which NaN says; group and sibling keep its place for the next step.
         cut: list[ScoredRollout] = []
         if sampling.budget:
-            for number, rollouts in zip(numbers, result.rollouts, strict=True):
+            for number, rollouts in zip(numbers, result.rollouts, strict=False):  # one that is stuck may still take
                 cut += [ScoredRollout(number, r, float("nan")) for r in rollouts if r.finish == "cut"]
 
         # Ranks wait here, so that seconds are a rank's own.
@@ -152,10 +170,12 @@ class Rollouts:
                 "command again to go on"
             )
 
-    def _generate(self, asked: Sequence[Request], sampling: Sampling, finished: Finished) -> GenerationResult:
+    def _generate(
+        self, asked: Sequence[Request], sampling: Sampling, finished: Finished, supply: Supply | None
+    ) -> GenerationResult:
         if self.durable:
-            return self.durable.generate(self.engine, asked, sampling, finished)
-        return self.engine.generate(asked, sampling, finished)
+            return self.durable.generate(self.engine, asked, sampling, finished, supply)
+        return self.engine.generate(asked, sampling, finished, supply)
 
     def _tell(self, raised: Mapping[str, str]) -> None:
         """Say on stderr, once in a run, which verifiers raised; the first rank that has one prints it. A collective."""

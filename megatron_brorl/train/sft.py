@@ -49,7 +49,8 @@ def sft(
         start = time.monotonic()
 
         # Every replica has its share of the examples; the loss is over the tokens of all.
-        examples = solved_examples(source.take(step, config.examples_per_step), tokenizer)[grid.dp_rank :: grid.data]
+        taken = source.take(step * config.examples_per_step, config.examples_per_step)
+        examples = solved_examples(taken, tokenizer)[grid.dp_rank :: grid.data]
         prompts = [torch.tensor(p) for p, _ in examples]
         responses = [torch.tensor(r) for _, r in examples]
         # All ranks divide by the same number, so that gradients are only added up.

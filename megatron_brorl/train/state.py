@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.carried import Carried, read, write
+from megatron_brorl.train.rounds import Taken
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.training_models import TrainingModels
 
@@ -21,7 +23,7 @@ class RunState:
 
     stall: Stall = field(default_factory=Stall)  # of held-out pass@1
     step: int = 0  # steps done
-    taken: int = 0  # times that rollout.prompts were taken from the source: once per step, and once per refill
+    taken: Taken = field(default_factory=Taken)  # from the source
     updates: int = 0  # optimizer steps done; the version of the actor's weights
     critic_updates: int = 0  # optimizer steps done of the critic
     carried: Carried = field(default_factory=Carried)  # rollouts that go on in the next step
@@ -45,7 +47,9 @@ def save(
     run = {
         "updates": state.updates,
         "critic_updates": state.critic_updates,
-        "taken": state.taken,
+        "taken": state.taken.rounds,
+        "prompts_taken": state.taken.prompts,
+        "recently": [state.taken.asked, state.taken.kept],
         "trained_s": state.trained_s,
         "stalls": [[stall.best, stall.count] for stall in _stalls(state, models)],
         "before": state.before,
@@ -72,7 +76,7 @@ def restore(
     restored = RunState(
         stall=replace(state.stall),
         step=run[checkpoint.STEP],
-        taken=run["taken"],
+        taken=_taken(run, config.rollout.prompts),
         updates=run["updates"],
         critic_updates=run["critic_updates"],
         carried=read(directory, source, config.rollout.prompts, grid),
@@ -83,6 +87,12 @@ def restore(
     for stall, (best, count) in zip(_stalls(restored, models), run["stalls"], strict=True):
         stall.best, stall.count = best, count
     return restored
+
+
+def _taken(run: Mapping[str, Any], prompts: int) -> Taken:
+    """What a checkpoint says of the source; one that is older says rounds alone, each of which took `prompts`."""
+    rounds = run["taken"]
+    return Taken(rounds, run.get("prompts_taken", rounds * prompts), *run.get("recently", (0.0, 0.0)))
 
 
 def _stalls(state: RunState, models: TrainingModels) -> list[Stall]:

@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import generation_clock as clock
 import simulate_balance as simulation
 
 from megatron_brorl.config.schema import AlgoConfig
@@ -53,7 +54,46 @@ def test_the_quick_table(monkeypatch, tmp_path):
     out = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["simulate_balance.py", "--quick", "--json", str(out)])
     simulation.main()
-    for row in json.loads(out.read_text()):
+    table = json.loads(out.read_text())
+    for row in table[:2]:
         assert row["rows"] == 79 * 64
         assert row["update"] >= 0.98 > 0.9 > row["update_runs"]
         assert row["generation"] >= 0.95 > row["generation_runs"]
+    assert len(table) == 2 + 6
+    for row in table[2:]:
+        assert row["in_flight"] > 32 or row["pulled"] > row["dealt"]
+        assert row["handed over"] > 0.95
+
+
+def seconds_by_hand(lengths, in_flight, fixed):
+    """One engine, token by token: rows enter in order as others end."""
+    waiting, left, now = list(lengths), [], 0.0
+    while waiting or left:
+        while waiting and len(left) < in_flight:
+            left.append(waiting.pop(0))
+        now += fixed + len(left)
+        left = [tokens - 1 for tokens in left if tokens > 1]
+    return now
+
+
+@pytest.mark.parametrize("how", ["dealt", "pulled", "handed over"])
+@pytest.mark.parametrize(("in_flight", "fixed"), [(1, 0.0), (5, 3.0), (100, 2.0)])
+def test_the_clock_of_one_engine(how, in_flight, fixed):
+    lengths = np.random.default_rng(0).integers(1, 60, (3, 16))
+    slots = list(np.ndindex(3, 16))
+    (done,) = clock.Step(lengths, [slots], in_flight, clock.Clock(fixed), how).run()
+    assert done == pytest.approx(seconds_by_hand(lengths.flatten(), in_flight, fixed))
+
+
+def test_engines_of_unlike_speed_are_busy_to_the_end():
+    """16 rows in flight of 512 each on eight engines, one of which is half as fast and one twice: idle at most 5%."""
+    lengths = simulation.drawn(32, seed=3).tokens.numpy()
+    parts = simulation.deal(list(np.ndindex(128, 32)), [0] * 8)
+    speeds = clock.Clock(simulation.WEIGHTS, simulation.PREFILL, [0.5, 1, 1, 1, 1, 1, 1, 2])
+    ends = {}
+    for how in ("dealt", "pulled"):
+        step = clock.Step(lengths, parts, 16, speeds, how)
+        ends[how] = step.run()
+        assert sorted(slot for part in step.sampled for slot in part) == list(np.ndindex(128, 32))
+    assert simulation.efficiency(ends["pulled"]) >= 0.95 > 0.65 > simulation.efficiency(ends["dealt"])
+    assert ends["pulled"].max() < 0.7 * ends["dealt"].max()

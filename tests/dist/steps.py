@@ -22,7 +22,9 @@ from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.reference import sampling
 from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.parallel.network import shared_store
 from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.sampler import own_slots, requests
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import Watchdog
@@ -58,7 +60,10 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
     tokenizer, max_lost_share = fakes.Tokenizer(), config.rollout.max_lost_share
-    rollouts = Rollouts(watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share)
+    pulling = Pulling(shared_store(), config.rollout.max_num_seqs) if config.rollout.pull else None
+    rollouts = Rollouts(
+        watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, pulling
+    )
     held_out = fakes.prompts(5, 1000)
     return Trainer(
         config,

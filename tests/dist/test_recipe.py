@@ -99,32 +99,48 @@ def passes(prompt, taken, n=16):
     return rewards
 
 
+def prompts_of_a_round(missing, asked, kept, most):
+    """By search: the fewest of which `missing` are kept with three standard deviations to spare; 2 in the first."""
+    if not asked or most == 2:
+        return 2
+    if missing <= 0:
+        return 1
+    p = kept / asked
+    return next((m for m in range(most) if p and m * p - 3 * math.sqrt(m * p * (1 - p) * (1 + m / asked)) >= missing), most)
+
+
+@pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (4, {"tensor": 2})])
-def test_refills_and_what_is_carried_over(worlds, directory, size, parallel):
+def test_refills_and_what_is_carried_over(worlds, directory, size, parallel, most):
     """Three siblings of two prompts, so that many groups agree: sampled anew until two are kept, at most thrice."""
-    changes = {"rollout": {"prompts": 2, "n": 3, "refills": 2}}
+    changes = {"rollout": {"prompts": 2, "n": 3, "refills": 2, "max_oversample": float(most)}}
     results = worlds(size).run("steps:run_steps", directory, parallel, changes, 8, {})
-    taken, waiting, saw = 0, [], set()
+    rounds, taken, waiting, saw = 0, 0, [], set()
+    asked = kept_lately = 0.0
     for step in range(8):
-        pool, sampled = list(waiting), 0
+        pool, sampled, missing, first = list(waiting), 0, 2 - len(waiting), rounds
+        before = asked, kept_lately
         for _ in range(3):
-            new = [(taken, p) for p in fakes.prompts(2, 2 * taken)]
-            pool += new
-            taken, sampled = taken + 1, sampled + 2
+            count = prompts_of_a_round(missing, asked, kept_lately, 2 * most)
+            pool += [(rounds, p) for p in fakes.prompts(count, taken)]
+            rounds, taken, sampled = rounds + 1, taken + count, sampled + count
             kept = [g for g in pool if 0 < sum(passes(g[1], g[0], 3)) < 3]
-            if len(kept) >= 2:
+            missing = 2 - len(kept)
+            asked, kept_lately = 0.7 * before[0] + sampled, 0.7 * before[1] + len(kept) - len(waiting)
+            if missing <= 0:
                 break
         waiting = kept[2:]
         closed = [g for g in pool if g not in waiting]
-        saw |= {("rounds", sampled // 2), ("waiting", len(waiting))}
+        saw |= {("rounds", rounds - first), ("waiting", len(waiting)), ("sampled", sampled)}
         for figures, _, _ in results:
             f = figures[step]
             assert f["prompts_sampled"] == sampled
+            assert f["rounds"] == rounds - first
             assert f["carried_groups"] == len(waiting)
             assert f["kept_share"] == pytest.approx(len(kept[:2]) / len(closed))
             assert f["rollouts"] == 3 * len(closed)
             assert f["updates"] == (1 if kept else 0)
-    assert len(saw) >= 4  # more than one round, and something that waited
+    assert len(saw) >= 6  # more than one round, and something that waited
 
 
 def test_refills_resume(worlds, directory, tmp_path):

@@ -147,6 +147,23 @@ def test_a_rank_that_loses_everything_holds_nobody_up(worlds, directory, size, p
     assert results[0][0][0]["groups_lost"] == 0
 
 
+@pytest.mark.parametrize(("size", "variant", "slow"), [(2, "whole", 0), (2, "partial", 1), (4, "critic", 2)])
+def test_what_other_ranks_take_changes_nothing(worlds, directory, single, size, variant, slow):
+    """Four rows at a time, and one rank that takes a single time: the others sample what is left of its share."""
+    steps, changes = STEPS.get(variant, 2), VARIANTS[variant]
+    changes = {**changes, "rollout": {**changes["rollout"], "max_num_seqs": 4, "pull": True}}
+    faults = {"rank": slow, "takes": 1}
+    results = worlds(size).run("steps:run_steps", directory, {}, changes, steps, faults)
+    expected = single(variant, set())
+    assert_same(results, expected)
+    every = [[(call, prompt, i) for call, prompt, part in calls for i in part] for _, _, calls in results]
+    assert sorted(slot for part in every for slot in part) == sorted((c, p, i) for c, p, part in expected[2] for i in part)
+    # In each call four of its own at most, and with partial rollouts those that it had begun.
+    for call in range(steps if variant != "partial" else 1):
+        assert sum(c == call for c, _, _ in every[slow]) <= 4
+    assert len(every[slow]) < min(len(part) for rank, part in enumerate(every) if rank != slow)
+
+
 def test_partial_rollouts_are_carried(single):
     """The figures of five steps at 4 of 12 tokens each, from the streams alone."""
     figures, _, calls = single("partial", LOST)

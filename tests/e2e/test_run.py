@@ -226,7 +226,7 @@ def test_a_whole_recipe_resumed(config, warm, tmp_path):
     assert (parts / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     assert [row["reference_reset"] for row in rows(whole)] == [0, 0, 1, 0, 0]
     assert rows(whole)[0]["updates"] == 0 < rows(whole)[0]["critic_updates"]
-    assert max(row["prompts_sampled"] for row in rows(whole)) == 12
+    assert len({row["prompts_sampled"] for row in rows(whole)}) > 1  # rounds are sized by what was kept
 
 
 def test_a_run_that_stalls_or_is_out_of_time_ends(config, warm, tmp_path):

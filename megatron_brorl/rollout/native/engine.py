@@ -11,7 +11,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.ops.decode import DecodeOps
 from megatron_brorl.ops.reference.decode import ReferenceDecode
-from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling, Watch
+from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling, Supply, Watch
 from megatron_brorl.rollout.native.decoder import Decoder
 from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
 from megatron_brorl.rollout.native.scheduler import Scheduler
@@ -83,17 +83,21 @@ class TorchEngine:
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        watch: Watch | None = None,
+        supply: Supply | None = None,
     ) -> list[list[Rollout]]:
         decoder = self._decoder
         if decoder is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
-        self._check(requests, sampling)  # so that no row can outgrow the model's positions
+        self._check(requests, sampling, supply)  # so that no row can outgrow the model's positions
 
         # What this call needs: when rows end, where their keys and values lie, whose turn it is.
         stops = Stops(sampling.stop_ids, sampling.stop_strings, self.decode)
-        pool = self._pages(requests, sampling)
-        scheduler = Scheduler(decoder, pool, requests, sampling, self.max_rows, self.version)
+        pool = self._pages(requests, sampling, supply)
+        scheduler = Scheduler(decoder, pool, requests, sampling, self.max_rows, self.version, supply)
         found: list[list[Rollout]] = [[] for _ in requests]
 
         def deliver(results: list[tuple[int, Rollout]]) -> None:
@@ -103,12 +107,21 @@ class TorchEngine:
                 if watch and rollout.finish != "cut":
                     watch.finished(request, rollout)
 
+        def take() -> None:
+            # Only what can begin at once: what is not taken is for other ranks.
+            if supply and (room := scheduler.room()):
+                new = supply.take(room)
+                scheduler.add(new)
+                found.extend([] for _ in new)
+
         # hidden [active rows, H]: what the next token of each is drawn from. A token a turn for all of them.
+        take()
         hidden = scheduler.admit()
         while len(scheduler.active):
             if watch and watch.cancelled():  # asked once a token
                 break
-            deliver(self._advance(scheduler, hidden, stops, sampling))
+            ended = self._advance(scheduler, hidden, stops, sampling)
+            deliver(ended)
 
             # Those that go on feed the token that they just got; then rows that waited take the slots that are free.
             staying = scheduler.make_room()
@@ -119,6 +132,8 @@ class TorchEngine:
                 hidden = decoder.step(pool, scheduler.rows(), new.to(self.device))
 
             # New rows come last: `hidden` is in the order of scheduler.active.
+            if ended:
+                take()
             if scheduler.waiting and scheduler.spare:
                 hidden = torch.cat((hidden, scheduler.admit()))
 
@@ -164,20 +179,25 @@ class TorchEngine:
         ids, log_probs = (torch.cat(x).cpu() for x in zip(*drawn, strict=True))
         return ids, log_probs
 
-    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+    def _check(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> None:
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
+        longest = max(longest, supply.prompt_tokens if supply else 0)
         if longest + sampling.max_tokens > self.shape.context:
             raise UserError(
                 f"rollout.max_tokens = {sampling.max_tokens} after a prompt of {longest} tokens exceeds the model's "
                 f"context of {self.shape.context}: lower rollout.max_tokens or shorten the prompts"
             )
 
-    def _pages(self, requests: Sequence[Request], sampling: Sampling) -> PagePool:
+    def _pages(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> PagePool:
         """As many pages as all rows in flight can need, or as fit; the ones at hand where they are so many."""
         # Of all prompts, and of as many responses as are decoded at a time.
         own = pages_for(sampling.max_tokens)
         prompts = [pages_for(len(r.prompt.token_ids)) for r in requests]
-        needed = sum(prompts) + own * min(self.max_rows, sum(r.n for r in requests))
+        rows = sum(r.n for r in requests)
+        if supply:  # a row that comes alone has its prompt for itself
+            prompts += [pages_for(supply.prompt_tokens)] * min(self.max_rows, supply.rows)
+            rows += supply.rows
+        needed = sum(prompts) + own * min(self.max_rows, rows)
 
         # A pool that is far too large gives its memory back too.
         if self._pool is None or self._pool.size < needed or self._pool.size > 2 * needed + 64:

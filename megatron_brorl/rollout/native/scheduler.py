@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_brorl.ops.decode import PAGE, Rows
 from megatron_brorl.rollout.continuation import extended, siblings
-from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.engine import Request, Sampling, Supply
 from megatron_brorl.rollout.native.decoder import Decoder, Passage
 from megatron_brorl.rollout.native.pages import PagePool, pages_for
 from megatron_brorl.types import FinishReason, Rollout
@@ -43,39 +43,72 @@ class Scheduler:
         sampling: Sampling,
         max_rows: int,
         version: int,
+        supply: Supply | None = None,
     ) -> None:
-        self.decoder, self.pool, self.requests, self.version = decoder, pool, requests, version
-        self.max_tokens = sampling.max_tokens
+        """supply: of requests that may be added later."""
+        self.decoder, self.pool, self.requests, self.version = decoder, pool, list(requests), version
+        self.sampling, self.max_tokens = sampling, sampling.max_tokens
         self.waiting = deque(_waiting(requests, sampling))
 
         # Per slot.
-        slots = min(max_rows, len(self.waiting))
+        slots = min(max_rows, len(self.waiting) + (supply.rows if supply else 0))
         self.spare = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
         self.holders: list[WaitingRollout | None] = [None] * slots  # what each slot was given to
-        self.request, self.sibling, self.key, self.produced, self.limit = torch.zeros(5, slots, dtype=torch.int64)
+        names = torch.zeros(6, slots, dtype=torch.int64)
+        self.request, self.prompt, self.sibling, self.key, self.produced, self.limit = names
         self.tokens = torch.empty(slots, self.max_tokens, dtype=torch.int64)
         self.log_probs = torch.empty(slots, self.max_tokens)
         self.tables = torch.zeros(slots, pages_for(self.max_tokens), dtype=torch.int32)  # pages of a row's own tokens
 
-        # Per request: its prompt is in memory once, from its first row to its last.
+        # Per prompt: it is in memory once for all requests that have it, from its first row to its last.
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
-        self.prompt_tables = torch.zeros(len(requests), pages_for(longest), dtype=torch.int32)
-        self.prompt_lengths = torch.zeros(len(requests), dtype=torch.int64)  # 0: not in memory
+        longest = max(longest, supply.prompt_tokens if supply else 0)
+        self.prompt_tables = torch.zeros(0, pages_for(longest), dtype=torch.int32)
+        self.prompt_lengths = torch.zeros(0, dtype=torch.int64)  # 0: not in memory
         self.prompt_hidden: dict[int, Tensor] = {}
-        self.rows_left = [r.n for r in requests]  # that have not ended; at 0 the prompt's pages are free again
+        self.rows_left: list[int] = []  # that have not ended; at 0 the prompt's pages are free again
+        self.prompt_numbers: dict[tuple[int, ...], int] = {}  # by tokens
+        self.prompt_of: list[int] = []  # the number of each request's
+        self._number_prompts(requests)
+
+    def room(self) -> int:
+        """How many rows could begin beside those that wait: slots, and pages for half of the longest response each."""
+        if self.waiting:
+            return 0
+        return min(len(self.spare), self.pool.free // (pages_for(self.max_tokens) // 2 + 1))
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Further requests, numbered on from those before; their rows wait."""
+        self.waiting.extend(_waiting(requests, self.sampling, len(self.requests)))
+        self.requests += requests
+        self._number_prompts(requests)
+
+    def _number_prompts(self, requests: Sequence[Request]) -> None:
+        """The number of each request's prompt, with places in the tables for those that are new."""
+        for r in requests:
+            number = self.prompt_numbers.setdefault(r.prompt.token_ids, len(self.prompt_numbers))
+            self.prompt_of.append(number)
+            if number == len(self.rows_left):
+                self.rows_left.append(0)
+            self.rows_left[number] += r.n
+        new = len(self.rows_left) - len(self.prompt_lengths)
+        self.prompt_tables = torch.cat(
+            (self.prompt_tables, self.prompt_tables.new_zeros(new, self.prompt_tables.shape[1]))
+        )
+        self.prompt_lengths = torch.cat((self.prompt_lengths, self.prompt_lengths.new_zeros(new)))
 
     def admit(self) -> Tensor:
         """Let rows in as far as slots and pages go; returns the hidden states [new rows, H] to draw from next."""
         new: list[int] = []
         passages: list[Passage] = []
-        owner: list[tuple[str, int]] = []  # of each passage: a prompt's request, or a slot
+        owner: list[tuple[str, int]] = []  # of each passage: a prompt's number, or a slot
         while self.waiting and self.spare:
             # What it needs: pages for its prompt where no sibling has it in memory, and for its own tokens.
             first = self.waiting[0]
-            prompt = self.requests[first.request].prompt.token_ids
+            prompt, number = self.requests[first.request].prompt.token_ids, self.prompt_of[first.request]
             begun = len(first.so_far.token_ids)
-            resident = int(self.prompt_lengths[first.request]) > 0
+            resident = int(self.prompt_lengths[number]) > 0
             of_prompt, own = 0 if resident else pages_for(len(prompt)), pages_for(begun)
 
             # One page for everybody's next tokens stays free, so that nobody has to make room at once.
@@ -88,10 +121,10 @@ class Scheduler:
             # It has its pages and a slot; what it goes on from is computed below, with that of all others.
             if not resident:
                 pages = self.pool.take(of_prompt)
-                self.prompt_tables[first.request, :of_prompt] = pages
-                self.prompt_lengths[first.request] = len(prompt)
+                self.prompt_tables[number, :of_prompt] = pages
+                self.prompt_lengths[number] = len(prompt)
                 passages.append(Passage(prompt, 0, pages))
-                owner.append(("prompt", first.request))
+                owner.append(("prompt", number))
             slot = self._enter(first, begun)
             # A row that was cut or made room has tokens of its own. Its prompt is computed with them once more,
             # but stored is only what follows the prompt.
@@ -116,13 +149,14 @@ class Scheduler:
 
         # At the end, because those that came last make room first.
         self.active = torch.cat((self.active, torch.tensor(new)))
-        return torch.stack([of_row[s] if s in of_row else self.prompt_hidden[int(self.request[s])] for s in new])
+        return torch.stack([of_row[s] if s in of_row else self.prompt_hidden[int(self.prompt[s])] for s in new])
 
     def _enter(self, waiting: WaitingRollout, begun: int) -> int:
         """Give it a slot."""
         slot = self.spare.pop()
         self.holders[slot] = waiting
         self.request[slot], self.sibling[slot] = waiting.request, waiting.so_far.index
+        self.prompt[slot] = self.prompt_of[waiting.request]
         self.key[slot] = self.requests[waiting.request].key
         self.produced[slot], self.limit[slot] = begun, waiting.limit
         self.tokens[slot, :begun] = waiting.so_far.token_ids
@@ -139,12 +173,12 @@ class Scheduler:
         """Take the given places [gone] of `active` out, with their results as (request, rollout)."""
         results = []
         for slot, reason in zip(self.active[gone].tolist(), finish, strict=True):
-            request = int(self.request[slot])
-            results.append((request, self._rollout(slot, reason)))
+            prompt = int(self.prompt[slot])
+            results.append((int(self.request[slot]), self._rollout(slot, reason)))
             self._release(slot)
-            self.rows_left[request] -= 1
-            if not self.rows_left[request]:
-                self._forget_prompt(request)
+            self.rows_left[prompt] -= 1
+            if not self.rows_left[prompt]:
+                self._forget_prompt(prompt)
         kept = torch.ones(len(self.active), dtype=torch.bool)
         kept[gone] = False
         self.active = self.active[kept]
@@ -170,8 +204,8 @@ class Scheduler:
             self.waiting.appendleft(WaitingRollout(holder.request, self._rollout(slot, "cut"), holder.limit))
             self._release(slot)
             self.active, needy, place = self.active[:-1], needy[:-1], place[:-1]
-            if not bool((self.request[self.active] == holder.request).any()):
-                self._forget_prompt(holder.request)
+            if not bool((self.prompt[self.active] == self.prompt[slot]).any()):
+                self._forget_prompt(int(self.prompt[slot]))
 
         rows = self.active[needy]
         self.tables[rows, place[needy] // PAGE] = self.pool.take(len(rows))
@@ -180,15 +214,15 @@ class Scheduler:
     def rows(self) -> Rows:
         """Where the active rows stand, on the decoder's device; each has its newest token to be fed."""
         active, device = self.active, self.decoder.device
-        request, lengths = self.request[active], self.produced[active]
-        cos, sin = self.decoder.angles((self.prompt_lengths[request] + lengths - 1).to(device))
+        prompts, lengths = self.prompt[active], self.produced[active]
+        cos, sin = self.decoder.angles((self.prompt_lengths[prompts] + lengths - 1).to(device))
         used = pages_for(int(lengths.max()))
         return Rows(
             cos=cos,
             sin=sin,
             tables=self.tables[active, :used].to(device),
             lengths=lengths.to(device),
-            prompts=request.to(device),
+            prompts=prompts.to(device),
             prompt_tables=self.prompt_tables.to(device),
             prompt_lengths=self.prompt_lengths.to(device),
         )
@@ -208,15 +242,15 @@ class Scheduler:
         self.holders[slot] = None
         self.spare.append(slot)
 
-    def _forget_prompt(self, request: int) -> None:
-        if self.prompt_hidden.pop(request, None) is None:
+    def _forget_prompt(self, prompt: int) -> None:
+        if self.prompt_hidden.pop(prompt, None) is None:
             return
-        self.pool.give(self.prompt_tables[request, : pages_for(int(self.prompt_lengths[request]))])
-        self.prompt_lengths[request] = 0
+        self.pool.give(self.prompt_tables[prompt, : pages_for(int(self.prompt_lengths[prompt]))])
+        self.prompt_lengths[prompt] = 0
 
 
-def _waiting(requests: Sequence[Request], sampling: Sampling) -> Iterable[WaitingRollout]:
-    for i, request in enumerate(requests):
+def _waiting(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[WaitingRollout]:
+    for i, request in enumerate(requests, start=first):
         for so_far in siblings(request):
             budget = len(so_far.token_ids) + sampling.budget if sampling.budget else sampling.max_tokens
             yield WaitingRollout(i, so_far, min(budget, sampling.max_tokens))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.parallel import device
-from megatron_brorl.rollout.engine import Request, Sampling, Watch
+from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch
 from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.remote.cuda_ipc import IpcSender, own_device
 from megatron_brorl.rollout.remote.fp8_blocks import quantized
@@ -26,7 +26,7 @@ from megatron_brorl.rollout.remote.link import Link
 from megatron_brorl.rollout.remote.log_probs import log_prob_limits
 from megatron_brorl.rollout.remote.messages import Message
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, ProcessSettings
-from megatron_brorl.rollout.remote.pending import PendingRollout, generate_message, pending_rollouts
+from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
 from megatron_brorl.rollout.remote.process import address
 from megatron_brorl.rollout.remote.shared_weights import HostWeights
 from megatron_brorl.rollout.remote.staging import Node, Update, stage
@@ -63,6 +63,7 @@ class RemoteEngine:
         self.supervisor: Supervisor | None = None
         self.node = node or (Node.alone(folder) if self.leads else None)
         self._calls = self._stages = 0
+        self._open: set[int] = set()  # calls of this generation that are not over
         self._link = Link(address(folder))
 
         # Whatever fails from here on, no process and no folder may stay behind.
@@ -166,26 +167,26 @@ class RemoteEngine:
         return stage(tensors, update, self.node, self.folder / f"weights_{self._stages}" if self.leads else None)
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        watch: Watch | None = None,
+        supply: Supply | None = None,
     ) -> list[list[Rollout]]:
         """See RolloutEngine. Every rollout is a request of its own with a seed of its own; siblings share their prompt
         in the engine's prefix cache. Rollouts that are cancelled lose what this call had added to them."""
         if self.version < 0:
             raise RuntimeError("the engine has no weights: call update_weights first")
-        self._check(requests, sampling)
+        self._check(requests, sampling, supply)
 
-        # By the number that the engine's answers name.
-        rows = dict(enumerate(pending_rollouts(requests, sampling)))
-        found: list[list[Rollout]] = [[] for _ in requests]
-
-        def deliver(row: PendingRollout, rollout: Rollout) -> None:
-            # What is cut goes on in a later call: it has not ended.
-            found[row.request].append(rollout)
-            if watch and rollout.finish != "cut":
-                watch.finished(row.request, rollout)
+        # What it was asked before is over, however that call ended.
+        self._open.clear()
+        pending = PendingRollouts(sampling, watch, supply, self.options.max_rows)
+        pending.add(requests)
+        pending.take()
 
         # Until all have come or the caller cancels: ask whoever can answer, and take the answers as they come.
-        asked = 0  # the process that has the rows
+        asked, rows = 0, pending.rows  # the process that has the rows
         self._link.greet()  # answered with the state: what is known of it here may be old
         while rows and not (watch and watch.cancelled()):
             # No engine will come up any more. Ranks without a supervisor do not know, and end when they are cancelled.
@@ -194,47 +195,56 @@ class RemoteEngine:
 
             # A process that was started again knows of nothing: it is asked for what is still missing.
             if self._link.boot != asked and self._link.version == self.version:
+                self._open.clear()  # what another process was asked for will not come
                 asked = self._ask(rows, sampling)
 
+            before = len(rows)
             for message in self._link.poll(_POLL_S):
-                if message.fields.get("call") != self._calls:
+                if message.fields.get("call") not in self._open:
                     continue  # of a call that was given up
                 if message.kind == "stale":  # its weights are others by now: wait for the right ones and ask again
                     asked = 0
+                    self._open.clear()
                 elif message.kind == "error":
                     raise RuntimeError(f"engine process: {message.fields['what']}")
                 elif message.kind == "rollout":
-                    row = rows.pop(message.fields["number"])
-                    deliver(row, row.completed(message, sampling, self.version))
+                    pending.answered(message, self.version)
+                elif message.kind == "ended":
+                    self._open.discard(message.fields["call"])
+
+            # Rows that ended make room for others, which the process that has the rest is asked for as well.
+            new = pending.take() if len(rows) < before else {}
+            if new and asked == self._link.boot:
+                self._ask(new, sampling)
 
         # Everything has come, or the caller has lost patience: what is left is as it was before this call.
         if rows:
             self._stop()
         elif self.supervisor:
             self.supervisor.restarts = 0  # only those in a row count
-        for row in rows.values():
-            deliver(row, row.begun)
+        return pending.result()
 
-        # Answers come as rollouts end; siblings are told by their index.
-        return [sorted(rollouts, key=lambda x: x.index) for rollouts in found]
-
-    def _ask(self, rows: dict[int, PendingRollout], sampling: Sampling) -> int:
-        """Ask for all rows; returns the process that was asked."""
+    def _ask(self, rows: Mapping[int, PendingRollout], sampling: Sampling) -> int:
+        """Ask for these rows by a call of their own; returns the process that was asked."""
         boot = self._link.boot
         self._calls += 1
+        self._open.add(self._calls)
         reseed = stream_key("engine", self._calls, *(row.seed for row in rows.values()))
         fields = {"call": self._calls, "version": self.version, "reseed": reseed}
         self._link.send(generate_message(rows, sampling, fields))
         return boot
 
     def _stop(self) -> None:
-        """Make the engine give up this call; one that does not is started again."""
-        self._link.send(Message("cancel", {"call": self._calls}))
+        """Make the engine give up what it was asked for; one that does not is started again."""
+        for call in self._open:
+            self._link.send(Message("cancel", {"call": call}))
         deadline = time.monotonic() + _STOP_S
-        while time.monotonic() < deadline:
+        while self._open and time.monotonic() < deadline:
             for message in self._link.poll(_POLL_S):
-                if message.kind == "ended" and message.fields["call"] == self._calls:
-                    return
+                if message.kind == "ended":
+                    self._open.discard(message.fields["call"])
+        if not self._open:
+            return
         if self.supervisor:
             self.supervisor.restart(f"engine process {self.supervisor.pid} did not stop when told to")
 
@@ -260,8 +270,9 @@ class RemoteEngine:
         if self.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+    def _check(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> None:
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
+        longest = max(longest, supply.prompt_tokens if supply else 0)
         if longest + sampling.max_tokens > self.options.context:
             raise UserError(
                 f"rollout.max_tokens = {sampling.max_tokens} after a prompt of {longest} tokens exceeds the engine's "

@@ -10,7 +10,7 @@ import torch
 
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.continuation import extended, siblings
-from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch
 from megatron_brorl.rollout.remote.messages import Message
 from megatron_brorl.types import FinishReason, Rollout
 
@@ -49,14 +49,57 @@ class PendingRollout:
         )
 
 
-def pending_rollouts(requests: Sequence[Request], sampling: Sampling) -> Iterator[PendingRollout]:
-    """Every sibling of every request, each with a seed of its own."""
-    for number, request in enumerate(requests):
+def pending_rollouts(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterator[PendingRollout]:
+    """Every sibling of every request, each with a seed of its own; first: the place of the first request."""
+    for number, request in enumerate(requests, start=first):
         for before in siblings(request):
             done = len(before.token_ids)
             tokens = min(sampling.budget or sampling.max_tokens, sampling.max_tokens - done)
             ids = (*request.prompt.token_ids, *before.token_ids.tolist())
             yield PendingRollout(number, ids, before, tokens, stream_key("engine", request.key, before.index, done))
+
+
+class PendingRollouts:
+    """Those of one call of generate, and what has come of it."""
+
+    def __init__(self, sampling: Sampling, watch: Watch | None, supply: Supply | None, most: int) -> None:
+        """most: rollouts that the engine has at a time."""
+        self._sampling, self._watch, self._supply, self._most = sampling, watch, supply, most
+        self.rows: dict[int, PendingRollout] = {}  # by the number that the engine's answers name
+        self._found: list[list[Rollout]] = []  # of each request
+        self._numbered = 0
+
+    def add(self, requests: Sequence[Request]) -> dict[int, PendingRollout]:
+        """Further requests, numbered on from those before; returns their rollouts."""
+        new = pending_rollouts(requests, self._sampling, len(self._found))
+        added = dict(enumerate(new, start=self._numbered))
+        self.rows.update(added)
+        self._found.extend([] for _ in requests)
+        self._numbered += len(added)
+        return added
+
+    def take(self) -> dict[int, PendingRollout]:
+        """Rollouts of the supply, as many as the engine has room for."""
+        room = self._most - len(self.rows)
+        return self.add(self._supply.take(room)) if self._supply and room > 0 else {}
+
+    def answered(self, answer: Message, version: int) -> None:
+        """A rollout has come; version: of the weights."""
+        row = self.rows.pop(answer.fields["number"])
+        self._deliver(row, row.completed(answer, self._sampling, version))
+
+    def result(self) -> list[list[Rollout]]:
+        """The rollouts of each request, by index; those that have not come are as they were before this call."""
+        for row in self.rows.values():
+            self._deliver(row, row.begun)
+        # Answers come as rollouts end; siblings are told by their index.
+        return [sorted(rollouts, key=lambda x: x.index) for rollouts in self._found]
+
+    def _deliver(self, row: PendingRollout, rollout: Rollout) -> None:
+        # What is cut goes on in a later call: it has not ended.
+        self._found[row.request].append(rollout)
+        if self._watch and rollout.finish != "cut":
+            self._watch.finished(row.request, rollout)
 
 
 def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fields: Mapping[str, Any]) -> Message:

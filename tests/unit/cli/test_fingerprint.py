@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from megatron_brorl.cli.fingerprint import check_fingerprint
+from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
+from megatron_brorl.config.schema import Config, RolloutConfig
 from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import ModelShape
 
 WHERE = Path("runs/x/checkpoints/step_00000003")
 
@@ -28,3 +31,19 @@ def test_checkpoints_from_before_these_keys_go_on():
     check_fingerprint({"data": {}, "reward": {}}, now, WHERE)
     with pytest.raises(UserError, match=r"was written with data\.verifier = 'exact', now 'mine\.py:score'"):
         check_fingerprint({"data": {}, "reward": {}}, {**now, "data": {"verifier": "mine.py:score"}}, WHERE)
+
+
+def test_rounds_of_another_size_are_another_run():
+    """Checkpoints from before rounds were sized: those of runs without refills go on, the others must say so."""
+    shape = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
+    for refills in (0, 4):
+        config = Config(rollout=RolloutConfig(refills=refills))
+        now = fingerprint(config, shape, {})
+        saved = {**now, "rollout": {k: v for k, v in now["rollout"].items() if k != "max_oversample"}}
+        if not refills:
+            check_fingerprint(saved, now, WHERE)
+            continue
+        with pytest.raises(UserError, match=r"was written with rollout\.max_oversample = 1\.0, now 4\.0: set it back"):
+            check_fingerprint(saved, now, WHERE)
+        as_before = Config(rollout=RolloutConfig(refills=refills, max_oversample=1.0))
+        check_fingerprint(saved, fingerprint(as_before, shape, {}), WHERE)

@@ -22,7 +22,7 @@ else:
 RECIPES = Path(__file__).parents[3] / "examples" / "recipes"
 # What a machine or a run decides, and not the method.
 NOT_OF_THE_METHOD = {
-    "rollout": {"engine", "max_num_seqs", "kv_cache_mib", "timeout_s", "max_lost_share"},
+    "rollout": {"engine", "max_num_seqs", "pull", "kv_cache_mib", "timeout_s", "max_lost_share"},
     "reward": {"workers", "timeout_s", "combination", "unsandboxed"},
     "evaluate": {"bootstrap", "pass_at", "benchmarks"},
 }
@@ -40,6 +40,7 @@ def without_effect(config: Config) -> set[str]:
         "algo.aggregation_tokens": algo.aggregation != "fixed",
         "rollout.max_carried_steps": not config.rollout.partial_tokens,
         "rollout.adaptive_first": config.rollout.adaptive == "off",
+        "rollout.max_oversample": not config.rollout.refills,
         "shaping.cosine_min shaping.cosine_max shaping.cosine_on_steps shaping.cosine_off_steps": (
             not shaping.cosine_coef
         ),

@@ -68,7 +68,7 @@ SOURCES = {"a": prompts("a", 5), "b": prompts("b", 3), "c": prompts("c", 40)}
 
 
 def test_a_mixture_takes_every_source_by_its_own_epochs() -> None:
-    taken = [p for step in range(25) for p in MixtureSource(SOURCES, [0.5, 0.3, 0.2], seed=1).take(step, 8)]
+    taken = [p for step in range(25) for p in MixtureSource(SOURCES, [0.5, 0.3, 0.2], seed=1).take(8 * step, 8)]
     assert Counter(p.text for p in taken) == {"a": 100, "b": 60, "c": 40}
     for name, rows in SOURCES.items():
         mine = [p.id for p in taken if p.text == name]
@@ -81,8 +81,8 @@ def test_a_mixture_is_resumed_and_cut_anywhere() -> None:
     """The prompt at a place depends on seed and place alone: not on earlier steps, and not on how a step is cut."""
     whole = MixtureSource(SOURCES, [5, 3, 2], seed=1).take(0, 240)
     for size in (1, 8, 24, 60):
-        for step in (0, 1, 3):
-            assert MixtureSource(SOURCES, [5, 3, 2], seed=1).take(step, size) == whole[step * size : (step + 1) * size]
+        for start in (0, 1, size, 3 * size):
+            assert MixtureSource(SOURCES, [5, 3, 2], seed=1).take(start, size) == whole[start : start + size]
     other = MixtureSource(SOURCES, [5, 3, 2], seed=2).take(0, 240)
     assert [p.text for p in other] == [p.text for p in whole]
     assert [p.id for p in other] != [p.id for p in whole]

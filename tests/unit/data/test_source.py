@@ -37,7 +37,7 @@ def ids(batch: list[Prompt]) -> list[str]:
 
 def test_every_epoch_is_a_permutation_of_its_own() -> None:
     source = FileSource(prompts(20), seed=3)
-    epochs = [ids(source.take(e, 20)) for e in range(50)]
+    epochs = [ids(source.take(20 * e, 20)) for e in range(50)]
     everything = sorted(map(str, range(20)))
     assert all(sorted(e) == everything for e in epochs)
     assert len({tuple(e) for e in epochs}) == 50
@@ -47,8 +47,8 @@ def test_every_epoch_is_a_permutation_of_its_own() -> None:
 
 def test_steps_cross_epochs() -> None:
     source = FileSource(prompts(7), seed=3)
-    flat = [i for step in range(21) for i in ids(source.take(step, 5))]
-    assert flat == [i for epoch in range(15) for i in ids(source.take(epoch, 7))]
+    flat = [i for step in range(21) for i in ids(source.take(5 * step, 5))]
+    assert flat == [i for epoch in range(15) for i in ids(source.take(7 * epoch, 7))]
     assert set(Counter(flat).values()) == {15}
     assert sorted(Counter(ids(FileSource(prompts(3), 0).take(0, 9))).values()) == [3, 3, 3]  # a step of three epochs
 
@@ -56,9 +56,9 @@ def test_steps_cross_epochs() -> None:
 def test_a_step_is_a_pure_function_of_its_number() -> None:
     source = FileSource(prompts(7), seed=3)
     for step in range(5):
-        source.take(step, 4)
-    assert source.take(5, 4) == FileSource(prompts(7), seed=3).take(5, 4)
-    assert source.take(5, 4) != FileSource(prompts(7), seed=4).take(5, 4)
+        source.take(4 * step, 4)
+    assert source.take(20, 4) == FileSource(prompts(7), seed=3).take(20, 4)
+    assert source.take(20, 4) != FileSource(prompts(7), seed=4).take(20, 4)
 
 
 def test_the_order_is_pinned() -> None:
@@ -83,7 +83,7 @@ def test_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
         f"data.held_out: 3 prompts from {tmp_path}/h.jsonl",
         "data.held_out: 1 of 3 prompts also occur in data.train",
     ]
-    assert sources.train.take(3, 4) != load_sources(config, tokenizer, 100, seed=2).train.take(3, 4)
+    assert sources.train.take(12, 4) != load_sources(config, tokenizer, 100, seed=2).train.take(12, 4)
 
 
 def test_skipped_rows_are_in_the_report(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -158,14 +158,14 @@ def test_generated_sources(tokenizer: Tokenizer) -> None:
     other = load_sources(config, tokenizer, 100, seed=2)
     assert len({p.text for p in sources.held_out}) == 64
     for step in range(5):
-        sources.train.take(step, 8)
-    assert sources.train.take(5, 8) == again.train.take(5, 8)
-    assert sources.train.take(5, 8) != other.train.take(5, 8)
+        sources.train.take(8 * step, 8)
+    assert sources.train.take(40, 8) == again.train.take(40, 8)
+    assert sources.train.take(40, 8) != other.train.take(40, 8)
     assert sources.held_out == other.held_out  # so that runs of several seeds can be compared
-    seen = {p.text for step in range(20) for p in sources.train.take(step, 32)}
+    seen = {p.text for step in range(20) for p in sources.train.take(32 * step, 32)}
     assert not seen & {p.text for p in sources.held_out}
-    assert [p for s in (0, 1) for p in sources.train.take(s, 4)] == sources.train.take(0, 8)
-    train_ids = [p.id for step in range(20) for p in sources.train.take(step, 32)]
+    assert [p for s in (0, 4) for p in sources.train.take(s, 4)] == sources.train.take(0, 8)
+    train_ids = [p.id for step in range(20) for p in sources.train.take(32 * step, 32)]
     assert len(set(train_ids) | set(ids(sources.held_out))) == 640 + 64
     assert sources.report == "data.tasks: endless prompts of chain_sum; 64 different ones held out"
 

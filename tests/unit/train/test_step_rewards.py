@@ -36,7 +36,7 @@ class Source:
     def __init__(self, rules: list[str]) -> None:
         self.prompts = [replace(p, verifier=rule) for p, rule in zip(fakes.prompts(3), rules, strict=True)]
 
-    def take(self, step: int, count: int) -> list:
+    def take(self, start: int, count: int) -> list:
         return self.prompts
 
 

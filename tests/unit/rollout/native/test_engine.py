@@ -100,6 +100,47 @@ def test_rollouts_do_not_depend_on_their_neighbours(one, dtype):
             assert same_tokens(together[i], other) >= 0.98  # the rest is floating-point order
 
 
+class Drawer:
+    """A supply of requests, so many at a time; notes how many rows there was room for."""
+
+    def __init__(self, requests, rows):
+        self.left, self.rows, self.prompt_tokens = list(requests), rows, 9
+        self.rooms = []
+
+    def take(self, room):
+        self.rooms.append(room)
+        taken, rows = [], 0
+        while self.left and rows < room:
+            taken.append(self.left.pop(0))
+            rows += taken[-1].n
+        return taken
+
+
+@pytest.mark.parametrize("memory", [0, 24])
+def test_what_is_taken_as_there_is_room_is_what_was_asked_at_once(one, memory):
+    """Few slots, or few pages: never more rows in flight than fit, all of a supply in the end, the same tokens."""
+    shape, sampling = one[0], Sampling(1.0, 0.95, 0, 30, STOPS)
+    asked = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
+    together = make_engine(*one).generate(asked, sampling)
+
+    # The first request is this rank's own, with what it began; the rest comes in pieces of eight.
+    pieces = [Request(r.prompt, r.key, 8, first) for r in asked[1:] for first in range(0, 64, 8)]
+    supply = Drawer(pieces, 3 * 64)
+    engine = make_engine(*one, max_rows=20, memory=memory * page_bytes(read_shape(shape), torch.float32))
+    own, *rest = engine.generate(asked[:1], sampling, supply=supply)
+    assert not supply.left
+    assert all(1 <= room <= 20 for room in supply.rooms)
+    assert max(supply.rooms) <= (memory // 2 or 20)  # a row needs two pages at last
+    assert len(rest) == len(pieces)
+    got = [own, *([r for part in rest[8 * i : 8 * i + 8] for r in part] for i in range(3))]
+    for whole, parts in zip(together, got, strict=True):
+        assert [r.index for r in parts] == list(range(64))
+        assert same_tokens(whole, parts) >= 0.98  # the rest is floating-point order
+    nothing = make_engine(*one, max_rows=20)
+    assert nothing.generate([], sampling, supply=Drawer([], 0)) == []
+    assert [len(found) for found in nothing.generate([], sampling, supply=Drawer(pieces[:2], 16))] == [8, 8]
+
+
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1, 0), (0.8, 0.9, 0), (1.2, 0.95, 20), (0, 1, 0)])
 def test_both_samplers_draw_the_same_tokens(one, temperature, top_p, top_k):
     sampling = Sampling(temperature, top_p, top_k, 30, STOPS)

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import pytest
 
@@ -140,6 +140,36 @@ def test_an_engine_is_its_leaf(leaf, tmp_path):
     for _ in range(2):
         engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
     assert leaf.heard[5:] == [["a"], "wake caches"]
+    leader.close()
+    engine.close()
+
+
+def test_what_is_taken_is_asked_by_calls_of_its_own(leaf, tmp_path):
+    """Four rows at a time of twenty, over the socket: every one comes once, none while there is no room."""
+    engine = RemoteEngine(
+        process_settings(TrtLlmConfig(start_timeout_s=30.0)), OPTIONS, {}, tmp_path, None, tmp_path / "log"
+    )
+    engine.options = dataclasses.replace(OPTIONS, max_rows=4)
+    leader = Link(address(tmp_path))
+    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
+    engine.update_weights([], 3)
+    prompt = Prompt("p", "", (5, 6), None, "exact")
+    left = [Request(prompt, 7, 2, first) for first in range(6, 20, 2)]
+
+    class Queue:
+        rows, prompt_tokens = 14, 2
+        rooms: ClassVar[list[int]] = []
+
+        def take(self, room):
+            self.rooms.append(room)
+            return [left.pop(0)] if left else []
+
+    groups = engine.generate([Request(prompt, 7, 6)], Sampling(1.0, 1.0, 0, 8, (2,)), None, Queue())
+    assert [r.index for group in groups for r in group] == list(range(20))
+    assert {r.finish for group in groups for r in group} == {"stop"}
+    assert all(1 <= room <= 4 for room in Queue.rooms)
+    (whole,) = engine.generate([Request(prompt, 7, 20)], Sampling(1.0, 1.0, 0, 8, (2,)))
+    assert [r.token_ids.tolist() for group in groups for r in group] == [r.token_ids.tolist() for r in whole]
     leader.close()
     engine.close()
 
