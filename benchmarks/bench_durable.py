@@ -40,13 +40,15 @@ class Given:
     def __init__(self, rollouts: list[list[Rollout]]) -> None:
         self.rollouts = rollouts
 
-    def generate(self, requests: Sequence[Request], _: Sampling, finished: Callable[[int, Rollout], None]) -> Any:
+    def generate(
+        self, requests: Sequence[Request], _: Sampling, finished: Callable[[int, Rollout], None], supply: None
+    ) -> Any:
         if not requests:
-            return GenerationResult([], 0)
+            return GenerationResult([], [], 0)
         for i, rollouts in enumerate(self.rollouts):
             for rollout in rollouts:
                 finished(i, rollout)
-        return GenerationResult(self.rollouts, 0)
+        return GenerationResult(list(requests), self.rollouts, 0)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:

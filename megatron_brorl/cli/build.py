@@ -206,6 +206,8 @@ class Session:
         # The engine, behind a deadline; what it cannot begin at once is shared with those of other ranks.
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
+
+        # What ends is kept until its step is over, and what waits is anybody's.
         return Rollouts(
             engine=watchdog,
             pool=pool,

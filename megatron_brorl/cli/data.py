@@ -19,9 +19,12 @@ from megatron_brorl.outputs import check_output
 
 def add_commands(commands: Any) -> None:
     """Add `brorl data` to the parser."""
+    # `brorl data` alone is a question.
     data = commands.add_parser("data", help="prepare data sets for training and evaluation")
     actions = data.add_subparsers(metavar="action")
     data.set_defaults(command=lambda _: _help(data))
+
+    # Published files to rows.
     text = "published files to rows with verifiers: no duplicates, no problems of evaluations, a data card"
     command = actions.add_parser(
         "prepare",
@@ -88,6 +91,8 @@ def _prepare(args: argparse.Namespace) -> int:
         raise UserError(f"--ngram {args.ngram}: must be at least 1")
     if args.verifier:
         entry(args.verifier, "--verifier")
+
+    # The same job for a published set and for a file of the user's own.
     job = Job(
         name=args.source,
         data_set=_data_set(args),
@@ -107,6 +112,7 @@ def _prepare(args: argparse.Namespace) -> int:
     for output in (job.out, job.dropped, job.card):
         check_output(output, read)
 
+    # The card comes last: where there is one, the rows are complete.
     counts = prepare(job)
     write_text(job.card, data_card(job, counts, _command(args)))
 
@@ -114,6 +120,8 @@ def _prepare(args: argparse.Namespace) -> int:
     print(f"{job.out}: {counts.kept} of {sum(counts.read.values())} rows")
     for reason, count in sorted(counts.dropped.items()):
         print(f"  dropped {count}: {reason}")
+
+    # Where to look further, and what must not be done with it.
     print(f"written beside it: {job.card.name}, {job.dropped.name}")
     if job.data_set.evaluation:
         print(f"{args.source} is an evaluation set: do not train on it")

@@ -44,6 +44,7 @@ def plan(config: Config, shape: ModelShape, machines: Machines, stage: int = 0) 
             f"parallel.tensor x parallel.pipeline x parallel.context = {of_a_model * p.context} does not divide "
             f"{machines.ranks} ranks"
         )
+
     # As StageOptions and Megatron's optimizer have it.
     training = memory.Training(
         tensor=p.tensor,

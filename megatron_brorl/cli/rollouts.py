@@ -47,6 +47,8 @@ def _rollouts(args: argparse.Namespace) -> int:
     number = args.step if args.step is not None else args.evaluation
     if args.limit < 0:
         raise UserError(f"--limit {args.limit}: must not be negative")
+
+    # A filter that leaves nothing is an answer; a prompt that is not there is a mistake.
     whole = read(folder, kind, number, args.prompt)
     found = whole.filtered(Filters(args.prompt, args.mixed, args.right, args.wrong, args.contains))
     if args.prompt is not None and not len(found.groups):
@@ -62,6 +64,7 @@ def _rollouts(args: argparse.Namespace) -> int:
     # Or a page: the stream decides, not rich: FORCE_COLOR must not put control codes into a file.
     console = Console() if sys.stdout.isatty() else None
     page = RichPage(console) if console and not console.is_dumb_terminal else PlainPage()
+    # All prompts in a line each, or one with what was answered.
     if args.prompt is None:
         prompt_list(page, found, whole, args.limit)
         page.line(f"recorded are {listed(moments(folder))}")

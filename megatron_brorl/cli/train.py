@@ -85,6 +85,8 @@ def _trainer(session: Session, started: float) -> Trainer:
         ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None,
     )
     models.offload()
+
+    # Engine and verifiers start last, with what is left.
     return Trainer(
         config=config,
         grid=session.grid,
@@ -103,7 +105,7 @@ def _trainer(session: Session, started: float) -> Trainer:
 
 def _sizes(trainer: Trainer) -> str:
     """batch_line of the prompts that the next step takes."""
-    prompts = trainer.train_source.take(trainer.state.taken, trainer.config.rollout.prompts)
+    prompts = trainer.train_source.take(trainer.state.taken.prompts, trainer.config.rollout.prompts)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     limit = trainer.worker.options.tokens_per_micro_batch
     return batch_line(trainer.config, longest, limit, trainer.grid.data, trainer.grid.context)

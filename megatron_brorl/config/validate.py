@@ -160,6 +160,8 @@ def _train(config: Config) -> Iterator[Rule]:
 
 def _evaluation(config: Config) -> Iterator[Rule]:
     theory, e = config.theory, config.evaluate
+
+    # What is counted against what.
     yield (
         not theory.measure_every or (theory.every > 0 and theory.measure_every % theory.every == 0),
         "theory.measure_every",
@@ -179,6 +181,7 @@ def _evaluation(config: Config) -> Iterator[Rule]:
         "evaluate.benchmarks",
         "each must be a file, or a name without |, then = and a file",
     )
+    # Two lines of one name could not be told apart.
     again = next((name for name in names if names.count(name) > 1), "")
     yield (
         not again,
@@ -283,6 +286,8 @@ def _recipe(config: Config) -> Iterator[Rule]:
 
 def _data(config: Config) -> Iterator[Rule]:
     data = config.data
+
+    # One kind of source, in one frame.
     yield "{prompt}" in data.template, "data.template", "must contain {prompt}"
     yield (
         not (data.tasks and (data.train or data.mixture or data.held_out)),
@@ -291,6 +296,7 @@ def _data(config: Config) -> Iterator[Rule]:
     )
     yield not (data.train and data.mixture), "data.train", "give either data.train or data.mixture, not both"
     yield not data.system_prompt or data.chat, "data.system_prompt", "is a message of a chat: needs data.chat = true"
+    # One seed would make the same rows twice, trained on and held out.
     yield data.train_seed != data.held_out_seed, "data.held_out_seed", "must differ from data.train_seed"
     yield (
         not data.tasks or data.verifier == "exact",

@@ -29,6 +29,7 @@ def check_messages(prompt: Sequence[Any], where: str) -> list[Message]:
         if set(message) != {"role", "content"} or not all(isinstance(v, str) for v in message.values()):
             raise UserError(f'{name} must be {{"role": "...", "content": "..."}} with strings and no other keys')
 
+        # Roles that a template knows, in an order that it can frame.
         role = message["role"]
         if role not in _ROLES:
             raise UserError(f"{name}: unknown role {role!r}; known: {', '.join(_ROLES)}")

@@ -100,6 +100,7 @@ def generated_rows(tasks: Sequence[TaskConfig], seed: int, count: int) -> Iterat
                 "for fewer rows or widen the config of the tasks"
             )
 
+        # As a file's row, so that mixtures and cards treat it as any other.
         taken.add(text)
         yield {
             "id": f"{task.name}:{seed}:{index}",

@@ -66,6 +66,7 @@ class HuggingFaceTokenizer:
                 f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
                 "set data.chat = false or use an instruction-tuned model"
             )
+        # Where no message holds a special token, the template's text is all there is to it.
         rendered = self._render(messages)
         contents = [message["content"] for message in messages]
         if not any(map(self._has_special, contents)):

@@ -141,6 +141,7 @@ def render(
         )
     if not ids:
         raise UserError(f"{where}: the prompt has no tokens; give it some text")
+    # An unknown character would be another prompt to the model.
     if tokenizer.unk_id is not None and tokenizer.unk_id in ids:
         raise UserError(
             f"{where}: the prompt has characters that the tokenizer does not know: {framed[:80]!r}; "
@@ -186,6 +187,7 @@ def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, colum
     # Types, in the order of the keys.
     prompt, answer, row_id, target = (row.get(key) for key in ("prompt", "answer", "id", "target"))
     if isinstance(prompt, list):
+        # What the assistant says at the end is to be imitated, not to be answered.
         asked, said = split_answer(prompt)
         prompt = check_messages(asked, where)
         if said is not None and target is not None:

@@ -90,6 +90,7 @@ def load_sources(
 
     Generated held-out prompts never occur in the training stream. Raises UserError for whatever is wrong with the data.
     """
+    # Generated, or from files.
     if config.tasks:
         return _generated(config, tokenizer, max_prompt_tokens, seed)
     if not (config.train or config.mixture):

@@ -49,6 +49,7 @@ def findings(
             "there is no held-out evaluation, so that nothing says whether the model got better: give data.held_out"
         )
     elif after and after["pass_at_1"]["mean"] > 0:
+        # Where nothing at all was right, that is said above.
         tasks = [name for name, share in after["by_task"].items() if share == 0 == before["by_task"].get(name)]
         if tasks:
             found["task never right"] = (

@@ -81,6 +81,7 @@ class RichPage:
 
 def prompt_list(page: Page, recorded: Recorded, whole: Recorded, limit: int) -> None:
     """The prompts with right of N; whole: `recorded` before filters. limit: lines at most, 0: all."""
+    # The hardest first: those are what one looks for.
     groups = sorted(recorded.groups.to_pylist(), key=lambda g: (g["right"] / (g["rollouts"] or 1), g["group"]))
     shown = groups[:limit] if limit else groups
     rows = [
@@ -95,10 +96,13 @@ def prompt_list(page: Page, recorded: Recorded, whole: Recorded, limit: int) -> 
         )
         for g in shown
     ]
+
+    # An evaluation trains on nothing.
     trained = ["trained"] if recorded.moment.kind == "step" else []
     head = ("right", "answers", "tokens", *trained, "id", "prompt")
     if rows:
         page.table(head, rows, [g["outcome"] for g in shown])
+    # What is not shown, and how it would be.
     if len(shown) < len(groups):
         page.line(f"{len(groups) - len(shown)} more: --limit 0 shows all")
     page.line(_total(recorded, whole))
@@ -106,11 +110,14 @@ def prompt_list(page: Page, recorded: Recorded, whole: Recorded, limit: int) -> 
 
 def one_prompt(page: Page, moment: object, group: Row, rollouts: list[Row]) -> None:
     """A group: its prompt, the distinct answers with counts, a right and a wrong response side by side."""
+    # The group in a line, and what it was asked.
     count = f"right {group['right']} of {group['rollouts']}, {group['distinct']} distinct answers"
     page.line(f"{moment}, prompt {one_line(group['prompt_id'])} ({group['verifier']}): {count}", group["outcome"])
     page.line(f"\n{printable(group['prompt'] or '(not recorded)')}\n")
     if group["reference"] is not None:
         page.line(f"reference answer: {one_line(group['reference'])}\n")
+
+    # Of most groups the numbers alone are kept.
     if not rollouts:
         page.line("no rollout of it is recorded, or passes the filters")
         return
@@ -129,6 +136,7 @@ def one_prompt(page: Page, moment: object, group: Row, rollouts: list[Row]) -> N
     if len(counts) > _ANSWERS:
         page.line(f"{len(counts) - _ANSWERS} more answers, of {sum(c for _, c, _ in counts[_ANSWERS:])} rollouts")
 
+    # A right and a wrong one say most beside one another.
     pair = a_pair(rollouts)
     titles = [_title(r) for r in pair]
     page.beside(titles, [printable(r["text"]) for r in pair], [_word(r) for r in pair])
@@ -137,7 +145,7 @@ def one_prompt(page: Page, moment: object, group: Row, rollouts: list[Row]) -> N
 def _title(r: Row) -> str:
     """What is known of a rollout beside its text."""
     parts = [f"{_word(r)} (reward {r['reward']:.3g})", f"sibling {r['sibling']}", f"{r['tokens']} tokens"]
-    parts.append({"stop": "ended by itself", "length": "cut off"}.get(r["finish"], r["finish"]))
+    parts.append({"stop": "ended by itself", "length": "cut off"}.get(r["finish"]) or str(r["finish"]))
     if r["advantage"] is not None:
         parts.append(f"advantage {r['advantage']:+.2f}")
     if r["reason"] not in (None, "", _word(r), "cut off"):

@@ -126,22 +126,26 @@ def export(recorded: Recorded, path: Path) -> int:
 
     Raises UserError for another ending, where there is nothing to write and where the file cannot be written.
     """
+    # Refused before a file is begun.
     if path.suffix not in EXPORTS:
         raise UserError(f"{path}: can be exported as {', '.join(EXPORTS)}; give the file one of these endings")
     table = _joined(recorded)
     if not len(table):
         raise UserError(f"{path}: nothing to export: no recorded rollout of {recorded.moment} passes the filters")
 
+    # Written aside and renamed, so that a file of this name is whole.
     aside = path.with_name(f".{path.name}.writing")
     try:
         if path.suffix == ".parquet":
             pq.write_table(table, aside, compression="zstd")
         else:
+            # The text forms take a row at a time.
             with open(aside, "w", encoding="utf-8", newline="") as file:
                 rows = map(_plain, table.to_pylist())
                 if path.suffix == ".jsonl":
                     file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 else:
+                    # Lists stand in a cell as JSON.
                     writer = csv.DictWriter(file, table.column_names)
                     writer.writeheader()
                     writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)

@@ -52,6 +52,7 @@ def combine(combination: CombinationConfig, entries: Sequence[Entry], max_chars:
     names = [part.verifier for part in combination.parts]
     limits = [min(max_chars, entry.max_chars) for entry in entries]
 
+    # The answer of the whole is the list of what each part has found.
     def find(text: str) -> str | None:
         found = [extract(text, entry.find, most).answer for entry, most in zip(entries, limits, strict=True)]
         return None if found == [None] * len(found) else json.dumps(found)
@@ -63,6 +64,7 @@ def combine(combination: CombinationConfig, entries: Sequence[Entry], max_chars:
     def load() -> Verifier:
         return _judging(combination, [(name, entry.load()) for name, entry in zip(names, entries, strict=True)])
 
+    # It may what all of its parts may, and must what any of them must.
     return Entry(
         about=f"{combination.how} of {', '.join(names)}",
         load=load,

@@ -48,6 +48,7 @@ def unit(text: str) -> Unit | None:
         elif word in ("squared", "cubed") and last:
             powers[last] *= 2 if word == "squared" else 3
         elif word:
+            # A unit, which takes the power that stands before or behind it.
             last = _symbol(word)
             if not last:
                 return None

@@ -61,7 +61,8 @@ class Waiting:
     def forget(self) -> None:
         """Delete this rank's number; the first rank's call deletes that of all. Nobody may claim any more."""
         self._left = False
-        for key in [self._rank, *(["all"] if self._rank == 0 else [])]:
+        keys: list[int | str] = [self._rank] if self._rank else [0, "all"]
+        for key in keys:
             self._counters.delete_key(self._key(key))
 
     def _take(self, rank: int, count: int) -> list[Slot]:
@@ -103,7 +104,7 @@ class Pulling:
         return self.last
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pulled:
     """What is left of a call as requests: a rollout.engine.Supply."""
 

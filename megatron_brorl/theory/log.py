@@ -79,6 +79,7 @@ def read_log(path: Path) -> list[LoggedGroup]:
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text; give a rollout log in JSON Lines") from None
 
+    # Nothing to advise on.
     if not rows:
         raise UserError(f"{path}: holds no rollouts")
     return [_group(key, members, path) for key, members in rows.items()]

@@ -111,6 +111,7 @@ def sample_answers(
     check_scored("evaluation", sums["unscored"], sums["scored"])
     check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
 
+    # Beside the figures, a look at what was written.
     if see:
         see(groups, sampled.rollouts, outcomes)
 

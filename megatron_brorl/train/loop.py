@@ -71,6 +71,8 @@ class Trainer:
         engine hangs or train.max_nonfinite_steps is reached.
         """
         t, s = self.config.train, self.state
+
+        # What the steps are compared with, once in the life of a run.
         self.refit()
         if s.before is None and self.held_out:
             s.before = self.evaluate(progress).as_dict()
@@ -78,6 +80,7 @@ class Trainer:
             self.rollouts.check_stuck("nothing is lost: no step was done")
 
         while s.step < t.steps and not s.over(t):
+            # Time counts as the slowest rank's, so that all of them end together.
             metrics, seconds = self.train_step()
             s.trained_s += collectives.all_reduce_max({"step": seconds["step"]})["step"]
             ending = s.step == t.steps or s.over(t)
@@ -136,6 +139,7 @@ class Trainer:
         # Groups -> advantages.
         outcomes = with_shaped_rewards(collected.outcomes, c, s.step)
         advantages, weights = group_advantages(outcomes, c, self.worker.options.ops)
+        # What people can read shows the rewards as they were scored.
         groups, record_s = collected.groups, 0.0
         if self.recorder:
             record_s = self.recorder.step(s.step, groups, collected.outcomes, collected.recorded, advantages)
@@ -159,6 +163,7 @@ class Trainer:
             metrics |= diagnostics.after_update(metrics["lr"] * metrics["updates"])
         done = time.monotonic()
 
+        # What the step came to, and where its time went.
         metrics["token_gain"] = token_gain(self.worker, experience)
         phases = {"train": trained_at - training - record_s, "refit": refitted - trained_at, "record": record_s}
         seconds = collected.seconds | phases

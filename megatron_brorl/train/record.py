@@ -203,6 +203,7 @@ def group_table(groups: Sequence[OpenGroup], outcomes: Outcomes, where: Tensor, 
     """schema.GROUPS of the `listed` groups; where: bool [groups, N], what is recorded whole."""
     kept, rows = set(outcomes.kept), []
     for g in listed:
+        # Over the siblings that ended: lost ones have neither reward nor length.
         prompt, ended = groups[g].prompt, outcomes.ended[g]
         rewards, tokens = outcomes.rewards[g][ended].double(), outcomes.tokens[g][ended].double()
         count, right, whole = len(rewards), int((rewards >= CORRECT).sum()), int(where[g].sum())
@@ -225,6 +226,8 @@ def group_table(groups: Sequence[OpenGroup], outcomes: Outcomes, where: Tensor, 
                 "reference": _valid(prompt.answer) if whole else None,
             }
         )
+
+    # With the declared types, also where a column has nothing but nulls.
     return pa.Table.from_pylist(rows, GROUPS)
 
 

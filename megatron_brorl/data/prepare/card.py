@@ -54,6 +54,8 @@ def _decontamination(job: Job, counts: Counts) -> list[str]:
             [(f"`{path}`", counts.evaluated[path], hits, f"`{sha256(path)}`") for path, hits in files.items()],
         ),
     ]
+
+    # The first of them in full: a rule is judged by what it drops.
     if counts.hits:
         parts.append(
             _table(

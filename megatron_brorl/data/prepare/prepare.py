@@ -87,6 +87,7 @@ def prepare(job: Job) -> Counts:
                 _take_id(row, ids, task.problem)
             except _Dropped as e:
                 counts.dropped[e.reason] += 1
+                # Why and where, with the text, so that a person can judge the rule.
                 first = first or f"; the first: {where}: {e.detail or e.reason}"
                 line = {"where": where, "reason": e.reason, "detail": e.detail, "problem": e.problem[:_SHOWN]}
                 if e.hit:

@@ -115,6 +115,7 @@ class SandboxProcess:
                     arguments, stdin=order, stdout=answers, stderr=errors, cwd=folder, env={}, start_new_session=True
                 )
         finally:
+            # The child has its own copies; ours would keep its pipes open.
             for fd in handed:
                 os.close(fd)
         os.set_blocking(self._sink, False)

@@ -22,7 +22,7 @@ else:
 RECIPES = Path(__file__).parents[3] / "examples" / "recipes"
 # What a machine or a run decides, and not the method.
 NOT_OF_THE_METHOD = {
-    "rollout": {"engine", "max_num_seqs", "pull", "kv_cache_mib", "timeout_s", "max_lost_share"},
+    "rollout": {"engine", "max_num_seqs", "pull", "durable", "kv_cache_mib", "timeout_s", "max_lost_share"},
     "reward": {"workers", "timeout_s", "combination", "unsandboxed"},
     "evaluate": {"bootstrap", "pass_at", "benchmarks"},
 }

@@ -30,8 +30,8 @@ class DyingEngine(fakes.Engine):
 
     after: int = 10**9
 
-    def generate(self, requests, sampling, watch=None):
-        return super().generate(requests, sampling, _Dying(watch, self.after))
+    def generate(self, requests, sampling, watch=None, supply=None):
+        return super().generate(requests, sampling, _Dying(watch, self.after), supply)
 
 
 @dataclass
@@ -150,6 +150,31 @@ OTHERS = {
     "length": ({}, {}, {"max_tokens": 11}),
     "budget": ({}, {}, {"budget": 4}),
 }
+
+
+class Listed:
+    """A supply of requests in turn, whatever the room."""
+
+    def __init__(self, requests):
+        self.left = list(requests)
+        self.rows, self.prompt_tokens = sum(r.n for r in requests), 8
+
+    def take(self, room):
+        return [self.left.pop(0)] if self.left else []
+
+
+def test_what_an_engine_takes_as_it_goes_is_found_too(tmp_path):
+    """Seven of twelve rollouts are there: all of the supply's first request, and one of the second."""
+    killed(tmp_path)
+    process, told = Process(tmp_path), []
+    asked = [*REQUESTS, Request(FIRST, 13, 2, first=64)]
+    watchdog, supply = Watchdog(process.engine, 60.0), Listed(asked)
+    result = process.durable.generate(watchdog, [], SAMPLING, lambda i, r: told.append((i, r.index)), supply)
+    found = {(i, r.index): plain(r) for i, rollouts in enumerate(result.rollouts) for r in rollouts}
+    assert (result.requests, found) == (asked, by_hand(asked))
+    assert sorted(told) == sorted(found)
+    assert process.asked() == [*PLACES[7:], (0, 64), (0, 65)]
+    assert process.durable.take_recovered() == 7
 
 
 @pytest.mark.parametrize("change", OTHERS)
