@@ -74,6 +74,36 @@ def until(happened: Callable[[], Any], repository: Path, seconds: float = 600) -
         time.sleep(0.5)
 
 
+RANK = """
+echo "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE here, $OMP_NUM_THREADS threads, end $SLURM_JOB_END_TIME"
+[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || exit 75
+"""
+
+
+def test_the_scripts_alone(slurm, sbatch, repository):
+    """What a rank is told, by one that is a line of bash; the end of its job is the one that scontrol names."""
+    (repository / "rank").write_text(RANK)
+    run = repository / "job"
+    run.write_text('#!/usr/bin/env bash\nexec bash "$SLURM_SUBMIT_DIR/examples/slurm/run.sh" bash rank\n')
+    job = sbatch("--exclusive", "--mem=0", "--time=1", "--requeue", "--open-mode=append", str(run))
+
+    def state(name: str) -> str:
+        shown = slurm.command("env", "SLURM_TIME_FORMAT=%s", "scontrol", "show", "job", job).stdout
+        return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}="))
+
+    # Both left with 75, so that the job waits; Slurm would wait two minutes.
+    until(lambda: state("Restarts") == "1", repository)
+    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=60")
+    until(lambda: state("JobState") == "COMPLETED", repository)
+    said = output(repository).splitlines()
+    ranks = [line.partition(", end ") for line in said if ", end " in line]
+    expected = [f"{rank} of 2, {rank} of 2 here, 1 threads" for rank in range(2)]
+    assert sorted(rank for rank, _, _ in ranks[:2]) == sorted(rank for rank, _, _ in ranks[2:]) == expected
+    begun = int(state("StartTime"))
+    assert all(abs(int(end) - begun - 60 * 60) <= 2 for _, _, end in ranks[2:])
+    assert f"run.sh: the state is saved; job {job} goes back to the queue" in said
+
+
 @pytest.mark.parametrize("job", [SCRIPT, "examples/slurm/single_node.sbatch", "examples/slurm/multi_node.sbatch"])
 def test_a_job_completes_a_step(job, sbatch, repository):
     sbatch("--wait", job, "--smoke", "run.dir=runs/smoke", "rollout.prompts=12")
