@@ -145,7 +145,7 @@ def one_prompt(page: Page, moment: object, group: Row, rollouts: list[Row]) -> N
 def _title(r: Row) -> str:
     """What is known of a rollout beside its text."""
     parts = [f"{_word(r)} (reward {r['reward']:.3g})", f"sibling {r['sibling']}", f"{r['tokens']} tokens"]
-    parts.append({"stop": "ended by itself", "length": "cut off"}.get(r["finish"]) or str(r["finish"]))
+    parts.append("cut off" if r["finish"] == "length" else "ended by itself")
     if r["advantage"] is not None:
         parts.append(f"advantage {r['advantage']:+.2f}")
     if r["reason"] not in (None, "", _word(r), "cut off"):
