@@ -67,6 +67,8 @@ def check_row(row: VerifierRow, where: str) -> None:
     language = metadata.get("language", "python")
     if language != "python":
         raise UserError(f'{where}: verifier "code" knows no language {language!r}; metadata.language must be "python"')
+
+    # How outputs are compared, and what is called.
     tolerance = metadata.get("tolerance", 0)
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
         raise UserError(f"{where}: metadata.tolerance = {tolerance!r}: must be a number in [0, 1)")

@@ -147,6 +147,7 @@ def sum_up(answers: Sequence[Answers], prompts: int, config: EvaluateConfig, see
     ks = config.pass_at or _powers(max(a.samples for a in answers))
     passes = {k: [pass_at_k(a.samples, a.right, k) for a in answers if a.samples >= k] for k in ks}
 
+    # Intervals are over prompts; what was lost is what no sample came of.
     return Evaluation(
         pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], config.bootstrap, seed),
         pass_at_k={k: _mean(values) for k, values in passes.items() if values},
