@@ -6,6 +6,7 @@ Tests of how a run begins and ends as processes (launchers, signals, kills) star
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import socket
@@ -57,6 +58,32 @@ def command_line(
 def script(path: Path, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A Python file run as a script."""
     return _complete([(_script, [str(path), *map(str, arguments)], dict(os.environ), cwd)])
+
+
+class Module:
+    """What subprocess.Popen is to rollout.remote.process: `python -m MODULE ARGUMENTS`; its input ends with us."""
+
+    def __init__(self, command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **_: Any) -> None:
+        theirs, self.stdin = CONTEXT.Pipe(duplex=False)
+        given = (theirs, stdout.name, dict(env), command[2], list(command[3:]))
+        self._process = CONTEXT.Process(target=_module, args=given, daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid: int = self._process.pid
+        with contextlib.suppress(ProcessLookupError):
+            while self._process.is_alive() and os.getsid(self.pid) != self.pid:  # whoever ends it ends its session
+                time.sleep(0.001)
+
+    def poll(self) -> int | None:
+        """Its exit code, a signal's as a negative number, or None while it runs."""
+        code: int | None = self._process.exitcode
+        return code
+
+    def wait(self) -> int:
+        """The same, once it has ended."""
+        self._process.join()
+        code: int = self._process.exitcode
+        return code
 
 
 def meeting_point() -> socket.socket:
@@ -136,6 +163,18 @@ def _main(arguments: list[str]) -> None:
     from megatron_brorl.cli.main import main
 
     main(arguments)
+
+
+def _module(ends: Any, log: str, environment: Mapping[str, str], name: str, arguments: list[str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    with open(log, "ab") as output:
+        for file, number in ((ends.fileno(), 0), (output.fileno(), 1), (output.fileno(), 2)):
+            os.dup2(file, number)
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _script(arguments: list[str]) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+from types import SimpleNamespace
+
+import forks
 import pytest
 from contract.engines import DOUBLE, Model, make_engine
+
+from megatron_brorl.rollout.remote import process
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +20,19 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def double(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(DOUBLE))
+
+
+@pytest.fixture(autouse=True)
+def forked(request, monkeypatch):
+    """Engines are forks, but where a test says that it is about how a process starts (`fresh`)."""
+    if "fresh" not in request.fixturenames:
+        own = SimpleNamespace(Popen=forks.Module, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+        monkeypatch.setattr(process, "subprocess", own)
+
+
+@pytest.fixture
+def fresh():
+    """Engines are processes of their own."""
 
 
 @pytest.fixture(params=["1.2", "1.3"])
