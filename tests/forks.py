@@ -7,6 +7,7 @@ Tests of how a run begins and ends as processes (launchers, signals, kills) star
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.forkserver as server
 import os
 import runpy
 import socket
@@ -17,10 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection, get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_brorl.parallel import device
 from megatron_brorl.ranks import LISTENER
+from megatron_brorl.rollout.remote import process as remote_process
 
 IMPORTED = [
     *("megatron_brorl.cli.train", "megatron_brorl.cli.sft", "megatron_brorl.cli.report"),
@@ -36,22 +39,25 @@ LAST_WORDS_S = 20.0  # for the other ranks, once one has failed
 
 
 def command_line(
-    arguments: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None
+    arguments: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None, figures: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """`brorl` with these arguments; with --processes N as so many ranks that meet as those of torchrun do."""
-    words, size = list(arguments), 0
+    """`brorl` with these arguments; with --processes N as so many ranks that meet as those of torchrun do.
+
+    figures: whether they are drawn, or their files left empty.
+    """
+    words, size, main = list(arguments), 0, _main if figures else _main_without_figures
     if "--processes" in words:
         at = words.index("--processes")
         size = int(words[at + 1])
         del words[at : at + 2]
     if not size:
-        return _complete([(_main, words, environment, cwd)])
+        return _complete([(main, words, environment, cwd)])
 
     # Rank 0 gets the socket where the ranks meet: no one else can take the port in between.
     with meeting_point() as listener:
         told = meeting(listener, size)
         return _complete(
-            [(_main, words, {**environment, **told[rank]}, cwd, None if rank else listener) for rank in range(size)]
+            [(main, words, {**environment, **told[rank]}, cwd, None if rank else listener) for rank in range(size)]
         )
 
 
@@ -60,8 +66,17 @@ def script(path: Path, *arguments: object, cwd: Path | None = None) -> subproces
     return _complete([(_script, [str(path), *map(str, arguments)], dict(os.environ), cwd)])
 
 
+def engines() -> SimpleNamespace:
+    """What rollout.remote.process needs of `subprocess`: of our own interpreter its processes are forks."""
+
+    def popen(command: Sequence[str], **options: Any) -> Any:
+        return Module(command, **options) if command[0] == sys.executable else subprocess.Popen(command, **options)
+
+    return SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+
+
 class Module:
-    """What subprocess.Popen is to rollout.remote.process: `python -m MODULE ARGUMENTS`; its input ends with us."""
+    """As subprocess.Popen for `python -m MODULE ARGUMENTS`, in a fork; its input ends with us."""
 
     def __init__(self, command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **_: Any) -> None:
         theirs, self.stdin = CONTEXT.Pipe(duplex=False)
@@ -107,7 +122,10 @@ def take(listener: socket.socket | None) -> None:
 def _complete(jobs: Sequence[tuple[Any, ...]]) -> subprocess.CompletedProcess[str]:
     """Processes of _forked to their end, with what they wrote."""
     with TemporaryDirectory() as folder:
-        processes = [CONTEXT.Process(target=_forked, args=(folder, *job)) for job in jobs]
+        if not device.on_gpu():
+            server.ensure_running()
+        place = server._forkserver._forkserver_address
+        processes = [CONTEXT.Process(target=_forked, args=(place, folder, *job)) for job in jobs]
         for process in processes:
             process.start()
         code = _wait(processes)
@@ -139,6 +157,7 @@ def _wait(processes: Sequence[Any], seconds: float = 300.0) -> int:
 
 
 def _forked(
+    place: str | None,
     folder: str,
     what: Callable[[list[str]], None],
     arguments: list[str],
@@ -152,6 +171,8 @@ def _forked(
     os.environ.clear()
     os.environ.update(environment)
     take(listener)
+    if place:
+        _have_forks(place)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
@@ -159,10 +180,24 @@ def _forked(
     what(arguments)
 
 
+def _have_forks(place: str) -> None:
+    """In a fork: engines that it starts are forks of the same process, which is not its own child."""
+    server._forkserver._forkserver_address = place
+    server._forkserver.ensure_running = lambda: None
+    remote_process.subprocess = engines()
+
+
 def _main(arguments: list[str]) -> None:
     from megatron_brorl.cli.main import main
 
     main(arguments)
+
+
+def _main_without_figures(arguments: list[str]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg.print_figure = lambda _, file, **__: Path(file).touch()
+    _main(arguments)
 
 
 def _module(ends: Any, log: str, environment: Mapping[str, str], name: str, arguments: list[str]) -> None:

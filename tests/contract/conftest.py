@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-from types import SimpleNamespace
-
 import forks
 import pytest
 from contract.engines import DOUBLE, Model, make_engine
@@ -26,8 +23,7 @@ def double(monkeypatch):
 def forked(request, monkeypatch):
     """Engines are forks, but where a test says that it is about how a process starts (`fresh`)."""
     if "fresh" not in request.fixturenames:
-        own = SimpleNamespace(Popen=forks.Module, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
-        monkeypatch.setattr(process, "subprocess", own)
+        monkeypatch.setattr(process, "subprocess", forks.engines())
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ _GRIDS: dict[str, tuple[grids.Grid, dict[str, Any]]] = {}
 
 
 def grid_of(**parallel: Any) -> grids.Grid:
-    """The grid of a layout, built once: every gloo group keeps threads of its own for as long as the process lives."""
+    """The grid of a layout, built once."""
     key = repr(sorted(parallel.items()))
     if key not in _GRIDS:
         grid = grids.build(ParallelConfig(**parallel))

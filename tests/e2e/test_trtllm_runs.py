@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 REPOSITORY = Path(__file__).parents[2]
 DOUBLE = REPOSITORY / "tests" / "contract" / "double"
 OPTIONS = ["rollout.engine=trtllm", "trtllm.cuda_graphs=false", "reward.strict=false"]
-SHORT = ["train.steps=3", "train.checkpoint_every=0", "evaluate.every=0", "data.held_out_prompts=8"]
+SHORT = ["train.steps=3", "train.checkpoint_every=0", "evaluate.every=0", "data.held_out=[]"]
 
 
 def train(config: Path, model: Path, run_dir: Path, *options: str, processes: int = 2, **environment: str) -> Any:

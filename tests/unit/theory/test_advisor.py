@@ -117,6 +117,7 @@ def test_the_range_where_every_prompt_is_alike(prompts, n):
     assert high == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_coupling_bounds_hold_the_truth():
     """Outcomes of known distributions: a ratio of estimates up to n - 3, and beyond it between the two bounds."""
     rng = np.random.default_rng(1)
