@@ -77,26 +77,15 @@ SMALLER = [
     'data.tasks=[{name="gcd"}, {name="chain_sum"}]',
 ]
 TINY = [
-    "--untied",
-    "--hidden",
-    "24",
-    "--layers",
-    "2",
-    "--heads",
-    "12",
-    "--kv-heads",
-    "2",
-    "--ffn",
-    "40",
-    "--texts",
-    "50",
+    *("--untied", "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64"),
+    *("--context", "4096", "--vocab", "256", "--texts", "50"),
 ]
 
 
 def test_a_preempted_job_saves_and_goes_back_to_the_queue(tmp_path, request):
     """Until then the job is one of brorl_1.5b.sh as any other: two ranks, started by srun, train and export a model."""
     log, directory = tmp_path / "log", tmp_path / "run"
-    made = [tmp_path / "run_model", *SMALLER, *TINY, "--context", "4096", "--vocab", "256"]
+    made = [tmp_path / "run_model", *SMALLER, *TINY]
     done = forks.script(ROOT / "tools" / "make_tiny_model.py", ROOT / "examples" / "brorl_1.5b.toml", *made)
     assert done.returncode == 0, done.stderr
     env = {**ENVIRONMENT, "PATH": PATH, "STANDIN_TASKS": "2", "STANDIN_LOG": str(log)}
