@@ -27,7 +27,7 @@ _ALONE: list[Any] = []  # the grid of this process, where there is one
 
 @pytest.fixture(scope="module")
 def processes() -> Any:
-    """The grid of a single process: one for many files, for the threads of gloo's groups stay when a grid is left.
+    """The grid of a single process, one for many files.
 
     Some tests leave it, with what they try (`convert --verify`); the next file has a new one.
     """

@@ -6,6 +6,8 @@ Tests of how a run begins and ends as processes (launchers, signals, kills) star
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing.forkserver as server
 import os
 import runpy
 import socket
@@ -16,10 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection, get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_brorl.parallel import device
 from megatron_brorl.ranks import LISTENER
+from megatron_brorl.rollout.remote import process as remote_process
 
 IMPORTED = [
     *("megatron_brorl.cli.train", "megatron_brorl.cli.sft", "megatron_brorl.cli.report"),
@@ -38,13 +42,16 @@ def command_line(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     cwd: Path | None = None,
+    figures: bool = True,
     main: Callable[[list[str]], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`brorl` with these arguments; with --processes N as so many ranks that meet as those of torchrun do.
 
-    main: a test's own way into the command line, in every rank.
+    figures: whether they are drawn, or their files left empty. main: a test's own way into the command line, in every
+    rank.
     """
-    main, words, size = main or _main, list(arguments), 0
+    words, size = list(arguments), 0
+    main = main or (_main if figures else _main_without_figures)
     if "--processes" in words:
         at = words.index("--processes")
         size = int(words[at + 1])
@@ -63,6 +70,41 @@ def command_line(
 def script(path: Path, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A Python file run as a script."""
     return _complete([(_script, [str(path), *map(str, arguments)], dict(os.environ), cwd)])
+
+
+def engines() -> SimpleNamespace:
+    """What rollout.remote.process needs of `subprocess`: of our own interpreter its processes are forks."""
+
+    def popen(command: Sequence[str], **options: Any) -> Any:
+        return Module(command, **options) if command[0] == sys.executable else subprocess.Popen(command, **options)
+
+    return SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+
+
+class Module:
+    """As subprocess.Popen for `python -m MODULE ARGUMENTS`, in a fork; its input ends with us."""
+
+    def __init__(self, command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **_: Any) -> None:
+        theirs, self.stdin = CONTEXT.Pipe(duplex=False)
+        given = (theirs, stdout.name, dict(env), command[2], list(command[3:]))
+        self._process = CONTEXT.Process(target=_module, args=given, daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid: int = self._process.pid
+        with contextlib.suppress(ProcessLookupError):
+            while self._process.is_alive() and os.getsid(self.pid) != self.pid:  # whoever ends it ends its session
+                time.sleep(0.001)
+
+    def poll(self) -> int | None:
+        """Its exit code, a signal's as a negative number, or None while it runs."""
+        code: int | None = self._process.exitcode
+        return code
+
+    def wait(self) -> int:
+        """The same, once it has ended."""
+        self._process.join()
+        code: int = self._process.exitcode
+        return code
 
 
 def meeting_point() -> socket.socket:
@@ -86,7 +128,10 @@ def take(listener: socket.socket | None) -> None:
 def _complete(jobs: Sequence[tuple[Any, ...]]) -> subprocess.CompletedProcess[str]:
     """Processes of _forked to their end, with what they wrote."""
     with TemporaryDirectory() as folder:
-        processes = [CONTEXT.Process(target=_forked, args=(folder, *job)) for job in jobs]
+        if not device.on_gpu():
+            server.ensure_running()
+        place = server._forkserver._forkserver_address
+        processes = [CONTEXT.Process(target=_forked, args=(place, folder, *job)) for job in jobs]
         for process in processes:
             process.start()
         code = _wait(processes)
@@ -118,6 +163,7 @@ def _wait(processes: Sequence[Any], seconds: float = 300.0) -> int:
 
 
 def _forked(
+    place: str | None,
     folder: str,
     what: Callable[[list[str]], None],
     arguments: list[str],
@@ -131,6 +177,8 @@ def _forked(
     os.environ.clear()
     os.environ.update(environment)
     take(listener)
+    if place:
+        _have_forks(place)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
@@ -138,10 +186,36 @@ def _forked(
     what(arguments)
 
 
+def _have_forks(place: str) -> None:
+    """In a fork: engines that it starts are forks of the same process, which is not its own child."""
+    server._forkserver._forkserver_address = place
+    server._forkserver.ensure_running = lambda: None
+    remote_process.subprocess = engines()
+
+
 def _main(arguments: list[str]) -> None:
     from megatron_brorl.cli.main import main
 
     main(arguments)
+
+
+def _main_without_figures(arguments: list[str]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg.print_figure = lambda _, file, **__: Path(file).touch()
+    _main(arguments)
+
+
+def _module(ends: Any, log: str, environment: Mapping[str, str], name: str, arguments: list[str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    with open(log, "ab") as output:
+        for file, number in ((ends.fileno(), 0), (output.fileno(), 1), (output.fileno(), 2)):
+            os.dup2(file, number)
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _script(arguments: list[str]) -> None:

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import device, network
+from megatron_brorl.parallel import device, groups, network
 
 
 @dataclass(frozen=True)
@@ -100,23 +100,26 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         )
 
     # Join them, and let Megatron make its groups.
+    timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
-        _join(world, config.timeout_s)
+        _join(world, timeout)
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()  # of an earlier grid in this process
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor,
-        pipeline_model_parallel_size=config.pipeline,
-        context_parallel_size=config.context,
-    )
+    with groups.one_per_ranks(timeout):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor,
+            pipeline_model_parallel_size=config.pipeline,
+            context_parallel_size=config.context,
+            create_gloo_process_groups=False,  # for checkpoints in a form that is not ours
+        )
 
     # Handed on by name from here: no other file of ours asks Megatron's globals for a group.
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+    of_megatron = ProcessGroupCollection.use_mpu_process_groups()
     # Dropout is off everywhere; Megatron still insists on seeded generators for its forks.
     model_parallel_cuda_manual_seed(seed)
 
     # A phase may keep ranks apart for its own length, and messages take their time after it.
-    patience = timedelta(seconds=phase_s + config.timeout_s)  # at a barrier
+    patience = timedelta(seconds=phase_s) + timeout  # at a barrier
     return Grid(
         tensor=config.tensor,
         pipeline=config.pipeline,
@@ -124,9 +127,9 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
-        groups=groups,
+        groups=of_megatron,
         # Megatron has this group where there is no context parallelism.
-        replica=groups.mp if config.context == 1 else _replica(config, world // model),
+        replica=of_megatron.mp if config.context == 1 else _replica(config, world // model, timeout),
         context=config.context,
         sequence_parallel=config.sequence,
         # Over gloo: NCCL has no barrier that names who is missing.
@@ -135,10 +138,11 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     )
 
 
-def _replica(config: ParallelConfig, data: int) -> dist.ProcessGroup:
+def _replica(config: ParallelConfig, data: int, timeout: timedelta) -> dist.ProcessGroup:
     """Megatron has no group of tensor x context x pipeline ranks."""
-    own, _ = dist.new_subgroups_by_enumeration(_replicas(config.tensor * config.context, config.pipeline, data))
-    return own
+    every = _replicas(config.tensor * config.context, config.pipeline, data)
+    made = {dist.get_rank() in ranks: groups.of_ranks(ranks, timeout) for ranks in every}
+    return made[True]
 
 
 def _replicas(near: int, pipeline: int, data: int) -> list[list[int]]:
@@ -146,11 +150,10 @@ def _replicas(near: int, pipeline: int, data: int) -> list[list[int]]:
     return [[p * data * near + d * near + i for p in range(pipeline) for i in range(near)] for d in range(data)]
 
 
-def _join(world: int, timeout_s: float) -> None:
+def _join(world: int, timeout: timedelta) -> None:
     if device.on_gpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if device.on_gpu() else "gloo"
-    timeout = timedelta(seconds=timeout_s)
     rank, store = int(os.environ.get("RANK", "0")), network.store(world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
@@ -161,3 +164,4 @@ def leave() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    groups.forget()

@@ -47,12 +47,14 @@ def fit(like: Floats, frequency: Floats, start: Floats | None = None, iterations
 def profile(like: Floats, frequency: Floats, values: Floats, weights: Floats) -> tuple[float, float]:
     """The range of sum_g w_g values_g over all w whose log-likelihood is within CUT of the best; frequency [K].
 
-    `weights` [G] is a fit to start from. The ends of the range maximise the log-likelihood plus lambda times the value,
-    for a lambda found by bisection.
+    It holds the value of `weights` [G], a fit. The ends of the range maximise the log-likelihood plus lambda times the
+    value, for a lambda at which CUT is lost.
     """
-    best = _log_likelihood(like, frequency, fit(like, frequency[None], weights[None], 2000)[0])
-    low = _end(like, frequency, -values, weights, best)
-    return -low, _end(like, frequency, values, weights, best)
+    seen = frequency > 0
+    like, frequency = like[seen], frequency[seen]
+    best = _log_likelihood(like, frequency, _tilted(like, frequency, 0 * values))
+    low = _end(like, frequency, -values, float(-values @ weights), best)
+    return -low, _end(like, frequency, values, float(values @ weights), best)
 
 
 def posterior(like: Floats, weights: Floats) -> Floats:
@@ -62,56 +64,82 @@ def posterior(like: Floats, weights: Floats) -> Floats:
     return result
 
 
-def _end(like: Floats, frequency: Floats, values: Floats, weights: Floats, best: float) -> float:
-    """The largest value within CUT of the best log-likelihood, or a little beyond it."""
+def _end(like: Floats, frequency: Floats, values: Floats, found: float, best: float) -> float:
+    """The largest value within CUT of the best log-likelihood, to 1e-3; at least `found`."""
     # For a value that varies by sigma from prompt to prompt, the tilt sought is about 2 sqrt(prompts) / sigma.
     scale = np.sqrt(frequency.sum())
     low, high = np.log(0.1 * scale), np.log(100 * scale)
-    found = float(weights @ values)
-    for _ in range(11):
-        middle = (low + high) / 2
-        tilted = _tilted(like, frequency, values, float(np.exp(middle)), weights)
-        drop = best - _log_likelihood(like, frequency, tilted)
-        if drop > CUT:
-            high = middle
-        else:
-            low, weights = middle, tilted
-        if drop < 1.2 * CUT:
-            found = max(found, float(tilted @ values))
-    return found
+    middle = np.log(2 * scale)
+    within, beyond = (0.0, found), (np.inf, np.inf)  # (drop, value) on both sides of CUT
+
+    for _ in range(20):
+        tilted = _tilted(like, frequency, float(np.exp(middle)) * values)
+        drop, value = best - _log_likelihood(like, frequency, tilted), float(tilted @ values)
+        low, high = (middle, high) if drop <= CUT else (low, middle)
+        within, beyond = ((drop, value), beyond) if drop <= CUT else (within, (drop, value))
+        if abs(drop - CUT) < 0.01 * CUT or abs(beyond[1] - within[1]) < 1e-3 or high - low < 1e-3:
+            break
+
+        # The drop grows about with the square of the tilt: where it does, this is the next one.
+        middle = middle + 0.5 * np.log(CUT / max(drop, 1e-3 * CUT))
+        if not low < middle < high:
+            middle = (low + high) / 2
+
+    # The log-likelihood is concave: a mixture of two that lose less and more than CUT loses no more than the line says.
+    if np.isfinite(beyond[0]):
+        share = (CUT - within[0]) / (beyond[0] - within[0])
+        return max(found, within[1] + share * (beyond[1] - within[1]))
+    return max(found, within[1])
 
 
-def _tilted(like: Floats, frequency: Floats, values: Floats, tilt: float, weights: Floats) -> Floats:
-    """Maximise log-likelihood + tilt * value over weights, by expectation maximisation with a tilted second half."""
-    before = np.inf
-    for iteration in range(4000):
-        # Expected counts of each success rate under the weights so far.
-        counts = weights * ((frequency / (like @ weights)) @ like)
-        counts[counts < 1e-100] = 0  # gone; dividing by what is left of them would overflow
-        alive = counts > 0
-        push = tilt * (values - values[alive].max())  # 0 at best, so that no gap below rounds to 0
+def _tilted(like: Floats, frequency: Floats, push: Floats) -> Floats:
+    """Weights [G] that maximise log-likelihood + sum_g w_g push_g, to 5e-3 of it.
 
-        # weights = counts / (mu - push), with mu such that they add up to 1: Newton from the left of the root.
-        mu = float((counts + push)[alive].max())
-        for _ in range(30):
-            gap = np.where(alive, mu - push, 1.0)
-            terms = counts / gap
-            excess = float(terms.sum()) - 1
-            if abs(excess) < 1e-10:
+    By Newton's method with a logarithmic barrier before w >= 0, which leaves a gap of G / sharpness (Boyd and
+    Vandenberghe 2004, sections 10.2 and 11.3).
+    """
+    weights = np.full(like.shape[1], 1 / like.shape[1])
+    enough = 200.0 * len(weights)
+    for sharpness in enough / 30.0 ** np.arange(4)[::-1]:
+        now = _barrier(like, frequency, push, sharpness, weights)
+        for _ in range(100):
+            step, decrement = _newton(like, frequency, push, sharpness, weights)
+            if decrement < 0.05:  # which makes half of it of the barrier's, in units of 1 / sharpness
                 break
-            # The excess is convex and falls in mu, so that no step from the left passes the root.
-            mu += excess / float((terms / gap).sum())
 
-        weights = terms / terms.sum()
+            # As far as the barrier allows, and back until a part of what the slope promises is there.
+            falling = step < 0
+            length = min(1.0, 0.95 * float((-weights[falling] / step[falling]).min(initial=np.inf)))
+            then = _barrier(like, frequency, push, sharpness, weights + length * step)
+            while then > now - 0.1 * length * decrement and length > 1e-9:
+                length /= 2
+                then = _barrier(like, frequency, push, sharpness, weights + length * step)
+            weights, now = weights + length * step, then
+    return weights / weights.sum()
 
-        # Every fifty rounds: does the value still move?
-        if iteration % 50 == 49:
-            now = float(weights @ values)
-            if abs(now - before) < 5e-5:
-                break
-            before = now
 
-    return weights
+def _newton(like: Floats, frequency: Floats, push: Floats, sharpness: float, weights: Floats) -> tuple[Floats, float]:
+    """The step [G] of Newton's method within sum_g w_g = 1, and the square of its decrement."""
+    # The Hessian is a diagonal plus one of rank K: its inverse by Woodbury's identity.
+    chance = like @ weights  # [K]
+    slope = -sharpness * ((frequency / chance) @ like + push) - 1 / weights
+    scaled = like * weights  # like @ the root of the diagonal's inverse
+    inner = scaled @ scaled.T + np.diag(chance**2 / (sharpness * frequency))
+
+    def solved(vectors: Floats) -> Floats:
+        along = weights[:, None] * vectors
+        result: Floats = weights[:, None] * (along - scaled.T @ np.linalg.solve(inner, scaled @ along))
+        return result
+
+    down, ones = solved(np.stack([slope, np.ones_like(slope)], axis=1)).T
+    step = -down + ones * (down.sum() / ones.sum())
+    return step, float(-step @ slope)
+
+
+def _barrier(like: Floats, frequency: Floats, push: Floats, sharpness: float, weights: Floats) -> float:
+    return -sharpness * (_log_likelihood(like, frequency, weights) + float(weights @ push)) - float(
+        np.log(weights).sum()
+    )
 
 
 def _log_likelihood(like: Floats, frequency: Floats, weights: Floats) -> float:

@@ -124,6 +124,7 @@ class Stage:
                 overlap_param_gather=o.overlap_param_gather,
             ),
             [self.model],
+            use_gloo_process_groups=False,  # for checkpoints in a form that is not ours
         )
 
         # Losses carry their global divisor already: gradients are only summed.

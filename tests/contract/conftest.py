@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import forks
 import pytest
 from contract.engines import DOUBLE, Model, make_engine
+
+from megatron_brorl.rollout.remote import process
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +17,18 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def double(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(DOUBLE))
+
+
+@pytest.fixture(autouse=True)
+def forked(request, monkeypatch):
+    """Engines are forks, but where a test says that it is about how a process starts (`fresh`)."""
+    if "fresh" not in request.fixturenames:
+        monkeypatch.setattr(process, "subprocess", forks.engines())
+
+
+@pytest.fixture
+def fresh():
+    """Engines are processes of their own."""
 
 
 @pytest.fixture(params=["1.2", "1.3"])

@@ -282,7 +282,7 @@ def test_replicas_that_repeat_one_another_are_seen(model, start, monkeypatch):
         ({"start_timeout_s": 0.3}, r"did not answer within trtllm\.start_timeout_s = 0\.3 s; see"),
     ],
 )
-def test_what_cannot_start_says_why(config, message, start, monkeypatch):
+def test_what_cannot_start_says_why(config, message, start, monkeypatch, fresh):
     monkeypatch.setenv("BRORL_DOUBLE_API", "1.3")
     with pytest.raises(UserError, match=message) as caught:
         start(config=config)
@@ -338,13 +338,13 @@ def test_a_port_taken_at_the_last_moment(restarts, starts, model, start, monkeyp
             start(config={"max_restarts": restarts})
 
 
-def test_without_tensorrt_llm(start, monkeypatch):
+def test_without_tensorrt_llm(start, monkeypatch, fresh):
     monkeypatch.delenv("PYTHONPATH")
     with pytest.raises(UserError, match="No module named 'tensorrt_llm'"):
         start()
 
 
-def test_nothing_is_left_behind(model, start):
+def test_nothing_is_left_behind(model, start, fresh):
     engine = start()
     engine.update_weights(model.stream(), 0)
     pid = engine.supervisor.pid

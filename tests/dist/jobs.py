@@ -47,7 +47,7 @@ _GRIDS: dict[str, tuple[grids.Grid, dict[str, Any]]] = {}
 
 
 def grid_of(**parallel: Any) -> grids.Grid:
-    """The grid of a layout, built once: every gloo group keeps threads of its own for as long as the process lives."""
+    """The grid of a layout, built once."""
     key = repr(sorted(parallel.items()))
     if key not in _GRIDS:
         grid = grids.build(ParallelConfig(**parallel))
@@ -185,3 +185,18 @@ def fused_loss(rank: int, world: int, seed: int, settings: PolicyLossSettings) -
     group = {"group": grid_of(tensor=world).groups.tp, "vocab": 1001}
     result, *grads = part.call(fused.linear_ppo_loss, torch.float32, settings, upstream=-1.5, **group)
     return dataclasses.replace(result, loss=result.loss.detach()), *grads
+
+
+def groups(
+    rank: int, parallel: dict[str, Any], names: list[str]
+) -> tuple[dict[str, list[int]], dict[str, float], list[tuple[str, str]]]:
+    """The ranks of each group, what a sum of 10^rank over it gives, and the pairs of names that are one group."""
+    grid = grid_of(**parallel)
+    found = {name: grid.replica if name == "replica" else getattr(grid.groups, name) for name in names}
+    sums = {}
+    for name, group in found.items():
+        number = torch.tensor(10.0**rank)
+        dist.all_reduce(number, group=group)
+        sums[name] = float(number)
+    same = [(a, b) for a in names for b in names if found[a] is found[b]]
+    return {name: dist.get_process_group_ranks(group) for name, group in found.items()}, sums, same

@@ -116,7 +116,11 @@ TRAINING = [
 
 
 TRAINED = [
-    *covering(TRAINING, [("qwen2", True), ("qwen3", False)]),
+    # Those with a switch are slow; the plain layouts are not.
+    *(
+        pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow] if pair.values[2] else pair.marks)
+        for pair in covering(TRAINING, [("qwen2", True), ("qwen3", False)])
+    ),
     # The others once, where most is cut.
     *(
         (4, {"tensor": 2, "pipeline": 2, "sequence": True}, {}, (family, True))

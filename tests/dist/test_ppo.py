@@ -1,4 +1,4 @@
-"""PPO with a critic: three steps of two epochs against a loop written out in float64, in every layout."""
+"""PPO with a critic: two steps of two epochs against a loop written out in float64, in every layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dist.layouts import covering
 from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, TEMPERATURE, batch
 
 pytestmark = pytest.mark.slow
-STEPS = 3
+STEPS = 2
 LAYOUTS = [
     (1, {}, {}),
     (1, {}, {"ops": "reference", "share_prompt": False, "tokens_per_micro_batch": 100_000}),

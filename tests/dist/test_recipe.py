@@ -41,10 +41,12 @@ def test_a_step_whose_every_group_is_dropped_changes_nothing(worlds, directory, 
             assert math.isfinite(found["loss"])
 
 
-@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
-@pytest.mark.parametrize("critic", [False, True])
+# The critic's own path leaves the actor's as it is: without one on one rank and where most is cut.
+@pytest.mark.parametrize(
+    ("size", "parallel", "critic"), [*((*layout, True) for layout in LAYOUTS), (1, {}, False), (*LAYOUTS[-1], False)]
+)
 def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel, critic):
-    """Five steps with the real engine: the weights keep their bits, ratios are 1, and the mismatch does not drift."""
+    """Three steps with the real engine: the weights keep their bits, ratios are 1, and the mismatch does not drift."""
     algo = {"mini_batches": 2, "epochs": 2, "entropy_coef": 0.01, "kl_coef": 0.1, "dynamic_sampling": False}
     changes = {
         "rollout": {"prompts": 3, "n": 8, "timeout_s": 60.0, "max_lost_share": 1.0, "max_tokens": 12},
@@ -52,9 +54,9 @@ def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel
         "optim": {"lr": 0.0, "weight_decay": 0.1},
         "critic": {"lr": 1e-3},
     }
-    for figures, kept in worlds(size).run("recipe_jobs:unmoved", directory, parallel, changes, 5):
+    for figures, kept in worlds(size).run("recipe_jobs:unmoved", directory, parallel, changes, 3):
         assert kept
-        assert len(figures) == 5
+        assert len(figures) == 3
         for found in figures:
             assert (found["updates"], found["updates_skipped"]) == (4, 0)
             assert found["ratio_mean"] == pytest.approx(1.0, abs=1e-6)

@@ -46,10 +46,6 @@ class World:
             raise AssertionError(failures[0])
         return results
 
-    def threads(self) -> int:
-        """Of its first process."""
-        return int(psutil.Process(self.processes[0].pid).num_threads())
-
     def close(self) -> None:
         """End the processes, and what they started to write checkpoints."""
         for process in self.processes:

@@ -4,16 +4,14 @@ from pathlib import Path
 
 import forks
 import pytest
-from e2e.runs import TOML, brorl
+from e2e.runs import brorl, write_config
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "run.toml"
-    path.write_text(TOML)
-    return path
+    return write_config(tmp_path_factory.mktemp("config"))
 
 
 @pytest.fixture(scope="session")

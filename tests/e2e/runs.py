@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,16 +14,10 @@ import forks
 
 TOML = """
 [data]
-held_out_prompts = 24
+train = ["TRAIN"]
+held_out = ["HELD_OUT"]
 template = "{prompt}="
-[[data.tasks]]
-name = "spell_backward"
-prompt_regex = '-> nus\\): (.+)'
-config = { min_word_len = 3, max_word_len = 4 }
-[[data.tasks]]
-name = "gcd"
-prompt_regex = 'numbers: (.+)\\. Give'
-config = { min_numbers = 2, max_numbers = 2, min_value = 1, max_value = 9 }
+verifier = "exact"
 [rollout]
 n = 32
 prompts = 6
@@ -48,12 +43,36 @@ examples_per_step = 64
 lr = 3e-3
 """
 
+# Words to turn around and greatest common divisors. Runs on tasks of Reasoning Gym, whose import takes every scoring
+# process more than a second, are in test_examples.py.
+WORDS = [a + b + c + d for a in "bdgkmt" for b in "aeiou" for c in "lnrs" for d in ("", "y")]
+ROWS = [
+    *({"prompt": word, "answer": word[::-1]} for word in WORDS),
+    *({"prompt": f"{a}, {b}", "answer": str(math.gcd(a, b))} for a in range(1, 10) for b in range(1, 10)),
+]
+HELD_OUT = ROWS[10::13]  # 24 of them
+
+
+def write_config(folder: Path) -> Path:
+    """TOML with its rows beside it."""
+    parts = {"HELD_OUT": HELD_OUT, "TRAIN": [row for row in ROWS if row not in HELD_OUT]}
+    text = TOML
+    for name, chosen in parts.items():
+        path = folder / f"{name.lower()}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+        text = text.replace(name, str(path))
+    (folder / "run.toml").write_text(text)
+    return folder / "run.toml"
+
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
 
 
-def brorl(*arguments: Any, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """One command to its end, in forked ranks."""
-    return forks.command_line([str(a) for a in arguments], {**ENVIRONMENT, **environment}, cwd)
+def brorl(
+    *arguments: Any, cwd: Path | None = None, figures: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """One command to its end, in forked ranks; figures: drawn, which takes a short run half of its time."""
+    return forks.command_line([str(a) for a in arguments], {**ENVIRONMENT, **environment}, cwd, figures)
 
 
 def by_launcher(*arguments: Any) -> subprocess.CompletedProcess[str]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
+import forks
 import pytest
 from e2e.conftest import REPOSITORY
-from e2e.runs import ENVIRONMENT, brorl, rows
+from e2e.runs import brorl, rows
 
 from megatron_brorl.cli.main import main
 
@@ -67,8 +66,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     config = folder / "run.toml"
     config.write_text(TOML.format(gsm8k=files["gsm8k"], deepscaler=files["deepscaler"], own=files["custom"]))
     options = ["--vocab", "600", "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64"]
-    tool = [sys.executable, str(REPOSITORY / "tools" / "make_tiny_model.py"), str(config), str(folder / "model")]
-    subprocess.run([*tool, *options], check=True, capture_output=True, timeout=120, env=ENVIRONMENT)
+    done = forks.script(REPOSITORY / "tools" / "make_tiny_model.py", config, folder / "model", *options)
+    assert done.returncode == 0, done.stderr
     return config, folder / "model"
 
 

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import forks
 import psutil
 import pytest
 from e2e.runs import ENVIRONMENT, rows
@@ -53,23 +54,13 @@ def test_one_file_is_bash_and_python():
     assert run("bash", "-n", SCRIPT).stderr == ""
 
 
-STARTS = {
-    "torchrun": ("torchrun",),
-    "torchrun of two": ("torchrun", "--nproc-per-node", "2"),
-    "bash": ("bash",),
-    "sbatch": ("sbatch",),
-}
-
-
-# The other two take parts of these ways.
+# As a job of Slurm's: below.
 @pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=pytest.mark.full if how in ("torchrun", "bash") else ()) for how in STARTS]
+    "how", [("torchrun", "--nproc-per-node", "2"), pytest.param(("bash",), marks=pytest.mark.full)]
 )
 def test_a_smoke_step_completes(how, tmp_path):
-    log = tmp_path / "log"
     directory = tmp_path / "run"
-    tasks = {"STANDIN_TASKS": "2", "STANDIN_LOG": str(log)} if how == "sbatch" else {}
-    done = run(*STARTS[how], SCRIPT, "--smoke", f"run.dir={directory}", **tasks)
+    done = run(*how, SCRIPT, "--smoke", f"run.dir={directory}")
     assert done.returncode == 0, done.stderr
     (line,) = rows(directory)
     assert line["rollouts"] == 12 * 64
@@ -78,16 +69,28 @@ def test_a_smoke_step_completes(how, tmp_path):
     shape = json.loads((directory / "model" / "config.json").read_text())
     assert shape["architectures"] == ["Qwen2ForCausalLM"]
     assert not shape["tie_word_embeddings"]
-    if how == "sbatch":
-        job, step = log_of(log)
-        assert job["tasks"] == 64
-        assert step["step"][:1] == ["bash"]
+
+
+# The smoke step is run whole above.
+SMALLER = [
+    *("rollout.n=4", "rollout.prompts=2", "algo.mini_batches=1", "data.held_out_prompts=2"),
+    'data.tasks=[{name="gcd"}, {name="chain_sum"}]',
+]
+TINY = [
+    *("--untied", "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64"),
+    *("--context", "4096", "--vocab", "256", "--texts", "50"),
+]
 
 
 def test_a_preempted_job_saves_and_goes_back_to_the_queue(tmp_path, request):
+    """Until then the job is one of brorl_1.5b.sh as any other: two ranks, started by srun, train and export a model."""
     log, directory = tmp_path / "log", tmp_path / "run"
+    made = [tmp_path / "run_model", *SMALLER, *TINY]
+    done = forks.script(ROOT / "tools" / "make_tiny_model.py", ROOT / "examples" / "brorl_1.5b.toml", *made)
+    assert done.returncode == 0, done.stderr
     env = {**ENVIRONMENT, "PATH": PATH, "STANDIN_TASKS": "2", "STANDIN_LOG": str(log)}
     command = ["sbatch", str(ROOT / "examples" / "slurm" / "preemptible.sbatch"), "--smoke", f"run.dir={directory}"]
+    command += SMALLER
     with open(tmp_path / "output", "w") as output:
         job = subprocess.Popen([*command, "train.steps=5000"], env=env, cwd=ROOT, stdout=output, stderr=output)
     request.addfinalizer(lambda: _end(job))
@@ -110,6 +113,7 @@ def test_a_preempted_job_saves_and_goes_back_to_the_queue(tmp_path, request):
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stderr
     assert len(rows(directory)) == saved + 1
+    assert (directory / "model" / "model.safetensors").is_file()
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
@@ -130,6 +134,7 @@ STEP = {"kill_on_bad_exit": 0, "wait": 900, "cpus_per_task": 12, "mem": 0, "excl
 def test_every_job_asks_for_what_it_starts(tmp_path):
     """The steps of the other scripts, written down instead of started."""
     expected = {
+        SCRIPT.name: (64, [["optim.lr=1e-6"]]),
         "single_node": (8, [["rollout.prompts=16", "optim.lr=1e-6"]]),
         "multi_node": (64, [["optim.lr=1e-6"]]),
         "seeds": (64, [[f"run.dir=runs/brorl_1.5b_seed_{i}", "optim.lr=1e-6", f"run.seed={i}"] for i in range(4)]),
@@ -137,7 +142,7 @@ def test_every_job_asks_for_what_it_starts(tmp_path):
     rank = ["bash", str(ROOT / "examples" / "slurm" / "rank.sh"), "python"]
     for name, (tasks, arguments) in expected.items():
         log = tmp_path / name
-        job = ROOT / "examples" / "slurm" / f"{name}.sbatch"
+        job = SCRIPT if name == SCRIPT.name else ROOT / "examples" / "slurm" / f"{name}.sbatch"
         done = run("sbatch", job, "optim.lr=1e-6", STANDIN_DRY="1", STANDIN_LOG=str(log))
         assert done.returncode == 0, done.stderr
         lines = log_of(log)

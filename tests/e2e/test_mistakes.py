@@ -109,14 +109,14 @@ def test_world_size_is_no_multiple(config, model, tmp_path):
 def test_malformed_row(config, model, tmp_path, third, parts):
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join([*LINES, third]) + "\n")
-    done = train(config, model, tmp_path, "data.tasks=[]", f'data.train=["{data}"]')
+    done = train(config, model, tmp_path, f'data.train=["{data}"]')
     fails(done, f"{data}:3", *parts)
 
 
 def test_prompt_longer_than_the_context(config, model, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join([*LINES, json.dumps({"prompt": "1+" * 30 + "1=", "answer": "31"})]) + "\n")
-    done = train(config, model, tmp_path, "data.tasks=[]", f'data.train=["{data}"]')
+    done = train(config, model, tmp_path, f'data.train=["{data}"]')
     fails(done, f"{data}:3", "26")  # context 32 - 6 response tokens
 
 
@@ -147,7 +147,11 @@ def test_a_model_with_nan_in_it(config, model, tmp_path):
 
 
 def test_unsafe_task(config, model, tmp_path):
-    fails(train(config, model, tmp_path, 'data.tasks=[{name="simple_integration"}]'), "simple_integration", "eval")
+    fails(
+        train(config, model, tmp_path, "data.train=[]", 'data.tasks=[{name="simple_integration"}]'),
+        "simple_integration",
+        "eval",
+    )
 
 
 def test_tokenizer_larger_than_the_model(config, model, tmp_path):

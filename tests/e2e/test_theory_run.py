@@ -18,7 +18,9 @@ OPTIONS = [
 @pytest.fixture(scope="module")
 def watched(config, warm, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "watched"
-    done = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", *OPTIONS)
+    done = brorl(
+        "train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", *OPTIONS, figures=True
+    )
     assert done.returncode == 0, done.stderr
     return directory, done
 

@@ -222,6 +222,7 @@ def test_building_without_torch_is_one_line(tmp_path):
 # ---- a copy that is installed, hidden by the sources
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", [True, False])
 def test_sources_that_hide_the_installed_copy_are_named(tmp_path, installed):
     """`pip install .`, then a command from inside the checkout: the ranks import the folder they are started in."""

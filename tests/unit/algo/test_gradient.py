@@ -16,7 +16,7 @@ from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import pack
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("family", "tied", "ops"),
     [(f, f != "qwen3", "reference" if f == "qwen3" else "fused") for f in tiny.FAMILIES],

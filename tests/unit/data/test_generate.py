@@ -85,6 +85,7 @@ def test_one_task_does_not_change_the_items_of_another(tokenizer: Tokenizer) -> 
             assert decimal.Decimal(prompt.answer or "") == sum(map(decimal.Decimal, numbers))
 
 
+@pytest.mark.slow
 def test_prompts_do_not_depend_on_the_hash_seed(tokenizer: Tokenizer) -> None:
     code = f"""
 import sys

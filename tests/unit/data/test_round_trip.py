@@ -94,6 +94,7 @@ def read_long(tmp_path: Path, rows: Sequence[tuple[str, str]], tokenizer: Tokeni
     return load_sources(config, tokenizer, 2000, 0).report
 
 
+@pytest.mark.slow
 def test_large_data_are_sampled_evenly_and_always_alike(lossy, tmp_path, monkeypatch):
     """Every tenth row is lost, in places that no period of the sample meets; the sample's share is near that."""
     rows = [("é" * (i % 10 == 3) + f"{i}", "1") for i in range(20_000)]

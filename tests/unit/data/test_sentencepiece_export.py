@@ -160,7 +160,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))])
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS.keys())
 def test_a_user_s_model_is_exported_exactly(tmp_path, capfd, family, options):
     model = model_around(train(tmp_path / "spm", **options), family, tmp_path / "in")

@@ -54,6 +54,7 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 1 << 20], ids=["small", "more than a pipe holds"])
 def test_a_worker_that_froze_while_idle_is_replaced(size: int, tmp_path: Path) -> None:
     file = tmp_path / "go"
@@ -120,6 +121,7 @@ def test_workers_that_freeze_at_their_start_are_given_up_beside_a_healthy_one(
     assert all(map(gone, starts.pids))
 
 
+@pytest.mark.slow
 def test_a_worker_that_froze_at_its_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one that works."""
     starts = Starts({1})

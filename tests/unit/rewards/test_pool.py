@@ -96,6 +96,7 @@ def test_without_a_reference_an_exception_is_the_answers(pool: RewardPool) -> No
 HARD = [("prime_factorization", "banana"), ("prime_factorization", "2 x 3"), ("game_of_life", "{}"), ("boxnet", "-1")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "answer"), HARD)
 def test_what_an_allowed_scorer_raises_on_is_a_wrong_answer(task: str, answer: str) -> None:
     entry = json.loads(json.dumps(gym_tasks.create(task, 11, {}, "test")[5]))
@@ -343,6 +344,7 @@ def test_close_ends_the_workers() -> None:
         pool.submit(ask("echo", "1")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["1", "hang"], ids=["idle", "inside a hang"])
 def test_workers_die_with_their_parent(answer: str) -> None:
     code = f"""

@@ -107,6 +107,17 @@ def test_the_range_of_what_counts_do_not_decide():
     assert high == pytest.approx(2 * f * (1 - f), abs=0.003)
 
 
+@pytest.mark.parametrize(("prompts", "n"), [(2, 6), (50, 6)])
+def test_the_range_where_every_prompt_is_alike(prompts, n):
+    """All have n / 2 of n right: a share of exp(-CUT / prompts) must be solvable, and what is left may not be."""
+    like, frequency = mixture.likelihood(np.array([n // 2]), np.array([n])), np.array([float(prompts)])
+    values = (mixture.GRID > 0).astype(float)
+    low, high = mixture.profile(like, frequency, values, mixture.fit(like, frequency[None])[0])
+    assert low == pytest.approx(math.exp(-mixture.CUT / prompts), rel=0.01)
+    assert high == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.slow
 def test_coupling_bounds_hold_the_truth():
     """Outcomes of known distributions: a ratio of estimates up to n - 3, and beyond it between the two bounds."""
     rng = np.random.default_rng(1)

@@ -72,6 +72,7 @@ def asked(trainer) -> list[list[tuple[str, int, int, int, list[int]]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollout", [{}, {"partial_tokens": 5}, {"refills": 2}], ids=["whole", "partial", "refilled"])
 def test_steps_with_repeated_prompts_are_trained_and_resumed(processes, model, tmp_path, rollout):
     """Three rows in groups of four: every step repeats one. Resumed after two steps, it is the same bit for bit."""

@@ -29,7 +29,7 @@ def by_hand(model, seed: int, lost: set[tuple[str, int]], cap: float) -> tuple[f
     return update(model, groups, cap)
 
 
-@pytest.mark.parametrize("deaf", [False, True], ids=["stops", "hangs"])
+@pytest.mark.parametrize("deaf", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stops", "hangs"])
 def test_one_of_512_killed_and_another_stalled(processes, model, deaf, capfd):
     """The step ends within the watchdog's limit, and its loss is that over the survivors, divided by their tokens."""
     grace, release = 0.5, threading.Event()

@@ -72,6 +72,7 @@ def children() -> set[str]:
     return mine - {str(os.getpid())}
 
 
+@pytest.mark.slow
 @NEEDS
 @pytest.mark.parametrize("name", sandbox_attacks.ENDLESS)
 def test_what_never_ends_is_stopped(name: str, secret: str) -> None:

@@ -38,7 +38,12 @@ def prompts(lengths=(3, 9, 1, 5)):
     ]
 
 
-@pytest.fixture(scope="module", params=tiny.CASES, ids=str)
+# Those of two families at once, for their heads are untied and tied; the rest before a commit.
+FAST = [("qwen2", False), ("gemma3", True)]
+FAMILIES = [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in tiny.CASES]
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=str)
 def pair(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     return directory, tiny.make_model(directory, *request.param)

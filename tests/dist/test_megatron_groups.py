@@ -1,0 +1,39 @@
+"""Megatron's groups over gloo: of the ranks that they should be of, and one for all names of the same ranks."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from megatron_brorl.parallel import device
+
+LAYOUTS = [(1, {}), (2, {"tensor": 2}), (4, {"pipeline": 2}), (4, {"context": 2, "tensor": 2})]
+
+
+def neighbours(rank: int, size: int, parallel: dict[str, int], axes: tuple[str, ...]) -> list[int]:
+    """Ranks that differ from this one in these axes alone; numbers vary fastest over tensor, then context, data."""
+    sizes = {"tensor": 1, "context": 1, "data": size // prod(parallel.values()), "pipeline": 1} | parallel
+    order = ("tensor", "context", "data", "pipeline")
+
+    def place(r: int) -> dict[str, int]:
+        found = {}
+        for axis in order:
+            found[axis], r = r % sizes[axis], r // sizes[axis]
+        return found
+
+    return [r for r in range(size) if all(place(r)[a] == place(rank)[a] for a in order if a not in axes)]
+
+
+@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
+def test_groups_are_of_their_ranks_and_made_once(worlds, size, parallel):
+    of = {
+        **{"tp": ("tensor",), "pp": ("pipeline",), "cp": ("context",), "dp": ("data",)},
+        **{"dp_cp": ("data", "context"), "mp": ("tensor", "pipeline"), "replica": ("tensor", "context", "pipeline")},
+    }
+    expected = [{name: neighbours(rank, size, parallel, axes) for name, axes in of.items()} for rank in range(size)]
+    for rank, (ranks, sums, same) in enumerate(worlds(size).run("jobs:groups", parallel, list(of))):
+        assert ranks == expected[rank]
+        assert sums == {name: sum(10.0**r for r in members) for name, members in ranks.items()}
+        if not device.on_gpu():
+            assert same == [(a, b) for a in of for b in of if ranks[a] == ranks[b]]
