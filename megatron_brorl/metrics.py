@@ -93,7 +93,8 @@ class MetricsWriter:
                 raise UserError(f"{folder}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
 
     def write(self, step: int, values: dict[str, float | int], seconds: dict[str, float]) -> None:
-        """Record one step: `values` are deterministic given the seed, `seconds` are wall-clock times by phase."""
+        """Record one step: `values` are deterministic given the seed, `seconds` are wall-clock times by phase, and
+        what is told of them."""
         clash = _RESERVED & values.keys()
         if clash:
             raise ValueError(f"reserved metric names: {', '.join(sorted(clash))}")
@@ -108,7 +109,9 @@ class MetricsWriter:
 
         # The display second. It is given up at its first error, the run never.
         if self._board is not None:
-            scalars = {**values, **{f"time/{key}": value for key, value in seconds.items()}}
+            # Figures of a group, such as ranks/idle, keep its name; phases get theirs.
+            times = {key if "/" in key else f"time/{key}": value for key, value in seconds.items()}
+            scalars = {**values, **times}
             try:
                 for tag, value in scalars.items():
                     self._board.add_scalar(tag, value, step)

@@ -19,6 +19,10 @@ class RunConfig:
     # Unix time at which a scheduler ends the job: before a step that would not be done by then, `brorl train` saves and
     # leaves with 75. 0 = SLURM_JOB_END_TIME, where there is one
     ends_at: float = at_least(0, default=0.0)
+    # A trace of all ranks, dir/traces/step_000010.json, after each step that this divides; 0 = never
+    trace_every: int = at_least(0, default=0)
+    # Dense bfloat16 TFLOP/s of a device, over which utilisation is told; 0 = by its name, where it is a known GPU
+    peak_tflops: float = at_least(0, default=0.0)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.metrics import Lines, MetricsWriter
-from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel, pair_cost
+from megatron_brorl.parallel.flops import peak_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
+from megatron_brorl.timeline import Timeline, record, span
 from megatron_brorl.train import state
 from megatron_brorl.train.actor_update import scaled, update_policy
 from megatron_brorl.train.advantages import group_advantages, with_shaped_rewards
@@ -31,6 +32,7 @@ from megatron_brorl.train.critic_update import critic_optim, update_critic
 from megatron_brorl.train.diagnostics import diagnostics_where_due
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience, token_gain
+from megatron_brorl.train.figures import cluster_figures
 from megatron_brorl.train.finite import check_steps, nonfinite_steps
 from megatron_brorl.train.groups import group_metrics, log_rows, mini_batches
 from megatron_brorl.train.reference import ReferencePolicy
@@ -38,6 +40,7 @@ from megatron_brorl.train.refit import refit_engines
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import evaluation_sampling, training_sampling
 from megatron_brorl.train.state import RunState
+from megatron_brorl.train.trace import write_trace
 from megatron_brorl.train.training_models import TrainingModels
 from megatron_brorl.train.worker import CriticWorker, Worker
 from megatron_brorl.types import Experience, Prompt
@@ -75,16 +78,26 @@ class Trainer:
             progress.note(f"held-out before: {evaluation_line(s.before)}")
             self.rollouts.check_stuck("nothing is lost: no step was done")
 
+        peak, trace_every = peak_flops(self.config.run.peak_tflops), self.config.run.trace_every
         while s.step < t.steps and not s.over(t):
+            # What every rank does is recorded; where it is drawn too, all begin at a barrier.
+            traced, timeline = bool(trace_every) and (s.step + 1) % trace_every == 0, Timeline()
+            record(timeline)
+            if traced:
+                self.grid.barrier()
+            origin = timeline.clock()
+
             metrics, seconds = self.train_step()
-            s.trained_s += collectives.all_reduce_max({"step": seconds["step"]})["step"]
+            seconds |= cluster_figures(timeline, seconds, metrics["trained_tokens"], peak)
+            s.trained_s += seconds["ranks/step_slowest"]
             ending = s.step == t.steps or s.over(t)
 
             # Held-out prompts, between the first step and the last.
             every = self.config.evaluate.every
             if every and s.step % every == 0 and self.held_out and not ending and not self.rollouts.stuck():
                 begun = time.monotonic()
-                metrics |= evaluation_metrics(self.evaluate(progress))
+                with span("evaluate"):
+                    metrics |= evaluation_metrics(self.evaluate(progress))
                 seconds["evaluate"] = time.monotonic() - begun
                 s.stall.record(metrics["pass_at_1"])
             if self.reference:
@@ -101,6 +114,9 @@ class Trainer:
             last = stopping or stuck or ending or self.nonfinite_steps >= most
             if last or (t.checkpoint_every and s.step % t.checkpoint_every == 0):
                 self.save()
+            if traced:
+                path = Path(self.config.run.dir) / "traces" / f"step_{s.step:06d}.json"
+                write_trace(path, timeline, self.grid.rank, origin)
             self.rollouts.check_stuck(f"the state after step {s.step} is saved")
             check_steps(self.nonfinite_steps, most, f"the state after step {s.step} is saved")
             if stopping and not ending:
@@ -114,7 +130,8 @@ class Trainer:
         # Prompts -> rollouts -> verdicts -> groups.
         sampling = training_sampling(c, self.stop_ids)
         collector = Collector(c, self.grid, self.rollouts, self.train_source, sampling, self._costs())
-        collected = collector.collect(s.carried, s.step, s.taken, s.updates)
+        with span("collect"):
+            collected = collector.collect(s.carried, s.step, s.taken, s.updates)
         s.carried, s.taken = collected.carried, collected.taken
         if self.rollout_log:
             self.rollout_log.append(log_rows(collected.groups, collected.outcomes, s.step))
@@ -130,13 +147,15 @@ class Trainer:
         # Groups -> advantages.
         outcomes = with_shaped_rewards(collected.outcomes, c, s.step)
         advantages, weights = group_advantages(outcomes, c, self.worker.options.ops)
-        rollouts, experience, metrics = make_experience(
-            collected.rollouts, collected.groups, advantages, self.models(), c.algo, c.rollout.temperature, weights
-        )
+        with span("experience"):
+            rollouts, experience, metrics = make_experience(
+                collected.rollouts, collected.groups, advantages, self.models(), c.algo, c.rollout.temperature, weights
+            )
 
         # Advantages -> updates.
         batches = mini_batches(rollouts, outcomes.kept, c.algo.mini_batches, c.algo.mini_batch_of) * c.algo.epochs
-        metrics |= self._update(experience, batches, metrics["nonfinite_rows"]) | collected.metrics | diagnosed
+        with span("update"):
+            metrics |= self._update(experience, batches, metrics["nonfinite_rows"]) | collected.metrics | diagnosed
         if is_on(c.shaping):
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
         trained_at = time.monotonic()
@@ -179,7 +198,8 @@ class Trainer:
         """Hand the actor's weights to the engines; see refit.refit_engines."""
         t = self.config.train
         tolerance = t.verify_tolerance if t.verify_reshard else None
-        return refit_engines(self.models(), self.rollouts.engine, self.state.updates, tolerance)
+        with span("refit"):
+            return refit_engines(self.models(), self.rollouts.engine, self.state.updates, tolerance)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Of the held-out prompts with the weights that the engines have; a collective."""
@@ -195,7 +215,8 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint; a collective."""
-        state.save(self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds())
+        with span("checkpoint"):
+            state.save(self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds())
 
     def restore(self, directory: Path) -> None:
         """Go on from a checkpoint whose fingerprint the caller has checked; a collective."""

@@ -19,9 +19,10 @@ from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rollout.duplicates import improbable
-from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, requests
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.timeline import span
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts rewards mean nothing
@@ -80,14 +81,17 @@ class Rollouts:
         prompts = [request.prompt for request in asked]
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
             # Verdicts are made while others are still being sampled.
-            result = self.engine.generate(asked, sampling, scorer.finished)
+            with span("generate") as came_to:
+                result = self.engine.generate(asked, sampling, scorer.finished)
+            came_to |= _generated(asked, result.rollouts, self.engine.kv_usage())
             # A collective, and before verdicts count: repeated rollouts would pass for independent ones everywhere.
             _check_distinct(asked, result.rollouts, self.engine.engine.if_repeating)
             middle = time.monotonic()
 
             # What has ended has a verdict, or gets it now.
             ended = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
-            scores = scorer.scores([(i, r.index) for i, r in ended])
+            with span("verdicts"):
+                scores = scorer.scores([(i, r.index) for i, r in ended])
         # Answers go on as codes: tables of numbers cross ranks, texts do not.
         verdicts = zip(ended, scores.rewards.tolist(), scores.answers, strict=True)
         scored = [ScoredRollout(numbers[i], r, reward, code(answer)) for (i, r), reward, answer in verdicts]
@@ -151,6 +155,18 @@ class Rollouts:
                 with contextlib.suppress(OSError):  # nobody reads the pipe any more
                     print(what[key], file=sys.stderr, flush=True)
             self.told.add(key)
+
+
+def _generated(
+    asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], usage: KvUsage | None
+) -> dict[str, float]:
+    """What came of a call of generate, for its span: tokens that it drew, and how full the cache was."""
+    before = sum(len(r.token_ids) for request in asked for r in request.begun)
+    tokens = sum(len(r.token_ids) for group in rollouts for r in group) - before
+    found = {"tokens": float(max(tokens, 0))}  # below 0 where rollouts that went on were lost
+    if usage:
+        found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.turns)}
+    return found
 
 
 def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], if_repeating: str) -> None:

@@ -27,7 +27,8 @@ def block_mask(groups: tuple[Group, ...], device: torch.device) -> BlockMask:
 
     # A block is skipped, computed with the mask, or computed without; one that the stream does not fill is never full.
     full, some = pairs == BLOCK * BLOCK, pairs > 0
-    columns = (*_in_order(some & ~full), *_in_order(full))
+    masked, masked_columns = (x.to(device) for x in _in_order(some & ~full))
+    whole, whole_columns = (x.to(device) for x in _in_order(full))
 
     # Within the blocks that are computed with it, the mask is asked of pairs on the device.
     begin, front, end = (x.to(device) for x in (begin, front, end))
@@ -36,7 +37,7 @@ def block_mask(groups: tuple[Group, ...], device: torch.device) -> BlockMask:
         return (j <= i) & ((j >= begin[i]) | ((j >= front[i]) & (j < end[i])))
 
     return BlockMask.from_kv_blocks(
-        *(x.to(device) for x in columns), BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(total, total)
+        masked, masked_columns, whole, whole_columns, BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(total, total)
     )
 
 
