@@ -87,7 +87,8 @@ class MetricsWriter:
         self._boards = list(boards)
 
     def write(self, step: int, values: dict[str, float | int], seconds: dict[str, float]) -> None:
-        """Record one step: `values` are deterministic given the seed, `seconds` are wall-clock times by phase."""
+        """Record one step: `values` are deterministic given the seed, `seconds` are wall-clock times by phase, and
+        what is told of them."""
         clash = _RESERVED & values.keys()
         if clash:
             raise ValueError(f"reserved metric names: {', '.join(sorted(clash))}")
@@ -101,8 +102,8 @@ class MetricsWriter:
         self._lines.append([row])
 
         # The boards second, in groups of figures. One is given up at its first error, the run never.
-        figures = {**values, **{f"time/{key}": value for key, value in seconds.items()}}
-        known = {tag(name): value for name, value in figures.items() if math.isfinite(value)}
+        times = {key if "/" in key else f"time/{key}": value for key, value in seconds.items()}
+        known = {tag(name): value for name, value in {**values, **times}.items() if math.isfinite(value)}
         self._tell(lambda board: board.log(step, known))
 
     def close(self) -> None:

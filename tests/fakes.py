@@ -100,6 +100,9 @@ class Engine:
     verbs: list[str] = field(default_factory=list)  # in the order in which they were called
     if_repeating: str = "the fake engine"
 
+    def kv_usage(self) -> None:
+        return None
+
     def sleep(self) -> None:
         self.verbs.append("sleep")
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.parallel.batch import LEAST_GAIN
+from megatron_brorl.parallel.flops import layer_weights, pair_flops
 
 Ints = npt.NDArray[np.int64]
 
@@ -56,10 +57,7 @@ def pair_cost(shape: ModelShape) -> float:
     A matrix product takes 2 operations per weight and token. Scores and their product with the values take 2 each per
     pair and query component. The backward pass doubles both.
     """
-    size = shape.dimensions
-    attention = 2 * shape.hidden * (size["q"] + size["kv"])  # queries and output, keys and values
-    weights = shape.layers * (attention + 3 * shape.hidden * shape.ffn) + shape.hidden * shape.vocab
-    return 4 * shape.layers * size["q"] / (2 * weights)
+    return pair_flops(shape) / (2 * (layer_weights(shape) + shape.hidden * shape.vocab))
 
 
 def assign(costs: Ints, parts: int, families: Ints | None = None, setups: Ints | None = None) -> Ints:

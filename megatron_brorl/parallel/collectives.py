@@ -67,3 +67,11 @@ def all_gather_ids(values: Tensor) -> Tensor:
     if most:
         dist.all_gather(parts, padded)
     return torch.cat([part[: int(n)] for part, n in zip(parts, lengths, strict=True)]).cpu()
+
+
+def all_gather_text(line: str) -> list[str]:
+    """The lines of text of all ranks, in rank order; blanks at the front of one are dropped."""
+    own = line.encode() + b"\n"
+    own = own.rjust(-(-len(own) // 8) * 8)  # whole numbers of 8 bytes
+    found = all_gather_ids(torch.frombuffer(bytearray(own), dtype=torch.int64))
+    return [text.lstrip() for text in found.numpy().tobytes().decode().split("\n")[:-1]]

@@ -27,6 +27,12 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
 
 
+def wait() -> None:
+    """Until the device has done what this thread asked of it; communication beside that may go on."""
+    if on_gpu():
+        torch.cuda.current_stream().synchronize()
+
+
 @lru_cache(maxsize=1)
 def has_transformer_engine() -> bool:
     """Whether the layers of Transformer Engine can be used: installed, and on a GPU."""

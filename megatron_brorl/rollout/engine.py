@@ -30,6 +30,15 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class KvUsage:
+    """How much of an engine's cache held keys and values in a call of generate, as shares of all of it."""
+
+    peak: float
+    mean: float  # over turns
+    turns: int  # tokens that were drawn for all rows in flight
+
+
+@dataclass(frozen=True)
 class Request:
     """n siblings of one prompt, numbered first .. first + n - 1 within the prompt's random stream."""
 
@@ -95,6 +104,9 @@ class RolloutEngine(Protocol):
         Requests are numbered in the order in which they came: those given, then those taken. Raises where weights were
         never given.
         """
+
+    def kv_usage(self) -> KvUsage | None:
+        """Of the last call of generate, until sleep; None of an engine that does not tell."""
 
     def sleep(self) -> None:
         """Give memory back (weights and caches) until wake."""

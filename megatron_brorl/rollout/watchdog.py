@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import device
-from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling, Supply
+from megatron_brorl.rollout.engine import KvUsage, Request, RolloutEngine, Sampling, Supply
 from megatron_brorl.types import Rollout
 
 # (index of a request, rollout that has ended): called in the thread that generates, so it must be quick.
@@ -102,6 +102,10 @@ class Watchdog:
             self.engine.decline_weights(tensors)
         else:
             self.engine.update_weights(tensors, version)
+
+    def kv_usage(self) -> KvUsage | None:
+        """As RolloutEngine.kv_usage; nobody knows of a stuck engine."""
+        return None if self.stuck else self.engine.kv_usage()
 
     def sleep(self) -> None:
         """As RolloutEngine.sleep; a stuck engine still uses its memory."""

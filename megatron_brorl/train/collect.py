@@ -18,6 +18,7 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.rows import in_order
 from megatron_brorl.rollout.sampler import Slot, open_groups
+from megatron_brorl.timeline import span
 from megatron_brorl.train import adaptive
 from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.carried import Carried, carry, staleness
@@ -114,8 +115,9 @@ class Collector:
         # Each row goes to the replica that is to train on it.
         begun = time.monotonic()
         prompt_tokens = [len(g.prompt.token_ids) for g in groups]
-        assigned = assign_rows(outcomes, prompt_tokens, c.algo, self.costs, self.grid.data)
-        exchanged = exchange(sampled.rollouts, outcomes, assigned.replica, self.grid)
+        with span("exchange"):
+            assigned = assign_rows(outcomes, prompt_tokens, c.algo, self.costs, self.grid.data)
+            exchanged = exchange(sampled.rollouts, outcomes, assigned.replica, self.grid)
         seconds = sampled.seconds | {"exchange": time.monotonic() - begun}
 
         # What the step's sampling came to; rounds say what refills cost in prompts.
@@ -161,7 +163,8 @@ class Collector:
         self, slots: list[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], loads: list[int]
     ) -> SampledRounds:
         """One call of the engine of every rank; begun and loads as in Rollouts.sample."""
-        sampled = self.rollouts.sample(slots, groups, self.sampling, begun, loads)
+        with span("round"):
+            sampled = self.rollouts.sample(slots, groups, self.sampling, begun, loads)
         return SampledRounds(sampled.rollouts, collectives.all_reduce_sum(sampled.counts()), sampled.seconds)
 
     def _outcomes(self, rollouts: Sequence[ScoredRollout], groups: Sequence[OpenGroup]) -> Outcomes:

@@ -35,6 +35,14 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
         "step": f"{seconds['step']:.1f}s",
     }
 
+    # What a device gets done, and loses to the slowest rank.
+    if "throughput/tokens_per_s" in seconds:
+        shown["tok/s/device"] = f"{seconds['throughput/tokens_per_s']:.0f}"
+    if "throughput/update_mfu" in seconds:
+        shown["MFU"] = f"{100 * seconds['throughput/update_mfu']:.0f}%"
+    if seconds.get("ranks/idle", 0.0) >= 0.01:
+        shown["idle"] = f"{100 * seconds['ranks/idle']:.0f}%"
+
     # What went wrong.
     if why := why_no_signal(metrics):
         shown["no signal"] = why

@@ -17,10 +17,11 @@ from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.metrics import Lines, MetricsWriter
-from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel, pair_cost
+from megatron_brorl.parallel.flops import peak_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
+from megatron_brorl.timeline import Timeline, record, span
 from megatron_brorl.train import state
 from megatron_brorl.train.actor_update import scaled, update_policy
 from megatron_brorl.train.advantages import group_advantages, with_shaped_rewards
@@ -30,6 +31,7 @@ from megatron_brorl.train.critic_update import critic_optim, update_critic
 from megatron_brorl.train.diagnostics import diagnostics_where_due
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience, token_gain
+from megatron_brorl.train.figures import cluster_figures
 from megatron_brorl.train.finite import check_steps, nonfinite_steps
 from megatron_brorl.train.groups import Outcomes, group_metrics, log_rows, mini_batches
 from megatron_brorl.train.record import Recorder
@@ -39,6 +41,7 @@ from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.samples import sample_lines
 from megatron_brorl.train.setup import evaluation_sampling, training_sampling
 from megatron_brorl.train.state import RunState
+from megatron_brorl.train.trace import write_trace
 from megatron_brorl.train.training_models import TrainingModels
 from megatron_brorl.train.worker import CriticWorker, Worker
 from megatron_brorl.types import Experience, OpenGroup, Prompt, ScoredRollout
@@ -79,17 +82,27 @@ class Trainer:
             progress.note(f"held-out before: {evaluation_line(s.before)}")
             self.rollouts.check_stuck("nothing is lost: no step was done")
 
+        peak, trace_every = peak_flops(self.config.run.peak_tflops), self.config.run.trace_every
         while s.step < t.steps and not s.over(t):
+            # What every rank does is recorded; where it is drawn too, all begin at a barrier.
+            traced, timeline = bool(trace_every) and (s.step + 1) % trace_every == 0, Timeline()
+            record(timeline)
+            if traced:
+                self.grid.barrier()
+            origin = timeline.clock()
+
             # Time counts as the slowest rank's, so that all of them end together.
             metrics, seconds = self.train_step()
-            s.trained_s += collectives.all_reduce_max({"step": seconds["step"]})["step"]
+            seconds |= cluster_figures(timeline, seconds, metrics["trained_tokens"], peak)
+            s.trained_s += seconds["ranks/step_slowest"]
             ending = s.step == t.steps or s.over(t)
 
             # Held-out prompts, between the first step and the last.
             every = self.config.evaluate.every
             if every and s.step % every == 0 and self.held_out and not ending and not self.rollouts.stuck():
                 begun = time.monotonic()
-                evaluation = self.evaluate(progress)
+                with span("evaluate"):
+                    evaluation = self.evaluate(progress)
                 metrics |= evaluation_metrics(evaluation)
                 progress.note(f"held-out after step {s.step}: {evaluation_line(evaluation.as_dict())}")
                 seconds["evaluate"] = time.monotonic() - begun
@@ -110,6 +123,9 @@ class Trainer:
             last = stopping or stuck or ending or self.nonfinite_steps >= most
             if last or (t.checkpoint_every and s.step % t.checkpoint_every == 0):
                 self.save()
+            if traced:
+                path = Path(self.config.run.dir) / "traces" / f"step_{s.step:06d}.json"
+                write_trace(path, timeline, self.grid.rank, origin)
             self.rollouts.check_stuck(f"the state after step {s.step} is saved")
             check_steps(self.nonfinite_steps, most, f"the state after step {s.step} is saved")
             if stopping and not ending:
@@ -123,7 +139,8 @@ class Trainer:
         # Prompts -> rollouts -> verdicts -> groups.
         sampling = training_sampling(c, self.stop_ids)
         collector = Collector(c, self.grid, self.rollouts, self.train_source, sampling, self._costs())
-        collected = collector.collect(s.carried, s.step, s.taken, s.updates)
+        with span("collect"):
+            collected = collector.collect(s.carried, s.step, s.taken, s.updates)
         s.carried, s.taken = collected.carried, collected.taken
         if self.rollout_log:
             self.rollout_log.append(log_rows(collected.groups, collected.outcomes, s.step))
@@ -143,13 +160,15 @@ class Trainer:
         groups, record_s = collected.groups, 0.0
         if self.recorder:
             record_s = self.recorder.step(s.step, groups, collected.outcomes, collected.recorded, advantages)
-        rollouts, experience, metrics = make_experience(
-            collected.rollouts, groups, advantages, self.models(), c.algo, c.rollout.temperature, weights
-        )
+        with span("experience"):
+            rollouts, experience, metrics = make_experience(
+                collected.rollouts, groups, advantages, self.models(), c.algo, c.rollout.temperature, weights
+            )
 
         # Advantages -> updates.
         batches = mini_batches(rollouts, outcomes.kept, c.algo.mini_batches, c.algo.mini_batch_of) * c.algo.epochs
-        metrics |= self._update(experience, batches, metrics["nonfinite_rows"]) | collected.metrics | diagnosed
+        with span("update"):
+            metrics |= self._update(experience, batches, metrics["nonfinite_rows"]) | collected.metrics | diagnosed
         if c.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
         trained_at = time.monotonic()
@@ -196,7 +215,8 @@ class Trainer:
         t = self.config.train
         tolerance = t.verify_tolerance if t.verify_reshard else None
         r = self.rollouts
-        return refit_engines(self.models(), r.engine, self.state.updates, tolerance, r.durable)
+        with span("refit"):
+            return refit_engines(self.models(), r.engine, self.state.updates, tolerance, r.durable)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Of the held-out prompts with the weights that the engines have; a collective."""
@@ -219,7 +239,8 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint; a collective."""
-        state.save(self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds())
+        with span("checkpoint"):
+            state.save(self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds())
 
     def restore(self, directory: Path) -> None:
         """Go on from a checkpoint whose fingerprint the caller has checked; a collective."""

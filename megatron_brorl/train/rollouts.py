@@ -20,10 +20,11 @@ from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rollout.duplicates import improbable
 from megatron_brorl.rollout.durable import DurableRollouts
-from megatron_brorl.rollout.engine import Request, Sampling, Supply
+from megatron_brorl.rollout.engine import KvUsage, Request, Sampling, Supply
 from megatron_brorl.rollout.pulling import Pulled, Pulling
 from megatron_brorl.rollout.sampler import Slot, deal, requests
 from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
+from megatron_brorl.timeline import span
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts rewards mean nothing
@@ -103,14 +104,17 @@ class Rollouts:
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
             # Verdicts are made while others are still being sampled.
             finished = _both(scorer.finished, on_end) if on_end else scorer.finished
-            result = self._generate(asked, sampling, finished, supply)
+            with span("generate") as came_to:
+                result = self._generate(asked, sampling, finished, supply)
+            came_to |= _generated(result, self.engine.kv_usage())
             # A collective, and before verdicts count: repeated rollouts would pass for independent ones everywhere.
             _check_distinct(result.requests, result.rollouts, self.engine.engine.if_repeating)
             middle = time.monotonic()
 
             # What has ended has a verdict, or gets it now.
             done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
-            scores = scorer.scores([(i, r.index) for i, r in done])
+            with span("verdicts"):
+                scores = scorer.scores([(i, r.index) for i, r in done])
         # Answers go on as codes: tables of numbers cross ranks, texts do not.
         verdicts = zip(done, scores.rewards.tolist(), scores.answers, scores.verdicts, strict=True)
         scored = [ScoredRollout(numbers[i], r, reward, code(answer), v) for (i, r), reward, answer, v in verdicts]
@@ -194,6 +198,16 @@ def _both(finished: Finished, on_end: Callable[[], None]) -> Finished:
         on_end()
 
     return tell
+
+
+def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, float]:
+    """What came of a call of generate, for its span: tokens that it drew, and how full the cache was."""
+    before = sum(len(r.token_ids) for request in result.requests for r in request.begun)
+    tokens = sum(len(r.token_ids) for group in result.rollouts for r in group) - before
+    found = {"tokens": float(max(tokens, 0))}  # below 0 where rollouts that went on were lost
+    if usage:
+        found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.turns)}
+    return found
 
 
 def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], if_repeating: str) -> None:

@@ -34,9 +34,11 @@ from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.batch import LEAST_GAIN, Packed, pack, token_gain
 from megatron_brorl.parallel.context import share
+from megatron_brorl.parallel.flops import TRAINING, forward_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
+from megatron_brorl.timeline import span
 from megatron_brorl.train.offload import Offload
 
 # (batch, what the model's head gives at its predicting positions) -> (scalar loss, values that the caller gets back).
@@ -72,6 +74,9 @@ class StageOptions:
 
 class Stage:
     """This rank's stage of a model. Actor and critic differ in their heads alone."""
+
+    shape: ModelShape  # of the body
+    outputs: int  # of the head, per token
 
     def __init__(self, module: Actor, options: StageOptions, optim: OptimConfig | None) -> None:
         """optim: None of a stage that only scores."""
@@ -128,7 +133,7 @@ class Stage:
         )
 
         # Losses carry their global divisor already: gradients are only summed.
-        config.finalize_model_grads_func = lambda models, _tokens, **kwargs: finalize_model_grads(models, **kwargs)
+        config.finalize_model_grads_func = _reduce_gradients
 
         # All micro-batches but the last only add to this rank's gradients.
         config.no_sync_func = self.model.no_sync
@@ -190,11 +195,14 @@ class Stage:
 
         `loss` must divide by the size of the global batch. Values come back on the last pipeline stage alone.
         """
-        self._reload()
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        values = self._run(self._pack(prompts, responses), loss, head)
-        return self._step(lr), values
+        with span("optimizer step") as came_to:
+            self._reload()
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            batches = self._pack(prompts, responses)
+            came_to["flops"] = TRAINING * forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
+            values = self._run(batches, loss, head)
+            return self._step(lr), values
 
     def _per_token(
         self,
@@ -214,8 +222,10 @@ class Stage:
                 result[row] = values
             return per_token.sum(), None
 
-        with torch.no_grad():
-            self._run(self._pack(prompts, responses), collect, head, forward_only=True)
+        with torch.no_grad(), span("forward") as came_to:
+            batches = self._pack(prompts, responses)
+            came_to["flops"] = forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
+            self._run(batches, collect, head, forward_only=True)
         if self.grid.pipeline > 1 or self.grid.context > 1:
             flat = torch.cat(result).to(device.default_device())
             dist.all_reduce(flat, group=self.grid.groups.cp)  # each rank has its part, and zeros
@@ -289,7 +299,7 @@ class Worker(Stage):
     """The actor's stage on this rank."""
 
     def __init__(self, shape: ModelShape, grid: Grid, options: StageOptions, optim: OptimConfig | None = None) -> None:
-        self.shape = shape
+        self.shape, self.outputs = shape, shape.vocab
         self.actor = build_actor(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
         table = hf_names.entries(shape, grid.pipeline, self.actor.fused_norms)
         self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, options.dtype.itemsize)
@@ -349,7 +359,7 @@ class CriticWorker(Stage):
 
     def __init__(self, shape: ModelShape, grid: Grid, options: StageOptions, optim: OptimConfig) -> None:
         """optim is the critic's own."""
-        self.shape = shape
+        self.shape, self.outputs = shape, 1
         self.critic = build_critic(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
         super().__init__(self.critic, options, optim)
 
@@ -369,6 +379,14 @@ class CriticWorker(Stage):
     ) -> tuple[Update, list[Any]]:
         """One optimizer step on rows [tokens] each, as Stage._train says."""
         return self._train(prompts, responses, loss, self.critic.values, lr)
+
+
+def _reduce_gradients(models: list[Any], _tokens: Any, **kwargs: Any) -> None:
+    """What Megatron's schedule calls after the last micro-batch; what it takes is communication and waiting."""
+    device.wait()
+    with span("reduce gradients"):
+        finalize_model_grads(models, **kwargs)
+        device.wait()
 
 
 def _forward_step(batches: Iterator[Packed], model: Any, loss: LossFunction, head: MakeHead) -> Any:

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_brorl.models.layers import flex_attention
+from megatron_brorl.models.layers.block_mask import block_mask
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel.batch import Group
@@ -50,7 +51,7 @@ class Segments(PackedSeqParams):
     def attend_on_gpu(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """query [T, heads, d], key and value [T, kv_heads, d] -> [T, 1, heads * d]."""
         if self.mask is None:
-            self.mask = flex_attention.block_mask(self.groups, query.device)
+            self.mask = block_mask(self.groups, query.device)
         return flex_attention.attend(query, key, value, self.mask, scale).flatten(1).unsqueeze(1)
 
 

@@ -10,32 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-from megatron_brorl.parallel.batch import Group
-
-
-def block_mask(groups: tuple[Group, ...], device: torch.device) -> BlockMask:
-    """Which of the stream's T tokens attend to which: causally, to their own segment and to their group's prompt."""
-    # Of every segment: its length, its group, and whether it is the group's prompt.
-    prompts, segments, members = [], [], []
-    for number, group in enumerate(groups):
-        lengths = [group.prefix, *(n for count, n in group.segments for _ in range(count))]
-        prompts += [True, *[False] * (len(lengths) - 1)]
-        segments += lengths
-        members += [number] * len(lengths)
-
-    # The same of every token.
-    sizes = torch.tensor(segments)
-    segment = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)
-    member = torch.tensor(members).repeat_interleave(sizes).to(device)
-    prompt = torch.tensor(prompts).repeat_interleave(sizes).to(device)
-
-    def allowed(_batch: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & ((segment[i] == segment[j]) | ((member[i] == member[j]) & prompt[j]))
-
-    total = int(sizes.sum())
-    return create_block_mask(allowed, None, None, total, total, device=str(device))
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor:

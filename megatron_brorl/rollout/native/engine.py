@@ -11,7 +11,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.ops.decode import DecodeOps
 from megatron_brorl.ops.reference.decode import ReferenceDecode
-from megatron_brorl.rollout.engine import Request, SampleTokens, Sampling, Supply, Watch
+from megatron_brorl.rollout.engine import KvUsage, Request, SampleTokens, Sampling, Supply, Watch
 from megatron_brorl.rollout.native.decoder import Decoder
 from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
 from megatron_brorl.rollout.native.scheduler import Scheduler
@@ -73,6 +73,13 @@ class TorchEngine:
         for _ in tensors:  # making each of them is a collective
             pass
 
+    def kv_usage(self) -> KvUsage | None:
+        """See RolloutEngine."""
+        pool = self._pool
+        if pool is None or not pool.turns:
+            return None
+        return KvUsage(pool.most_used / pool.size, pool.used_sum / pool.turns / pool.size, pool.turns)
+
     def sleep(self) -> None:
         """See RolloutEngine."""
         self._decoder = self._pool = None
@@ -120,6 +127,7 @@ class TorchEngine:
         while len(scheduler.active):
             if watch and watch.cancelled():  # asked once a token
                 break
+            pool.count_turn()
             ended = self._advance(scheduler, hidden, stops, sampling)
             deliver(ended)
 

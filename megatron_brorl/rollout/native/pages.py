@@ -33,6 +33,13 @@ class PagePool:
         # The last page that was given back is the next to be taken: its memory is there already.
         self._free = torch.arange(self.size - 1, -1, -1, dtype=torch.int32)
         self.free = self.size
+        # Of the turns since: how many there were, and the pages in use, at most and added up.
+        self.turns = self.most_used = self.used_sum = 0
+
+    def count_turn(self) -> None:
+        """Note how many pages are in use."""
+        used = self.size - self.free
+        self.turns, self.most_used, self.used_sum = self.turns + 1, max(self.most_used, used), self.used_sum + used
 
     def take(self, count: int) -> Tensor:
         """count pages [count] int32 on the CPU; there must be so many."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.parallel import device
-from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch
+from megatron_brorl.rollout.engine import KvUsage, Request, Sampling, Supply, Watch
 from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.remote.cuda_ipc import IpcSender, own_device
 from megatron_brorl.rollout.remote.fp8_blocks import quantized
@@ -247,6 +247,10 @@ class RemoteEngine:
             return
         if self.supervisor:
             self.supervisor.restart(f"engine process {self.supervisor.pid} did not stop when told to")
+
+    def kv_usage(self) -> KvUsage | None:
+        """See RolloutEngine: it does not tell."""
+        return None
 
     def sleep(self) -> None:
         """See RolloutEngine. No rank that shares the engine may be generating."""

@@ -1,0 +1,79 @@
+"""Floating-point operations of a model, and what a device can do at most.
+
+Model FLOPs as of PaLM (Chowdhery et al. 2022, appendix B): a matrix product takes 2 operations per weight and token,
+the backward pass twice as many as the forward pass, and what is computed again to save memory does not count. Attention
+counts the pairs of tokens that attend to each other, as Megatron-LM does for causal masks, and the LM head the tokens
+that it is asked about. A prompt that stands once in a micro-batch counts once there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.parallel import device
+from megatron_brorl.parallel.batch import Packed
+
+TRAINING = 3  # a forward and a backward pass over a forward pass
+
+# Dense bfloat16 TFLOP/s of NVIDIA's data sheets, by what the name of a device holds; the first that fits counts.
+PEAK_TFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200 NVL": 835.5,
+    "H200": 989.4,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.5,
+    "H100": 989.4,
+    "H800": 989.4,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+}
+
+
+def layer_weights(shape: ModelShape) -> int:
+    """The weights of all layers' matrices."""
+    size = shape.dimensions
+    attention = 2 * shape.hidden * (size["q"] + size["kv"])  # queries and output, keys and values
+    return shape.layers * (attention + 3 * shape.hidden * shape.ffn)
+
+
+def pair_flops(shape: ModelShape) -> int:
+    """Operations between two tokens in a forward pass: scores and their product with the values, in all layers."""
+    return 4 * shape.layers * shape.dimensions["q"]
+
+
+def forward_flops(shape: ModelShape, batches: Iterable[Packed], outputs: int) -> float:
+    """Of a forward pass over these micro-batches on all ranks of a replica; padding counts where there are rows.
+
+    outputs: of the head, per predicted token: the vocabulary, or 1 of a critic.
+    """
+    tokens, predicted, pairs = 0, 0, 0.0
+    for batch in batches:
+        if not batch.rows:
+            continue  # only keeps the collectives company
+        predicted += int(batch.counts.sum())
+        for group in batch.groups:
+            tokens += group.prefix + sum(count * n for count, n in group.segments)
+            pairs += group.prefix * (group.prefix + 1) // 2
+            pairs += sum(count * n * (group.prefix + (n + 1) / 2) for count, n in group.segments)
+    return 2.0 * (layer_weights(shape) * tokens + shape.hidden * outputs * predicted) + pair_flops(shape) * pairs
+
+
+def peak_flops(tflops: float) -> float | None:
+    """Operations per second that this process's device can do at most; None where nobody knows, as on a CPU.
+
+    tflops: config key run.peak_tflops; 0 = by the device's name.
+    """
+    if tflops:
+        return tflops * 1e12
+    return peak_of(torch.cuda.get_device_name()) if device.on_gpu() else None
+
+
+def peak_of(name: str) -> float | None:
+    """The same of a device of this name; None of one that PEAK_TFLOPS does not have."""
+    return next((1e12 * tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)

@@ -1,0 +1,31 @@
+"""How full the cache of the built-in engine was, by arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.reference.sampling import sample_tokens
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.types import Prompt
+
+
+def test_how_full_the_cache_was(model):
+    """Two siblings of 40 tokens behind one page of their prompt: a further page each for every 16 tokens."""
+    shape = read_shape(model[0])
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 8, sample_tokens)
+    engine.update_weights([(n, p) for n, p in model[1].state_dict().items() if n in engine.names], version=0)
+    assert engine.kv_usage() is None
+    prompt = Prompt("p", "", (3, 4, 5), None, "exact")
+    for _ in range(2):  # a second call counts anew
+        engine.generate([Request(prompt, 1, 2)], Sampling(1.0, 1.0, 0, 40, ()))
+        usage = engine.kv_usage()
+        pages = [1 + 2 * -(-fed // 16) for fed in range(40)]  # of 7 that the call needs at most
+        assert usage.turns == 40
+        assert usage.peak == max(pages) / 7 == 1.0
+        assert usage.mean == pytest.approx(sum(pages) / 40 / 7)
+    engine.sleep()
+    assert engine.kv_usage() is None

@@ -1,0 +1,30 @@
+"""Spans against a scripted clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_brorl.timeline import Span, Timeline, record, span
+
+
+def test_spans_nest_and_add_up():
+    ticks = iter([1.0, 2.0, 5.0, 6.0, 6.5, 10.0])
+    timeline = Timeline(lambda: next(ticks))
+    record(timeline)
+    with span("outer") as outer:
+        with span("inner") as came_to:
+            came_to["tokens"] = 3.0
+        came_to["late"] = 1.0  # known after its end
+        with pytest.raises(KeyError), span("inner") as failed:
+            failed["tokens"] = {}["missing"]
+    record(None)
+    with span("of nobody") as values:
+        values["tokens"] = 5.0
+    assert not outer
+    assert timeline.spans == [
+        Span("inner", 2.0, 5.0, {"tokens": 3.0, "late": 1.0}),
+        Span("inner", 6.0, 6.5, {}),  # what raises is noted too
+        Span("outer", 1.0, 10.0, {}),
+    ]
+    assert (timeline.seconds("inner"), timeline.seconds("outer"), timeline.seconds("other")) == (3.5, 9.0, 0.0)
+    assert (timeline.total("inner", "tokens"), timeline.total("inner", "late")) == (3.0, 1.0)

@@ -1,0 +1,163 @@
+"""The figures of a cluster by hand, and those of a real step against what is known of it."""
+
+from __future__ import annotations
+
+import json
+
+import fakes
+import numpy as np
+import pytest
+import torch
+from dist.steps import configured, make_trainer
+
+from megatron_brorl.parallel.batch import pack
+from megatron_brorl.progress import progress
+from megatron_brorl.timeline import Span, Timeline
+from megatron_brorl.train import figures
+from megatron_brorl.train.console import console_line
+
+# Four ranks; the second is the slow one.
+RANKS = {
+    "generate": [6.0, 10.0, 8.0, 8.0],
+    "score": [0.0, 0.0, 0.0, 0.0],
+    "exchange": [1.0, 1.0, 1.0, 1.0],
+    "train": [20.0, 40.0, 30.0, 30.0],
+    "refit": [2.0, 2.0, 2.0, 2.0],
+    "sampled_tokens": [1000.0, 3000.0, 2000.0, 2000.0],
+    "forward_s": [5.0, 5.0, 5.0, 4.0],
+    "forward_flops": [1e12, 1e12, 1e12, 1e12],
+    "update_s": [40.0, 40.0, 39.0, 40.0],
+    "update_flops": [8e12, 8e12, 4e12, 4e12],
+    "kv_peak": [0.5, 0.75, 0.0, 0.25],
+    "kv_sum": [10.0, 30.0, 0.0, 5.0],
+    "kv_turns": [40.0, 60.0, 0.0, 20.0],
+    "wall_train": [50.0, 50.0, 50.0, 50.0],
+    "wall_step": [80.0, 80.0, 80.0, 80.0],
+}
+COLUMNS = {name: np.array(values) for name, values in RANKS.items()}
+
+
+def test_who_waits_for_whom():
+    got = figures.waiting(COLUMNS)
+    assert (got["ranks/train_slowest"], got["ranks/train_mean"], got["ranks/train_fastest"]) == (40.0, 30.0, 20.0)
+    assert got["ranks/train_idle"] == 0.25
+    assert got["ranks/generate_idle"] == pytest.approx(0.2)
+    assert got["ranks/refit_idle"] == 0.0
+    assert got["ranks/idle"] == pytest.approx((2.0 + 10.0) / 80.0)  # of the mean rank's step
+    assert not any("score" in name for name in got)  # there was none
+
+
+def test_throughput_of_a_device():
+    got = figures.throughput(COLUMNS, 4000.0, peak=1e12)
+    assert got["throughput/tokens_per_s"] == 8000 / 80 / 4
+    assert got["throughput/generate_tokens_per_s"] == 8000 / 10 / 4
+    assert got["throughput/train_tokens_per_s"] == 4000 / 50 / 4
+    assert got["throughput/update_tflops"] == pytest.approx(24 / 40 / 4)
+    assert got["throughput/update_mfu"] == pytest.approx(24 / 40 / 4)  # the peak is one TFLOP/s
+    assert got["throughput/forward_mfu"] == pytest.approx(4 / 5 / 4)
+    assert got["throughput/mfu"] == pytest.approx(28 / 80 / 4)
+    unknown = figures.throughput(COLUMNS, 4000.0, peak=None)
+    assert unknown == {name: value for name, value in got.items() if "mfu" not in name}
+
+
+def test_kv_cache_over_ranks():
+    assert figures.kv_cache(COLUMNS) == {"kv_cache/peak": 0.75, "kv_cache/mean": 45 / 120}
+    assert figures.kv_cache({**COLUMNS, "kv_turns": np.zeros(4)}) == {}
+
+
+def test_own_seconds_leave_the_wait_for_others_out():
+    spans = [
+        Span("generate", 0.0, 3.0, {"tokens": 50.0, "kv_peak": 0.5, "kv_mean": 0.25, "kv_turns": 10.0}),
+        Span("generate", 3.0, 4.0, {"tokens": 30.0, "kv_peak": 0.25, "kv_mean": 0.125, "kv_turns": 40.0}),
+        Span("forward", 4.0, 6.0, {"flops": 7.0}),
+        Span("reduce gradients", 8.0, 11.0, {}),
+        Span("optimizer step", 6.0, 12.0, {"flops": 21.0}),
+    ]
+    own = figures.own_figures(Timeline(spans=spans))
+    assert own["train"] == 2.0 + 6.0 - 3.0
+    assert (own["generate"], own["sampled_tokens"]) == (4.0, 80.0)
+    assert (own["update_s"], own["update_flops"], own["forward_s"], own["forward_flops"]) == (6.0, 21.0, 2.0, 7.0)
+    assert (own["kv_peak"], own["kv_sum"], own["kv_turns"]) == (0.5, 7.5, 50.0)
+
+
+class Writer:
+    """Keeps what a run would write."""
+
+    def __init__(self):
+        self.rows = []
+
+    def write(self, step, metrics, seconds):
+        self.rows.append((metrics, seconds))
+
+
+def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path):
+    changes = {
+        "run": {"dir": str(tmp_path), "trace_every": 2, "peak_tflops": 1e-3},
+        "rollout": {"n": 16, "prompts": 2},
+        "train": {"steps": 3},
+        "algo": {"mini_batches": 2},
+    }
+    engine, writer = fakes.Engine(), Writer()
+    trainer = make_trainer(model[0], processes, configured(changes), engine)
+    trainer.held_out, trainer.save = [], lambda: None
+    with progress(3, "train", False) as p:
+        trainer.run(writer, p, lambda: False)
+
+    # One rank waits for nobody; what it sampled and trained is known.
+    for metrics, seconds in writer.rows:
+        assert seconds["ranks/idle"] == 0.0
+        assert seconds["ranks/step_slowest"] == seconds["step"]
+        sampled = metrics["response_tokens"] * metrics["rollouts"]
+        assert seconds["throughput/tokens_per_s"] * seconds["step"] == pytest.approx(sampled)
+        assert seconds["throughput/train_tokens_per_s"] * seconds["train"] == pytest.approx(metrics["trained_tokens"])
+        assert seconds["throughput/update_mfu"] == pytest.approx(seconds["throughput/update_tflops"] / 1e-3)
+        assert 0 < seconds["ranks/train_slowest"] <= seconds["train"]
+        assert "kv_cache/peak" not in seconds  # the fake engine does not tell
+        assert {"tok/s/device", "MFU"} <= console_line(metrics, seconds).keys()
+
+    # A trace of the second step alone, inner spans within the outer ones.
+    (path,) = (tmp_path / "traces").iterdir()
+    assert path.name == "step_000002.json"
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    found = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events}
+    for inner, outer in [
+        ("generate", "round"),
+        ("verdicts", "round"),
+        ("round", "collect"),
+        ("exchange", "collect"),
+        ("forward", "experience"),
+        ("reduce gradients", "optimizer step"),
+        ("optimizer step", "update"),
+    ]:
+        assert found[outer][0] <= found[inner][0] <= found[inner][1] <= found[outer][1]
+    assert sum(e["name"] == "optimizer step" for e in events) == 2
+    assert found["refit"][0] >= found["update"][1]
+    assert min(begin for begin, _ in found.values()) >= 0
+
+
+def test_operations_by_hand(model):
+    """Weights of the model itself, pairs of a mask that is filled in token by token."""
+    from megatron_brorl.model_shape import read_shape
+    from megatron_brorl.parallel.flops import forward_flops, peak_of
+
+    shape, g = read_shape(model[0]), torch.Generator().manual_seed(0)
+    prompts = [torch.arange(9)] * 4 + [torch.arange(5)] * 3
+    responses = [torch.randint(0, 50, (n,), generator=g) for n in (3, 7, 1, 12, 4, 4, 9)]
+    matrices = sum(p.numel() for name, p in model[1].named_parameters() if p.ndim == 2 and "embed" not in name)
+    head = shape.vocab * shape.hidden
+    assert matrices == 4 * (48 * 48 * 2 + 48 * 24 * 2 + 3 * 48 * 88)  # tied: the head is the embedding
+    for share in (False, True):
+        batches = pack(prompts, responses, 1000, share=share)
+        tokens = sum(len(b.input_ids) for b in batches)
+        assert tokens == (14 + sum(len(r) - 1 for r in responses) if share else 9 * 4 + 5 * 3 + 33)
+        rows = [(len(p), len(p) + len(r) - 1) for p, r in zip(prompts, responses, strict=True)]
+        pairs = sum(i + 1 for begin, end in rows for i in range(begin if share else 0, end))
+        pairs += sum(i + 1 for n in (9, 5) for i in range(n)) if share else 0
+        attention = pairs * 4 * 2 * 2 * 48  # 4 layers, 2 products of 2 operations over 48 query components
+        expected = 2 * matrices * tokens + 2 * head * sum(map(len, responses)) + attention
+        assert forward_flops(shape, batches, shape.vocab) == expected
+    assert forward_flops(shape, pack([], [], 1000, multiple_of=8), shape.vocab) == 0.0
+    assert peak_of("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert peak_of("NVIDIA H100 PCIe") == 756.5e12
+    assert peak_of("NVIDIA GB200") == 2500e12
+    assert peak_of("Some new GPU") is None
