@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from bench_common import write_rows
 from measure import forget_peak, status_kib
-from megatron_brorl.rewards.verdict import Verdict
 
 from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.config.schema import AlgoConfig, ParallelConfig, RewardConfig
@@ -47,7 +46,7 @@ from megatron_brorl.train.advantages import of_rollouts
 from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.exchange import exchange
 from megatron_brorl.train.groups import STOP, Outcomes, gather, group_metrics, mini_batches, select
-from megatron_brorl.types import Prompt, Rollout, ScoredRollout
+from megatron_brorl.types import Prompt, Rollout, ScoredRollout, Verdict
 
 PROMPT_TOKENS, MICRO_BATCH, MINI_BATCHES, STOP_ID = 200, 16384, 8, 1
 MEAN, LONGEST, SPREAD = 4096, 14336, 0.5
