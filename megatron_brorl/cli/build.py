@@ -172,6 +172,8 @@ class Session:
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""
         c = self.config
+
+        # The verifiers' processes, which end with the session.
         pool = RewardPool(
             c.reward.workers,
             c.reward.timeout_s,
@@ -179,6 +181,8 @@ class Session:
             impure=self.started_verifiers.impure,
         )
         self._closing.append(pool.close)
+
+        # The engine, behind a deadline; what it has sampled outlives this process until the step is over.
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
         return Rollouts(
