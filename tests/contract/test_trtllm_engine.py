@@ -26,6 +26,15 @@ def wait_for(condition, seconds=60):
         time.sleep(0.02)
 
 
+def has_members(group):
+    """Whether a process of this group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 CAPABILITIES = {
     "1.2": ("1.2", "TRTLLMSampler", "request", "tempered", 1),
     "1.3": ("1.3", "TorchSampler", "request", "processed", 0),
@@ -344,10 +353,16 @@ def test_without_tensorrt_llm(start, monkeypatch, fresh):
         start()
 
 
-def test_nothing_is_left_behind(model, start, fresh):
+@pytest.mark.parametrize("crashed", [False, True])
+def test_nothing_is_left_behind(crashed, model, start, fresh):
     engine = start()
     engine.update_weights(model.stream(), 0)
     pid = engine.supervisor.pid
+    os.killpg(pid, 0)
+    if crashed:
+        os.kill(pid, signal.SIGKILL)  # alone: its Ray goes on
+        wait_for(lambda: engine.supervisor.pid != pid)
     engine.close()
     assert not engine.folder.exists()
     assert not os.path.exists(f"/proc/{pid}")
+    wait_for(lambda: not has_members(pid))

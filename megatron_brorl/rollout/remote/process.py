@@ -66,6 +66,7 @@ class EngineProcess:
         kind = ENGINES[options.engine]
 
         self.log = log
+        self._killed = False
         self._from = log.stat().st_size if log.exists() else 0  # of the log: what stands before is of other processes
 
         # Nothing of a process that was killed may be in the way.
@@ -116,8 +117,9 @@ class EngineProcess:
             return bool(_PORT_TAKEN.search(log.read().decode(errors="replace")))
 
     def kill(self) -> None:
-        """End it and what it started."""
-        if self._process.poll() is None:
+        """End it and what it started, which a process that died by itself may have left behind."""
+        if not self._killed:
+            self._killed = True  # once: later its number may be another's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
