@@ -1,0 +1,22 @@
+"""Figures and a trace of ranks that do nothing but say what they did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dist.jobs import grid_of
+
+from megatron_brorl.parallel import collectives
+from megatron_brorl.timeline import Span, Timeline
+from megatron_brorl.train.figures import cluster_figures
+from megatron_brorl.train.trace import write_trace
+
+
+def told(rank: int, path: str) -> tuple[dict[str, float], list[str]]:
+    """The second rank takes three times as long, and has more to tell."""
+    grid_of()
+    spans = [Span("generate", 0.0, 1.0 + 2 * rank, {"tokens": 100.0}), *[Span("round", 0.0, 5.0, {})] * (1 + rank)]
+    timeline = Timeline(spans=spans)
+    write_trace(Path(path), timeline, rank, -float(rank))
+    figures = cluster_figures(timeline, {"train": 2.0, "step": 10.0}, 0.0, None)
+    return figures, collectives.all_gather_text(f"rank {rank}" * (1 + 3 * rank))
