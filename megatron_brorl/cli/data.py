@@ -87,6 +87,7 @@ def _prepare(args: argparse.Namespace) -> int:
     # Options that would do nothing, or nothing good.
     if args.max_prompt_tokens < 0 or bool(args.max_prompt_tokens) != bool(args.tokenizer):
         raise UserError("--max-prompt-tokens N needs --tokenizer DIR, and the other way round; N must be above 0")
+    # A run of no words would be in every problem.
     if args.ngram < 1:
         raise UserError(f"--ngram {args.ngram}: must be at least 1")
     if args.verifier:

@@ -187,7 +187,10 @@ class _Reader:
             self.report.append(
                 f"{key}: {len(read)} prompts from {name}" + (f", {len(skipped)} skipped" if skipped else "")
             )
+            # Every one of them: what is left out unseen is missed later.
             self.report += [f"  skipped {line}" for line in skipped]
+
+        # Two rows of one id would draw the same random numbers.
         again = [row_id for row_id, times in Counter(row.id for row in rows).items() if times > 1]
         if again:
             first, second = [row.where for row in rows if row.id == again[0]][:2]

@@ -87,6 +87,7 @@ class Service:
                 failed = f"HTTP status {status}" if status >= 500 else ""
             except (OSError, http.client.HTTPException, ValueError) as e:
                 status, reply, failed = 0, b"", str(e) or type(e).__name__
+            # Longer each time, and never past the deadline.
             pause = _PAUSE_S * 2**attempt
             if not failed or attempt == _ATTEMPTS - 1 or time.monotonic() + pause >= end:
                 break

@@ -48,6 +48,7 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
         if not kl_in_reward(algo):
             advantages = ops.whiten(advantages, ops.moments(advantages))
 
+    # Back into the table: lost rollouts and groups that are not kept have none.
     where = torch.zeros_like(outcomes.ended)
     where[list(kept)] = outcomes.ended[list(kept)]
     table[where] = advantages

@@ -113,6 +113,7 @@ class Trainer:
             # What the step came to, for files and the console.
             if seconds["recovered"]:
                 progress.note(f"step {s.step}: {seconds['recovered']:.0f} rollouts had been sampled before a restart")
+            # The file first: a console may be gone.
             if writer:
                 writer.write(s.step - 1, metrics, seconds)
             progress.update(s.step, console_line(metrics, seconds))
@@ -123,9 +124,11 @@ class Trainer:
             last = stopping or stuck or ending or self.nonfinite_steps >= most
             if last or (t.checkpoint_every and s.step % t.checkpoint_every == 0):
                 self.save()
+            # The checkpoint is part of what is drawn.
             if traced:
                 path = Path(self.config.run.dir) / "traces" / f"step_{s.step:06d}.json"
                 write_trace(path, timeline, self.grid.rank, origin)
+            # What ends a run by an error has saved before it.
             self.rollouts.check_stuck(f"the state after step {s.step} is saved")
             check_steps(self.nonfinite_steps, most, f"the state after step {s.step} is saved")
             if stopping and not ending:

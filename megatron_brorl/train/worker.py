@@ -86,9 +86,8 @@ class Stage:
         align = get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1
         self._multiple = self._segments_of * (self.grid.tensor if self.grid.sequence_parallel else 1) * align
         self._limit = self.options.tokens_per_micro_batch * self.grid.context  # of a micro-batch, over its ranks
-        offload = options.offload
-        self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if offload else None
-        self._state = Offload(self._optimizer_tensors) if offload and optim is not None else None
+        self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if options.offload else None
+        self._state = Offload(self._optimizer_tensors) if options.offload and optim is not None else None
         # Every update starts from zeros: nobody misses gradients while the engine has the memory.
         self._dropped = Offload(tuple, self._gradients) if optim is not None else None
         if optim is not None:

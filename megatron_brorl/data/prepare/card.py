@@ -63,6 +63,7 @@ def _decontamination(job: Job, counts: Counts) -> list[str]:
                 [(f"`{where}`", f"`{hit.where}`", hit.words) for where, hit in counts.hits[:_HITS]],
             )
         )
+    # A card is read; the file has them all.
     if len(counts.hits) > _HITS:
         parts.append(f"{len(counts.hits) - _HITS} more are in `{job.dropped.name}`.")
     return parts

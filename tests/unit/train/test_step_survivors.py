@@ -113,4 +113,6 @@ def test_a_stuck_engine_saves_and_says_how_to_go_on(processes, model, tmp_path):
     undisturbed.refit()
     expected = [undisturbed.train_step()[0] for _ in range(3)]
     assert expected[1]["lost_share"] == 1 / 128
+    for metrics in (got, expected[2]):
+        metrics.pop("late")  # how many took over a quarter of a second is the machine's
     np.testing.assert_equal(got, expected[2])  # bit for bit; unknown figures are nan in both
