@@ -199,7 +199,6 @@ def test_partial_rollouts_are_carried(single):
     assert figures[2]["staleness_max"] == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"context": 2}), (4, {"pipeline": 2})])
 def test_resume_is_bit_exact_with_carried_rollouts(worlds, directory, tmp_path, size, parallel):
     variant = VARIANTS["partial"]
@@ -238,7 +237,6 @@ def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
         assert (got["prompts"], got["samples"], got["lost"]) == (5, 4, 7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2})])
 def test_resume_is_bit_exact_with_a_critic(worlds, directory, tmp_path, size, parallel):
     """The figures after the checkpoint tell the critic's weights and its optimizer's state apart from any other."""
@@ -269,7 +267,6 @@ def first_difference(a, b):
     return next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
 
 
-@pytest.mark.slow
 def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
     """The same numbers are drawn; where a token differs, its draw lies on a step of the distribution, to rounding."""
     asked, n = [0, 1], 512
@@ -298,6 +295,7 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
             assert abs(a.uniforms[at] - step) <= 1e-5
 
 
+<<<<<<< ours
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=str)
 def test_two_ranks_record_what_one_does(worlds, directory, tmp_path, parallel):
     """Files for people to read: each rank writes what it sampled, and together they do not tell who did."""
@@ -316,6 +314,8 @@ def test_two_ranks_record_what_one_does(worlds, directory, tmp_path, parallel):
 
 
 @pytest.mark.slow
+=======
+>>>>>>> theirs
 def test_ranks_that_meet_and_one_that_does_not():
     """Apart for longer than a collective may take; the missing rank is named. A world of its own: it ends broken."""
     world = World(2)

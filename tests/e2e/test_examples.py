@@ -56,7 +56,11 @@ def test_one_file_is_bash_and_python():
 
 # As a job of Slurm's: below.
 @pytest.mark.parametrize(
-    "how", [("torchrun", "--nproc-per-node", "2"), pytest.param(("bash",), marks=pytest.mark.full)]
+    "how",
+    [
+        pytest.param(("torchrun", "--nproc-per-node", "2"), id="torchrun of two"),
+        pytest.param(("bash",), id="bash", marks=pytest.mark.full),
+    ],
 )
 def test_a_smoke_step_completes(how, tmp_path):
     directory = tmp_path / "run"
@@ -73,7 +77,7 @@ def test_a_smoke_step_completes(how, tmp_path):
 
 # The smoke step is run whole above.
 SMALLER = [
-    *("rollout.n=4", "rollout.prompts=2", "algo.mini_batches=1", "data.held_out_prompts=2"),
+    *("rollout.n=4", "rollout.prompts=2", "algo.mini_batches=1", "data.held_out_prompts=2", "reward.workers=1"),
     'data.tasks=[{name="gcd"}, {name="chain_sum"}]',
 ]
 TINY = [

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_brorl.model_shape import WEIGHTS
 
+NO_FILES = ["data.train=[]", "data.held_out=[]"]
 LINES = [
     '{"prompt": "1+1=", "answer": "2"}',
     '{"prompt": "1+2=", "answer": "3"}',
@@ -148,7 +149,7 @@ def test_a_model_with_nan_in_it(config, model, tmp_path):
 
 def test_unsafe_task(config, model, tmp_path):
     fails(
-        train(config, model, tmp_path, "data.train=[]", 'data.tasks=[{name="simple_integration"}]'),
+        train(config, model, tmp_path, *NO_FILES, 'data.tasks=[{name="simple_integration"}]'),
         "simple_integration",
         "eval",
     )
