@@ -295,7 +295,6 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
             assert abs(a.uniforms[at] - step) <= 1e-5
 
 
-<<<<<<< ours
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=str)
 def test_two_ranks_record_what_one_does(worlds, directory, tmp_path, parallel):
     """Files for people to read: each rank writes what it sampled, and together they do not tell who did."""
@@ -313,9 +312,6 @@ def test_two_ranks_record_what_one_does(worlds, directory, tmp_path, parallel):
             assert read(two, moment).to_pylist() == rows
 
 
-@pytest.mark.slow
-=======
->>>>>>> theirs
 def test_ranks_that_meet_and_one_that_does_not():
     """Apart for longer than a collective may take; the missing rank is named. A world of its own: it ends broken."""
     world = World(2)
