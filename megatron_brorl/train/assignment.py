@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.config.schema import AlgoConfig
-from megatron_brorl.parallel.balance import CostModel, assign, loads_of
+from megatron_brorl.parallel.balance import CostModel, assign, loads_of, pair_cost
 from megatron_brorl.train.groups import Outcomes, mini_batch_of, trained
+from megatron_brorl.train.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,13 @@ class Assignment:
 
     replica: Tensor  # int64 [groups, N], that trains on the rollout; -1: none
     balance: float  # mean over replicas by maximum of the predicted cost, summed over optimizer steps; 1 without rows
+
+
+def cost_model(worker: Worker) -> CostModel:
+    """What training on a row costs this actor."""
+    options = worker.options
+    limit = options.tokens_per_micro_batch * worker.grid.context
+    return CostModel(pair_cost(worker.shape), limit, options.share_prompt)
 
 
 def assign_rows(

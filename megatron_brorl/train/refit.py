@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
+from megatron_brorl.config.schema import TrainConfig
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
@@ -15,6 +16,7 @@ from megatron_brorl.rollout.durable import DurableRollouts
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.training_models import TrainingModels
 from megatron_brorl.train.verify import verify_reshard
 from megatron_brorl.train.worker import Worker
@@ -34,24 +36,18 @@ class _StreamChecksum:
             yield pair
 
 
-def refit_engines(
-    models: TrainingModels,
-    engine: Watchdog,
-    version: int,
-    verify_tolerance: float | None,
-    durable: DurableRollouts | None = None,
-) -> dict[str, float]:
-    """Hand the actor's weights to the engines, and check that they compute the same where that is asked for.
+def refit_engines(models: TrainingModels, rollouts: Rollouts, version: int, config: TrainConfig) -> dict[str, float]:
+    """Hand the actor's weights to the engines, and check that they compute the same where config.verify_reshard is on.
 
-    A collective, which returns metrics. verify_tolerance: see verify_reshard, in nats; None: not checked. durable: see
-    refit.
+    A collective, which returns metrics.
     """
+    engine = rollouts.engine
     # The engine needs the memory; the actor's weights are streamed next.
     models.offload(actor_weights=False)
     engine.wake()
-    metrics = {"refit_again": float(refit(models.actor, engine, version, durable))}
-    if verify_tolerance is not None:
-        metrics["reshard_gap_max"] = verify_reshard(models.actor, engine, version, verify_tolerance)
+    metrics = {"refit_again": float(refit(models.actor, engine, version, rollouts.durable))}
+    if config.verify_reshard:
+        metrics["reshard_gap_max"] = verify_reshard(models.actor, engine, version, config.verify_tolerance)
     models.offload()
     dist.barrier()  # an engine takes memory for keys and values when one of its ranks generates: all have made room
     return metrics

@@ -7,10 +7,31 @@ from collections.abc import Callable, Sequence
 from megatron_brorl.record import files
 from megatron_brorl.record.text import one_line
 from megatron_brorl.rewards.scoring import without_stop
+from megatron_brorl.train.evaluate import See
+from megatron_brorl.train.groups import Outcomes
+from megatron_brorl.train.record import Recorder
 from megatron_brorl.types import CORRECT, OpenGroup, ScoredRollout
 
 _SAMPLES = 3
 _MOST = 240  # characters of a prompt or a response
+
+
+def look_at(
+    recorder: Recorder | None,
+    step: int,
+    decode: Callable[[list[int]], str],
+    stop_ids: Sequence[int],
+    note: Callable[[str], None],
+) -> See:
+    """What is done with the samples of an evaluation beside its figures: kept for people to read, and a few told."""
+
+    def see(groups: Sequence[OpenGroup], rows: Sequence[ScoredRollout], outcomes: Outcomes) -> None:
+        if recorder:
+            recorder.evaluation(step, groups, outcomes, rows)
+        for text in sample_lines(groups, rows, decode, stop_ids):
+            note(f"held-out {text}")
+
+    return see
 
 
 def sample_lines(

@@ -12,8 +12,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.config.schema import RunConfig
 from megatron_brorl.parallel import collectives
-from megatron_brorl.timeline import Timeline
+from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.timeline import Timeline, record
+
+
+class StepTrace:
+    """What every rank does in a step from here on: recorded for figures, and drawn where run.trace_every says so."""
+
+    def __init__(self, config: RunConfig, step: int, grid: Grid) -> None:
+        """step: the number that it will have when it is done. A collective where the step is drawn."""
+        self.timeline = Timeline()
+        record(self.timeline)
+        drawn = bool(config.trace_every) and step % config.trace_every == 0
+        self._path = Path(config.dir) / "traces" / f"step_{step:06d}.json" if drawn else None
+        # Where it is drawn all begin at a barrier, from which they count.
+        if drawn:
+            grid.barrier()
+        self._rank, self._origin = grid.rank, self.timeline.clock()
+
+    def write(self) -> None:
+        """Draw it, where it is to be drawn; a collective."""
+        if self._path:
+            write_trace(self._path, self.timeline, self._rank, self._origin)
 
 
 def events(timeline: Timeline, rank: int, origin: float) -> list[dict[str, Any]]:

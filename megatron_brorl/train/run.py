@@ -1,0 +1,79 @@
+"""Everything a run consists of: its objects, its state, and what is done with all of them at once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_brorl.config.schema import Config
+from megatron_brorl.data.source import PromptSource
+from megatron_brorl.metrics import Lines
+from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.progress import Progress
+from megatron_brorl.timeline import span
+from megatron_brorl.train import state
+from megatron_brorl.train.evaluate import Evaluation, evaluate
+from megatron_brorl.train.record import Recorder
+from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.refit import refit_engines
+from megatron_brorl.train.rollouts import Rollouts
+from megatron_brorl.train.samples import look_at
+from megatron_brorl.train.setup import evaluation_sampling
+from megatron_brorl.train.state import RunState
+from megatron_brorl.train.training_models import TrainingModels
+from megatron_brorl.train.worker import CriticWorker, Worker
+from megatron_brorl.types import Prompt
+
+
+@dataclass
+class Run:
+    """What a step changes is `state`, weights and optimizers."""
+
+    config: Config
+    grid: Grid
+    worker: Worker
+    rollouts: Rollouts
+    train_source: PromptSource
+    held_out: list[Prompt]
+    stop_ids: tuple[int, ...]
+    fingerprint: dict[str, Any]  # what must not change when a run is resumed
+    started: float  # Unix time at which this process's part of the job began
+    state: RunState = field(default_factory=RunState)
+    critic: CriticWorker | None = None  # of algo.advantage = "gae"
+    reference: ReferencePolicy | None = None  # of algo.kl_coef
+    rollout_log: Lines | None = None  # of theory.log_rollouts, on one rank
+    recorder: Recorder | None = None  # of what people can read of the rollouts
+    nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
+
+    def refit(self) -> dict[str, float]:
+        """Hand the actor's weights to the engines; see refit.refit_engines."""
+        with span("refit"):
+            return refit_engines(self.models(), self.rollouts, self.state.updates, self.config.train)
+
+    def evaluate(self, progress: Progress) -> Evaluation:
+        """Of the held-out prompts with the weights that the engines have; a collective."""
+        sampling = evaluation_sampling(self.config, self.stop_ids)
+        look = look_at(self.recorder, self.state.step, self.rollouts.tokenizer.decode, self.stop_ids, progress.note)
+        evaluation = evaluate(self.rollouts, self.held_out, self.config.evaluate, sampling, look)
+        if evaluation.lost:
+            progress.note(evaluation.remark())
+        return evaluation
+
+    def models(self) -> TrainingModels:
+        """What a step trains and asks about its tokens."""
+        return TrainingModels(self.worker, self.critic, self.reference)
+
+    def save(self) -> None:
+        """Write a checkpoint; a collective."""
+        with span("checkpoint"):
+            state.save(self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds())
+
+    def restore(self, directory: Path) -> None:
+        """Go on from a checkpoint whose fingerprint the caller has checked; a collective."""
+        self.state = state.restore(directory, self.state, self.models(), self.train_source, self.config, self.grid)
+
+    def seconds(self) -> float:
+        """Wall-clock seconds of the job so far, up to the checkpoint for processes that were killed."""
+        return self.state.spent + time.time() - self.started
