@@ -82,9 +82,9 @@ def preflight(config: Config, shape: ModelShape, machines: Machines) -> tuple[me
     plans = [plan(config, shape, machines, stage) for stage in range(config.parallel.pipeline)]
     found = max(plans, key=lambda x: sum(x.training.values()))
 
-    # A folder that is not there is told by whoever makes something in it.
+    # None for the built-in engine; one that is not there is told by whoever makes something in it.
     folder = getattr(config, config.rollout.engine).shared_memory if found.shared else ""
-    look = machines.here and Path(folder).is_dir()
+    look = machines.here and folder and Path(folder).is_dir()
     memory.check_plan(
         found,
         gpu=machines.gpu,
