@@ -1,4 +1,5 @@
-"""What mkdocs.yml asks of the pages: README.md is the home page, and links to files outside docs/ must exist.
+"""What mkdocs.yml asks of the pages: README.md is the home page, two pages are made of the program's own tables, and
+links to files outside docs/ must exist.
 
 The site has no such files, so that a link to one becomes its path in the repository.
 """
@@ -12,16 +13,67 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
+from megatron_brorl.config.describe import keys, sections, written
+from megatron_brorl.config.foreign import FOREIGN
+
 ROOT = Path(__file__).resolve().parent.parent
 # Code, in which nothing is a link, or a link to a file.
 LINK = re.compile(r"^```.*?^```|`[^`\n]+`(?!\])|(?<!!)\[([^\]]+)\]\((?![a-z]+:|#)([^)#\s]+)(?:#[^)]*)?\)", re.S | re.M)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """README.md becomes the page index.md."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "index.md", content=re.sub(r"\]\(docs/", "](", text)))
+    """Add the pages that are no files of docs/."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    made = {
+        "index.md": re.sub(r"\]\(docs/", "](", readme),
+        "configuration.md": configuration(),
+        "coming_from.md": coming_from(),
+    }
+    for name, text in made.items():
+        files.append(File.generated(config, name, content=text))
     return files
+
+
+def configuration() -> str:
+    """Every key of a run's TOML file, section by section."""
+    lines = [
+        "# Configuration",
+        "",
+        "Every key of a run's TOML file. `brorl config WORD` prints the same, `brorl config schema` JSON Schema for",
+        "editors.",
+    ]
+    for name, about in sections().items():
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            about,
+            "",
+            "| key | type | default | bound | meaning |",
+            "|---|---|---|---|---|",
+        ]
+        for key in keys():
+            if key.path.partition(".")[0] == name:
+                default = "must be given" if key.required else f"`{written(key.default)}`"
+                bound = key.bound.message if key.bound else ""
+                cells = (f"`{key.path}`", key.type, default, bound, key.meaning)
+                lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def coming_from() -> str:
+    """What other trainers call our keys."""
+    lines = [
+        "# Coming from TRL, verl or NeMo RL",
+        "",
+        "The nearest key of ours; an unknown key in a TOML file is answered by it. Units can differ: batch sizes here",
+        "are prompts per step (`rollout.prompts`) and optimizer steps per sampled batch (`algo.mini_batches`),",
+        "micro-batches are tokens, and a run begins with what they come to.",
+    ]
+    for trainer, table in FOREIGN.items():
+        lines += ["", f"## {trainer}", "", f"| {trainer} | here |", "|---|---|"]
+        lines += [f"| `{theirs}` | `{ours}` |" for theirs, ours in table.items()]
+    return "\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
