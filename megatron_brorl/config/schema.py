@@ -19,9 +19,9 @@ class RunConfig:
     seed: int = 0  # the only seed: data order and every random stream derive from it
     started: float = 0.0  # Unix time at which the whole job began, where this command is not its first; 0 = now
     # What run.dir/rollouts holds whole (docs/rollouts.md): the rollouts of so many groups of each step, and at
-    # evaluations of all held-out prompts; of each the first siblings, as many as have ...
+    # evaluations of all held-out prompts; of each the first siblings, as run.record_tokens allows
     record_groups: int = at_least(0, default=4)
-    record_tokens: int = at_least(0, default=1048576)  # ... so many tokens together, per step and per evaluation
+    record_tokens: int = at_least(0, default=1048576)  # that are held whole, per step and per evaluation
     # Unix time at which a scheduler ends the job: before a step that would not be done by then, `brorl train` saves and
     # leaves with 75. 0 = SLURM_JOB_END_TIME, where there is one
     ends_at: float = at_least(0, default=0.0)

@@ -62,7 +62,7 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
     tokenizer, max_lost_share = fakes.Tokenizer(), config.rollout.max_lost_share
     pulling = Pulling(shared_store(), config.rollout.max_num_seqs) if config.rollout.pull else None
     rollouts = Rollouts(
-        watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, pulling
+        watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, pulling=pulling
     )
     held_out = fakes.prompts(5, 1000)
     return Trainer(

@@ -59,12 +59,12 @@ def watched_main(arguments: list[str]) -> None:
     """In a rank: the command line with an engine that is looked at."""
     generate = TorchEngine.generate
 
-    def looked_at(self, requests, sampling, watch=None):
+    def looked_at(self, requests, sampling, watch=None, supply=None):
         if watch and self.version == SECOND_STEP and sampling.log_probs:  # not an evaluation
             path = f"{os.environ['WATCHED_LOG']}.{os.environ['RANK']}"
             with open(path, "a", buffering=1) as file:
-                return generate(self, requests, sampling, _Looking(watch, requests, file))
-        return generate(self, requests, sampling, watch)
+                return generate(self, requests, sampling, _Looking(watch, requests, file), supply)
+        return generate(self, requests, sampling, watch, supply)
 
     TorchEngine.generate = looked_at
     main(arguments)

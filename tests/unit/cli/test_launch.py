@@ -157,6 +157,7 @@ def test_ranks_and_their_forks_end_with_a_launcher_that_is_killed(tmp_path: Path
             for process in ranks.processes:
                 process.suspend()
         ranks.launcher.kill()
+        ranks.launcher.wait()  # what it leaves to the kernel happens before its end can be seen
         ranks.say("begin")
         until(ranks.gone)
         assert when != "before they begin" or not list(tmp_path.glob("began_*"))

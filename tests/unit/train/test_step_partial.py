@@ -8,7 +8,7 @@ import torch
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.train import loop
+from megatron_brorl.train import update
 
 N, PROMPTS, BUDGET, MOST = 16, 2, 4, 12
 
@@ -32,9 +32,9 @@ def test_stale_tokens_are_weighted_by_what_they_were_sampled_with(processes, mod
     trainer = make_trainer(model[0], processes, config, fakes.Engine())
     trainer.refit()
     seen = []
-    train = loop.update_policy
+    train = update.update_policy
     monkeypatch.setattr(
-        loop, "update_policy", lambda worker, made, *rest: seen.append(made) or train(worker, made, *rest)
+        update, "update_policy", lambda worker, made, *rest: seen.append(made) or train(worker, made, *rest)
     )
     began = {}
     stale = capped = 0

@@ -13,6 +13,7 @@ from dist.steps import configured, make_trainer
 from step_verifiers import RULES
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.progress import progress
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.train.console import console_line
@@ -168,8 +169,8 @@ def test_a_verifier_that_raises_on_the_reference_too_ends_the_run(processes, poo
         capfd.readouterr().err
     )
     trainer.held_out = trainer.train_source.prompts
-    with pytest.raises(UserError, match=r"^evaluation: the verifiers failed on"):
-        trainer.evaluate(None)
+    with progress(1, "train", False) as p, pytest.raises(UserError, match=r"^evaluation: the verifiers failed on"):
+        trainer.evaluate(p)
 
 
 def test_strict_rewards_take_nan_for_wrong(processes, pool, model):
