@@ -55,11 +55,6 @@ class Grid:
         return self.pp_rank == self.pipeline - 1
 
     @property
-    def mp_rank(self) -> int:
-        """Rank in `replica`."""
-        return dist.get_rank(self.replica)
-
-    @property
     def mp_size(self) -> int:
         """Ranks of `replica`."""
         return self.tensor * self.context * self.pipeline
