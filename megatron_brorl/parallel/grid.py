@@ -115,7 +115,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
 
     # A phase may keep ranks apart for its own length, and messages take their time after it.
     patience = timedelta(seconds=phase_s) + timeout  # at a barrier
-    return Grid(
+    grid = Grid(
         tensor=config.tensor,
         pipeline=config.pipeline,
         data=world // model,
@@ -131,6 +131,10 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         meeting=dist.new_group(timeout=patience, backend="gloo") if phase_s and world > 1 else None,
         patience=patience,
     )
+
+    # Rank 0 has the store: a mistake that ends it next must find nobody still making a group through it.
+    grid.barrier()
+    return grid
 
 
 def _replica(config: ParallelConfig, data: int, timeout: timedelta) -> dist.ProcessGroup:
