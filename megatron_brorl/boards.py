@@ -16,25 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.glossary.tables import OF_A_STEP, OF_TIME, find
 
 PROJECT = "brorl"
 IDS_FILE = ".boards.json"  # in run.dir: by which names a resumed run goes on where it was
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-
-# The group of a figure by how its name begins; the first that fits. What is left is of the step as a whole.
-_GROUPS = (
-    ("evaluate", ("pass_at_",)),
-    ("theory", ("theory_",)),
-    ("time", ("time/",)),
-    ("critic", ("critic_", "value_", "explained_variance", "return_")),
-    ("verdicts", ("verdict_", "unscored_share", "reward_worker_")),
-    ("reward", ("reward", "shaped_reward", "kept_share", "all_right_share", "all_wrong_share", "answered_share")),
-    ("rollout", ("response_", "cut_off_", "rollouts", "lost_", "late", "carried", "staleness_", "prompts_sampled")),
-    ("rollout", ("groups_lost", "group_size_")),
-    ("engine", ("logprob_gap_", "reshard_", "verify_", "refit_")),
-    ("policy", ("loss", "grad_norm", "lr", "updates", "entropy", "clipped_", "approx_kl", "ratio_", "reference_")),
-    ("policy", ("trained_tokens", "nonfinite_", "masked_share")),
-)
 
 
 class Board(Protocol):
@@ -49,9 +35,13 @@ class Board(Protocol):
         """Send what is left; may raise anything."""
 
 
-def tag(name: str) -> str:
-    """A figure's name behind that of its group: "policy/lr". Displays make a section of each group."""
-    group = next((group for group, prefixes in _GROUPS if name.startswith(prefixes)), "step")
+def tag(name: str, timed: bool = False) -> str:
+    """A figure's name behind the group that the glossary has it in: "policy/lr". Displays make a section of each group.
+
+    timed: one of those under "time" in metrics.jsonl.
+    """
+    found = find(name, OF_TIME if timed else OF_A_STEP)
+    group = found[0].group if found else "time" if timed else "step"
     return f"{group}/{name.removeprefix(f'{group}/').removeprefix(f'{group}_')}"
 
 

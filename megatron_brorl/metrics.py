@@ -2,9 +2,9 @@
 
 A line is {"step": 3, "reward": 0.5, ..., "time": {"generate": 1.9, ...}}. Everything outside "time" is a function of
 the configuration and the seed as long as no rollout is late: two runs with the same seed write the same bytes there.
-Wall-clock values, and "recovered", the rollouts that a process before this one had sampled, live in "time" only, so
-that a comparison drops that one key. Floats are written by repr and come back bit for bit. JSON has no NaN: a value
-that is not finite becomes null, and its key is listed under "nonfinite".
+Wall-clock values, and the "recovered_rollouts" that a process before this one had sampled, live in "time" only, so that
+a comparison drops that one key. Floats are written by repr and come back bit for bit. JSON has no NaN: a value that is
+not finite becomes null, and its key is listed under "nonfinite". What each figure is stands in glossary/.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ class MetricsWriter:
         self._lines.append([row])
 
         # The boards second, in groups of figures. One is given up at its first error, the run never.
-        times = {key if "/" in key else f"time/{key}": value for key, value in seconds.items()}
-        known = {tag(name): value for name, value in {**values, **times}.items() if math.isfinite(value)}
+        tagged = {tag(name): value for name, value in values.items()}
+        tagged |= {tag(name, timed=True): value for name, value in seconds.items()}
+        known = {name: value for name, value in tagged.items() if math.isfinite(value)}
         self._tell(lambda board: board.log(step, known))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What mkdocs.yml asks of the pages: README.md is the home page, two pages are made of the program's own tables, and
+"""What mkdocs.yml asks of the pages: README.md is the home page, three pages are made of the program's own tables, and
 links to files outside docs/ must exist.
 
 The site has no such files, so that a link to one becomes its path in the repository.
@@ -15,6 +15,7 @@ from mkdocs.structure.files import File
 
 from megatron_brorl.config.describe import keys, sections, written
 from megatron_brorl.config.foreign import FOREIGN
+from megatron_brorl.glossary.tables import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 # Code, in which nothing is a link, or a link to a file.
@@ -28,6 +29,7 @@ def on_files(files: Any, config: Any) -> Any:
         "index.md": re.sub(r"\]\(docs/", "](", readme),
         "configuration.md": configuration(),
         "coming_from.md": coming_from(),
+        "metrics.md": metrics(),
     }
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
@@ -73,6 +75,28 @@ def coming_from() -> str:
     for trainer, table in FOREIGN.items():
         lines += ["", f"## {trainer}", "", f"| {trainer} | here |", "|---|---|"]
         lines += [f"| `{theirs}` | `{ours}` |" for theirs, ours in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def metrics() -> str:
+    """Every figure of metrics.jsonl and summary.json, section by section."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every figure of a run: of `metrics.jsonl`, a line per step, and of `summary.json`. `brorl metrics WORD`",
+        "prints the same. In `metrics.jsonl` `step` counts from 0, figures of time are under `time`, and a value that",
+        "is not finite is null and named by `nonfinite`. A figure that a run has no use for is not there. TensorBoard",
+        "and the other boards of `run.log` show the same figures in the group that is named here. All but those under",
+        "`time` are the same in every run of one configuration and seed. Shares are between 0 and 1; `{k}` and the",
+        "like stand for a number or a name.",
+    ]
+    for section in SECTIONS:
+        group = f" Group `{section.group}`." if section.group else ""
+        lines += ["", f"## {section.title}", "", section.about + group, ""]
+        lines += ["| figure | unit | range | meaning | a bad value |", "|---|---|---|---|---|"]
+        for f in section.figures:
+            cells = (f"`{f.name}`", f.unit, f.range, f.meaning, f.bad)
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -71,7 +71,8 @@ class DurableRollouts:
         result = engine.generate(call.add(requests), sampling, call.ended, _Missing(call, supply) if supply else None)
         call.settle(result)
         self._recovered += call.recovered
-        return GenerationResult(call.requests, [[there[k] for k in sorted(there)] for there in call.found], result.late)
+        rollouts = [[there[k] for k in sorted(there)] for there in call.found]
+        return GenerationResult(call.requests, rollouts, result.late, call.recovered_tokens)
 
     def identities(self, request: Request, sampling: Sampling) -> dict[int, bytes]:
         """Of each sibling: a hash of everything that decides its tokens, its log-probs and its spans."""
@@ -173,7 +174,7 @@ class _Call:
         self._durable, self._sampling, self._tell = durable, sampling, tell
         self.requests: list[Request] = []  # of the caller
         self.found: list[dict[int, Rollout]] = []  # of each of them, by sibling
-        self.recovered = 0
+        self.recovered, self.recovered_tokens = 0, 0
         self._identities: list[dict[int, bytes]] = []  # likewise
         self._parts: list[tuple[int, Request]] = []  # what the engine is asked, and for which request of the caller
 
@@ -188,6 +189,9 @@ class _Call:
             self._identities.append(identities)
             self.found.append(there)
             self.recovered += len(there)
+            # What a carried rollout had before this step was sampled in another one.
+            begun = {r.index: len(r.token_ids) for r in request.begun}
+            self.recovered_tokens += sum(len(r.token_ids) - begun.get(r.index, 0) for r in there.values())
             for rollout in there.values():
                 if rollout.finish != "cut":
                     self._tell(number, rollout)

@@ -72,8 +72,8 @@ class Trainer(Run):
                 self.reference.reset_where_due(s.step, metrics, progress)
 
             # What the step came to, for files and the console.
-            if seconds["recovered"]:
-                progress.note(f"step {s.step}: {seconds['recovered']:.0f} rollouts had been sampled before a restart")
+            if recovered := seconds["recovered_rollouts"]:
+                progress.note(f"step {s.step}: {recovered:.0f} rollouts had been sampled before a restart")
             # The file first: a console may be gone.
             if writer:
                 writer.write(s.step - 1, metrics, seconds)
@@ -151,5 +151,6 @@ class Trainer(Run):
         metrics["token_gain"] = token_gain(self.worker, experience)
         phases = {"train": trained_at - training - record_s, "refit": refitted - trained_at, "record": record_s}
         seconds = collected.seconds | phases
-        seconds["recovered"] = self.rollouts.recovered()  # among them because it differs from run to run as well
+        # Among them, because it differs from run to run as well.
+        seconds["recovered_rollouts"] = self.rollouts.recovered()
         return metrics, seconds | (diagnostics.seconds if diagnostics else {}) | {"step": done - begun}

@@ -203,7 +203,8 @@ def _both(finished: Finished, on_end: Callable[[], None]) -> Finished:
 def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, float]:
     """What came of a call of generate, for its span: tokens that it drew, and how full the cache was."""
     before = sum(len(r.token_ids) for request in result.requests for r in request.begun)
-    tokens = sum(len(r.token_ids) for group in result.rollouts for r in group) - before
+    there = sum(len(r.token_ids) for group in result.rollouts for r in group)
+    tokens = there - before - result.recovered_tokens
     found = {"tokens": float(max(tokens, 0))}  # below 0 where rollouts that went on were lost
     if usage:
         found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.turns)}

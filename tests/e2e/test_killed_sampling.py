@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import forks
+import pytest
 from e2e.runs import ENVIRONMENT, rows
 
 from megatron_brorl.cli.main import main
@@ -34,8 +35,11 @@ def test_killed_while_sampling_and_resumed(config, warm, tmp_path):
     assert len(everything) == 6 * 32
     assert len(finished) == 2 * 40
     assert sorted(finished + rest) == sorted(everything)
-    recovered = [json.loads(line)["time"]["recovered"] for line in (parts / "metrics.jsonl").open()]
-    assert recovered == [0, 80]
+    times = [json.loads(line)["time"] for line in (parts / "metrics.jsonl").open()]
+    assert [t["recovered_rollouts"] for t in times] == [0, 80]
+    # Of what was recovered nobody was slow or fast: two devices have sampled the rest alone.
+    sampled = 2 * times[1]["throughput/generate_tokens_per_s"] * times[1]["ranks/generate_slowest"]
+    assert sampled == pytest.approx(sum(tokens for *_, tokens in rest))
     assert "step 2: 80 rollouts had been sampled before a restart" in done.stderr
     assert not (parts / "unfinished_step").exists()
 
@@ -50,8 +54,8 @@ def watched(run: Path, config: Path, model: Path, log: Path, kill_after: int = 0
     return forks.command_line(arguments, told, main=watched_main)
 
 
-def seen(log: Path) -> list[tuple[int, int]]:
-    """(stream key, sibling) of what the engines of all ranks finished."""
+def seen(log: Path) -> list[tuple[int, int, int]]:
+    """(stream key, sibling, tokens) of what the engines of all ranks finished."""
     return [tuple(json.loads(line)) for path in log.parent.glob(f"{log.name}.*") for line in path.open()]
 
 
@@ -81,7 +85,7 @@ class _Looking:
 
     def finished(self, request, rollout):
         self.watch.finished(request, rollout)
-        print(json.dumps([self.requests[request].key, rollout.index]), file=self.file)
+        print(json.dumps([self.requests[request].key, rollout.index, len(rollout.token_ids)]), file=self.file)
         self.count += 1
         if self.count == int(os.environ["WATCHED_KILL_AFTER"]):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import glossary_faults
 import pytest
 from e2e.runs import brorl, rows
 
@@ -39,7 +40,9 @@ def test_figures_summary_and_log(watched):
             change = line["theory_measured/after"] - line["theory_measured/before"]
             assert line["theory_measured/change"] == pytest.approx(change, abs=1e-12)
     assert any(line.get("theory_measured/change") for line in lines)
-    theory = json.loads((directory / "summary.json").read_text())["theory"]
+    summary = json.loads((directory / "summary.json").read_text())
+    assert glossary_faults.of_summary(summary) == []
+    theory = summary["theory"]
     assert theory["steps"] == len(due) > 0
     assert set(theory["predictions"]) == {"theorem", "policy_gradient", "answers"}
     assert "predicted by theorem: correlation over steps" in done.stdout

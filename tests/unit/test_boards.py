@@ -19,7 +19,7 @@ def written(names, run_dir):
         boards = open_boards(names, run_dir, resume_step, CONFIG)
         for step in steps:
             for board in boards:
-                board.log(step, {tag("lr"): step / 8, tag("time/step"): 1.5})
+                board.log(step, {tag("lr"): step / 8, tag("step", timed=True): 1.5})
         for board in boards:
             board.close()
     return json.loads((run_dir / ".boards.json").read_text())
@@ -92,8 +92,23 @@ def test_a_board_that_cannot_be_opened_is_a_mistake_of_the_user(tmp_path):
         ("explained_variance", "critic/explained_variance"),
         ("pass_at_1_low", "evaluate/pass_at_1_low"),
         ("theory_measured/change", "theory/measured/change"),
-        ("time/generate", "time/generate"),
+        ("unheard_of", "step/unheard_of"),
     ],
 )
 def test_groups(name, expected):
     assert tag(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("generate", "time/generate"),
+        ("ranks/train_idle", "ranks/train_idle"),
+        ("throughput/mfu", "throughput/mfu"),
+        ("kv_cache/peak", "kv_cache/peak"),
+        ("recovered_rollouts", "rollout/recovered_rollouts"),
+        ("unheard_of", "time/unheard_of"),
+    ],
+)
+def test_groups_of_what_is_timed(name, expected):
+    assert tag(name, timed=True) == expected

@@ -53,7 +53,7 @@ class Process:
     """A rank from its start: it has the weights and may generate."""
 
     def __init__(self, folder, rank=0, weights=WEIGHTS, engine="exact", **faults):
-        self.engine = DyingEngine(version=weights[0], **faults)
+        self.engine, self.recovered_tokens = DyingEngine(version=weights[0], **faults), 0
         self.durable = DurableRollouts(folder, rank, engine)
         self.durable.begin(*weights)
 
@@ -65,6 +65,7 @@ class Process:
         assert [[r.index for r in rollouts] for rollouts in result.rollouts] == [
             sorted(r.index for r in rollouts) for rollouts in result.rollouts
         ]
+        self.recovered_tokens = result.recovered_tokens
         found = {(i, r.index): r for i, rollouts in enumerate(result.rollouts) for r in rollouts}
         assert sorted(told) == [place for place, r in found.items() if r.finish != "cut"]  # each once
         return {place: plain(r) for place, r in found.items()}
@@ -110,6 +111,7 @@ def test_a_killed_call_samples_the_rest_alone(tmp_path):
     assert process.asked() == PLACES[7:]
     assert process.durable.take_recovered() == 7
     assert process.durable.take_recovered() == 0
+    assert process.recovered_tokens == sum(len(by_hand()[place][0]) for place in PLACES[:7])
     # Killed again and again: what later processes add is found as well.
     third = Process(tmp_path)
     assert third.sample() == by_hand()
@@ -247,6 +249,8 @@ def test_rollouts_in_parts(tmp_path):
     process = Process(tmp_path, weights=later)
     assert process.sample(asked, IN_PARTS) == second
     assert process.asked() == []
+    # The tokens of this step alone: those of the one before were not recovered but carried.
+    assert process.recovered_tokens == sum(n for *_, spans in second.values() for version, n in spans if version == 6)
 
     # A token, a log-probability or a span that was begun otherwise makes it another rollout.
     i, index = next(place for place, (_, _, _, spans) in second.items() if spans[0] == (4, 4))

@@ -1,0 +1,69 @@
+"""The figures of summary.json, which `brorl train` writes at its end; a dot goes into an object."""
+
+from __future__ import annotations
+
+from megatron_brorl.glossary.form import NUMBER, SHARE, Figure, Section
+
+_EVALUATION = "before the first step and after the last; null without held-out prompts"
+
+SUMMARY = Section(
+    "summary.json",
+    "What a run came to. A dot goes into an object.",
+    (
+        Figure(
+            "pass_at_1_{when}.{end}",
+            "share",
+            SHARE,
+            f"held-out pass@1 with the ends of its 95% bootstrap interval over prompts, {_EVALUATION}",
+            "intervals that overlap show no gain; take more `data.held_out_prompts` or `evaluate.samples`",
+        ),
+        Figure("pass_at_1_{when}", "", "null", "there were no held-out prompts"),
+        Figure(
+            "pass_at_{k}_{when}",
+            "share",
+            SHARE,
+            "pass@k of the largest k",
+            "lower after than before: prompts were lost ([troubleshooting](troubleshooting.md))",
+        ),
+        Figure("held_out_prompts", "prompts", NUMBER, "that were evaluated", "below some hundreds: wide intervals"),
+        Figure("rollouts_per_prompt", "rollouts", "at least 1", "`rollout.n`"),
+        Figure("steps", "steps", NUMBER, "done"),
+        Figure("job_seconds", "s", NUMBER, "of the whole job, warm start included where `run.started` says so"),
+        Figure("peak_rss_mib", "MiB", NUMBER, "peak resident memory, all processes added up"),
+        Figure("{when}", "", "null", "there were no held-out prompts"),
+        Figure("{when}.pass_at_1.{end}", "share", SHARE, "as above, of the whole evaluation"),
+        Figure("{when}.pass_at_k.{k}", "share", SHARE, "pass@k, unbiased"),
+        Figure(
+            "{when}.by_task.{name}",
+            "share",
+            SHARE,
+            "pass@1 by the verifier's task, or the verifier",
+            "0 before and after: that task is too hard, or its verifier finds nothing",
+        ),
+        Figure("{when}.verifiers", "names", "", "that judged"),
+        Figure("{when}.mean_reward.{end}", "1", SHARE, "mean reward, partial credit included, with its interval"),
+        Figure("{when}.response_tokens", "tokens", NUMBER, "mean length of a response"),
+        Figure("{when}.prompts", "prompts", NUMBER, "that were asked"),
+        Figure("{when}.samples", "samples", "at least 1", "per prompt"),
+        Figure(
+            "{when}.lost",
+            "samples",
+            NUMBER,
+            "that never ended; the figures are over the others",
+            "above 0: see `lost_share`",
+        ),
+        Figure("theory", "", "null", "no step was measured (`theory.measure_every`)"),
+        Figure("theory.steps", "steps", NUMBER, "that were measured"),
+        Figure("theory.change", "success rate", "[-1, 1]", "measured change of pass@1 per update, mean over them"),
+        Figure("theory.predictions", "", "{}", "none of the measured steps has a prediction"),
+        Figure(
+            "theory.predictions.{prediction}.over_steps.{end}", "correlation", "[-1, 1]", "with the change, over steps"
+        ),
+        Figure("theory.predictions.{prediction}.over_steps", "", "null", "too few steps"),
+        Figure("theory.predictions.{prediction}.over_prompts.{end}", "correlation", "[-1, 1]", "over a step's prompts"),
+        Figure("theory.predictions.{prediction}.over_prompts", "", "null", "too few prompts"),
+        Figure("theory.predictions.{prediction}.same_sign", "share of steps", SHARE, "in which both have one sign"),
+        Figure("findings", "", "{}", "nothing kept the run from learning"),
+        Figure("findings.{name}", "a sentence", "", "why the run learned nothing, or cannot show it, and what to do"),
+    ),
+)
