@@ -11,6 +11,7 @@ from megatron_brorl import __version__, ranks
 from megatron_brorl.cli import config as config_cli
 from megatron_brorl.cli import data as data_cli
 from megatron_brorl.cli import evaluate as evaluate_cli
+from megatron_brorl.cli import metrics as metrics_cli
 from megatron_brorl.cli import rollouts as rollouts_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.config.load import load
@@ -120,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
     evaluate_cli.add_compare(commands)
     rollouts_cli.add_command(commands)
+    metrics_cli.add_command(commands)
 
     # The configuration, the data, the machine, and the theory.
     config_cli.add_commands(commands)  # brorl init, brorl config

@@ -1,0 +1,177 @@
+"""The commands of README and docs: found in their text, and held to what the repository has."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_brorl.cli.main import _parse
+from megatron_brorl.config.load import load
+from megatron_brorl.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# Why no test runs a command, in a comment before its block: <!-- not run: minutes, a GPU -->
+REASONS = {"minutes", "a GPU", "TensorRT-LLM", "Slurm", "the network", "a run", "your files", "another environment"}
+BLOCK = re.compile(r"(?:^<!-- not run: ([^>]*) -->\n\n?)?^```(bash|sh|console)\n(.*?)^```", re.S | re.M)
+FENCED = re.compile(r"^```.*?^```", re.S | re.M)
+INLINE = re.compile(r"(?<!`)`((?:brorl|torchrun|sbatch|bash|make|python) [^`\n]+)`(?!`)")
+OPTIONAL = re.compile(r"(?<=\s)\[[^\]=]*(?:=[^\]]*)?\]")  # [FILE.toml], [section.key=value ...]
+SHELL = {"cd", "source", "export", "cat", "mkdir", "ls", "head", "wc", "echo", "cp", "grep", "cut", "tail"}
+SKIPPED = {"for", "done"}
+
+
+@dataclass(frozen=True)
+class Command:
+    where: str  # page:line
+    words: tuple[str, ...]  # without what the shell takes: variables, redirections, assignments
+    reasons: frozenset[str] | None  # of the block's comment; None: it has none
+    inline: bool = False  # a piece of a sentence or of a table
+
+    def __str__(self) -> str:
+        return f"{self.where}: {shlex.join(self.words)}"
+
+
+def commands(page: str, text: str) -> list[Command]:
+    """All commands of a page, in order of their kind."""
+    found = []
+    for match in BLOCK.finditer(text):
+        reasons = None if match[1] is None else frozenset(part.strip() for part in match[1].split(","))
+        line = text[: match.start(3)].count("\n") + 1
+        for number, words in _of_block(match[3], console=match[2] == "console"):
+            found.append(Command(f"{page}:{line + number}", words, reasons))
+    prose = FENCED.sub(lambda m: "\n" * m[0].count("\n"), text)
+    for match in INLINE.finditer(prose):
+        where = f"{page}:{prose[: match.start()].count(chr(10)) + 1}"
+        found += [Command(where, words, None, True) for words in _split(match[1])]
+    return found
+
+
+def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...]]]:
+    """(line, words) of the commands of a block; texts that a command is given (<<END ... END) are none."""
+    found, lines, i = [], block.splitlines(), 0
+    while i < len(lines):
+        start, line = i, lines[i]
+        while line.endswith("\\") and i + 1 < len(lines):
+            i += 1
+            line = line[:-1] + " " + lines[i]
+        if given := re.search(r"<<-?\s*['\"]?(\w+)", line):
+            while i + 1 < len(lines) and lines[i].strip() != given[1]:
+                i += 1
+        if line.startswith("$ ") or not console:
+            found += [(start, words) for words in _split(line.removeprefix("$ "))]
+        i += 1
+    return found
+
+
+def _split(line: str) -> list[tuple[str, ...]]:
+    """The words of each command of a line."""
+    lexer = shlex.shlex(OPTIONAL.sub("", line), posix=True, punctuation_chars=";&|<>")
+    lexer.whitespace_split = True
+    parts: list[list[str]] = [[]]
+    skip = False
+    for word in lexer:
+        if set(word) <= set(";&|"):
+            parts.append([])
+        elif set(word) <= set("<>"):
+            skip = True  # the file that it goes to
+        elif skip:
+            skip = False
+        elif not re.fullmatch(r"\$\w+|\.\.\.", word):
+            parts[-1].append(re.sub(r"\$\w+|^[A-Z]$", "1", word))
+    return [tuple(words) for part in parts if (words := _bare(part))]
+
+
+def _bare(words: list[str]) -> list[str]:
+    """Without the words of a loop, and without variables that are set for the command."""
+    if words and words[0] in SKIPPED:
+        return []
+    while words and (words[0] in ("do", "time") or re.match(r"[A-Z_]+=", words[0])):
+        words = words[1:]
+    return words
+
+
+def arguments_of_brorl(words: tuple[str, ...]) -> list[str] | None:
+    """What `brorl` gets, by whichever launcher; None where it is another program."""
+    if words[0] == "brorl":
+        return list(words[1:])
+    if words[0] in ("torchrun", "python") and "megatron_brorl" in words:
+        return list(words[words.index("megatron_brorl") + 1 :])
+    return None
+
+
+def fault(command: Command, toml: Path) -> str | None:
+    """What is stale about it; None where nothing is. toml: stands for a configuration that the reader has."""
+    words = command.words
+    arguments = arguments_of_brorl(words)
+    if arguments is not None:
+        complaint = _brorl(arguments, toml)
+        # A sentence may leave out what goes without saying.
+        return None if command.inline and complaint and "arguments are required" in complaint else complaint
+
+    # Programs and scripts of the repository.
+    if words[0] == "make":
+        text = (ROOT / "Makefile").read_text()
+        while value := re.search(r"^(\w+) :?= (.*)\n", text, re.M):  # a variable stands for its value from there on
+            text = text.replace(value[0], "").replace(f"$({value[1]})", value[2])
+        targets = re.findall(r"^([\w./-]+):", text, re.M)
+        missing = [word for word in words[1:] if "=" not in word and word not in targets]
+        return f"no target {missing[0]}" if missing else None
+    if words[0] in ("bash", "sbatch", "torchrun", "python") and "pytest" not in words:
+        return _script(words, toml)
+    if words[0] == "python":
+        missing = [word for word in words if word.startswith("tests/") and not (ROOT / word).exists()]
+        return f"no file {missing[0]}" if missing else None
+    if words[0] in SHELL or command.inline:
+        return None
+    return None if command.reasons else f"{words[0]}: neither a program of this project nor marked as not run"
+
+
+def _brorl(arguments: list[str], toml: Path) -> str | None:
+    """The parser's or the configuration's own complaint."""
+    names = [word for word in arguments if re.fullmatch("[a-z]+", word)]
+    asked = [*arguments, "--help"] if names == arguments and names != ["config"] else arguments
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            args = _parse(asked)
+    except SystemExit as end:
+        return said.getvalue().strip().splitlines()[-1] if end.code else None
+    if getattr(args, "overrides", None) is None or not args.config:
+        return None
+    return _configuration(args.config, args.overrides, toml)
+
+
+def _configuration(path: str, overrides: list[str], toml: Path) -> str | None:
+    own = ROOT / path
+    if path.startswith("examples/") and not own.is_file():
+        return f"no file {path}"
+    try:
+        load(own if own.is_file() else toml, overrides)
+    except UserError as e:
+        return str(e)
+    return None
+
+
+def _script(words: tuple[str, ...], toml: Path) -> str | None:
+    """Whether the script is there, takes these options, and its configuration these overrides."""
+    place = next((i for i, word in enumerate(words) if re.search(r"\.(sh|py|sbatch)$", word)), None)
+    if place is None:
+        return f"{words[0]} without a script"
+    path, rest = ROOT / words[place], words[place + 1 :]
+    if not path.is_file():
+        return f"no file {words[place]}"
+    # With what it takes from its neighbours, where benchmarks have options in common.
+    text = path.read_text()
+    neighbours = [path.parent / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", text, re.M)]
+    text += "".join(file.read_text() for file in neighbours if file.is_file())
+    for option in (word for word in rest if word.startswith("--")):
+        if not re.search(rf"[\"' ]{re.escape(option.partition('=')[0])}\b", text):
+            return f"{words[place]} knows no {option}"
+    overrides = [word for word in rest if re.match(r"[a-z]+\.[a-z_]+=", word)]
+    return _configuration(str(path.with_suffix(".toml")), overrides, toml) if overrides else None

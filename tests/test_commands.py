@@ -1,0 +1,116 @@
+"""Commands that README and docs tell to type: cheap ones are run, all others are held to parser, files and targets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from doc_commands import PAGES, REASONS, ROOT, SHELL, arguments_of_brorl, commands, fault
+
+from megatron_brorl.cli.main import main
+
+ALL = [c for page in PAGES for c in commands(str(page.relative_to(ROOT)), page.read_text())]
+BLOCKS = [c for c in ALL if not c.inline]
+
+
+def is_run(command) -> bool:
+    """Whether test_cheap_commands_run runs it."""
+    arguments = arguments_of_brorl(command.words) or [""]
+    cheap = arguments[0] in ("config", "metrics", "init", "compare") or arguments[:3] == ["data", "prepare", "gsm8k"]
+    return cheap and not command.inline
+
+
+@pytest.fixture
+def toml(tmp_path):
+    path = tmp_path / "standing.toml"
+    path.write_text('[data]\ntrain = ["rows.jsonl"]\nheld_out = ["held_out.jsonl"]\n')
+    return path
+
+
+def test_no_command_is_stale(toml):
+    assert len(BLOCKS) > 60
+    assert [f"{c}: {why}" for c in ALL if (why := fault(c, toml))] == []
+
+
+def test_what_is_not_run_says_why():
+    silent = [c for c in BLOCKS if c.reasons is None and not is_run(c) and c.words[0] not in SHELL]
+    assert [str(c) for c in silent] == []
+    marked = [c for c in BLOCKS if c.reasons is not None]
+    assert [str(c) for c in marked if not c.reasons <= REASONS] == []
+    # A comment before commands that all are run is stale itself.
+    kept = {(c.where.split(":")[0], c.reasons) for c in marked if not is_run(c)}
+    assert [str(c) for c in marked if (c.where.split(":")[0], c.reasons) not in kept] == []
+
+
+def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
+    """In a folder with the files that they name."""
+    monkeypatch.chdir(tmp_path)
+    problem = {"question": "Two and five?", "answer": "2 + 5 = 7\n#### 7"}
+    for name in ("problems", "train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**problem, "question": f"{name}: 2 and 5?"}) + "\n")
+    for i, folder in enumerate(("a", "b")):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+        rows = [{"id": p, "task": "t", "samples": 4, "right": 1 + i, "reward": 0.5, "tokens": 9.0} for p in "xyz"]
+        lines = "".join(json.dumps({"benchmark": "own", **row}) + "\n" for row in rows)
+        (tmp_path / "runs" / folder / "evaluation.jsonl").write_text(lines)
+    (tmp_path / "DIR").mkdir()
+
+    run = [c for c in BLOCKS if is_run(c)]
+    assert {arguments_of_brorl(c.words)[0] for c in run} >= {"config", "metrics", "init", "compare", "data"}
+    for command in run:
+        (tmp_path / "run.toml").unlink(missing_ok=True)  # which init does not write over
+        with pytest.raises(SystemExit) as ended:
+            main(arguments_of_brorl(command.words))
+        assert ended.value.code == 0, f"{command}: {capsys.readouterr().err}"
+
+
+PAGE = """
+`brorl trian run.toml` and `make quikstart`
+
+```bash
+brorl train --proceses 2 run.toml       # an option
+brorl train run.toml rollout.m=2        # a key
+brorl train run.toml rollout.n=0        # a bound
+brorl train examples/none.toml && torchrun -m megatron_brorl evaluate run.toml --sampels 2
+```
+
+<!-- not run: minutes -->
+```bash
+for s in 0 1; do RUN=runs/$s bash examples/brorl_tiny.sh run.sede=$s; done
+bash examples/brorl_small.sh
+python tools/make_tiny_model.py \\
+  --vocabulary 3
+cat > x <<'END'
+make nothing
+END
+pip install x
+```
+
+```bash
+pip install y
+```
+"""
+
+
+def test_planted_stale_commands_are_found(toml):
+    expected = {
+        "proceses": "unrecognized arguments: --proceses",
+        "rollout.m=2": "unknown key rollout.m",
+        "rollout.n=0": "rollout.n = 0: must be at least 1",
+        "none.toml": "no file examples/none.toml",
+        "sampels": "unrecognized arguments: --sampels",
+        "run.sede=1": "unknown key run.sede",
+        "brorl_small.sh": "no file examples/brorl_small.sh",
+        "vocabulary": "tools/make_tiny_model.py knows no --vocabulary",
+        "pip install y": "pip: neither a program of this project nor marked as not run",
+        "trian": "invalid choice: 'trian'",
+        "quikstart": "no target quikstart",
+    }
+    found = {str(c): fault(c, toml) for c in commands("page", PAGE)}
+    assert len(found) == len(expected) + 2  # what cat writes is no command; pip install x is marked
+    faults = {said: why for said, why in found.items() if why}
+    assert len(faults) == len(expected)
+    for part, why in expected.items():
+        (told,) = [told for said, told in faults.items() if part in said]
+        assert why in told
+    assert [why for said, why in found.items() if said.endswith("pip install x")] == [None]
