@@ -32,6 +32,7 @@ class Command:
     words: tuple[str, ...]  # without what the shell takes: variables, redirections, assignments
     reasons: frozenset[str] | None  # of the block's comment; None: it has none
     inline: bool = False  # a piece of a sentence or of a table
+    given: str = ""  # what it reads: the text up to END of <<END
 
     def __str__(self) -> str:
         return f"{self.where}: {shlex.join(self.words)}"
@@ -43,8 +44,8 @@ def commands(page: str, text: str) -> list[Command]:
     for match in BLOCK.finditer(text):
         reasons = None if match[1] is None else frozenset(part.strip() for part in match[1].split(","))
         line = text[: match.start(3)].count("\n") + 1
-        for number, words in _of_block(match[3], console=match[2] == "console"):
-            found.append(Command(f"{page}:{line + number}", words, reasons))
+        for number, words, given in _of_block(match[3], console=match[2] == "console"):
+            found.append(Command(f"{page}:{line + number}", words, reasons, given=given))
     prose = FENCED.sub(lambda m: "\n" * m[0].count("\n"), text)
     for match in INLINE.finditer(prose):
         where = f"{page}:{prose[: match.start()].count(chr(10)) + 1}"
@@ -52,19 +53,21 @@ def commands(page: str, text: str) -> list[Command]:
     return found
 
 
-def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...]]]:
-    """(line, words) of the commands of a block; texts that a command is given (<<END ... END) are none."""
+def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...], str]]:
+    """(line, words, text that it is given) of the commands of a block."""
     found, lines, i = [], block.splitlines(), 0
     while i < len(lines):
-        start, line = i, lines[i]
+        start, line, text = i, lines[i], ""
         while line.endswith("\\") and i + 1 < len(lines):
             i += 1
             line = line[:-1] + " " + lines[i]
         if given := re.search(r"<<-?\s*['\"]?(\w+)", line):
-            while i + 1 < len(lines) and lines[i].strip() != given[1]:
+            while i + 1 < len(lines) and lines[i + 1].strip() != given[1]:
                 i += 1
+                text += lines[i] + "\n"
+            i += 1  # END itself
         if line.startswith("$ ") or not console:
-            found += [(start, words) for words in _split(line.removeprefix("$ "))]
+            found += [(start, words, text) for words in _split(line.removeprefix("$ "))]
         i += 1
     return found
 
@@ -122,6 +125,9 @@ def fault(command: Command, toml: Path) -> str | None:
         targets = re.findall(r"^([\w./-]+):", text, re.M)
         missing = [word for word in words[1:] if "=" not in word and word not in targets]
         return f"no target {missing[0]}" if missing else None
+    if words == ("python", "-"):
+        compile(command.given, command.where, "exec")
+        return None
     if words[0] in ("bash", "sbatch", "torchrun", "python") and "pytest" not in words:
         return _script(words, toml)
     if words[0] == "python":

@@ -15,9 +15,11 @@ BLOCKS = [c for c in ALL if not c.inline]
 
 def is_run(command) -> bool:
     """Whether test_cheap_commands_run runs it."""
+    if command.words == ("python", "-"):
+        return command.reasons is None
     arguments = arguments_of_brorl(command.words) or [""]
     cheap = arguments[0] in ("config", "metrics", "init", "compare") or arguments[:3] == ["data", "prepare", "gsm8k"]
-    return cheap and not command.inline
+    return cheap and not command.inline and "the network" not in (command.reasons or ())
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
     problem = {"question": "Two and five?", "answer": "2 + 5 = 7\n#### 7"}
     for name in ("problems", "train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({**problem, "question": f"{name}: 2 and 5?"}) + "\n")
-    for i, folder in enumerate(("a", "b")):
+    for i, folder in enumerate(("a", "b", "tutorial/before", "tutorial/after")):
         (tmp_path / "runs" / folder).mkdir(parents=True)
         rows = [{"id": p, "task": "t", "samples": 4, "right": 1 + i, "reward": 0.5, "tokens": 9.0} for p in "xyz"]
         lines = "".join(json.dumps({"benchmark": "own", **row}) + "\n" for row in rows)
@@ -56,8 +58,12 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "DIR").mkdir()
 
     run = [c for c in BLOCKS if is_run(c)]
-    assert {arguments_of_brorl(c.words)[0] for c in run} >= {"config", "metrics", "init", "compare", "data"}
+    kinds = {"python" if c.given else arguments_of_brorl(c.words)[0] for c in run}
+    assert kinds == {"config", "metrics", "init", "compare", "data", "python"}
     for command in run:
+        if command.given:
+            exec(compile(command.given, command.where, "exec"), {"__name__": "__main__"})
+            continue
         (tmp_path / "run.toml").unlink(missing_ok=True)  # which init does not write over
         with pytest.raises(SystemExit) as ended:
             main(arguments_of_brorl(command.words))

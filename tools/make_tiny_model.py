@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import string
 import sys
+import warnings
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from megatron_brorl.checkpoints.hugging_face import complete
-from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.chat import spoken
@@ -31,9 +30,9 @@ def _corpus(config: Config, count: int) -> Iterator[str]:
         yield from corpus(data, config.run.seed, count)
     verifiers = Verifiers(data.verifier, config.reward)
     for name in files:
-        for row in read_rows(Path(name), data.skip_bad_rows, verifiers)[0]:
+        for row in read_rows(Path(name), data.skip_bad_rows, verifiers, data.columns)[0]:
             yield data.template.replace("{prompt}", spoken(row.prompt), 1)
-            yield from [row.answer] if row.answer else []
+            yield from [text for text in dict.fromkeys((row.answer, row.target)) if text]
 
 
 def main() -> None:
@@ -52,6 +51,11 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=2000, help="examples to train the tokenizer on (%(default)s)")
     args = parser.parse_args()
     config = load(args.config, args.overrides)
+
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
+    from megatron_brorl.checkpoints.hugging_face import complete
+    from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
+
     # Every printable ASCII character gets a piece, whether or not the sample of the tasks happens to contain it.
     texts = chain(_corpus(config, args.texts), string.printable[:95])
     tokenizer = train_sentencepiece(texts, args.directory, args.vocab)
