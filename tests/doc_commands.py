@@ -66,6 +66,9 @@ def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...], str
                 i += 1
                 text += lines[i] + "\n"
             i += 1  # END itself
+            if file := re.match(r"cat > (\S+)", line):
+                found.append((start, ("cat", file[1]), text))
+                line = ""
         if line.startswith("$ ") or not console:
             found += [(start, words, text) for words in _split(line.removeprefix("$ "))]
         i += 1
@@ -170,6 +173,8 @@ def _script(words: tuple[str, ...], toml: Path) -> str | None:
     if place is None:
         return f"{words[0]} without a script"
     path, rest = ROOT / words[place], words[place + 1 :]
+    if words[place].startswith("runs/"):
+        return None  # a file that the page has told to write
     if not path.is_file():
         return f"no file {words[place]}"
     # With what it takes from its neighbours, where benchmarks have options in common.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 
 import pytest
 from doc_commands import PAGES, REASONS, ROOT, SHELL, arguments_of_brorl, commands, fault
@@ -15,7 +16,7 @@ BLOCKS = [c for c in ALL if not c.inline]
 
 def is_run(command) -> bool:
     """Whether test_cheap_commands_run runs it."""
-    if command.words == ("python", "-"):
+    if command.given or (command.words[0] == "python" and command.words[1].startswith("runs/")):
         return command.reasons is None
     arguments = arguments_of_brorl(command.words) or [""]
     cheap = arguments[0] in ("config", "metrics", "init", "compare") or arguments[:3] == ["data", "prepare", "gsm8k"]
@@ -57,17 +58,26 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
         (tmp_path / "runs" / folder / "evaluation.jsonl").write_text(lines)
     (tmp_path / "DIR").mkdir()
 
+    (tmp_path / "runs" / "own").mkdir()
+
     run = [c for c in BLOCKS if is_run(c)]
-    kinds = {"python" if c.given else arguments_of_brorl(c.words)[0] for c in run}
-    assert kinds == {"config", "metrics", "init", "compare", "data", "python"}
+    kinds = {(arguments_of_brorl(c.words) or c.words)[0] for c in run}
+    assert kinds == {"config", "metrics", "init", "compare", "data", "python", "cat"}
     for command in run:
-        if command.given:
+        if command.words[0] == "cat":
+            (tmp_path / command.words[1]).write_text(command.given)
+        elif command.given:
             exec(compile(command.given, command.where, "exec"), {"__name__": "__main__"})
-            continue
-        (tmp_path / "run.toml").unlink(missing_ok=True)  # which init does not write over
-        with pytest.raises(SystemExit) as ended:
-            main(arguments_of_brorl(command.words))
-        assert ended.value.code == 0, f"{command}: {capsys.readouterr().err}"
+        elif command.words[0] == "python":  # its rows go beside it
+            capsys.readouterr()
+            made = runpy.run_path(command.words[1], run_name="__main__")
+            (tmp_path / command.words[1]).with_name("rows.jsonl").write_text(capsys.readouterr().out)
+            assert [made["score"](text, {"prompt": "7="}) for text in ("3+4", "3+5", "7")] == [1.0, 0.2, 0.0]
+        else:
+            (tmp_path / "run.toml").unlink(missing_ok=True)  # which init does not write over
+            with pytest.raises(SystemExit) as ended:
+                main(arguments_of_brorl(command.words))
+            assert ended.value.code == 0, f"{command}: {capsys.readouterr().err}"
 
 
 PAGE = """
