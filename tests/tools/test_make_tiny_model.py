@@ -1,0 +1,25 @@
+"""What the tokenizer of a tiny model is trained on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import make_tiny_model
+
+from megatron_brorl.config.load import load
+
+
+def test_files_of_other_columns(tmp_path):
+    """Prompts in their template, answers, and the worked solutions that a warm start imitates."""
+    rows = [{"question": "1+1?", "answer": "1+1=2\n#### 2"}, {"question": "2+1?", "answer": "#### 3"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(
+        f'[data]\ntrain = ["{tmp_path}/rows.jsonl"]\ntemplate = "Q: {{prompt}}"\nverifier = "math"\n'
+        'columns = { prompt = "question", answer = "answer", answer_regex = "#### (.+)" }\n'
+    )
+    found = list(make_tiny_model._corpus(load(tmp_path / "run.toml"), 0))
+    assert found == ["Q: 1+1?", "2", "1+1=2\n#### 2", "Q: 2+1?", "3", "#### 3"]
