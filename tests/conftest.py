@@ -50,9 +50,13 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses among them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Worlds of more than two processes and whole runs are slow, but for the one that is marked `fast`."""
+    """Worlds of more than two processes and whole runs are slow, but for the one that is marked `fast`.
+
+    So are the cases of slow.txt, which took a second or more (a list, because most are some cases of many).
+    """
+    slow = set((TESTS / "slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
         size = getattr(item, "callspec", None) and item.callspec.params.get("size", 1)
         whole = item.path.is_relative_to(TESTS / "e2e") and not item.get_closest_marker("fast")
-        if whole or (size or 1) > 2:
+        if whole or (size or 1) > 2 or f"tests/{item.nodeid.removeprefix('tests/')}" in slow:
             item.add_marker("slow")

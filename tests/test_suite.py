@@ -28,3 +28,10 @@ def test_every_layout_and_every_case_is_kept(rows, columns, every):
     assert {i for i, _ in kept} == set(range(rows))
     assert {j for _, j in kept} == set(range(columns))
     assert len(kept) < len(pairs) or min(rows, columns) == 1
+
+
+def test_slow_cases_are_cases():
+    """A test that is renamed leaves its line of slow.txt."""
+    for line in (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines():
+        file, _, name = line.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (TESTS.parent / file).read_text(encoding="utf-8"), line
