@@ -217,7 +217,7 @@ class Session:
             grid=self.grid,
             max_lost_share=c.rollout.max_lost_share,
             durable=self._durable() if c.rollout.durable else None,
-            pulling=Pulling(network.shared_store(), c.rollout.max_num_seqs) if c.rollout.pull else None,
+            pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
         )
 
     def _durable(self) -> DurableRollouts:

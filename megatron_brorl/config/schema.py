@@ -81,8 +81,9 @@ class RolloutConfig:
     top_k: int = at_least(0, default=0)  # how many of the likeliest tokens are sampled from; 0 = off
     max_tokens: int = at_least(1, default=1024)  # tokens of a response, at most
     max_num_seqs: int = at_least(1, default=2048)  # rollouts decoded at a time on one rank
-    # Where a rank has more than max_num_seqs, those that wait go to whichever engine has room. Which ones are decoded
-    # together then depends on time, and with it the last bits of an engine's floats: off, runs repeat bit for bit
+    # Rollouts that wait go to whichever engine has room, and when none waits any more, built-in engines that run out
+    # take over some that others have begun. Which ones are decoded together then depends on time, and with it the last
+    # bits of an engine's floats: off, runs repeat bit for bit
     pull: bool = False
     # MiB for keys and values on one rank; what does not fit waits. 0 = half of what is free
     kv_cache_mib: int = at_least(0, default=0)

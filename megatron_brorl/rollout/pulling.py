@@ -3,33 +3,29 @@
 Slots are dealt (rollout.sampler), and each rank takes its own from the front as its engine has room. One that has taken
 all of its own goes on with what other ranks have not begun: how much of a rank's slots is taken is a number in the
 ranks' store, which whoever takes some adds to, so that each is taken once. An engine that hangs leaves to the others
-what it has not begun. Who samples a rollout does not change it: its random numbers are keyed.
+what it has not begun. When nothing waits any more, rows that are half done are handed on (rollout.handing). Who samples
+a rollout does not change it: its random numbers are keyed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from megatron_brorl.rollout.engine import Request
+from megatron_brorl.errors import UserError
+from megatron_brorl.rollout.engine import Held, Request
+from megatron_brorl.rollout.handing import INTERVAL_S, HandedRow, Handing, Shared
 from megatron_brorl.rollout.sampler import Slot
+from megatron_brorl.types import Rollout
 
-
-class Counters(Protocol):
-    """Numbers that ranks share; a torch.distributed.Store is one."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """The number after adding to it; it begins at 0."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Forget it."""
+_MOMENT_S = 0.05  # that an engine without a row waits before it asks again
 
 
 class Waiting:
     """The slots of one call of all ranks' engines that none has begun; every rank has the same parts."""
 
-    def __init__(self, counters: Counters, name: str, parts: Sequence[Sequence[Slot]], rank: int) -> None:
+    def __init__(self, counters: Shared, name: str, parts: Sequence[Sequence[Slot]], rank: int) -> None:
         """parts: the slots dealt to each rank. name: of the call, which no other has had."""
         self._counters, self._name, self._parts = counters, name, parts
         # Ranks look for what is left from different places on, their own first.
@@ -43,7 +39,7 @@ class Waiting:
         The first time they are this rank's own, however few: others have hardly begun theirs. From then on they are
         whoever's, and each call means that rows have ended.
         """
-        if not self._left:
+        if not self.left:
             return []
         if self._first:
             self._first = False
@@ -65,6 +61,11 @@ class Waiting:
         for key in keys:
             self._counters.delete_key(self._key(key))
 
+    @property
+    def left(self) -> bool:
+        """Whether there may be something for this rank."""
+        return self._left and (self._first or bool(self._order))
+
     def _take(self, rank: int, count: int) -> list[Slot]:
         """Up to `count` of a rank's slots that nobody has taken, in order."""
         part = self._parts[rank]
@@ -82,38 +83,115 @@ class Waiting:
 
 @dataclass
 class Pulling:
-    """Where a call's waiting slots are kept in common."""
+    """Where ranks keep in common what waits, and hand on what they have begun."""
 
-    counters: Counters
-    in_flight: int  # rows that an engine has at a time (config key rollout.max_num_seqs)
+    shared: Shared
+    interval_s: float = INTERVAL_S  # see rollout.handing
     calls: int = 0
-    last: Waiting | None = None
+    last: tuple[Waiting, Handing] | None = None
 
-    def waiting(self, parts: Sequence[Sequence[Slot]], loads: Sequence[int], rank: int) -> Waiting | None:
-        """The slots of one call; None where every engine begins all of its own at once. All ranks call it alike.
+    def __post_init__(self) -> None:
+        if not hasattr(self.shared, "queue_push"):
+            raise UserError("rollout.pull needs the queues of torch 2.8 and later: install it, or set it to false")
 
-        parts: what is dealt to each rank. loads: rows that each has besides.
+    def begin(
+        self, parts: Sequence[Sequence[Slot]], loads: Sequence[int], rank: int, max_tokens: int
+    ) -> tuple[Waiting, Handing] | None:
+        """What ranks share in one call; None where there is one rank. All ranks call it alike.
+
+        parts: the slots dealt to each rank. loads: rows that each has besides. max_tokens: of a response.
         """
         # All have left the call before: its numbers are needed no more.
         if self.last:
-            self.last.forget()
+            waiting, handing = self.last
+            waiting.forget()
+            handing.forget(rank == 0)
             self.last = None
         self.calls += 1
-        if len(parts) > 1 and any(len(part) + load > self.in_flight for part, load in zip(parts, loads, strict=True)):
-            self.last = Waiting(self.counters, str(self.calls), parts, rank)
+        if len(parts) > 1:
+            name, total = str(self.calls), sum(map(len, parts)) + sum(loads)
+            handing = Handing(self.shared, name, total, len(parts), max_tokens, self.interval_s)
+            self.last = Waiting(self.shared, name, parts, rank), handing
         return self.last
 
 
 @dataclass
 class Pulled:
-    """What is left of a call as requests: a rollout.engine.Supply."""
+    """What a rank's engine takes and gives in a call: a rollout.engine.Supply."""
 
     waiting: Waiting
-    asked: Callable[[list[Slot]], list[Request]]  # told of what is taken, in order
+    handing: Handing
+    # What is asked for slots, some of which go on from tokens, and told of it, in order.
+    asked: Callable[[Sequence[Slot], Mapping[Slot, Rollout]], list[Request]]
+    requests: list[Request]  # that the engine has from the start
+    groups: Sequence[int]  # of every request, those that are taken too
     rows: int
     prompt_tokens: int
+    idle_s: float = 0.0  # seconds in which the engine had no row
 
-    def take(self, room: int) -> list[Request]:
+    def __post_init__(self) -> None:
+        self._had = sum(request.n for request in self.requests)  # rows that the engine had, and has not given
+        self._idle_since: float | None = None
+
+    def take(self, room: int, rows: int) -> list[Request]:
+        """See Supply. Rows that are handed on come when nothing waits any more."""
+        slots = self.waiting.claim(room) if room > 0 else []
+        if slots or self.waiting.left:
+            new = self.asked(slots, {}) if slots else []
+        else:
+            new = self._going_on(self.handing.take(room, rows, self._had - rows))
+        self.requests += new
+        self._had += sum(request.n for request in new)
+        if new:
+            self._end_idle()
+        return new
+
+    def excess(self, rows: int, held: Callable[[], Sequence[Held]]) -> list[Held]:
+        """See Supply. Nobody asks for any before nothing waits."""
+        return self.handing.excess(rows, self._had - rows, held)
+
+    def give(self, rows: Sequence[tuple[int, Rollout]]) -> None:
         """See Supply."""
-        slots = self.waiting.claim(room)
-        return self.asked(slots) if slots else []
+        given = []
+        for number, rollout in rows:
+            # What it had when this call of all ranks began is not of this call.
+            request = self.requests[number]
+            before = sum(len(r.token_ids) for r in request.begun if r.index == rollout.index) - request.drawn
+            slot = self.groups[number], rollout.index
+            given.append(HandedRow(slot, rollout, len(rollout.token_ids) - before, request.hands + 1))
+        self.handing.give(given)
+        self._had -= len(given)
+
+    def wait(self) -> bool:
+        """See Supply."""
+        if self._idle_since is None:
+            self._idle_since = time.monotonic()
+        if self.over():
+            self._end_idle()
+            return False
+        time.sleep(_MOMENT_S)
+        return True
+
+    def over(self) -> bool:
+        """Whether nothing will come for an engine that has no row."""
+        return not self.waiting.left and self.handing.over(self._had)
+
+    def leave(self) -> list[Request]:
+        """See Supply."""
+        self._end_idle()
+        new = self._going_on(self.handing.leave())
+        self.requests += new
+        return new
+
+    def _end_idle(self) -> None:
+        if self._idle_since is not None:
+            self.idle_s += time.monotonic() - self._idle_since
+        self._idle_since = None
+
+    def _going_on(self, rows: Sequence[HandedRow]) -> list[Request]:
+        """One request for each."""
+        return [
+            replace(request, drawn=row.drawn, hands=row.hands)
+            for row in rows
+            for request in self.asked([row.slot], {row.slot: row.rollout})
+        ]

@@ -79,15 +79,6 @@ def deal(slots: Sequence[Slot], loads: Sequence[int]) -> list[list[Slot]]:
     return parts
 
 
-def own_slots(begun: Sequence[Slot], new: Sequence[Slot], loads: Sequence[int], rank: int) -> list[Slot]:
-    """What this rank samples.
-
-    begun: its "cut" rollouts, whose tokens it has and which go on here; loads: how many there are on every rank. new:
-    those that begin, of all ranks, in (group, sibling) order.
-    """
-    return [*begun, *deal(new, loads)[rank]]
-
-
 def requests(
     slots: Sequence[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], seed: int
 ) -> tuple[list[Request], list[int]]:

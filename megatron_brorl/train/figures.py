@@ -39,7 +39,7 @@ def own_figures(timeline: Timeline) -> dict[str, float]:
     t = timeline
     usage = [s.values for s in t.spans if s.name == "generate" and "kv_turns" in s.values]
     return {
-        "generate": t.seconds("generate"),
+        "generate": t.seconds("generate") - t.total("generate", "idle"),
         "score": t.seconds("verdicts"),
         "exchange": t.seconds("exchange"),
         "train": t.seconds("forward") + t.seconds("optimizer step") - t.seconds("reduce gradients"),

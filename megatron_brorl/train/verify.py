@@ -10,7 +10,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.sampler import own_slots, requests
+from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train.exchange import exchange
 from megatron_brorl.train.groups import gather
@@ -44,7 +44,7 @@ def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: fl
 
     # Slots and requests as in a step, so that what is checked is what will sample.
     groups = [OpenGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
-    slots = own_slots([], list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world, grid.rank)
+    slots = deal(list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world)[grid.rank]
     asked, group_of = requests(slots, groups, {}, 0)
 
     # Neither temperature nor cuts come between logits and log-probabilities.

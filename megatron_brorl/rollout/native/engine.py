@@ -117,19 +117,28 @@ class TorchEngine:
         def take() -> None:
             # Only what can begin at once: what is not taken is for other ranks.
             if supply and (room := scheduler.room()):
-                new = supply.take(room)
+                new = supply.take(room, scheduler.rows_held())
                 scheduler.add(new)
                 found.extend([] for _ in new)
 
         # hidden [active rows, H]: what the next token of each is drawn from. A token a turn for all of them.
         take()
         hidden = scheduler.admit()
-        while len(scheduler.active):
-            if watch and watch.cancelled():  # asked once a token
-                break
+        while not (watch and watch.cancelled()):  # asked once a token
+            # Without a row there may still be some that others hand on.
+            if not len(scheduler.active):
+                if not (supply and supply.wait()):
+                    break
+                take()
+                hidden = scheduler.admit()
+                continue
+
             pool.count_turn()
-            ended = self._advance(scheduler, hidden, stops, sampling)
-            deliver(ended)
+            deliver(self._advance(scheduler, hidden, stops, sampling))
+
+            # Rows that others ask for leave where they would leave if they had ended.
+            if supply and (excess := supply.excess(scheduler.rows_held(), scheduler.held)):
+                supply.give(scheduler.stop(excess))
 
             # Those that go on feed the token that they just got; then rows that waited take the slots that are free.
             staying = scheduler.make_room()
@@ -140,8 +149,7 @@ class TorchEngine:
                 hidden = decoder.step(pool, scheduler.rows(), new.to(self.device))
 
             # New rows come last: `hidden` is in the order of scheduler.active.
-            if ended:
-                take()
+            take()
             if scheduler.waiting and scheduler.spare:
                 hidden = torch.cat((hidden, scheduler.admit()))
 

@@ -82,6 +82,13 @@ class RemoteEngine:
         c = self.capabilities
         return f'{c.engine}; {c.if_repeating}, or start anew with rollout.engine = "torch"'
 
+    @property
+    def rows(self) -> int:
+        """Rollouts of this rank that are asked for at once where others could sample them: its share of what the engine
+        computes at a time, with room for half of the longest response each, so that none waits inside it."""
+        c = self.capabilities
+        return max(1, min(c.rows, 2 * c.kv_tokens // self.options.context) // self.settings.tensor)
+
     def _wait_for_capabilities(self) -> Capabilities:
         deadline = time.monotonic() + self.settings.start_timeout_s
         while self._link.capabilities is None:
@@ -181,7 +188,7 @@ class RemoteEngine:
 
         # What it was asked before is over, however that call ended.
         self._open.clear()
-        pending = PendingRollouts(sampling, watch, supply, self.options.max_rows)
+        pending = PendingRollouts(sampling, watch, supply, self.rows)
         pending.add(requests)
         pending.take()
 

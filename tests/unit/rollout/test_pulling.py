@@ -11,7 +11,9 @@ import fakes
 import pytest
 import torch.distributed as dist
 
+from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.handing import Handing
 from megatron_brorl.rollout.pulling import Pulled, Pulling, Waiting
 from megatron_brorl.rollout.sampler import deal, open_groups, requests
 from megatron_brorl.rollout.watchdog import Watchdog
@@ -76,30 +78,40 @@ def test_what_is_taken_of_others():
     assert [w.claim(9) for w in (a, b, c)] == [[], [], []]
 
 
-def test_it_is_used_where_an_engine_has_more_than_it_can_begin():
+def test_what_a_call_needed_is_forgotten():
     store = dist.HashStore()
-    pulling = Pulling(store, in_flight=4)
-    assert pulling.waiting([[(0, 0)] * 4, [(0, 0)] * 3], [0, 1], 0) is None
-    assert Pulling(store, in_flight=4).waiting([[(0, 0)] * 50], [0], 0) is None  # nobody to share with
-    first = pulling.waiting([[(0, 0)] * 4, [(0, 0)] * 3], [1, 0], 0)
-    assert len(first.claim(2)) == 2
+    pulling = Pulling(store)
+    assert Pulling(store).begin([[(0, 0)] * 50], [0], 0, 12) is None  # nobody to share with
+    waiting, handing = pulling.begin([[(0, 0)] * 4, [(0, 0)] * 3], [1, 0], 0, 12)
+    assert len(waiting.claim(2)) == 2
+    assert not handing.over(3)
+    assert handing.over(8)
     keys = store.num_keys()
-    assert keys == 2
-    pulling.waiting([[(0, 0)]], [0], 0)
-    assert store.num_keys() == 0  # what a call needed is forgotten
-    assert first.claim(2) == []
+    assert keys == 3
+    pulling.begin([[(0, 0)]], [0], 0, 12)
+    assert store.num_keys() == 0
+    assert waiting.claim(2) == []
+
+
+def test_a_store_without_queues_is_told():
+    class Old:
+        pass
+
+    with pytest.raises(UserError, match=r"rollout.pull needs the queues of torch 2.8"):
+        Pulling(Old())
 
 
 def supplied(waiting, groups, seed=3):
     """A supply, and where the groups of what it gives are noted."""
     numbers = []
 
-    def asked(slots):
-        made, of = requests(slots, groups, {}, seed)
+    def asked(slots, begun):
+        made, of = requests(slots, groups, begun, seed)
         numbers.extend(of)
         return made
 
-    return Pulled(waiting, asked, 80, 9), numbers
+    handing = Handing(dist.HashStore(), "call", 80, 2, 12)
+    return Pulled(waiting, handing, asked, [], numbers, 80, 9), numbers
 
 
 def test_an_engine_that_is_given_up_leaves_the_rest_to_the_others(capfd):
@@ -134,7 +146,8 @@ def test_an_engine_that_is_told_to_stop_begins_nothing_more():
         def generate(self, requests, sampling, watch=None, supply=None):
             while not watch.cancelled():
                 time.sleep(0.01)
-            assert supply.take(4) == []
+            assert supply.take(4, 0) == []
+            assert not supply.wait()
             return []
 
     assert Watchdog(Slow(), 0.1).generate([], SAMPLING, supply=supply).requests == []

@@ -11,7 +11,7 @@ import torch
 
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
-from megatron_brorl.rollout.sampler import deal, even_shares, own_slots, requests
+from megatron_brorl.rollout.sampler import deal, even_shares, requests
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout, Verdict
 
 
@@ -38,11 +38,10 @@ def test_shares_are_as_even_as_can_be():
 def test_every_rollout_is_sampled_once(ranks, loads):
     begun = [[(0, 70 * rank + i) for i in range(loads * (rank % 4))] for rank in range(ranks)]
     new = list(product((1, 2, 3), range(10)))
-    shares = [own_slots(begun[rank], new, [len(b) for b in begun], rank) for rank in range(ranks)]
-    assert sorted(slot for share in shares for slot in share) == sorted([*(s for b in begun for s in b), *new])
-    assert sorted(map(len, shares)) == best_by_search(len(new), [len(b) for b in begun])
-    for before, share in zip(begun, shares, strict=True):  # what was begun goes on where it was
-        assert [s for s in share if s[0] == 0] == before
+    shares = deal(new, [len(b) for b in begun])
+    assert sorted(slot for share in shares for slot in share) == new
+    rows = sorted(len(share) + len(before) for share, before in zip(shares, begun, strict=True))
+    assert rows == best_by_search(len(new), [len(b) for b in begun])
 
 
 @pytest.mark.parametrize(("prompts", "n", "ranks"), [(5, 16, 4), (5, 16, 3), (7, 2, 5), (128, 16, 64), (3, 512, 7)])

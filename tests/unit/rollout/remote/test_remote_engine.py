@@ -145,11 +145,16 @@ def test_an_engine_is_its_leaf(leaf, tmp_path):
 
 
 def test_what_is_taken_is_asked_by_calls_of_its_own(leaf, tmp_path):
-    """Four rows at a time of twenty, over the socket: every one comes once, none while there is no room."""
+    """Four rows at a time of twenty, over the socket: every one comes once, none while there is no room.
+
+    The engine computes eight at a time, and has keys and values for four of 40 tokens that are half done.
+    """
     engine = RemoteEngine(
         process_settings(TrtLlmConfig(start_timeout_s=30.0)), OPTIONS, {}, tmp_path, None, tmp_path / "log"
     )
-    engine.options = dataclasses.replace(OPTIONS, max_rows=4)
+    assert engine.rows == 8
+    engine._link.capabilities = engine.capabilities = dataclasses.replace(engine.capabilities, kv_tokens=80)
+    assert engine.rows == 4
     leader = Link(address(tmp_path))
     ask(leader, Message("finish", {"names": ["a"], "version": 3}))
     engine.update_weights([], 3)
@@ -160,7 +165,7 @@ def test_what_is_taken_is_asked_by_calls_of_its_own(leaf, tmp_path):
         rows, prompt_tokens = 14, 2
         rooms: ClassVar[list[int]] = []
 
-        def take(self, room):
+        def take(self, room, rows):
             self.rooms.append(room)
             return [left.pop(0)] if left else []
 
