@@ -29,7 +29,7 @@ from megatron_brorl.types import Rollout
 INTERVAL_S = 0.25  # between two looks of an engine at what others have; of one that has no row, a fifth of it
 HUNGRY = 0.8  # share of the mean rows of an engine at which it asks for more
 MOST_HANDS = 3  # times that a row is handed on
-AGAIN = 0.25  # at least so many tokens must still be possible, for each that has to be computed again
+AGAIN = 0.2  # at least so many tokens must still be possible, for each that has to be computed again: what that costs
 
 _HEAD = struct.Struct("<IIII")  # group, sibling, tokens drawn in this call, times that it was handed on
 _IDLE_LOOKS = 5
