@@ -9,7 +9,7 @@ TIME = Section(
     "Under `time`, which differs from run to run. Of the rank that writes the file, with its wait for the others.",
     (
         Figure("step", "s", NUMBER, "the whole step, without the evaluation after it"),
-        Figure("generate", "s", NUMBER, "sampling, with the verdicts that are made meanwhile"),
+        Figure("generate", "s", NUMBER, "sampling while the engine has rows, with verdicts made meanwhile"),
         Figure(
             "score",
             "s",
