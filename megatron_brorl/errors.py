@@ -1,5 +1,11 @@
 """The one exception that ends a command with one line and exit code 2."""
 
+from __future__ import annotations
+
+import sys
+
+_LONGEST = 1_500  # characters of a message
+
 
 class UserError(Exception):
     """Something the user can mend.
@@ -7,3 +13,18 @@ class UserError(Exception):
     The message is one line that says what is wrong, where (file, key or row) and what to do about it.
     Anything else that escapes is a bug of this project and keeps its traceback.
     """
+
+    def __init__(self, message: str) -> None:
+        """Line breaks and what else does not print, of a file's content or of a library's words, become spaces."""
+        line = "".join(c if c.isprintable() else " " for c in message)
+        super().__init__(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...")
+
+
+def shown(value: object, most: int = 200) -> str:
+    """A value in one line of a message, whatever it is: its repr, or an error's text, cut where it is long."""
+    try:
+        text = " ".join(str(value).split()) if isinstance(value, BaseException) else repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"a number of more than {sys.get_int_max_str_digits():,} digits"
+    text = text or type(value).__name__
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -161,7 +161,7 @@ def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         row: Any = None
-        with contextlib.suppress(ValueError):  # of the JSON or of its UTF-8
+        with contextlib.suppress(ValueError, RecursionError):  # of the JSON or of its UTF-8
             row = json.loads(line.decode())
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append((line, row))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families import dense, gemma3, llama, qwen2, qwen3
-from megatron_brorl.families.family import ConfigJson, Dimension, ModelFamily
+from megatron_brorl.families.family import ConfigJson, Dimension, ModelFamily, positive
+from megatron_brorl.json_files import read_object
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
@@ -101,29 +101,27 @@ def read_shape(directory: str | Path) -> ModelShape:
         raise UserError(f"{directory}: no such Hugging Face directory (model.path)")
     if not path.is_file():
         raise UserError(f"{path}: missing; a Hugging Face directory holds config.json, *.safetensors and a tokenizer")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: not valid JSON: {e}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: must hold a JSON object")
-    return parse_shape(raw, str(path))
+    return parse_shape(read_object(path), str(path))
 
 
 def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
     """Turn the content of a config.json into a ModelShape. Raises UserError naming the key that does not fit."""
-    architecture = (raw.get("architectures") or [None])[0]
-    if architecture not in FAMILIES:
-        raise UserError(f"{where}: architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")
+    config = ConfigJson(raw, where)
+    architecture = (config.get("architectures", list, []) or [None])[0]
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise UserError(
+            f"{where}: architecture {shown(architecture)} is not supported; supported: {', '.join(FAMILIES)}"
+        )
 
     # What the code does not compute is refused by the family before any size is read.
-    family, config = FAMILIES[architecture], ConfigJson(raw, where)
+    family = FAMILIES[architecture]
     for requirement in family.requires:
         config.require(requirement)
 
     # Transformers 5 writes one rope_parameters object; earlier versions rope_theta beside rope_scaling.
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(rope.pop("rope_theta", raw.get("rope_theta") or 10000.0))
+    rope = dict(config.get("rope_parameters", dict, {}) or config.get("rope_scaling", dict, {}))
+    older = config.get("rope_theta", float, 10000.0)
+    theta = positive(rope.pop("rope_theta", None), older, f"{where}: rope_theta")
     rope_type = rope.pop("type", None)  # an older name of the key
     rope.setdefault("rope_type", rope_type or "default")  # none at all is plain RoPE
 

@@ -18,7 +18,8 @@ from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES, Tensors
 from megatron_brorl.data.sentencepiece_export import write_for_transformers
 from megatron_brorl.data.tokenizers import load_tokenizer
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
+from megatron_brorl.json_files import read_object
 from megatron_brorl.model_shape import CONFIG, WEIGHTS, ModelShape, read_shape
 from megatron_brorl.models import hf_names
 from megatron_brorl.parallel.grid import Grid
@@ -37,16 +38,14 @@ class Checkpoint:
         self._opened: dict[str, Tensors] = {}
         index = directory / INDEX
         if index.is_file():
-            try:
-                self.files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (json.JSONDecodeError, KeyError, TypeError) as e:
-                raise UserError(f"{index}: not a safetensors index: {e!r}") from None
+            self.files = _weight_map(index)
         elif (directory / WEIGHTS).is_file():
             self.files = dict.fromkeys(self._open(WEIGHTS).shapes, WEIGHTS)
         else:
             raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}")
 
     def _open(self, name: str) -> Tensors:
+        """A file of this directory."""
         path = self.directory / name
         if name not in self._opened:
             if not path.is_file():
@@ -62,8 +61,14 @@ class Checkpoint:
         return file
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by its name in `files`, of the shape and type that it is stored in."""
-        return self._file_of(name).read(name)
+        """A tensor by its name in `files`, of the shape and type that it is stored in.
+
+        Raises UserError where that type is none of TYPES.
+        """
+        file = self._file_of(name)
+        if file.types[name] not in TYPES:
+            raise UserError(f"{file.path}: {name} is of type {shown(file.types[name])}: only unquantised checkpoints")
+        return file.read(name)
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise UserError unless the files hold exactly these tensors (an LM head may be stored all the same)."""
@@ -117,6 +122,21 @@ class Checkpoint:
         return tensors
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Which file holds which tensor. Raises UserError for what is no index, and for files outside of its directory."""
+    files = read_object(index, "download the checkpoint again").get("weight_map")
+    if not isinstance(files, dict):
+        raise UserError(f"{index}: not a safetensors index: weight_map is no object")
+    for name, file in files.items():
+        # A directory from elsewhere has no business with other directories.
+        plain = isinstance(file, str) and file.isascii() and file.isprintable() and 0 < len(file) <= 255
+        if not plain or Path(file).name != file:
+            raise UserError(
+                f"{index}: {shown(name)} lies in {shown(file)}: must be the name of a file beside the index"
+            )
+    return files
+
+
 def load(
     actor: torch.nn.Module,
     shape: ModelShape,
@@ -163,7 +183,7 @@ def save(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str 
     with written_aside(target) as aside:
         copy_companions(source, aside)
         complete(source, aside)
-        config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+        config = read_object(source / CONFIG)
         config.pop("torch_dtype", None)  # the older name of the same key
         config["dtype"] = dtype
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -172,10 +192,21 @@ def save(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str 
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """config.json, the tokenizer and whatever else stands beside the weights."""
+    """config.json, the tokenizer and whatever else stands beside the weights.
+
+    Links out of the directory are left where they are, but for those of a hub's cache, which are made so.
+    """
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in (".json", ".model", ".txt", ".jinja", ".py") and path.name != INDEX:
+        wanted = path.suffix in (".json", ".model", ".txt", ".jinja", ".py") and path.name != INDEX
+        if wanted and path.is_file() and _is_within(path, source):
             shutil.copy2(path, target / path.name)
+
+
+def _is_within(path: Path, directory: Path) -> bool:
+    """Whether a file's content lies in the directory, or among the blobs beside a snapshot of the hub's cache."""
+    home, found = directory.resolve(), path.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    return found.parent in (home, blobs)
 
 
 def complete(source: Path, target: Path) -> None:

@@ -6,6 +6,9 @@ import hashlib
 import json
 from pathlib import Path
 
+from megatron_brorl.errors import UserError, shown
+from megatron_brorl.json_files import read_object
+
 MANIFEST = "manifest.json"
 
 
@@ -21,12 +24,12 @@ def damage(directory: Path) -> str:
     if not path.is_file():
         return f"{MANIFEST} is missing"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
+        manifest = read_object(path)
+    except UserError:
         return f"{MANIFEST} is not readable"
     for name, digest in manifest.items():
-        if not (directory / name).is_file():
-            return f"{name} is missing"
+        if not (name.isprintable() and len(name) <= 255 and (directory / name).is_file()):
+            return f"{shown(name)[1:-1]} is missing"
         if _sha256(directory / name) != digest:
             return f"{name} is damaged (its SHA-256 is not the one written)"
     return ""

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 from megatron_brorl.model_shape import WEIGHTS
 
 INDEX = "model.safetensors.index.json"
@@ -46,11 +46,13 @@ class Tensors:
 
             # Offsets count from the end of the header.
             self._begin = 8 + length
-            self.types: dict[str, str] = {name: x["dtype"] for name, x in header.items()}
+            self.types: dict[str, str] = {name: str(x["dtype"]) for name, x in header.items()}
             self.shapes = {name: tuple(map(int, x["shape"])) for name, x in header.items()}
             self._places = {name: (int(x["data_offsets"][0]), int(x["data_offsets"][1])) for name, x in header.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
-            raise UserError(f"{path}: not a readable safetensors file: {e}") from None
+            if not all(0 <= begin <= end for begin, end in self._places.values()):
+                raise ValueError("a tensor that ends before it begins")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
+            raise UserError(f"{path}: not a readable safetensors file: {shown(e)}") from None
 
         # Its figures have to agree with the file's size: downloads break off.
         for name, (begin, end) in self._places.items():

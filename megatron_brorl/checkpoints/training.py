@@ -9,9 +9,10 @@ Megatron-Core 0.16 loads a checkpoint with a flipped byte without a word, hence 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import queue
+import pickle
 import re
 import shutil
 import sys
@@ -22,20 +23,26 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing import ShardedTensor, dict_utils
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_brorl.checkpoints import manifest
+from megatron_brorl.checkpoints import manifest, unpickle
 from megatron_brorl.checkpoints.hugging_face import replace_directory
+from megatron_brorl.checkpoints.shard_writer import Refusals, writing
 from megatron_brorl.errors import UserError
+from megatron_brorl.json_files import read_object
 from megatron_brorl.models.finite import require_finite
 from megatron_brorl.models.hf_names import global_parameters
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import collectives, device
 
 LATEST = "latest"
 RUN = "run.json"
 STEP = "step"  # key of run.json: steps done
 STEPPED = "optimizers_that_have_stepped"  # key of run.json: names of parts
+_MARGIN = 1.05  # of the tensors' size, for what Megatron writes about them
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,10 @@ def check(parts: Sequence[Part], step: int) -> None:
         )
 
 
+class NotWritten(UserError):
+    """A checkpoint that the disk did not take; nothing of it is left, and those before are as they were."""
+
+
 def save(
     root: Path,
     step: int,
@@ -102,37 +113,76 @@ def save(
 
     run: JSON that read_run gives back, with the step. add: called on every rank to put files of its own into the
     directory. What is not a checkpoint but has this one's name is renamed (step_00000003.1, ...) and told on stderr.
-    Raises UserError, and leaves everything as it is, where a weight is not finite.
+    Raises UserError, and leaves everything as it is, where a weight is not finite; NotWritten, on all ranks, where the
+    disk refuses something to one of them.
     """
     check(parts, step)
 
+    # An optimizer that has not stepped yet has no state that Megatron could save.
+    stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
+    states = _states(parts, stepped)
+    needed = collectives.all_reduce_sum({"bytes": _bytes(states)})["bytes"]
+
     # Everything is written beside the place that it will take.
     target = root / _name(step)
-    aside = root / f".{target.name}.writing"
+    aside, refusals = root / f".{target.name}.writing", Refusals()
     if dist.get_rank() == 0:
-        _remove_unfinished(root)  # a save that was killed may have left this very name
-        aside.mkdir(parents=True)  # the other ranks wait for it below
-    dist.barrier()
+        with refusals.caught():
+            _begin(aside, needed)
+    _agree(refusals, target)
 
-    # Every rank its shards. An optimizer that has not stepped yet has no state that Megatron could save.
-    stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
-    # Megatron starts a process that imports torch (190 MiB, seconds) for a queue that asynchronous saves alone need.
-    filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
-    with device.bridge():
-        dist_checkpointing.save(_states(parts, stepped), str(aside))
-    add(aside)
-    dist.barrier()
+    # Every rank its shards, and what is left of a directory that lacks one is nothing.
+    with device.bridge(), writing(refusals):
+        dist_checkpointing.save(states, str(aside))
+    with refusals.caught():
+        add(aside)
+    _agree(refusals, target, aside)
 
     # Complete: hashed, renamed, pointed to, and only then older ones go.
     if dist.get_rank() == 0:
-        (aside / RUN).write_text(json.dumps({**run, STEP: step, STEPPED: stepped}, indent=1), encoding="utf-8")
-        manifest.write(aside)
-        _give_way(target, step)  # what is the user's is kept
-        replace_directory(aside, target)
-        _write_atomically(root / LATEST, target.name)
-        rotate(root, step, keep)
-    dist.barrier()
+        with refusals.caught():
+            (aside / RUN).write_text(json.dumps({**run, STEP: step, STEPPED: stepped}, indent=1), encoding="utf-8")
+            manifest.write(aside)
+            _give_way(target, step)  # what is the user's is kept
+            replace_directory(aside, target)
+            _write_atomically(root / LATEST, target.name)
+            rotate(root, step, keep)
+    _agree(refusals, target, aside)
     return target
+
+
+def _begin(aside: Path, needed: float) -> None:
+    """Make the directory, where there is room for it. Raises OSError."""
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(aside.parent)  # a save that was killed may have left this very name
+    free = shutil.disk_usage(aside.parent).free
+    if free < needed * _MARGIN:
+        raise OSError(errno.ENOSPC, f"it needs {needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free")
+    aside.mkdir()
+
+
+def _agree(refusals: Refusals, target: Path, aside: Path | None = None) -> None:
+    """Raise NotWritten on all ranks where one was refused something, after what was written aside is removed."""
+    told = [text for text in collectives.all_gather_text(refusals.told()) if text]
+    if not told:
+        return
+    if aside and dist.get_rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+    dist.barrier()
+    raise NotWritten(f"{target}: cannot be written: {told[0]}; free some space or make the folder writable")
+
+
+def _bytes(state: Any) -> float:
+    """What a rank's part of the state takes on disk: tensors that no other rank writes."""
+    found = 0.0
+    for value in dict_utils.nested_values(state):
+        if (
+            isinstance(value, (ShardedTensor, ShardedTensorFactory))
+            and is_main_replica(value.replica_id)
+            and value.data is not None
+        ):
+            found += value.data.numel() * value.data.element_size()
+    return found
 
 
 def rotate(root: Path, step: int, keep: int) -> None:
@@ -202,7 +252,7 @@ def _stored_step(directory: Path) -> int | None:
     """The step of a folder's run.json; None where it cannot be read."""
     try:
         step = read_run(directory)[STEP]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, KeyError):
         return None
     return step if type(step) is int else None
 
@@ -231,8 +281,8 @@ def _give_way(target: Path, step: int) -> None:
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """What save was given as `run`, and the names of the optimizers that had stepped."""
-    return json.loads((directory / RUN).read_text(encoding="utf-8"))
+    """What save was given as `run`, and the names of the optimizers that had stepped. Raises UserError."""
+    return read_object(directory / RUN, f"delete {directory} to go on from an older checkpoint")
 
 
 def load(directory: Path, parts: Sequence[Part]) -> None:
@@ -242,7 +292,13 @@ def load(directory: Path, parts: Sequence[Part]) -> None:
     """
     stepped = read_run(directory)[STEPPED]
     with device.bridge():
-        state = dist_checkpointing.load(_states(parts, stepped, loading=True), str(directory))
+        try:
+            with unpickle.restricted():
+                state = dist_checkpointing.load(_states(parts, stepped, loading=True), str(directory))
+        except (UserError, CheckpointException, CheckpointingException, pickle.UnpicklingError, EOFError) as e:
+            # Torch says by a traceback per rank what one of them could not read.
+            why = str(e).rstrip().rpartition("\n")[2]
+            raise UserError(f"{directory}: {why}; it comes from elsewhere or is damaged: delete it") from None
         for part in parts:
             part.restore(state[part.name] if part.name else state)
     for part in parts:

@@ -24,6 +24,7 @@ from megatron_brorl.checkpoints.unchanged import Comparison
 from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.cli.preflight import Machines, gpu_bytes, micro_batch_tokens, preflight
 from megatron_brorl.config.schema import Config, OptimConfig
+from megatron_brorl.data import digest
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
@@ -189,6 +190,16 @@ class Session:
         if started.unsandboxed and self.is_main_rank:
             print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
         return started
+
+    def inputs(self) -> dict[str, str]:
+        """The sha256 of what the run is fed, by name: rows, and how they become tokens."""
+        # Generated prompts have no end: the first ones tell another generator, or another version of it.
+        train = self.sources.rows or self.sources.train.take(0, 16)
+        return {
+            "tokenizer": digest.of_tokenizer(Path(self.config.model.path)),
+            "train": digest.of_prompts(train),
+            "held_out": digest.of_prompts(self.sources.held_out),
+        }
 
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""

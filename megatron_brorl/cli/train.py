@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_brorl import ranks
 from megatron_brorl.algo.estimators import widest
-from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.cli.batch_sizes import batch_line
 from megatron_brorl.cli.build import Session
 from megatron_brorl.cli.files import write_json
@@ -22,7 +21,7 @@ from megatron_brorl.train.console import evaluation_line
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.stall import Stall
-from megatron_brorl.train.state import RunState
+from megatron_brorl.train.state import RunState, saved
 from megatron_brorl.train.training_models import TrainingModels
 
 
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         # Go on from a checkpoint; files of lines go on with its step.
         found = session.newest_checkpoint()
         if found:
-            check_fingerprint(checkpoint.read_run(found)["fingerprint"], trainer.fingerprint, found)
+            check_fingerprint(saved(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
         resume_step = trainer.state.step if found else None  # None starts new files
         writer = session.writer(resume_step)
@@ -95,7 +94,7 @@ def _trainer(session: Session, started: float) -> Trainer:
         train_source=session.sources.train,
         held_out=session.sources.held_out,
         stop_ids=session.stop_ids,
-        fingerprint=fingerprint(config, session.shape, session.started_verifiers.sha256),
+        fingerprint=fingerprint(config, session.shape, session.started_verifiers.sha256, session.inputs()),
         started=started,
         state=RunState(stall=Stall(config.train.min_delta)),
         critic=models.critic,

@@ -53,6 +53,21 @@ def within(interval: str, default: T) -> T:
     return _bounded(default, Bound(holds, f"must be in {interval}", schema))
 
 
+def free(default: T) -> T:
+    """A field that may change when a run is resumed; default: its value, or a field of a function above.
+
+    Whatever has no such mark is part of the fingerprint where its section is (cli/fingerprint.py).
+    """
+    if isinstance(default, dataclasses.Field):
+        return field(default=default.default, metadata={**default.metadata, "free": True})
+    return field(default=default, metadata={"free": True})
+
+
+def free_keys(kind: type) -> frozenset[str]:
+    """The names of a section's fields that may change when a run is resumed."""
+    return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata.get("free"))
+
+
 def broken(section: Any) -> Iterator[tuple[str, str]]:
     """(field, message) of every value of a section that is out of its bound."""
     for f in dataclasses.fields(section):

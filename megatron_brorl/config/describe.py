@@ -31,6 +31,7 @@ class Key:
     default: Any  # as a frozen value of that type; dataclasses.MISSING where it must be given
     meaning: str  # with its unit
     bound: Bound | None
+    free: bool = False  # may change when a run is resumed, where the rest of its section may not
 
     @property
     def required(self) -> bool:
@@ -129,7 +130,7 @@ def _keys_of(kind: type, prefix: str) -> Iterator[Key]:
         inner: Any = typing.get_args(hint)[0] if listed else hint
         table = dataclasses.is_dataclass(inner)
         said = (meanings.get(f.name), _doc(inner) if table and not listed else "")
-        yield Key(path, hint, _default(f), " ".join(filter(None, said)), f.metadata.get("bound"))
+        yield Key(path, hint, _default(f), " ".join(filter(None, said)), f.metadata.get("bound"), "free" in f.metadata)
 
         # What a table, or each of a list of them, is made of.
         if table:

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_brorl.config.schema import Config
 from megatron_brorl.config.toml import build, override
 from megatron_brorl.config.validate import validate
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,8 +32,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such configuration file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: not valid TOML: {e}") from None
+    except (ValueError, RecursionError) as e:  # of its UTF-8, its syntax, or what Python makes of it
+        raise UserError(f"{path}: not valid TOML: {shown(e)}") from None
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megatron_brorl.config.renamed import RENAMED
 from megatron_brorl.config.suggest import suggestion
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,21 +28,21 @@ def override(table: dict[str, Any], item: str) -> None:
     parts = key.strip().split(".")
     if not eq or len(parts) != 2 or not all(parts):
         hint = suggestion(key.strip()) if eq else ""
-        raise UserError(f"override {item!r}: {hint or 'expected section.key=value, for example rollout.n=64'}")
+        raise UserError(f"override {shown(item)}: {hint or 'expected section.key=value, for example rollout.n=64'}")
     try:
         value: Any = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML; too many digits, or too deep
         value = text
     section = table.setdefault(parts[0], {})
     if not isinstance(section, dict):
-        raise UserError(f"override {item!r}: {parts[0]} is not a section")
+        raise UserError(f"override {shown(item)}: {parts[0]} is not a section")
     section[parts[1]] = value
 
 
 def build(cls: type, table: Any, where: str, prefix: str) -> Any:
     """A cls from a table of its fields. Raises UserError naming a key of it that is unknown, mistyped or missing."""
     if not isinstance(table, dict):
-        raise UserError(f"{where}: {prefix.rstrip('.')} must be a table, not {table!r}")
+        raise UserError(f"{where}: {prefix.rstrip('.')} must be a table, not {shown(table)}")
     hints = typing.get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls)]
 
@@ -79,35 +79,37 @@ def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
     # A table that another program reads, such as a task's settings.
     if origin is dict or isinstance(origin, types.GenericAlias):
         if not isinstance(value, dict):
-            raise UserError(f"{where}: {key} = {value!r}: must be a table")
+            raise UserError(f"{where}: {key} = {shown(value)}: must be a table")
         return value
 
     # Single values. A bool is no int here, though Python's isinstance says so.
     if origin is Literal:
         if value not in args:
-            raise UserError(f"{where}: {key} = {value!r}: must be one of {', '.join(map(repr, args))}")
+            raise UserError(f"{where}: {key} = {shown(value)}: must be one of {', '.join(map(repr, args))}")
         return value
     if hint is float and type(value) in (int, float):  # TOML tells 1 from 1.0; a float key takes both
         return _finite(value, where, key)
 
-    # The rest, bool, int and str, is taken as it is: a number in quotes is no number.
+    # The rest, bool, int and str, is taken as it is: a number in quotes is no number, nor one that no TOML writes.
+    if type(value) is int and abs(value) >= 2**63:
+        raise UserError(f"{where}: {key} = {shown(value)}: must be within 64 bits")
     if type(value) is not hint:
-        raise UserError(f"{where}: {key} = {value!r}: must be of type {hint.__name__}")
+        raise UserError(f"{where}: {key} = {shown(value)}: must be of type {hint.__name__}")
     return value
 
 
 def _tuple(args: tuple[Any, ...], value: Any, where: str, key: str) -> tuple[Any, ...]:
     """A list as tuple[T, ...], or as a tuple of a type for each of its places."""
     if not isinstance(value, list):
-        raise UserError(f"{where}: {key} = {value!r}: must be a list")
+        raise UserError(f"{where}: {key} = {shown(value)}: must be a list")
     hints = [args[0]] * len(value) if args[-1] is Ellipsis else args
     if len(value) != len(hints):
-        raise UserError(f"{where}: {key} = {value!r}: must have {len(hints)} values")
+        raise UserError(f"{where}: {key} = {shown(value)}: must have {len(hints)} values")
     return tuple(_convert(h, v, where, f"{key}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
 
 
 def _finite(value: float, where: str, key: str) -> float:
     """TOML has inf, nan and numbers that float32 does not hold; no key has a use for them."""
     if not -MOST <= value <= MOST:
-        raise UserError(f"{where}: {key} = {value!r}: must be finite, and within +-{MOST:g}")
+        raise UserError(f"{where}: {key} = {shown(value)}: must be finite, and within +-{MOST:g}")
     return float(value)

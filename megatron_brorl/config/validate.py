@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron_brorl.config.benchmarks import named
 from megatron_brorl.config.bounds import broken
 from megatron_brorl.config.schema import Config
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 
 Rule = tuple[bool, str, str]  # whether it is kept, the section.key that a message names, what that key must be
 
@@ -28,7 +28,7 @@ def validate(config: Config, where: str) -> None:
 
 def _refuse(config: Config, where: str, key: str, message: str) -> None:
     section, name = key.split(".")
-    raise UserError(f"{where}: {key} = {getattr(getattr(config, section), name)!r}: {message}")
+    raise UserError(f"{where}: {key} = {shown(getattr(getattr(config, section), name))}: {message}")
 
 
 def _run(config: Config) -> Iterator[Rule]:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from megatron_brorl.data.chat import Message
+from megatron_brorl.data.chat_template import template_ends
 from megatron_brorl.errors import UserError
 
 _MARK = "\u2039message {}\u203a"  # stands for a message while its chat template is taken apart
@@ -22,14 +23,18 @@ class HuggingFaceTokenizer:
         """Raises UserError where transformers cannot load it, or there is no end-of-sequence token."""
         self.directory = directory
 
-        # Only files of this directory are read; nothing is fetched.
+        # Only files of this directory are read; nothing is fetched, and no code of the directory's is run.
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            self._inner: Any = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
         except Exception as e:  # a broken tokenizer.json arrives as almost anything, even a bare Exception
             reason = " ".join(str(e).split()) or type(e).__name__
             raise UserError(
                 f"{directory}/tokenizer.json: transformers cannot load it: {reason}; copy the tokenizer files again"
             ) from None
+
+        self._template_ends = False  # until it was seen to
 
         # Special tokens: EOS ends responses and must be there, the others may be missing.
         self.vocab_size = len(self._inner)  # with added tokens, which its own vocab_size leaves out
@@ -66,6 +71,11 @@ class HuggingFaceTokenizer:
                 f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
                 "set data.chat = false or use an instruction-tuned model"
             )
+        # Whoever made the directory wrote the template, and one may have no end.
+        if not self._template_ends:
+            template_ends(self._inner.chat_template, messages, self.directory)
+            self._template_ends = True
+
         # Where no message holds a special token, the template's text is all there is to it.
         rendered = self._render(messages)
         contents = [message["content"] for message in messages]

@@ -25,7 +25,7 @@ from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.chat import Message, check_messages, conversation, split_answer, spoken
 from megatron_brorl.data.columns import KEYS, mapped
 from megatron_brorl.data.tokenizers import Tokenizer
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.types import Prompt
@@ -239,7 +239,7 @@ def _parse(line: bytes, where: str) -> Any:
     except UnicodeDecodeError as e:
         raise UserError(f"{where}: not UTF-8 (byte {e.start + 1} of the row); save the file as UTF-8") from None
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{where}: not valid JSON: {' '.join(str(e).split())}; mend or remove the row") from None
+        raise UserError(f"{where}: not valid JSON: {shown(e)}; mend or remove the row") from None
 
 
 def _is_finite(value: Any) -> bool:

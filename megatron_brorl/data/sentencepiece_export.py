@@ -19,6 +19,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from megatron_brorl.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron_brorl.errors import UserError
+from megatron_brorl.json_files import read_object
 from megatron_brorl.model_shape import CONFIG
 
 MODEL, CONVERTED, SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
@@ -68,7 +69,7 @@ def is_converted(directory: Path) -> bool:
         settings = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))
         chat = "chat_template" in settings or (directory / "chat_template.jinja").is_file()
         return not chat and found == convert(SentencePieceTokenizer(directory))
-    except (OSError, ValueError, TypeError, InexactError, UserError):
+    except (OSError, ValueError, TypeError, RecursionError, InexactError, UserError):
         return False
 
 
@@ -177,13 +178,7 @@ def _settings(source: Path, tokenizer: SentencePieceTokenizer) -> dict[str, Any]
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as e:
-        raise UserError(f"{path.name} is not valid JSON: {e}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path.name} holds no JSON object")
-    return found
+    return read_object(path) if path.is_file() else {}
 
 
 def _replace(old: str, new: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sentencepiece
 
 from megatron_brorl.data.chat import Message
 from megatron_brorl.errors import UserError
+from megatron_brorl.json_files import read_object
 
 _BYTE_FALLBACK_FROM = 512  # below, 256 byte tokens would leave no room for anything else
 _ERRORS_ONLY = 2
@@ -132,12 +133,9 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
 def _adds_bos(path: Path) -> bool:
     if not path.is_file():
         return False
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        llama = str(config.get("tokenizer_class", "")).startswith("LlamaTokenizer")  # whose default it is
-        return bool(config.get("add_bos_token", llama))
-    except (ValueError, AttributeError) as e:
-        raise UserError(f"{path}: not a JSON object ({_one_line(e)}); copy it again") from None
+    config = read_object(path)
+    llama = str(config.get("tokenizer_class", "")).startswith("LlamaTokenizer")  # whose default it is
+    return bool(config.get("add_bos_token", llama))
 
 
 def _optional(token_id: int) -> int | None:

@@ -77,6 +77,7 @@ class Sources:
     held_out: list[Prompt]
     verifiers: frozenset[str]  # that any of them names
     report: str  # what was read or generated, one line each; every skipped row is listed, and what the tokenizer loses
+    rows: Sequence[Prompt] = ()  # of files: all that `train` is made of, in the files' order
 
 
 def load_sources(
@@ -116,7 +117,7 @@ def load_sources(
     if leaked:
         reader.report.append(f"data.held_out: {leaked} of {len(held_out)} prompts also occur in {key}")
     names = frozenset(prompt.verifier for prompt in (*train, *held_out))
-    return Sources(source, held_out, names, "\n".join(reader.report))
+    return Sources(source, held_out, names, "\n".join(reader.report), train)
 
 
 def load_benchmarks(

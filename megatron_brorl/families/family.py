@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 
 Layout = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]  # see reshard.layout
 # q, kv: heads and kv heads times head size; head: one head; ffn: intermediate size.
@@ -42,6 +42,18 @@ class Requirement:
     why: str
 
 
+MOST = 2**31  # of a size
+_LARGEST = 1e30  # of a factor; float32 ends at 3.4e38
+
+
+def positive(value: Any, default: float, where: str) -> float:
+    """A number above 0, or `default` for None. Raises UserError, which begins with `where`, for anything else."""
+    value = default if value is None else value
+    if type(value) not in (int, float) or not 0 < value <= _LARGEST:
+        raise UserError(f"{where} = {shown(value)}: must be a number above 0")
+    return float(value)
+
+
 class ConfigJson:
     """The content of a config.json, and the file's name for messages."""
 
@@ -51,23 +63,28 @@ class ConfigJson:
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         """The value of a key, or `default` where it is missing or null.
 
-        Raises UserError unless it is a `kind`, and at least 1 where that is int.
+        Raises UserError unless it is a `kind`: of int, one from 1 to 2^31, and of float, a finite one.
         """
         value = self.raw.get(key)
         value = default if value is None else value
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) <= MOST:
             value = float(value)
         if type(value) is not kind:
-            raise UserError(f"{self.where}: {key} = {value!r}: must be of type {kind.__name__}")
-        if isinstance(value, int) and kind is int and value < 1:  # every whole number in there is a size or a count
-            raise UserError(f"{self.where}: {key} = {value}: must be at least 1")
+            raise UserError(f"{self.where}: {key} = {shown(value)}: must be of type {kind.__name__}")
+        # Every whole number in there is a size or a count, and every other one a factor.
+        if kind is int and value > MOST:
+            raise UserError(f"{self.where}: {key} = {shown(value)}: must be at most {MOST:,}")
+        if kind is float and not abs(value) <= _LARGEST:
+            raise UserError(f"{self.where}: {key} = {shown(value)}: must be finite, and within +-{_LARGEST:g}")
+        if kind is int and value < 1:
+            raise UserError(f"{self.where}: {key} = {shown(value)}: must be at least 1")
         return value
 
     def require(self, requirement: Requirement) -> None:
         """Raises UserError where a key has a value that is not supported."""
         if self.raw.get(requirement.key, requirement.values[0]) not in requirement.values:
             value = self.raw[requirement.key]
-            raise UserError(f"{self.where}: {requirement.key} = {value!r} is not supported: {requirement.why}")
+            raise UserError(f"{self.where}: {requirement.key} = {shown(value)} is not supported: {requirement.why}")
 
 
 def no_overrides(config: ConfigJson) -> Mapping[str, Any]:

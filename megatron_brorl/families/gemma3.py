@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families import dense
-from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement
+from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement, positive
 
 # The norms of what attention and MLP give, before it is added to the residual stream; named as NVIDIA's Megatron-Bridge
 # names them.
@@ -37,29 +37,29 @@ def _overrides(config: ConfigJson) -> Mapping[str, Any]:
 
     # Which layers are local. Earlier versions of transformers wrote only how often a layer is not.
     every = config.get("sliding_window_pattern", int, 6)
-    kinds = raw.get("layer_types") or [_KINDS[(i + 1) % every == 0] for i in range(layers)]
+    kinds = config.get("layer_types", list, []) or [_KINDS[(i + 1) % every == 0] for i in range(layers)]
     # A guess for a missing layer would rotate it wrongly without any error.
-    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
-        raise UserError(f"{config.where}: layer_types = {kinds!r}: must name {' or '.join(_KINDS)} for each layer")
+    if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
+        raise UserError(f"{config.where}: layer_types = {shown(kinds)}: must name {' or '.join(_KINDS)} for each layer")
     local = tuple(i for i, kind in enumerate(kinds) if kind == _KINDS[0])
 
     # The context as the model was trained; windows shorten it below.
     context = config.get("max_position_embeddings", int, 131072)
 
     # A rotation for each kind; earlier versions wrote them beside one another.
-    ropes = raw.get("rope_parameters") or {
+    ropes = config.get("rope_parameters", dict, {}) or {
         _KINDS[0]: {"rope_theta": raw.get("rope_local_base_freq")},
-        _KINDS[1]: {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})},
+        _KINDS[1]: {"rope_theta": raw.get("rope_theta"), **config.get("rope_scaling", dict, {})},
     }
-    of_local, of_full = (dict(ropes.get(kind) or {}) for kind in _KINDS)
+    of_local, of_full = (dict(ConfigJson(ropes, config.where).get(kind, dict, {})) for kind in _KINDS)
 
     # The base of full layers stands apart from the scaling, as in every other family.
-    theta = float(of_full.pop("rope_theta", None) or 1e6)
+    theta = positive(of_full.pop("rope_theta", None), 1e6, f"{config.where}: rope_theta of {_KINDS[1]}")
     # Local layers are never scaled; the others at most linearly.
     for kind, rope, supported in ((_KINDS[0], of_local, ("default",)), (_KINDS[1], of_full, ("default", "linear"))):
         older = rope.pop("type", None)  # an older name of the key
         if rope.setdefault("rope_type", older or "default") not in supported:
-            raise UserError(f"{config.where}: rope_type = {rope['rope_type']!r} of {kind} is not supported")
+            raise UserError(f"{config.where}: rope_type = {shown(rope['rope_type'])} of {kind} is not supported")
 
     # The defaults are Gemma3TextConfig's.
     return {
@@ -69,8 +69,9 @@ def _overrides(config: ConfigJson) -> Mapping[str, Any]:
         "rope_theta": theta,
         "rope_scaling": None if of_full["rope_type"] == "default" else of_full,  # of full layers
         "local_layers": local,
-        "local_rope_theta": float(of_local.get("rope_theta") or 1e4),
-        "attention_scale": config.get("query_pre_attn_scalar", float, 256.0) ** -0.5,  # not of head_dim
+        "local_rope_theta": positive(of_local.get("rope_theta"), 1e4, f"{config.where}: rope_theta of {_KINDS[0]}"),
+        "attention_scale": positive(raw.get("query_pre_attn_scalar"), 256.0, f"{config.where}: query_pre_attn_scalar")
+        ** -0.5,  # not of head_dim
         "embedding_scale": config.get("hidden_size", int) ** 0.5,  # on the way in alone, not in the tied head
         "activation": "gelu_tanh",
     }

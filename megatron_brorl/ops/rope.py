@@ -7,11 +7,12 @@ sections 3.2 and 3.4; "llama3": the smoothed rescaling of Llama 3.1.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 from megatron_brorl.model_shape import ModelShape
 
 
@@ -25,17 +26,32 @@ def inverse_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     scaling = shape.rope_scaling
     if scaling is None:
         return inv_freq, 1.0
-    kind = scaling["rope_type"]
+
+    # The keys are whatever config.json says; what they come to shows whether they make sense.
     try:
-        if kind == "linear":
-            return inv_freq / scaling["factor"], 1.0
-        if kind == "llama3":
-            return _llama3(inv_freq, dict(scaling), shape.context), 1.0
-        if kind == "yarn":
-            return _yarn(inv_freq, dict(scaling), shape)
+        found, factor = _scaled(inv_freq, dict(scaling), shape)
     except KeyError as e:
-        raise UserError(f"config.json: rope_scaling of type {kind!r} lacks the key {e.args[0]!r}") from None
-    raise UserError(f"config.json: rope_scaling of type {kind!r} is not supported; use default, linear, llama3 or yarn")
+        raise UserError(
+            f"config.json: rope_scaling of type {shown(scaling['rope_type'])} lacks the key {e.args[0]!r}"
+        ) from None
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as e:  # of its own arithmetic, or torch's
+        raise UserError(f"config.json: rope_scaling = {shown(dict(scaling))}: {shown(e)}") from None
+    if not (math.isfinite(factor) and bool(found.isfinite().all())):
+        raise UserError(f"config.json: rope_scaling = {shown(dict(scaling))}: its frequencies are not finite")
+    return found, factor
+
+
+def _scaled(inv_freq: Tensor, scaling: dict[str, Any], shape: ModelShape) -> tuple[Tensor, float]:
+    kind = scaling["rope_type"]
+    if kind == "linear":
+        return inv_freq / float(scaling["factor"]), 1.0
+    if kind == "llama3":
+        return _llama3(inv_freq, scaling, shape.context), 1.0
+    if kind == "yarn":
+        return _yarn(inv_freq, scaling, shape)
+    raise UserError(
+        f"config.json: rope_scaling of type {shown(kind)} is not supported; use default, linear, llama3 or yarn"
+    )
 
 
 def _llama3(inv_freq: Tensor, s: dict[str, float], context: int) -> Tensor:

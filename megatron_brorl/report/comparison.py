@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedLocator, PercentFormatter
 
 from megatron_brorl.algo.estimators import bootstrap_mean, pass_at_k, widest
 from megatron_brorl.algo.paired import paired
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 from megatron_brorl.report.benchmarks import table
 from megatron_brorl.report.style import BLUE, GREY, ORANGE, panel, save
 
@@ -37,8 +37,8 @@ def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
         try:
             row = json.loads(line)
             missing = [k for k, kind in _FIELDS.items() if type(row[k]) not in (kind, int)]  # an integer is a float too
-        except (ValueError, TypeError, KeyError) as e:  # no JSON, no object, or no such field
-            raise UserError(f"{path}:{number}: not a line of `brorl evaluate` ({e!r}); evaluate again") from None
+        except (ValueError, TypeError, KeyError, RecursionError) as e:  # no JSON, no object, or no such field
+            raise UserError(f"{path}:{number}: not a line of `brorl evaluate` ({shown(e)}); evaluate again") from None
         if missing or row["samples"] < 1:
             raise UserError(f"{path}:{number}: {missing[0] if missing else 'samples'} is wrong; evaluate again")
         found[row["benchmark"], row["id"]] = row  # a prompt is named within its benchmark

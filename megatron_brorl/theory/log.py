@@ -33,11 +33,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+_LARGEST, _LARGEST_INT = 1e30, 2**63 - 1  # of a number; of a whole one
 _GROUP_KEYS = {"rewards": "reward", "answers": "answer", "responses": "token_ids", "lengths": "tokens"}
 
 
@@ -102,8 +103,8 @@ def log_row(prompt_id: str, step: int, rewards: Ints | Floats, answers: Ints, le
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as e:
-        raise UserError(f"{where}: not JSON: {e}") from None
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{where}: not JSON: {shown(e)}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object")
     return row
@@ -141,21 +142,21 @@ def _rollout(row: dict[str, Any], where: str) -> dict[str, Any]:
     prompt, reward, step = row["prompt_id"], row["reward"], row.get("step")
     if not isinstance(prompt, (str, int)):
         raise UserError(f'{where}: "prompt_id" must be a string or an integer')
-    if not isinstance(reward, (int, float)) or not np.isfinite(reward):  # NaN is no reward
-        raise UserError(f'{where}: "reward" must be a finite number, not {json.dumps(reward)}')
+    if not isinstance(reward, (int, float)) or not abs(reward) <= _LARGEST:  # NaN is no reward
+        raise UserError(f'{where}: "reward" must be a finite number, not {shown(reward)}')
     # type(), not isinstance: to Python true and false are integers.
-    if step is not None and type(step) is not int:
-        raise UserError(f'{where}: "step" must be an integer')
+    if step is not None and not (type(step) is int and abs(step) <= _LARGEST_INT):
+        raise UserError(f'{where}: "step" must be an integer of 64 bits')
 
     # What it said: an answer, a response, or neither.
     ids, answer = row.get("token_ids"), row.get("answer")  # either may be missing
-    if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-        raise UserError(f'{where}: "token_ids" must be a list of integers')
+    if ids is not None and not (isinstance(ids, list) and all(type(i) is int and abs(i) <= _LARGEST_INT for i in ids)):
+        raise UserError(f'{where}: "token_ids" must be a list of integers of 64 bits')
     if answer is not None and not isinstance(answer, str):
         raise UserError(f'{where}: "answer" must be a string')
 
     length = row.get("tokens", None if ids is None else len(ids))  # given, or counted
-    if length is not None and (type(length) is not int or length < 0):
+    if length is not None and not (type(length) is int and 0 <= length <= _LARGEST_INT):
         raise UserError(f"{where}: the number of tokens must be an integer that is not negative")
 
     # An answer counts before the tokens it was written in.
@@ -175,7 +176,7 @@ def _rollout(row: dict[str, Any], where: str) -> dict[str, Any]:
 def _log_prob(values: Any, ids: list[int] | None, where: str) -> float | None:
     if values is None:
         return None
-    numbers = isinstance(values, list) and all(isinstance(v, (int, float)) and v <= 0 for v in values)
+    numbers = isinstance(values, list) and all(isinstance(v, (int, float)) and -_LARGEST <= v <= 0 for v in values)
     if not numbers or ids is None or len(values) != len(ids):
         raise UserError(f'{where}: "log_probs" must be a list with one number, at most 0, per entry of "token_ids"')
     return float(sum(values))

@@ -48,7 +48,7 @@ class Trainer(Run):
             progress.note(f"held-out before: {evaluation_line(s.before)}")
             self.rollouts.check_stuck("nothing is lost: no step was done")
 
-        peak = peak_flops(self.config.run.peak_tflops)
+        peak, unsaved = peak_flops(self.config.run.peak_tflops), False
         while s.step < t.steps and not s.over(t):
             trace = StepTrace(self.config.run, s.step + 1, self.grid)
 
@@ -83,8 +83,12 @@ class Trainer(Run):
             self.nonfinite_steps, most = nonfinite_steps(self.nonfinite_steps, metrics), t.max_nonfinite_steps
             stopping, stuck, ending = stop(), self.rollouts.stuck(), s.step == t.steps or s.over(t)
             last = stopping or stuck or ending or self.nonfinite_steps >= most
-            if last or (t.checkpoint_every and s.step % t.checkpoint_every == 0):
-                self.save()
+            if last or unsaved or (t.checkpoint_every and s.step % t.checkpoint_every == 0):
+                # A model that is done is worth more than the checkpoint that it could go on from.
+                if last and not ending:
+                    self.save()
+                else:
+                    unsaved = not self.try_save(progress)
             trace.write()  # with the checkpoint
 
             # What ends a run by an error has saved before it.

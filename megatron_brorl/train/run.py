@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.checkpoints.training import NotWritten
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.metrics import Lines
@@ -66,9 +67,18 @@ class Run:
         return TrainingModels(self.worker, self.critic, self.reference)
 
     def save(self) -> None:
-        """Write a checkpoint; a collective."""
+        """Write a checkpoint; a collective. Raises NotWritten, on all ranks, where the disk does not take it."""
         with span("checkpoint"):
             state.save(self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds())
+
+    def try_save(self, progress: Progress) -> bool:
+        """The same for runs that go on all the same; False where it is not written, which is told."""
+        try:
+            self.save()
+        except NotWritten as e:
+            progress.note(f"warning: {e}; the run goes on and tries again after its next step")
+            return False
+        return True
 
     def restore(self, directory: Path) -> None:
         """Go on from a checkpoint whose fingerprint the caller has checked; a collective."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megatron_brorl.checkpoints.hugging_face import GENERATION
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.tokenizers import Tokenizer
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
+from megatron_brorl.json_files import read_object
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.rollout.engine import Sampling
 
@@ -32,11 +32,11 @@ def stop_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     ids = {tokenizer.eos_id}
     path = directory / GENERATION
     if path.is_file():
-        try:
-            extra = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (json.JSONDecodeError, AttributeError) as e:
-            raise UserError(f"{path}: not a JSON object: {e}") from None
-        ids |= set(extra) if isinstance(extra, list) else {extra} if isinstance(extra, int) else set()
+        extra = read_object(path).get("eos_token_id")
+        listed = extra if isinstance(extra, list) else [] if extra is None else [extra]
+        if any(type(token) is not int or token < 0 for token in listed):
+            raise UserError(f"{path}: eos_token_id = {shown(extra)}: must be a token's id, or a list of them")
+        ids |= set(listed)
     return tuple(sorted(ids))
 
 

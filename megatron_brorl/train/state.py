@@ -10,11 +10,25 @@ from typing import Any
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.data.source import PromptSource
+from megatron_brorl.errors import UserError
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.carried import Carried, read, write
 from megatron_brorl.train.rounds import Taken
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.training_models import TrainingModels
+
+# What a checkpoint's run.json says of a run, beside what checkpoints.training puts there; those of older versions lack
+# some others.
+_SAVED = {
+    "updates": (int,),
+    "critic_updates": (int,),
+    "taken": (int,),
+    "trained_s": (int, float),
+    "spent": (int, float),
+    "stalls": (list,),
+    "before": (dict, type(None)),
+    "fingerprint": (dict,),
+}
 
 
 @dataclass
@@ -64,6 +78,18 @@ def save(
     checkpoint.save(root, state.step, models.checkpoint_parts(), run, keep, write_carried)
 
 
+def saved(directory: Path) -> dict[str, Any]:
+    """What a checkpoint says of its run. Raises UserError where it is not what this version writes."""
+    run = checkpoint.read_run(directory)
+    for key, kinds in _SAVED.items():
+        if type(run.get(key, key)) not in kinds:
+            raise UserError(
+                f"{directory / checkpoint.RUN}: {key} is missing or of another type: another version wrote it; go on "
+                "with that version, or start anew with another run.dir or train.resume=never"
+            )
+    return run
+
+
 def restore(
     directory: Path, state: RunState, models: TrainingModels, source: PromptSource, config: Config, grid: Grid
 ) -> RunState:
@@ -71,7 +97,7 @@ def restore(
 
     The caller has checked the fingerprint. state: of a run that has not begun, for the settings of its stall.
     """
-    run = checkpoint.read_run(directory)
+    run = saved(directory)
     checkpoint.load(directory, models.checkpoint_parts())
     restored = RunState(
         stall=replace(state.stall),

@@ -1,0 +1,35 @@
+"""What a run was fed, as hashes: a run that is resumed with another tokenizer or other rows is another run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_brorl.types import Prompt
+
+# Whatever of a directory decides how a text becomes tokens.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def of_tokenizer(directory: Path) -> str:
+    """SHA-256 of the names and contents of a directory's tokenizer files, and of what says where responses end."""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        path = directory / name
+        if path.is_file():
+            digest.update(f"{name}:{hashlib.sha256(path.read_bytes()).hexdigest()};".encode())
+    return digest.hexdigest()
+
+
+def of_prompts(prompts: Iterable[Prompt]) -> str:
+    """SHA-256 of prompts in their order: ids, tokens, and what they are judged by."""
+    digest = hashlib.sha256()
+    for p in prompts:
+        metadata = json.dumps(p.metadata, sort_keys=True, default=str)
+        digest.update(repr((p.id, p.token_ids, p.answer, p.verifier, metadata)).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

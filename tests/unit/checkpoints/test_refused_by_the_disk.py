@@ -1,0 +1,116 @@
+"""A disk that takes no more, or never took anything: the run is told, nothing half-written stays, and it can go on."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.config.schema import OptimConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.ops.backend import backend
+from megatron_brorl.train.worker import StageOptions, Worker
+
+
+@pytest.fixture(scope="module")
+def worker(processes, model):
+    options = StageOptions(100, backend("fused", torch.device("cpu")))
+    made = Worker(read_shape(model[0]), processes, options, OptimConfig())
+    made.load_hf(model[0])
+    return made
+
+
+@pytest.fixture
+def save(worker, tmp_path):
+    part = checkpoint.Part("", worker.actor, worker.optimizer)
+    return lambda step: checkpoint.save(tmp_path, step, [part], {}, 2)
+
+
+def fails(save, step: int, root: Path, reason: str) -> None:
+    """Saving is refused in one line, and leaves the folder as it was."""
+    before = sorted(p.name for p in root.iterdir())
+    with pytest.raises(checkpoint.NotWritten) as error:
+        save(step)
+    assert reason in str(error.value)
+    assert str(error.value).startswith(f"{root / f'step_{step:08d}'}: cannot be written: ")
+    assert sorted(p.name for p in root.iterdir()) == before
+
+
+def test_no_room(save, tmp_path, monkeypatch, worker):
+    save(1)
+    usage = shutil.disk_usage(tmp_path)
+    held = sum(p.numel() * p.element_size() for p in worker.actor.parameters())
+
+    with monkeypatch.context() as m:
+        m.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=held - 1))
+        fails(save, 2, tmp_path, "MiB are free")
+    assert checkpoint.find(tmp_path) == tmp_path / "step_00000001"
+    assert save(2) == checkpoint.find(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".distcp", "common.pt", ".metadata", "metadata.json", "run.json", "manifest.json"])
+def test_full_while_a_file_is_written(save, tmp_path, monkeypatch, name):
+    """Quotas are not in what a file system says is free."""
+    save(1)
+
+    def refuse(path) -> bool:
+        return name in Path(str(path)).name and "step_00000002" in str(path)
+
+    with monkeypatch.context() as m:
+        _break_writes(m, refuse)
+        fails(save, 2, tmp_path, os.strerror(errno.ENOSPC))
+    assert save(2) == checkpoint.find(tmp_path)
+
+
+def _break_writes(m, refuse) -> None:
+    """Whatever opens a file of that name for writing is refused: by open, by Path.open, and by torch.save."""
+    import builtins
+    import io
+
+    for module in (builtins, io):
+        m.setattr(module, "open", _refusing(open, refuse))
+    m.setattr(torch, "save", _refusing(torch.save, refuse, 1))
+
+
+def _refusing(call, refuse, place=0):
+    def called(*args, **kwargs):
+        mode = args[1] if place == 0 and len(args) > 1 else kwargs.get("mode", "w" if place else "r")
+        if refuse(args[place]) and "w" in str(mode):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return call(*args, **kwargs)
+
+    return called
+
+
+def test_no_process_is_started_for_the_shards(save, monkeypatch):
+    """One that was killed, Megatron waited for for ever."""
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda _: pytest.fail("a process"))
+    save(1)
+
+
+def test_a_checkpoint_of_somebody_else_runs_nothing(save, worker, tmp_path):
+    """Its manifest is right: whoever wrote the pickle wrote that too."""
+    folder = save(1)
+    ran = tmp_path / "ran"
+
+    class Hostile:
+        def __reduce__(self):
+            return os.system, (f"touch {ran}",)
+
+    part = checkpoint.Part("", worker.actor, worker.optimizer)
+    checkpoint.load(folder, [part])
+    (folder / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(UserError, match=r"step_00000001: .*asks for posix\.system, which no checkpoint"):
+        checkpoint.load(folder, [part])
+    torch.save({"x": Hostile()}, folder / "common.pt")
+    with pytest.raises(UserError, match="step_00000001: "):
+        checkpoint.load(folder, [part])
+    assert not ran.exists()
