@@ -122,20 +122,23 @@ class Session:
                 close()
 
     def _lock(self) -> None:
-        """Refuse a second run in the same directory."""
-        if not self.is_main_rank:
-            return
+        """Refuse a second run in the same directory, on every rank."""
+        refused = self._refused_lock() if self.is_main_rank else ""
+        for text in filter(None, collectives.all_gather_text(refused)):
+            raise UserError(f"run.dir = {self.dir}: {text}")
+
+    def _refused_lock(self) -> str:
+        """Take it; why it cannot be had, or ""."""
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             handle = open(self.dir / ".lock", "w")  # noqa: SIM115  held until the process ends
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"run.dir = {self.dir}: another run is writing there; choose another run.dir") from None
+            return "another run is writing there; choose another run.dir"
         except OSError as e:
-            raise UserError(
-                f"run.dir = {self.dir}: cannot be written: {e.strerror}; make it a writable folder"
-            ) from None
+            return f"cannot be written: {e.strerror}; make it a writable folder"
         self._closing.append(handle.close)
+        return ""
 
     def preflight(self) -> None:
         """Plan the memory of both phases, and print the plan. Raises UserError where it does not fit."""

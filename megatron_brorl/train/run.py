@@ -48,6 +48,10 @@ class Run:
     recorder: Recorder | None = None  # of what people can read of the rollouts
     nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
 
+    def __post_init__(self) -> None:
+        # From here on a clock that nobody sets.
+        self._before, self._begun = max(0.0, time.time() - self.started), time.monotonic()
+
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines; see refit.refit_engines."""
         with span("refit"):
@@ -86,4 +90,4 @@ class Run:
 
     def seconds(self) -> float:
         """Wall-clock seconds of the job so far, up to the checkpoint for processes that were killed."""
-        return self.state.spent + time.time() - self.started
+        return self.state.spent + self._before + time.monotonic() - self._begun

@@ -171,7 +171,9 @@ def test_a_second_run_in_the_same_directory(config, model, tmp_path):
     (tmp_path / "run").mkdir()
     with open(tmp_path / "run" / ".lock", "w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
-        fails(train(config, model, tmp_path), "another run is writing there")
+        run = f"run.dir={tmp_path / 'run'}"
+        done = brorl("train", "--processes", "2", config, f"model.path={model}", run)
+        fails(done, "another run is writing there")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
+from megatron_brorl.config.describe import keys
 from megatron_brorl.config.schema import Config, RolloutConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
@@ -47,3 +48,25 @@ def test_rounds_of_another_size_are_another_run():
             check_fingerprint(saved, now, WHERE)
         as_before = Config(rollout=RolloutConfig(refills=refills, max_oversample=1.0))
         check_fingerprint(saved, fingerprint(as_before, shape, {}), WHERE)
+
+
+def test_other_rows_and_another_tokenizer_are_another_run():
+    """Where the rows lie is no matter to a checkpoint that says what they are."""
+    now = {"inputs": {"tokenizer": "a" * 64, "train": "b" * 64}, "data": {"train": ["here.jsonl"]}}
+    check_fingerprint({**now, "data": {"train": ["there.jsonl"]}}, now, WHERE)
+    for key, what in (("tokenizer", r"other tokenizer files in model\.path"), ("train", r"other rows of data\.train")):
+        saved = {**now, "inputs": {**now["inputs"], key: "c" * 64}}
+        with pytest.raises(UserError, match=what + r" \(sha256 cccccccccccc, now "):
+            check_fingerprint(saved, now, WHERE)
+    with pytest.raises(UserError, match=r"data\.train = \['there\.jsonl'\], now"):  # one from before there were hashes
+        check_fingerprint({"data": {"train": ["there.jsonl"]}}, now, WHERE)
+
+
+def test_what_may_change_is_not_in_it():
+    shape = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
+    kept = fingerprint(Config(), shape, {})
+    for path in ("rollout.max_num_seqs", "rollout.kv_cache_mib", "reward.workers", "rollout.timeout_s"):
+        section, key = path.split(".")
+        assert key not in kept[section]
+        assert next(k for k in keys() if k.path == path).free
+    assert {"n", "temperature"} <= kept["rollout"].keys()
