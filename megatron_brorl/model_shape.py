@@ -129,11 +129,11 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     shape = ModelShape(
         family=family.name,
-        layers=config.get("num_hidden_layers", int),
+        layers=config.get("num_hidden_layers", int, most=10_000),  # each is gone through by name
         hidden=hidden,
         heads=heads,
         kv_heads=config.get("num_key_value_heads", int, heads),  # missing: no grouping of queries
-        head_dim=config.get("head_dim", int, hidden // heads),
+        head_dim=config.get("head_dim", int, hidden // heads, most=65_536),
         ffn=config.get("intermediate_size", int),
         vocab=config.get("vocab_size", int),
         context=config.get("max_position_embeddings", int),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import warnings
@@ -17,6 +18,12 @@ from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 from megatron_brorl.outputs import check_outputs
+
+# What a disk, or whoever looks after it, answers; any other error of the system is a bug and keeps its traceback.
+_REFUSED = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE),
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,6 +42,13 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
+    except OSError as e:
+        if e.errno not in _REFUSED:
+            raise
+        # Of this rank alone: others hear of it as of a peer that is gone.
+        rank, place = os.environ.get("RANK", "0"), f"{e.filename}: " if e.filename else ""
+        print(f"brorl: rank {rank}: {place}{e.strerror}; mend that, and start the same command again", file=sys.stderr)
+        status = 2
     sys.exit(status)
 
 

@@ -60,10 +60,10 @@ class ConfigJson:
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw, self.where = raw, where
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
+    def get(self, key: str, kind: type, default: Any = None, most: int = MOST) -> Any:
         """The value of a key, or `default` where it is missing or null.
 
-        Raises UserError unless it is a `kind`: of int, one from 1 to 2^31, and of float, a finite one.
+        Raises UserError unless it is a `kind`: of int, one from 1 to `most`, and of float, a finite one.
         """
         value = self.raw.get(key)
         value = default if value is None else value
@@ -72,8 +72,8 @@ class ConfigJson:
         if type(value) is not kind:
             raise UserError(f"{self.where}: {key} = {shown(value)}: must be of type {kind.__name__}")
         # Every whole number in there is a size or a count, and every other one a factor.
-        if kind is int and value > MOST:
-            raise UserError(f"{self.where}: {key} = {shown(value)}: must be at most {MOST:,}")
+        if kind is int and value > most:
+            raise UserError(f"{self.where}: {key} = {shown(value)}: must be at most {most:,}")
         if kind is float and not abs(value) <= _LARGEST:
             raise UserError(f"{self.where}: {key} = {shown(value)}: must be finite, and within +-{_LARGEST:g}")
         if kind is int and value < 1:

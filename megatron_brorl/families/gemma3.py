@@ -33,7 +33,7 @@ _KINDS = ("sliding_attention", "full_attention")
 
 def _overrides(config: ConfigJson) -> Mapping[str, Any]:
     """What Gemma's config.json calls otherwise, has more of, or leaves out where transformers has a default."""
-    layers, raw = config.get("num_hidden_layers", int), config.raw
+    layers, raw = config.get("num_hidden_layers", int, most=10_000), config.raw
 
     # Which layers are local. Earlier versions of transformers wrote only how often a layer is not.
     every = config.get("sliding_window_pattern", int, 6)
@@ -63,7 +63,7 @@ def _overrides(config: ConfigJson) -> Mapping[str, Any]:
 
     # The defaults are Gemma3TextConfig's.
     return {
-        "head_dim": config.get("head_dim", int, 256),
+        "head_dim": config.get("head_dim", int, 256, most=65_536),
         "tied": config.get("tie_word_embeddings", bool, True),
         "context": min(context, config.get("sliding_window", int, 4096)) if local else context,
         "rope_theta": theta,

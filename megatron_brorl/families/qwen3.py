@@ -10,7 +10,7 @@ from megatron_brorl.families.family import ConfigJson, ModelFamily
 
 
 def _overrides(config: ConfigJson) -> Mapping[str, Any]:
-    return {"head_dim": config.get("head_dim", int, 128)}
+    return {"head_dim": config.get("head_dim", int, 128, most=65_536)}
 
 
 FAMILY = ModelFamily(
