@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test-fast test test-rest test-all check docs bench sanitize clean
+.PHONY: quickstart test-fast test test-rest test-all check docs bench torture sanitize clean
 
 quickstart: $(INSTALLED)  ## the main job on this machine: a tiny model, 512 rollouts per prompt, a plot and a summary
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
@@ -35,6 +35,11 @@ docs: $(INSTALLED)  ## the documentation as a site, in site/
 
 bench: $(INSTALLED)  ## speed, as ratios measured in one run
 	@for tool in $(wildcard benchmarks/bench_*.py); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
+
+MINUTES ?= 30
+torture: $(INSTALLED)  ## spoiled inputs, then runs that are killed and refused, for MINUTES; prints its seed
+	$(BIN)/python -W ignore tests/torture/fuzz.py
+	$(BIN)/python -W ignore tests/torture/kills.py --minutes $(MINUTES)
 
 sanitize: $(INSTALLED)  ## the op tests under the address and undefined-behaviour sanitizers
 	PYTHON="$(CURDIR)/$(BIN)/python" bash tools/sanitize.sh
