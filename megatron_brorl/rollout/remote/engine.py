@@ -8,6 +8,7 @@ use also lie in shared memory, so that none of this needs the trainer's other ra
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -188,7 +189,7 @@ class RemoteEngine:
 
         # What it was asked before is over, however that call ended.
         self._open.clear()
-        pending = PendingRollouts(sampling, watch, supply, self.rows)
+        pending = PendingRollouts(sampling, watch, supply, self.rows, self.options.vocab)
         pending.add(requests)
         pending.take()
 
@@ -223,6 +224,10 @@ class RemoteEngine:
             new = pending.take() if len(rows) < before else {}
             if new and asked == self._link.boot:
                 self._ask(new, sampling)
+
+        if pending.faults:
+            told = f"{len(pending.faults)} answers were none, and their rollouts are lost: {pending.faults[0]}"
+            print(f"warning: {self.options.key}: {told}", file=sys.stderr, flush=True)
 
         # Everything has come, or the caller has lost patience: what is left is as it was before this call.
         if rows:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from megatron_brorl.errors import shown
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.continuation import extended, siblings
 from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch
@@ -48,6 +49,18 @@ class PendingRollout:
             extended(before.spans, version, len(ids)),
         )
 
+    def fault(self, answer: Message, sampling: Sampling, vocab: int) -> str:
+        """What is wrong with an answer that can be no part of a rollout; vocab: of the model, with what pads it."""
+        ids, log_probs, finish = answer.tensors["ids"], answer.tensors["log_probs"], answer.fields["finish"]
+        if len(ids) > self.tokens:
+            return f"{len(ids)} tokens where {self.tokens} were asked for"
+        outside = ids[(ids < 0) | (ids >= vocab)]
+        if len(outside):
+            return f"token {int(outside[0])} of a vocabulary of {vocab}"
+        if sampling.log_probs and (len(log_probs) != len(ids) or bool(log_probs.isnan().any())):
+            return f"{len(log_probs)} log-probabilities for {len(ids)} tokens, or one that is not a number"
+        return "" if finish in get_args(FinishReason) else f"the end {shown(finish)}"
+
 
 def pending_rollouts(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterator[PendingRollout]:
     """Every sibling of every request, each with a seed of its own; first: the place of the first request."""
@@ -62,9 +75,10 @@ def pending_rollouts(requests: Sequence[Request], sampling: Sampling, first: int
 class PendingRollouts:
     """Those of one call of generate, and what has come of it."""
 
-    def __init__(self, sampling: Sampling, watch: Watch | None, supply: Supply | None, most: int) -> None:
-        """most: rollouts that the engine has at a time."""
-        self._sampling, self._watch, self._supply, self._most = sampling, watch, supply, most
+    def __init__(self, sampling: Sampling, watch: Watch | None, supply: Supply | None, most: int, vocab: int) -> None:
+        """most: rollouts that the engine has at a time. vocab: of the model, with what pads it."""
+        self._sampling, self._watch, self._supply, self._most, self._vocab = sampling, watch, supply, most, vocab
+        self.faults: list[str] = []  # of answers that were none, each of which costs its rollout
         self.rows: dict[int, PendingRollout] = {}  # by the number that the engine's answers name
         self._found: list[list[Rollout]] = []  # of each request
         self._numbered = 0
@@ -86,7 +100,12 @@ class PendingRollouts:
     def answered(self, answer: Message, version: int) -> None:
         """A rollout has come; version: of the weights."""
         row = self.rows.pop(answer.fields["number"])
-        self._deliver(row, row.completed(answer, self._sampling, version))
+        fault = row.fault(answer, self._sampling, self._vocab)
+        if fault:
+            self.faults.append(fault)
+            self._deliver(row, row.begun)  # as it was before this call
+        else:
+            self._deliver(row, row.completed(answer, self._sampling, version))
 
     def result(self) -> list[list[Rollout]]:
         """The rollouts of each request, by index; those that have not come are as they were before this call."""

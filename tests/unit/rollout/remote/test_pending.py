@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import fakes
+import pytest
 import torch
 
 from megatron_brorl.ops.philox import stream_key
@@ -31,7 +32,7 @@ def test_rollouts_are_taken_as_others_are_answered():
     told = []
     watch = SimpleNamespace(finished=lambda request, rollout: told.append((request, rollout.index)))
     sampling = Sampling(1.0, 1.0, 0, 12, (2,))
-    pending = PendingRollouts(sampling, watch, Queue(), 5)
+    pending = PendingRollouts(sampling, watch, Queue(), 5, vocab=50)
     assert list(pending.add([Request(a, 5, 4)])) == [0, 1, 2, 3]
     assert list(pending.take()) == [4, 5, 6]
     assert pending.take() == {}  # it has more than there is room for already
@@ -47,3 +48,26 @@ def test_rollouts_are_taken_as_others_are_answered():
     assert [[r.index for r in rollouts] for rollouts in result] == [[0, 1, 2, 3], [0, 1, 2], [3, 4, 5]]
     assert [(r.token_ids.tolist(), r.finish) for r in result[1]] == [([], "cut"), ([5, 2], "stop"), ([], "cut")]
     assert told == [(0, 1), (1, 1), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "log_probs", "finish", "fault"),
+    [
+        ([5, 50], [-1.0, -1.0], "stop", "token 50 of a vocabulary of 50"),
+        ([5, -1], [-1.0, -1.0], "stop", "token -1 of a vocabulary of 50"),
+        ([5, 2], [-1.0], "stop", "1 log-probabilities for 2 tokens"),
+        ([5, 2], [-1.0, float("nan")], "stop", "or one that is not a number"),
+        ([5] * 13, [-1.0] * 13, "length", "13 tokens where 12 were asked for"),
+        ([5, 2], [-1.0, -1.0], "tired", "the end 'tired'"),
+    ],
+)
+def test_an_answer_that_is_none_costs_its_rollout(ids, log_probs, finish, fault):
+    """It counts as one that never came; the others are as they came."""
+    pending = PendingRollouts(Sampling(1.0, 1.0, 0, 12, (2,)), None, None, 5, vocab=50)
+    pending.add([Request(fakes.prompts(1)[0], 2, 4)])
+    for number, (i, p, f) in enumerate([(ids, log_probs, finish), ([7, 2], [-1.0, -2.0], "stop")]):
+        tensors = {"ids": torch.tensor(i), "log_probs": torch.tensor(p)}
+        pending.answered(Message("rollout", {"number": number, "finish": f}, tensors), 4)
+    assert len(pending.faults) == 1
+    assert fault in pending.faults[0]
+    assert [(r.token_ids.tolist(), r.finish) for r in pending.result()[0]] == [([], "cut"), ([7, 2], "stop")]
