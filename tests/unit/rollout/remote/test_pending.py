@@ -64,7 +64,7 @@ def test_rollouts_are_taken_as_others_are_answered():
 def test_an_answer_that_is_none_costs_its_rollout(ids, log_probs, finish, fault):
     """It counts as one that never came; the others are as they came."""
     pending = PendingRollouts(Sampling(1.0, 1.0, 0, 12, (2,)), None, None, 5, vocab=50)
-    pending.add([Request(fakes.prompts(1)[0], 2, 4)])
+    pending.add([Request(fakes.prompts(1)[0], 4, 2)])
     for number, (i, p, f) in enumerate([(ids, log_probs, finish), ([7, 2], [-1.0, -2.0], "stop")]):
         tensors = {"ids": torch.tensor(i), "log_probs": torch.tensor(p)}
         pending.answered(Message("rollout", {"number": number, "finish": f}, tensors), 4)
