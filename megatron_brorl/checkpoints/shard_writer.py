@@ -7,6 +7,7 @@ two of its collectives, leaves the others waiting in the second.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import queue
@@ -54,7 +55,7 @@ class Refusals:
 def writing(refusals: Refusals) -> Iterator[None]:
     """Whatever Megatron saves within it is written so. A save that was refused anything has holes."""
 
-    class Writer(filesystem_async.FileSystemWriterAsync):  # type: ignore[misc]
+    class Writer(filesystem_async.FileSystemWriterAsync):
         @staticmethod
         def write_preloaded_data_multiproc(
             transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Bucket], results: Any
@@ -92,10 +93,11 @@ def writing(refusals: Refusals) -> Iterator[None]:
 def _write(transforms: Sequence[Any], bucket: Bucket) -> list[Any]:
     """One file, made durable; what Megatron wants to know of each item."""
     name, key, (objects, tensors) = bucket
-    kind = {"serialization_format": SerializationFormat.TORCH_SAVE}
-    known = {k: v for k, v in kind.items() if k in inspect.signature(_write_item).parameters}  # not before torch 2.7
+    write: Any = _write_item
+    if "serialization_format" in inspect.signature(write).parameters:  # not before torch 2.7
+        write = functools.partial(write, serialization_format=SerializationFormat.TORCH_SAVE)
     with open(name, "wb") as stream:
-        found = [_write_item(*transforms, stream, data, item, key, **known) for item, data in [*objects, *tensors]]
+        found = [write(*transforms, stream, data, item, key) for item, data in [*objects, *tensors]]
         stream.flush()
         os.fsync(stream.fileno())
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -59,7 +60,8 @@ def free(default: T) -> T:
     Whatever has no such mark is part of the fingerprint where its section is (cli/fingerprint.py).
     """
     if isinstance(default, dataclasses.Field):
-        return field(default=default.default, metadata={**default.metadata, "free": True})
+        bounded: Any = field(default=default.default, metadata={**default.metadata, "free": True})
+        return typing.cast(T, bounded)
     return field(default=default, metadata={"free": True})
 
 

@@ -69,7 +69,8 @@ class ConfigJson:
         value = default if value is None else value
         if kind is float and type(value) is int and abs(value) <= MOST:
             value = float(value)
-        if type(value) is not kind:
+        found: type = type(value)
+        if found is not kind:
             raise UserError(f"{self.where}: {key} = {shown(value)}: must be of type {kind.__name__}")
         # Every whole number in there is a size or a count, and every other one a factor.
         if kind is int and value > most:
