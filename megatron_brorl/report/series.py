@@ -146,7 +146,7 @@ def _spread_over(there: list[Moment], most: int) -> list[Moment]:
 def _flat(row: Row) -> dict[str, Any]:
     own = {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
     times = {f"time/{key}": value for key, value in (row.get("time") or {}).items()}
-    return {**own, **times, "step": row["step"]}
+    return own | times
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -49,7 +49,7 @@ function rollouts(parent, run) {
   // What this file holds, and where the rest is.
   const left = data.recorded.rollouts - data.held.rollouts;
   append(parent, [make("p", { class: "note" },
-    `Here are ${data.held.rollouts.toLocaleString("en")} rollouts of ${data.held.groups.toLocaleString("en")} prompts at ${data.moments.length} of ${data.moments_recorded} recorded moments`,
+    `Here are ${data.held.rollouts.toLocaleString("en")} rollouts of ${data.held.groups.toLocaleString("en")} groups at ${data.moments.length} of ${data.moments_recorded} recorded moments`,
     left > 0 ? `; ${left.toLocaleString("en")} recorded ones of these moments are left out, for the file takes at most ${content.megabytes} MB and shows at most 16 siblings of a prompt. ` : "; none is left out. ",
     left > 0 || data.moments.length < data.moments_recorded ? ["All of them: ", make("code", null, `brorl rollouts ${run.folder}`), "."] : null)]);
   if (run.missing.steps) append(parent, [said(run.missing.steps)]);
@@ -99,7 +99,11 @@ function rollouts(parent, run) {
       selected = -1;
       list.replaceChildren(make("li", { class: "none" }, "No prompt passes search and filter."));
       pane.replaceChildren();
-    } else select(again >= 0 ? again : Math.max(0, shown.findIndex((g) => where(m.place, g))));
+    } else {
+      // Else one with right and wrong responses to compare.
+      const here = (g) => where(m.place, g), mixed = shown.findIndex((g) => here(g) && g.outcome === "mixed");
+      select(again >= 0 ? again : mixed >= 0 ? mixed : Math.max(0, shown.findIndex(here)));
+    }
   }
   async function select(i) {
     if (i < 0 || i >= rows.length) return;
@@ -209,7 +213,7 @@ function tokens(place, r) {
     const p = r.log_probs ? r.log_probs[i] : null;
     const title = `token ${i + 1}` + (p === null ? ": no log-prob is recorded" : `: log-prob ${p.toFixed(3)}, probability ${(100 * Math.exp(p)).toPrecision(3)}%`);
     const level = p === null ? "" : PROBABILITIES.filter((bound) => Math.exp(p) < bound).length;
-    place.append(make("span", { class: "t" + (length ? "" : " empty"), title, "data-level": level }, length ? own : "\u23f9"));
+    place.append(make("span", { class: "t" + (length ? "" : " empty"), title, "data-level": level }, length ? own : "\u25a0"));
   });
   append(place, [characters.slice(begin).join("")]);
 }
@@ -227,7 +231,8 @@ function paint(pane) {
   const legend = pane.querySelector(".legend");
   if (!legend) return;
   const bounds = ["90% and more", "50 to 90%", "20 to 50%", "5 to 20%", "1 to 5%", "below 1%"];
-  legend.replaceChildren(...(state.colours === "log_prob" ? ["Probability of each token: ", ...bounds.map((b, i) => make("span", { class: "t", "data-level": i }, b))]
+  const known = pane.querySelector('.card .t[data-level]:not([data-level=""])');
+  legend.replaceChildren(...(state.colours === "log_prob" && !known ? ["No log-probs are recorded here: the engine was not asked for them."] : state.colours === "log_prob" ? ["Probability of each token: ", ...bounds.map((b, i) => make("span", { class: "t", "data-level": i }, b))]
     : state.colours === "advantage" ? [texts.some((t) => t.dataset.advantage) ? "Blue: above its group (positive advantage); orange: below. An evaluation and an untrained group have none." : "No response here has an advantage: nothing was trained on it."] : []));
   legend.dataset.colours = state.colours;
 }

@@ -155,6 +155,15 @@ function line_spec(rows, names, half, marked, o) {
   return { data: { values: rows }, layer };
 }
 
+// About so many round numbers from one to another.
+function ticks(from, to, count) {
+  const rough = Math.max(1, (to - from) / count), size = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((f) => f * size).find((s) => s >= rough);
+  const found = [];
+  for (let x = Math.ceil(from / step) * step; x <= to; x += step) found.push(x);
+  return found;
+}
+
 // Bars on one another. rows: [{x, name, y}]; names from below.
 function stacked(title, note, rows, names, options) {
   const order = new Map(names.map((n, i) => [n, i]));
@@ -164,7 +173,7 @@ function stacked(title, note, rows, names, options) {
     mark: { type: "bar", tooltip: true },
     encoding: {
       x: { field: "x", type: "quantitative", title: options.x || "training step", bin: { binned: true, step: options.step || 1 },
-        axis: { format: "~s", tickMinStep: 1, grid: false } },
+        axis: { format: "~s", values: ticks(values[0].x, values[values.length - 1].x2, 8), grid: false } },
       x2: { field: "x2" },
       y: { field: "y", type: "quantitative", title: options.y, stack: true, axis: { tickCount: 5, format: "~s" } },
       color: { field: "name", type: "nominal", title: null, scale: { domain: names, range: palette() }, legend: { symbolType: "square" } },
@@ -186,7 +195,8 @@ function cells(title, note, values, xs, ys, options, figures) {
     data: { values },
     mark: { type: "rect", tooltip: true },
     encoding: {
-      x: { field: "x", type: "ordinal", sort: xs, title: options.x, scale: { paddingInner: 0 }, axis: { labels: options.labels !== false, ticks: false, labelAngle: 0, labelOverlap: "greedy" } },
+      x: { field: "x", type: "ordinal", sort: xs, title: options.x, scale: { paddingInner: 0 }, axis: { labels: options.labels !== false, ticks: false, labelAngle: 0,
+          values: xs.filter((_, i) => i % Math.ceil(xs.length / 10) === 0) } },
       y: { field: "y", type: "ordinal", sort: ys, title: options.y, scale: { paddingInner: 0 }, axis: { ticks: false, labelOverlap: "greedy" } },
       color: { field: "v", type: "quantitative", title: options.v, scale: { domain: options.domain, range: ["cold", "mid", "hot"].map(colour) },
         legend: { format: ".0%", gradientLength: 160, direction: "horizontal", titleOrient: "left", columns: 1 } },

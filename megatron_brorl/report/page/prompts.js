@@ -27,7 +27,7 @@ function spread(s, word, kind) {
     data: { values },
     mark: { type: "bar", tooltip: true },
     encoding: {
-      x: { field: "bin", type: "ordinal", sort: s.bins, title: "right rollouts of a prompt", axis: { labelAngle: s.bins.length > 9 ? -45 : 0 } },
+      x: { field: "bin", type: "ordinal", sort: s.bins, title: "right rollouts of a prompt", axis: { labelAngle: s.bins.length > 9 ? -45 : 0, labelOverlap: false } },
       xOffset: { field: "when", sort: names },
       y: { field: "share", type: "quantitative", title: "share of prompts", axis: { format: ".0%", tickCount: 5 } },
       color: { field: "when", type: "nominal", title: null, sort: names, scale: { domain: names, range: [colour("grey"), colour("blue")] }, legend: { symbolType: "square" } },

@@ -114,6 +114,10 @@ function curves(parent, run) {
       [of("logprob_gap_max", "largest"), of("logprob_gap_mean", "mean")], { y: "nats", log: true, format: ".1e" }),
     one("Entropy of the policy", "", "entropy", { y: "nats per token" }),
     one("Gradient norm", "Before clipping.", "grad_norm", { y: "norm" }),
+    lines("Responses", "Cut off at rollout.max_tokens, and with an answer that the verifier found.",
+      [of("answered_share", "with an answer"), of("cut_off_share", "cut off")], { y: "share of rollouts", format: ".0%" }),
+    lines("Clipped tokens", "Importance ratio beyond its bounds.", [of("clipped_low", "below"), of("clipped_high", "above")],
+      { y: "share of tokens", format: ".1~%" }),
   ];
   append(parent, [make("div", { class: "charts" }, made)]);
   if (c.every > 1) append(parent, [said(`Each point of a curve is the mean of ${c.every} steps; metrics.jsonl has every one.`)]);
