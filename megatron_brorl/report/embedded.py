@@ -52,7 +52,8 @@ def embed(run: RunFiles, found: Sequence[Evaluation], room: int) -> dict[str, An
     (its place) and group: [chunk, place in it], each with prompt, reference and rollouts. counts: of groups and
     rollouts that are there, and those that are recorded.
     """
-    chunks, listed, tables = Chunks(room), [], {}
+    chunks, listed = Chunks(room), []
+    tables: dict[Moment, list[Row]] = {}  # their groups, as recorded
     for moment in _by_worth(run)[:MOST_MOMENTS]:
         rows = run.groups(moment).to_pylist()
         own = [{**{key: g[key] for key in _OF_GROUPS}, "excerpt": _excerpt(g)} for g in rows]

@@ -84,9 +84,9 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
     passes = []
     for k in sorted(set(before.passes) & set(after.passes)):
         if k <= most:
-            scores = [[pass_at_k(side[key].samples, side[key].right, k) for key in keys] for side in (a, b)]
-            test = paired(*scores, resamples, seed)
-            means = {"before": sum(scores[0]) / len(keys), "after": sum(scores[1]) / len(keys)}
+            one, two = ([pass_at_k(side[key].samples, side[key].right, k) for key in keys] for side in (a, b))
+            test = paired(one, two, resamples, seed)
+            means = {"before": sum(one) / len(keys), "after": sum(two) / len(keys)}
             passes.append({"k": k, **means, "difference": {**test.difference.as_dict(), "p": test.two_tailed}})
 
     def moved(lacks: Mapping[Key, Asked], has: Mapping[Key, Asked]) -> list[dict[str, Any]]:

@@ -16,21 +16,25 @@ const SINGLE = [
 const SEVERAL = [["comparison", "Comparison", comparison, () => content.runs]];
 const before = new Map(); // id of a part -> what it was drawn from
 
+// Whether somebody types or reads there: what is new can wait until that is over.
+function busy(part) {
+  return part.contains(document.activeElement) || (part.id === "rollouts" && part.matches(":hover"));
+}
+
 function drawParts() {
   const several = content.runs.length > 1, main = document.getElementById("main");
   for (const [id, heading, draws, depends] of several ? SEVERAL : SINGLE) {
     const own = several ? content : content.runs[0];
     const now = JSON.stringify(depends(own));
-    if (before.get(id) === now) continue;
-    before.set(id, now);
     let part = document.getElementById(id);
+    if (before.get(id) === now || (part && busy(part))) continue;
+    before.set(id, now);
     if (!part) {
       part = make("section", { id, "aria-labelledby": id + "-heading" });
       main.append(part);
       document.getElementById("contents").append(make("a", { href: "#" + id }, heading));
     }
     part.style.minHeight = part.offsetHeight + "px"; // what is below stays in its place meanwhile
-    if (id === "rollouts") opened.clear();
     forget(part);
     part.replaceChildren(make("h2", { id: id + "-heading" }, heading));
     draws(part, own);

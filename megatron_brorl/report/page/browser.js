@@ -1,12 +1,13 @@
 "use strict";
 // What was sampled: a list of prompts, and the responses of one of them token by token.
 
+let held = null; // the rollouts that are shown: of a running run the content may be newer
 const opened = new Map(); // chunk number -> promise of what it holds
 const MOST_LISTED = 300;
 const PROBABILITIES = [0.9, 0.5, 0.2, 0.05, 0.01]; // bounds between the colours of tokens
 
 function chunk(number) {
-  const texts = content.rollouts.chunks;
+  const texts = held.chunks;
   if (!opened.has(number)) opened.set(number, (async () => {
     const bytes = Uint8Array.from(atob(texts[number]), (c) => c.charCodeAt(0));
     return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
@@ -29,7 +30,7 @@ const FILTERS = {
 };
 
 function where(m, g) {
-  return content.rollouts.where[`${m}/${g.group}`];
+  return held.where[`${m}/${g.group}`];
 }
 
 function command(run, m, g) {
@@ -40,7 +41,8 @@ function command(run, m, g) {
 let browser = null; // what the keys act on
 
 function rollouts(parent, run) {
-  const data = content.rollouts;
+  const data = held = content.rollouts;
+  opened.clear();
   browser = null;
   if (!data.moments.length) return append(parent, [said(run.missing.rollouts || "No room for rollouts in this file: make it larger with --megabytes.")]);
   const order = data.moments.map((m, place) => ({ ...m, place }));
