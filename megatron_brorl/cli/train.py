@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         writer = session.writer(resume_step)
         trainer.rollout_log = session.rollout_log(resume_step)
         trainer.recorder = session.recorder(resume_step)
+        # What it was started with, for those who read it later.
         if session.is_main_rank:
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
             command = run_record.command(["train", args.config, *args.overrides], session.grid.world)

@@ -33,46 +33,55 @@ def _run(name: str, run: RunFiles, found: Sequence[Evaluation], several: bool) -
     """several: of a comparison, which has no room for the prompts of each."""
     changed = change(run, found)
     own: dict[str, Any] = {
+        # What it is, and how far.
         "name": name,
         "folder": str(run.folder),
-        "verdict": verdict(run, found, changed),
-        "evaluations": [e.as_dict() for e in found],
-        "change": changed,
-        "curves": curves(run.rows),
-        "config": {f"{section}.{key}": value for section, keys in run.config.items() for key, value in _keys(keys)},
-        "starts": run.starts,
         "n": run.summary.get("rollouts_per_prompt", run.key("rollout", "n", None)),
         "steps": run.steps,
         "seconds": run.summary.get("job_seconds"),
         "memory_mib": run.summary.get("peak_rss_mib"),
+        # What came of it.
+        "verdict": verdict(run, found, changed),
+        "evaluations": [e.as_dict() for e in found],
+        "change": changed,
+        "curves": curves(run.rows),
+        # What it was made with.
+        "config": {f"{section}.{key}": value for section, keys in run.config.items() for key, value in _keys(keys)},
+        "starts": run.starts,
     }
+
+    # Prompts, where there is room for them.
     if not several:
-        own |= {
-            "by_task": by_task(run),
-            "spread": {kind: spread(run, kind) for kind in ("evaluation", "step")},
-            "heat": {kind: heat(run, kind) for kind in ("evaluation", "step")},
-        }
+        own["by_task"] = by_task(run)
+        own |= {f.__name__: {kind: f(run, kind) for kind in ("evaluation", "step")} for f in (spread, heat)}
     return own | {"missing": missing(run, found)}
 
 
 def missing(run: RunFiles, found: Sequence[Evaluation]) -> dict[str, str]:
     """Why a part of the page is not there, by the part: a sentence each."""
     said = {}
+    # Of metrics.jsonl.
     names = {name for row in run.rows for name in row}
     if not run.rows:
         said["curves"] = "No step is done yet: there is nothing to draw."
+    if not any(name.startswith("theory_good_turing/") for name in names):
+        said["theory"] = "No figures of unsampled answers are recorded: theory.every = 0, or no step is done."
+
+    # Of evaluations.
     if not found:
         said["evaluation"] = "No held-out evaluation: give data.held_out, or wait for the first one."
     elif len(found) == 1:
         said["evaluation"] = "One held-out evaluation so far: a change needs two."
+
+    # Of rollouts/.
     if not run.moments:
         said["rollouts"] = (
             "No rollouts are recorded: a run records them in run.dir/rollouts from its first evaluation on."
         )
     elif not run.of_kind("step"):
         said["steps"] = "No step's rollouts are recorded yet."
-    if not any(name.startswith("theory_good_turing/") for name in names):
-        said["theory"] = "No figures of unsampled answers are recorded: theory.every = 0, or no step is done."
+
+    # Of run.json, and of checkpoints in its place.
     if not run.config:
         said["config"] = "The configuration is not recorded: the run is older than run.json, and has no checkpoint."
     elif not run.starts:

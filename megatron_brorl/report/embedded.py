@@ -52,10 +52,12 @@ def embed(run: RunFiles, found: Sequence[Evaluation], room: int) -> dict[str, An
     (its place) and group: [chunk, place in it], each with prompt, reference and rollouts. counts: of groups and
     rollouts that are there, and those that are recorded.
     """
+    # Lists of prompts, of as many moments as there is room for.
     chunks, listed = Chunks(room), []
     tables: dict[Moment, list[Row]] = {}  # their groups, as recorded
     for moment in _by_worth(run)[:MOST_MOMENTS]:
         rows = run.groups(moment).to_pylist()
+        # An excerpt of the prompt stands in for its text, which comes with its rollouts.
         own = [{**{key: g[key] for key in _OF_GROUPS}, "excerpt": _excerpt(g)} for g in rows]
         number = chunks.add(own, int(LISTS_SHARE * room) - (room - chunks.left))
         if number is None:
@@ -63,7 +65,7 @@ def embed(run: RunFiles, found: Sequence[Evaluation], room: int) -> dict[str, An
         tables[moment] = rows
         listed.append({"kind": moment.kind, "number": moment.number, "list": number})
 
-    # Rollouts, in pieces that are worth opening at once.
+    # Rollouts, in pieces that are worth opening at once, from the most telling one on.
     where: dict[str, list[int]] = {}
     held = {"groups": 0, "rollouts": 0}
     places = {moment: place for place, moment in enumerate(tables)}
@@ -72,10 +74,12 @@ def embed(run: RunFiles, found: Sequence[Evaluation], room: int) -> dict[str, An
         if number is None:
             break
         for place, (moment, group, unit) in enumerate(piece):
+            # By the number of the group: a prompt may have several.
             where[f"{places[moment]}/{group}"] = [number, place]
             held["groups"] += 1
             held["rollouts"] += len(unit["rollouts"])
 
+    # What a reader is told that is not here.
     recorded = [(g["recorded"] > 0, g["recorded"]) for rows in tables.values() for g in rows]
     return {
         "moments": listed,

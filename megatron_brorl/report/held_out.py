@@ -74,6 +74,7 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
     passes: k, means before and after, their difference with its 95% interval of the paired bootstrap, and Student's
     two-tailed p. solved, lost: prompts with a right sample in the second one alone, and in the first one alone.
     """
+    # What both were asked: a pair needs both sides.
     a, b = before.prompts, after.prompts
     keys = [key for key in a if key in b]
     if len(keys) < 2:
@@ -84,17 +85,21 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
     passes = []
     for k in sorted(set(before.passes) & set(after.passes)):
         if k <= most:
+            # Entry i of either is of keys[i]: that is what pairs them.
             one, two = ([pass_at_k(side[key].samples, side[key].right, k) for key in keys] for side in (a, b))
             test = paired(one, two, resamples, seed)
             means = {"before": sum(one) / len(keys), "after": sum(two) / len(keys)}
             passes.append({"k": k, **means, "difference": {**test.difference.as_dict(), "p": test.two_tailed}})
 
+    # Prompts that one of the two has no right sample of.
     def moved(lacks: Mapping[Key, Asked], has: Mapping[Key, Asked]) -> list[dict[str, Any]]:
         own = [key for key in keys if lacks[key].right == 0 < has[key].right]
         rows = [{"id": k[0], "task": has[k].task, "right": has[k].right, "samples": has[k].samples} for k in own]
+        # The surest first.
         return sorted(rows, key=lambda row: (-row["right"] / row["samples"], row["id"]))
 
     return {
+        # Steps that were done before each.
         "from": before.steps,
         "to": after.steps,
         "prompts": len(keys),

@@ -99,9 +99,12 @@ def heat(run: RunFiles, kind: str, cells: int = MOST_CELLS) -> dict[str, Any] | 
     shares: [prompts][moments], null where it was not asked; prompts in order of their first share, and then of their
     last. left_out: prompts that are too many for so many cells; which ones are shown depends on their ids alone.
     """
+    # Nothing moves in one moment.
     there = _spread_over(run.of_kind(kind), MOST_FILES)
     if len(there) < 2:
         return None
+
+    # By prompt and moment: shares of its groups, of which a step may have several.
     found: dict[str, dict[int, list[float]]] = {}
     tasks: dict[str, str] = {}
     for place, moment in enumerate(there):
@@ -112,17 +115,20 @@ def heat(run: RunFiles, kind: str, cells: int = MOST_CELLS) -> dict[str, Any] | 
 
     # Prompts that one can see moving, as many as there is room for.
     again = sorted((p for p, own in found.items() if len(own) > 1), key=prompt_order)
+    # By their ids alone, so that a page of more steps shows the same ones.
     shown = again[: max(1, cells // len(there))]
     if not shown:
         return None
     shares = {p: [_mean(found[p].get(place, [])) for place in range(len(there))] for p in shown}
 
+    # Neighbours are alike: those that began alike, and of these those that end alike.
     def ends(p: str) -> tuple[float, float, str]:
         known = [v for v in shares[p] if v is not None]
         return known[0], known[-1], p
 
     order = sorted(shown, key=ends)
     return {
+        # A row of shares for each prompt.
         "numbers": [_done(m) for m in there],
         "prompts": order,
         "tasks": [tasks[p] for p in order],
