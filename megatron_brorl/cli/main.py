@@ -132,10 +132,10 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function, name=name)  # `name`: what a launcher's ranks are started with
 
     # Commands of one process, around what those left behind.
-    _add_report(commands)
-    evaluate_cli.add_compare(commands)
-    rollouts_cli.add_command(commands)
-    metrics_cli.add_command(commands)
+    _add_report(commands)  # brorl report
+    evaluate_cli.add_compare(commands)  # brorl compare
+    rollouts_cli.add_command(commands)  # brorl rollouts
+    metrics_cli.add_command(commands)  # brorl metrics
 
     # The configuration, the data, the machine, and the theory.
     config_cli.add_commands(commands)  # brorl init, brorl config

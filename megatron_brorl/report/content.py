@@ -31,7 +31,7 @@ def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RunFiles], li
 
 def _run(name: str, run: RunFiles, found: Sequence[Evaluation], several: bool) -> dict[str, Any]:
     """several: of a comparison, which has no room for the prompts of each."""
-    changed = change(run, found)
+    changed = change(run, found)  # None where two evaluations cannot be paired
     own: dict[str, Any] = {
         # What it is, and how far.
         "name": name,

@@ -61,7 +61,7 @@ def embed(run: RunFiles, found: Sequence[Evaluation], room: int) -> dict[str, An
         own = [{**{key: g[key] for key in _OF_GROUPS}, "excerpt": _excerpt(g)} for g in rows]
         number = chunks.add(own, int(LISTS_SHARE * room) - (room - chunks.left))
         if number is None:
-            break
+            break  # full
         tables[moment] = rows
         listed.append({"kind": moment.kind, "number": moment.number, "list": number})
 

@@ -78,7 +78,7 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
     a, b = before.prompts, after.prompts
     keys = [key for key in a if key in b]
     if len(keys) < 2:
-        return None
+        return None  # one difference has no spread
 
     # pass@k for every k that each pair has samples for.
     most = min(min(a[k].samples, b[k].samples) for k in keys)

@@ -52,7 +52,10 @@ class RunFiles:
     def groups(self, moment: Moment) -> pa.Table:
         """record.schema.GROUPS of a moment. Raises UserError where the file is damaged."""
         path = self.folder / FOLDER / moment.file("groups")
-        return _groups(self.folder / FOLDER, moment, path.stat().st_mtime_ns)
+        found = _stat(path)
+        if found is None:  # a run that goes on does its last steps again
+            raise UserError(f"{path}: is no longer there; try again")
+        return _groups(self.folder / FOLDER, moment, found.st_mtime_ns)
 
     def rollouts(self, moment: Moment) -> pa.Table:
         """record.schema.ROLLOUTS of a moment. Raises UserError where a file is damaged."""

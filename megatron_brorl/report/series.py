@@ -44,19 +44,24 @@ def curves(rows: Sequence[Row], most: int = MOST_POINTS) -> dict[str, Any]:
 
 
 def by_task(run: RunFiles) -> dict[str, Any]:
-    """Mean share of right rollouts by task: {"step": [...], "tasks": {name: [share or null]}} over recorded steps."""
+    """Over recorded steps, means over their groups: {"step", "distinct": [answers], "tasks": {name: [share right]}}."""
     steps = _spread_over(run.of_kind("step"), MOST_FILES)
     found: list[dict[str, list[float]]] = []
+    distinct: list[float | None] = []
     for moment in steps:
+        # Groups that came through, each with its task.
+        rows = run.groups(moment).select(["verifier", "right", "rollouts", "distinct"]).to_pylist()
         shares: dict[str, list[float]] = {}
-        for g in run.groups(moment).select(["verifier", "right", "rollouts"]).to_pylist():
-            if g["rollouts"]:
-                shares.setdefault(g["verifier"] or "", []).append(g["right"] / g["rollouts"])
+        for g in (g for g in rows if g["rollouts"]):
+            shares.setdefault(g["verifier"] or "", []).append(g["right"] / g["rollouts"])
         found.append(shares)
+        distinct.append(_mean([g["distinct"] for g in rows if g["rollouts"]]))
 
+    # A task that a step did not ask has no share there.
     names = sorted({name for shares in found for name in shares})
     return {
         "step": [m.number + 1 for m in steps],
+        "distinct": distinct,
         "tasks": {name: [_mean(shares.get(name, [])) for shares in found] for name in names},
     }
 

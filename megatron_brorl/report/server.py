@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -37,14 +38,23 @@ class Source:
             return self._stamp, self._content
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A page that was closed meanwhile is no error."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class _Handler(BaseHTTPRequestHandler):
     source: Source
     server: ThreadingHTTPServer
 
     def do_GET(self) -> None:
         # A name that somebody else lets point here must not read the page (DNS rebinding).
-        hosts = {f"{host}:{self.server.server_port}" for host in (ADDRESS, "localhost")}
-        if self.headers.get("Host") not in hosts:
+        host, _, port = self.headers.get("Host", "").partition(":")
+        if host not in (ADDRESS, "localhost") or port not in ("", str(self.server.server_port)):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", f"ask for http://{ADDRESS}:{self.server.server_port}/\n")
             return
         try:
@@ -90,9 +100,9 @@ def open_server(folders: Sequence[Path], port: int, megabytes: float = MOST_MB) 
     source.now()  # a mistake is told before anything listens
     handler = type("Handler", (_Handler,), {"source": source})
     try:
-        server = ThreadingHTTPServer((ADDRESS, port), handler)
+        return _Server((ADDRESS, port), handler)
+    except OverflowError:
+        raise UserError(f"--port {port}: must be in [0, 65535]") from None
     except OSError as e:
         why = "is in use" if e.errno == errno.EADDRINUSE else f"cannot be listened on: {e.strerror}"
         raise UserError(f"--port {port}: {why}; give another, or 0 for any that is free") from None
-    server.daemon_threads = True
-    return server

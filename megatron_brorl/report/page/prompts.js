@@ -65,6 +65,8 @@ function unsampled(run) {
     const mean = c.values[`theory_hold_out/unsampled_mass_${h}`][i];
     return se === null || mean === null ? null : Math.max(0, mean + sign * 1.959964 * se);
   });
+  if (!get("distinct") && run.by_task.step.length)
+    return [lines("Distinct answers", "Different final answers of a group: means over groups.", [{ name: "distinct", x: run.by_task.step, y: run.by_task.distinct }], { y: "answers" })];
   return [
     lines("Distinct answers", "Different final answers of a group, and those that came once: means over groups.", [series("distinct", "distinct"), series("singletons", "came once")], { y: "answers" }),
     lines("Unsampled mass of answers", "Probability of answers that no sibling gave: Good-Turing's estimate. Band: Esty's 95% interval of a single group, its ends averaged over groups; none at steps where all answers of some group differ.",

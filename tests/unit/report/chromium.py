@@ -47,6 +47,7 @@ class Chromium:
         os.close(theirs_out)
         self._buffer, self._last, self._session = b"", 0, ""
         self.errors: list[str] = []
+        self.requests: list[str] = []  # addresses that the page has asked for
 
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -79,7 +80,9 @@ class Chromium:
 
     def _look(self, message: dict[str, Any]) -> None:
         own = message.get("params", {})
-        if message.get("method") == "Runtime.exceptionThrown":
+        if message.get("method") == "Network.requestWillBeSent":
+            self.requests.append(own["request"]["url"])
+        elif message.get("method") == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(own["exceptionDetails"])[:2000])
         elif message.get("method") == "Runtime.consoleAPICalled" and own["type"] in ("error", "warning", "assert"):
             self.errors.append(json.dumps(own["args"])[:2000])

@@ -107,6 +107,7 @@ def test_tasks_spread_and_heat(folder, run):
         own = [[g["right"] / 32 for g in rows if g["verifier"] == name] for rows in steps]
         assert run["by_task"]["tasks"][TASKS[place]] == pytest.approx([sum(v) / len(v) for v in own])
     assert run["by_task"]["step"] == [1, 2, 3, 4]
+    assert run["by_task"]["distinct"] == pytest.approx([sum(g["distinct"] for g in rows) / 6 for rows in steps])
 
     # Held-out prompts have four samples each, training prompts 32: one by one, and in tenths.
     held = run["spread"]["evaluation"]

@@ -66,11 +66,13 @@ def test_what_a_model_wrote_is_text(opened, run):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
-def test_every_chart_is_drawn(opened, width, scheme):
+def test_every_chart_is_drawn(opened, run, width, scheme):
+    opened(width, scheme).requests.clear()
     b = opened(width, scheme)
     b.value(ALL_DRAWN)
     b.wait("[...drawn.keys()].every((box) => box.querySelector('canvas'))")
     assert b.value("views.size") >= 18
+    assert {url for url in b.requests if not url.startswith(("data:", "blob:", "about:"))} == {run[1]}  # itself alone
     assert b.value("document.documentElement.scrollWidth") <= width
     assert b.value(r"document.body.innerText.match(/\b(NaN|nan|undefined|null|Infinity)\b/)") is None
     assert b.errors == []
