@@ -69,7 +69,7 @@ def by_task(run: RunFiles) -> dict[str, Any]:
 def spread(run: RunFiles, kind: str) -> dict[str, Any] | None:
     """How many prompts had how many right: bins, and counts [moments][bins]; None where nothing is recorded.
 
-    Bins are numbers of right samples where every prompt has one and the same small number of them, else tenths.
+    Bins are numbers of right samples where every prompt has one and the same small number of them, `of`; else tenths.
     """
     found = [(m, _right(run, m)) for m in _spread_over(run.of_kind(kind), MOST_FILES)]
     found = [(m, pairs) for m, pairs in found if pairs]
@@ -78,12 +78,12 @@ def spread(run: RunFiles, kind: str) -> dict[str, Any] | None:
     sizes = {n for _, pairs in found for _, n in pairs}
     exact = sizes.pop() if len(sizes) == 1 and max(sizes) <= FEW_SAMPLES else 0
 
-    bins = [f"{i} of {exact}" for i in range(exact + 1)] if exact else TENTHS
+    bins = [str(i) for i in range(exact + 1)] if exact else TENTHS
     counts = []
     for _, pairs in found:
         own = Counter(right if exact else _tenth(right, n) for right, n in pairs)
         counts.append([own[i] for i in range(len(bins))])
-    return {"bins": bins, "numbers": [_done(m) for m, _ in found], "counts": counts}
+    return {"of": exact or None, "bins": bins, "numbers": [_done(m) for m, _ in found], "counts": counts}
 
 
 def _right(run: RunFiles, moment: Moment) -> list[tuple[int, int]]:

@@ -28,8 +28,8 @@ function visible(text) {
 
 function table(head, rows, options) {
   const cell = (kind, scope) => (value) => {
-    const numeric = typeof value === "number" || (typeof value === "string" && /^[-+]?[\d.]/.test(value));
-    return make(kind, { scope, class: numeric ? "number" : null }, value);
+    const text = String(value), numeric = /^[-+<]?\s?[\d.]/.test(text);
+    return make(kind, { scope, class: text.length < 10 ? "short" : numeric ? "number" : null }, value);
   };
   return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": (options || {}).label || "Table" },
     make("table", null,

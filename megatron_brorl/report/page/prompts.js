@@ -15,6 +15,7 @@ function prompts(parent, run) {
 }
 
 function spread(s, word, kind) {
+  const right = s.of ? `right of ${s.of}` : "right rollouts of a prompt";
   const total = s.counts.map((row) => row.reduce((a, b) => a + b, 0));
   const last = s.numbers.length - 1;
   const when = (i) => `after ${s.numbers[i]} step${s.numbers[i] === 1 ? "" : "s"}`;
@@ -27,7 +28,7 @@ function spread(s, word, kind) {
     data: { values },
     mark: { type: "bar", tooltip: true },
     encoding: {
-      x: { field: "bin", type: "ordinal", sort: s.bins, title: "right rollouts of a prompt", axis: { labelAngle: s.bins.length > 9 ? -45 : 0, labelOverlap: false } },
+      x: { field: "bin", type: "ordinal", sort: s.bins, title: right, axis: { labelAngle: s.bins.length > 9 ? -45 : 0, labelOverlap: false } },
       xOffset: { field: "when", sort: names },
       y: { field: "share", type: "quantitative", title: "share of prompts", axis: { format: ".0%", tickCount: 5 } },
       color: { field: "when", type: "nominal", title: null, sort: names, scale: { domain: names, range: [colour("grey"), colour("blue")] }, legend: { symbolType: "square" } },
@@ -39,7 +40,7 @@ function spread(s, word, kind) {
   if (last) {
     const grid = s.counts.flatMap((row, i) => row.map((count, b) => ({ x: s.numbers[i], y: s.bins[b], v: count / total[i], count })));
     made.push(cells(`${word}: movement`, "Each column is one moment; the further from the background, the more prompts.", grid, s.numbers, [...s.bins].reverse(),
-      { x: "training step", y: "right rollouts", v: "share of prompts", tooltip: [{ field: "x", title: "steps" }, { field: "y", title: "right" }, { field: "count", title: "prompts" }, { field: "v", title: "share", format: ".1%" }] }, figures));
+      { x: "training step", y: right, v: "share of prompts", tooltip: [{ field: "x", title: "steps" }, { field: "y", title: "right" }, { field: "count", title: "prompts" }, { field: "v", title: "share", format: ".1%" }] }, figures));
   }
   return made;
 }
@@ -72,6 +73,6 @@ function unsampled(run) {
     lines("Unsampled mass of answers", "Probability of answers that no sibling gave: Good-Turing's estimate. Band: Esty's 95% interval of a single group, its ends averaged over groups; none at steps where all answers of some group differ.",
       [series("unseen_mass", "all", "low", "high"), series("unseen_right", "right answers")], { y: "probability", format: ".1~%" }),
     held.length ? lines("What held-out siblings add", "Share of held-out siblings with an answer that the others lack. Bands: 95% intervals, given the prompts.",
-      [...new Set([held[0], held[held.length - 1]])].map((h) => ({ name: `${h} of the siblings held out`, x: c.step, y: c.values[`theory_hold_out/unsampled_mass_${h}`], low: error(h, -1), high: error(h, 1) })), { y: "share", format: ".1~%" }) : null,
+      [...new Set([held[0], held[held.length - 1]])].map((h) => ({ name: `${h} held out`, x: c.step, y: c.values[`theory_hold_out/unsampled_mass_${h}`], low: error(h, -1), high: error(h, 1) })), { y: "share", format: ".1~%" }) : null,
   ];
 }

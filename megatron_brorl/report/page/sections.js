@@ -16,8 +16,8 @@ function verdict(parent, run) {
   if (run.change || run.evaluations.length) append(parent, [passes(run)]);
   if (run.change)
     append(parent, [make("div", { class: "columns" },
-      moved("Newly solved", run.change.solved, `No sample right after ${run.change.from} steps, some after ${run.change.to}`, run.change.to),
-      moved("Newly lost", run.change.lost, `Some right after ${run.change.from} steps, none after ${run.change.to}`, run.change.from))]);
+      moved("Newly solved", run.change.solved, `No sample right ${when(run.change.from)}, some ${when(run.change.to)}`, run.change.to),
+      moved("Newly lost", run.change.lost, `Some samples right ${when(run.change.from)}, none ${when(run.change.to)}`, run.change.from))]);
 }
 
 function tiles(run) {
@@ -28,6 +28,10 @@ function tiles(run) {
     last && last.prompts ? ["held-out prompts", `${last.prompts}, ${last.samples} samples each`] : null,
     run.memory_mib ? ["peak memory", (run.memory_mib / 1024).toFixed(1) + " GiB, all processes"] : null,
   ].filter(Boolean);
+}
+
+function when(steps) {
+  return steps ? `after ${steps} step${steps === 1 ? "" : "s"}` : "before training";
 }
 
 function interval(p) {
@@ -44,8 +48,7 @@ function passes(run) {
     return [`pass@${p.k}`, interval(p), first === last ? "-" : interval(of(last, p.k)),
       d ? `${points(d.mean)} (${points(d.low)} to ${points(d.high)})` : "-", d ? (d.p < 1e-4 ? "< 0.0001" : d.p.toFixed(4)) : "-"];
   });
-  const when = (e) => (e.steps ? `after ${e.steps} step${e.steps === 1 ? "" : "s"}` : "before training");
-  const head = ["", when(first), first === last ? "later" : when(last), "change, points", "p"];
+  const head = ["", when(first.steps), first === last ? "later" : when(last.steps), "change, points", "p"];
   return make("div", null,
     table(head, rows, { label: "pass@k before and after" }),
     make("p", { class: "note" }, "In brackets 95% intervals of the bootstrap over prompts; the change is paired by prompt, p is of Student's two-tailed paired test. They do not say how runs of other seeds differ."));
