@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pyarrow.parquet as pq
@@ -76,6 +77,32 @@ def test_every_chart_is_drawn(opened, run, width, scheme):
     assert b.value("document.documentElement.scrollWidth") <= width
     assert b.value(r"document.body.innerText.match(/\b(NaN|nan|undefined|null|Infinity)\b/)") is None
     assert b.errors == []
+
+
+@pytest.mark.parametrize(
+    ("options", "charts", "said"),
+    [
+        ([{"rates": (0.0, 0.0)}], 19, "No change beyond chance"),
+        ([{"steps": 1, "evaluations": (0,), "ended": False}], 12, "One held-out evaluation so far"),
+        ([{"evaluations": (), "recorded": False, "record": False}], 12, "No rollouts are recorded"),
+        ([{"steps": 0, "evaluations": (), "recorded": False, "ended": False}], 0, "No step is done yet"),
+        ([{}, {"rates": (0.8, 0.2)}], 2, "None: their configurations are the same."),
+    ],
+)
+def test_whatever_is_missing_there_is_no_empty_panel(browser, tmp_path, options, charts, said):
+    folders = [make_run(tmp_path / f"run{i}", **own) for i, own in enumerate(options)]
+    file = tmp_path / "page.html"
+    file.write_text(page(folders))
+    browser.errors.clear()
+    browser.open(f"file://{file}")
+    browser.value(ALL_DRAWN)
+    browser.wait("[...drawn.keys()].every((box) => box.querySelector('canvas'))")
+    assert browser.value("document.querySelectorAll('.plot').length") >= charts
+    assert not browser.value("[...document.querySelectorAll('section')].some((s) => s.children.length < 2)")
+    text = browser.value("document.body.innerText")
+    assert said in text
+    assert not re.search(r"\b(NaN|nan|undefined|null|Infinity)\b", text)
+    assert browser.errors == []
 
 
 def test_keys(opened):
