@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.glossary.tables import OF_A_STEP, OF_TIME, find
 from megatron_brorl.report.held_out import Evaluation, against, change, evaluations
 from megatron_brorl.report.run_files import RunFiles, read_run
 from megatron_brorl.report.series import by_task, curves, heat, spread
@@ -24,6 +25,7 @@ def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RunFiles], li
     parts = zip(_names(runs), runs, held_out, strict=True)
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     found: dict[str, Any] = {"made": made, "runs": [_run(*part, several) for part in parts]}
+    found["meanings"] = meanings(sorted({name for run in found["runs"] for name in run["curves"]["values"]}))
     if several:
         found["against"] = against(runs, held_out)
     return found, runs, held_out
@@ -55,6 +57,17 @@ def _run(name: str, run: RunFiles, found: Sequence[Evaluation], several: bool) -
         own["by_task"] = by_task(run)
         own |= {f.__name__: {kind: f(run, kind) for kind in ("evaluation", "step")} for f in (spread, heat)}
     return own | {"missing": missing(run, found)}
+
+
+def meanings(names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Unit, meaning and what a bad value says of each figure of a step that the glossary has."""
+    found = {}
+    for name in names:
+        times = name.startswith("time/")
+        entry = find(name.removeprefix("time/"), OF_TIME if times else OF_A_STEP)
+        if entry:
+            found[name] = {"unit": entry[1].unit, "meaning": entry[1].meaning, "bad": entry[1].bad}
+    return found
 
 
 def missing(run: RunFiles, found: Sequence[Evaluation]) -> dict[str, str]:

@@ -127,6 +127,13 @@ function curves(parent, run) {
   if (Object.keys(c.values).length) append(parent, [any_figure(run)]);
 }
 
+function meaning(name) {
+  const m = content.meanings[name];
+  if (!m) return "";
+  return [m.meaning, m.bad, m.unit && m.unit !== "1" ? `Unit: ${m.unit}.` : ""].filter(Boolean).map((s) => s.replaceAll("`", "")).map((s) => s[0].toUpperCase() + s.slice(1))
+    .map((s) => (/[.!?]$/.test(s) ? s : s + ".")).join(" ");
+}
+
 function any_figure(run) {
   const names = Object.keys(run.curves.values).sort();
   const place = make("div", { class: "charts" });
@@ -135,7 +142,7 @@ function any_figure(run) {
     if (!(field.value in run.curves.values)) return;
     state.figure = field.value;
     forget(place);
-    place.replaceChildren(lines(field.value, "", [{ name: field.value, x: run.curves.step, y: run.curves.values[field.value] }],
+    place.replaceChildren(lines(field.value, meaning(field.value), [{ name: field.value, x: run.curves.step, y: run.curves.values[field.value] }],
       { y: "", smooth: true }) || said("This figure has no value."));
     drawNear(place);
   };
@@ -211,7 +218,7 @@ function comparison(parent, content) {
     state.compared = name;
     forget(place);
     const charts = [["training step", false], ["seconds of training steps", true]].map(([x, over]) =>
-      lines(`${name} over ${over ? "time" : "steps"}`, over ? "Evaluations take no time here." : "", runs.map((run) => of_run(run, name, over)),
+      lines(`${name} over ${over ? "time" : "steps"}`, over ? "Evaluations take no time here." : meaning(name), runs.map((run) => of_run(run, name, over)),
         { y: name, x, smooth: !name.startsWith("pass@"), format: name.startsWith("pass@") ? ".0%" : ".3~g", whole: !over }));
     place.replaceChildren(...charts.map((c) => c || said("No run has this figure.")));
     drawNear(place);

@@ -14,7 +14,7 @@ import pytest
 from made_run import TASKS, make_run
 
 from megatron_brorl.config.schema import EvaluateConfig
-from megatron_brorl.report.content import content
+from megatron_brorl.report.content import content, meanings
 from megatron_brorl.report.embedded import embed, telling
 from megatron_brorl.report.held_out import evaluations
 from megatron_brorl.report.run_files import read_run
@@ -50,6 +50,13 @@ def test_curves_are_the_lines_of_metrics(folder, run):
     for name in rows[0]["time"]:
         assert found["values"][f"time/{name}"] == pytest.approx([row["time"][name] for row in rows])
     assert found["elapsed"] == pytest.approx([5, 11, 18, 26])
+
+
+def test_figures_are_explained(run):
+    found = meanings(list(run["curves"]["values"]))
+    assert found["kept_share"]["unit"]
+    assert found["time/generate"]["meaning"] == found["time/generate"]["meaning"].strip() != ""
+    assert set(run["curves"]["values"]) == set(found)  # the glossary has every figure
 
 
 def test_long_curves_are_means():
