@@ -21,6 +21,7 @@ MOST_SIBLINGS = 16  # of a prompt at one moment
 MOST_TOKENS = 32_768  # of them together, but for the first right and the first wrong one
 LISTS_SHARE = 0.25  # of the room that lists of prompts may take
 _CHUNK = 100_000  # characters of JSON, more or less
+_ENTRY = 32  # bytes of "MOMENT/GROUP":[CHUNK,PLACE], at most
 _EXCERPT = 160  # characters of a prompt in a list
 _OF_GROUPS = ("group", "prompt_id", "verifier", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
 _OF_ROLLOUTS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens")
@@ -33,11 +34,14 @@ class Chunks:
         self.texts: list[str] = []
         self.left = room
 
-    def add(self, value: Any, room: int | None = None) -> int | None:
-        """The chunk's number; None: it does not fit, into what is left or into `room` bytes."""
+    def add(self, value: Any, entries: int, room: int | None = None) -> int | None:
+        """The chunk's number; None: it does not fit, into what is left or into `room` bytes.
+
+        entries: that lead to what it holds, which take room too.
+        """
         plain = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
         text = base64.b64encode(zlib.compress(plain, 6)).decode()
-        size = len(text) + 3  # with quotes and a comma
+        size = len(text) + 3 + _ENTRY * entries  # with quotes and a comma
         if size > self.left or (room is not None and size > room):
             return None
         self.left -= size
@@ -59,7 +63,7 @@ def embed(run: RunFiles, found: Sequence[Evaluation], room: int) -> dict[str, An
         rows = run.groups(moment).to_pylist()
         # An excerpt of the prompt stands in for its text, which comes with its rollouts.
         own = [{**{key: g[key] for key in _OF_GROUPS}, "excerpt": _excerpt(g)} for g in rows]
-        number = chunks.add(own, int(LISTS_SHARE * room) - (room - chunks.left))
+        number = chunks.add(own, 2, int(LISTS_SHARE * room) - (room - chunks.left))
         if number is None:
             break  # full
         tables[moment] = rows
@@ -70,7 +74,7 @@ def embed(run: RunFiles, found: Sequence[Evaluation], room: int) -> dict[str, An
     held = {"groups": 0, "rollouts": 0}
     places = {moment: place for place, moment in enumerate(tables)}
     for piece in _pieces(_units(run, tables, _moved(found))):
-        number = chunks.add([unit for _, _, unit in piece])
+        number = chunks.add([unit for _, _, unit in piece], len(piece))
         if number is None:
             break
         for place, (moment, group, unit) in enumerate(piece):

@@ -217,13 +217,14 @@ def test_rollouts_of_the_page_are_those_recorded(folder):
                 assert ends == [r["ends"] for r in own]
 
 
-@pytest.mark.parametrize("room", [0, 700, 3000, 6000])
+@pytest.mark.parametrize("room", [0, 700, 4000, 8000])
 def test_room_is_kept(folder, room):
     """What moved comes first."""
     run = read_run(folder)
     held_out = evaluations(run)
     found = embed(run, held_out, room)
-    assert len(json.dumps(found["chunks"], separators=(",", ":"))) <= room + 2
+    texts = [json.dumps(found[part], separators=(",", ":")) for part in ("chunks", "where", "moments")]
+    assert sum(map(len, texts)) <= room + 6  # with their brackets
     assert found["held"]["rollouts"] <= found["recorded"]["rollouts"]
     if found["where"]:
         solved = {p["id"] for p in content([folder])[0]["runs"][0]["change"]["solved"]}
