@@ -39,14 +39,14 @@ def _run(name: str, run: RunFiles, found: Sequence[Evaluation], several: bool) -
         "name": name,
         "folder": str(run.folder),
         "n": run.summary.get("rollouts_per_prompt", run.key("rollout", "n", None)),
-        "steps": run.steps,
-        "seconds": run.summary.get("job_seconds"),
-        "memory_mib": run.summary.get("peak_rss_mib"),
+        "steps": run.steps,  # done
+        "seconds": run.summary.get("job_seconds"),  # None until it has ended
+        "memory_mib": run.summary.get("peak_rss_mib"),  # of all processes
         # What came of it.
         "verdict": verdict(run, found, changed),
         "evaluations": [e.as_dict() for e in found],
         "change": changed,
-        "curves": curves(run.rows),
+        "curves": curves(run.rows),  # every figure
         # What it was made with.
         "config": {f"{section}.{key}": value for section, keys in run.config.items() for key, value in _keys(keys)},
         "starts": run.starts,

@@ -76,7 +76,7 @@ def embed(run: RunFiles, found: Sequence[Evaluation], room: int) -> dict[str, An
     for piece in _pieces(_units(run, tables, _moved(found))):
         number = chunks.add([unit for _, _, unit in piece], len(piece))
         if number is None:
-            break
+            break  # full
         for place, (moment, group, unit) in enumerate(piece):
             # By the number of the group: a prompt may have several.
             where[f"{places[moment]}/{group}"] = [number, place]
@@ -86,12 +86,12 @@ def embed(run: RunFiles, found: Sequence[Evaluation], room: int) -> dict[str, An
     # What a reader is told that is not here.
     recorded = [(g["recorded"] > 0, g["recorded"]) for rows in tables.values() for g in rows]
     return {
-        "moments": listed,
+        "moments": listed,  # in order of worth
         "where": where,
         "chunks": chunks.texts,
         "held": held,
         "recorded": {"groups": sum(any_ for any_, _ in recorded), "rollouts": sum(count for _, count in recorded)},
-        "moments_recorded": len(run.moments),
+        "moments_recorded": len(run.moments),  # of which the page may list fewer
     }
 
 

@@ -128,7 +128,7 @@ def heat(run: RunFiles, kind: str, cells: int = MOST_CELLS) -> dict[str, Any] | 
 
     # Neighbours are alike: those that began alike, and of these those that end alike.
     def ends(p: str) -> tuple[float, float, str]:
-        known = [v for v in shares[p] if v is not None]
+        known = [v for v in shares[p] if v is not None]  # of the moments that asked it
         return known[0], known[-1], p
 
     order = sorted(shown, key=ends)
@@ -138,7 +138,7 @@ def heat(run: RunFiles, kind: str, cells: int = MOST_CELLS) -> dict[str, Any] | 
         "prompts": order,
         "tasks": [tasks[p] for p in order],
         "shares": [shares[p] for p in order],
-        "left_out": len(again) - len(shown),
+        "left_out": len(again) - len(shown),  # prompts
     }
 
 
