@@ -7,6 +7,8 @@ import errno
 import os
 import sys
 import warnings
+from pathlib import Path
+from typing import Any
 
 from megatron_brorl import __version__, ranks
 from megatron_brorl.cli import config as config_cli
@@ -130,12 +132,10 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function, name=name)  # `name`: what a launcher's ranks are started with
 
     # Commands of one process, around what those left behind.
-    report = commands.add_parser("report", help="draw the curves of a run again and print its summary")
-    report.add_argument("run_dir")
-    report.set_defaults(command=_report)
-    evaluate_cli.add_compare(commands)
-    rollouts_cli.add_command(commands)
-    metrics_cli.add_command(commands)
+    _add_report(commands)  # brorl report
+    evaluate_cli.add_compare(commands)  # brorl compare
+    rollouts_cli.add_command(commands)  # brorl rollouts
+    metrics_cli.add_command(commands)  # brorl metrics
 
     # The configuration, the data, the machine, and the theory.
     config_cli.add_commands(commands)  # brorl init, brorl config
@@ -150,6 +150,18 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(command=_doctor)
     theory_cli.add_commands(commands)  # brorl simulate, brorl advise
     return parser
+
+
+def _add_report(commands: Any) -> None:
+    text = "a run as one HTML file: what came of it, curves, prompts, rollouts, configuration; or several runs compared"
+    report = commands.add_parser("report", help=text, description=text)
+    report.add_argument("runs", metavar="RUN", nargs="+", help="run.dir of a training run, ended or still going")
+    report.add_argument("--out", type=Path, metavar="FILE", help="left out: report.html in RUN, or comparison.html")
+    size = "of the file at most, of which rollouts get what the rest leaves (%(default)s)"
+    report.add_argument("--megabytes", type=float, default=5.0, metavar="MB", help=size)
+    report.add_argument("--serve", action="store_true", help="follow a running run at http://127.0.0.1:PORT instead")
+    report.add_argument("--port", type=int, default=8765, help="of --serve; 0: any that is free (%(default)s)")
+    report.set_defaults(command=_report)
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -1,33 +1,69 @@
-"""`brorl report`: the curves and the summary of a run, which `brorl train` ends with too."""
+"""`brorl report`: a run as a page, its curves and its summary, which `brorl train` ends with too."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from megatron_brorl.algo.estimators import widest
+from megatron_brorl.cli.files import write_text
 from megatron_brorl.errors import UserError
-from megatron_brorl.metrics import METRICS_FILE
+from megatron_brorl.report.page import page
 from megatron_brorl.report.plot import plot_run
+from megatron_brorl.report.run_files import SUMMARY, read_run
+from megatron_brorl.report.server import ADDRESS, open_server
 from megatron_brorl.report.theory import plot_theory
 from megatron_brorl.theory.agreement import agreement_lines
 
-SUMMARY = "summary.json"
+PAGE, SEVERAL = "report.html", "comparison.html"
 
 
 def report(args: argparse.Namespace) -> int:
-    """Draw a run's curves again and print its summary. Raises UserError for a folder without a run."""
-    directory = Path(args.run_dir).absolute()
-    if not (directory / METRICS_FILE).is_file():
-        raise UserError(f"{directory}: holds no {METRICS_FILE}; give the run.dir of a training run")
-    show(directory)
+    """Write the page of a run, draw its curves again and print its summary; or the page of several; or serve either.
+
+    Raises UserError for a folder without a run, and for a place or port that cannot be had.
+    """
+    runs = [Path(run).absolute() for run in args.runs]
+    out = args.out.absolute() if args.out else runs[0] / (PAGE if len(runs) == 1 else SEVERAL)
+    if out.suffix != ".html":  # never over a file of the run
+        raise UserError(f"--out {args.out}: must end in .html")
+    if not args.megabytes > 0:
+        raise UserError(f"--megabytes {args.megabytes}: must be above 0")
+    if args.serve:
+        return _serve(runs, args.port, args.megabytes)
+
+    # The page first: a run may have steps that a figure has no use for.
+    text = page(runs, args.megabytes)
+    write_text(out, text)
+    said = f"{out} ({len(text.encode()) / 1e6:.1f} MB)"
+    if len(runs) == 1 and read_run(runs[0]).rows:
+        show(runs[0], said)
+    else:
+        print(f"report   {said}")
     return 0
 
 
-def show(directory: Path) -> None:
-    """Draw the curves of a run, print its summary, where it has ended, and say where the files are."""
+def _serve(runs: list[Path], port: int, megabytes: float) -> int:
+    """Until Ctrl-C."""
+    server = open_server(runs, port, megabytes)
+    print(f"report   http://{ADDRESS}:{server.server_port}/ (on this machine alone; Ctrl-C ends it)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print("ended")
+    finally:
+        server.server_close()
+    return 0
+
+
+def show(directory: Path, page: str = "") -> None:
+    """Draw the curves of a run, print its summary, where it has ended, and say where the files are.
+
+    page: where its report is; "": the command that makes it.
+    """
     figure = plot_run(directory)
     theory = plot_theory(directory)
     found: dict[str, str] = {}  # what kept the run from learning
@@ -39,6 +75,7 @@ def show(directory: Path) -> None:
     if theory:
         print(f"theory   {theory}")
     print(f"model    {directory / 'model'}")
+    print(f"report   {page or shlex.join(['brorl', 'report', str(directory)])}")
     for sentence in found.values():  # last, where a reader looks first
         print(f"warning: {sentence}")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from typing import Any
+
+import torch
 
 from megatron_brorl import ranks
 from megatron_brorl.algo.estimators import widest
@@ -15,6 +18,7 @@ from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
 from megatron_brorl.config.load import load
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.progress import progress
+from megatron_brorl.record import run_record
 from megatron_brorl.report.findings import findings
 from megatron_brorl.theory.agreement import agreement
 from megatron_brorl.train.console import evaluation_line
@@ -45,6 +49,12 @@ def run(args: argparse.Namespace) -> int:
         writer = session.writer(resume_step)
         trainer.rollout_log = session.rollout_log(resume_step)
         trainer.recorder = session.recorder(resume_step)
+        # What it was started with, for those who read it later.
+        if session.is_main_rank:
+            device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+            command = run_record.command(["train", args.config, *args.overrides], session.grid.world)
+            values = dataclasses.asdict(config)
+            run_record.write(session.dir, values, resume_step, command, session.grid.world, device)
 
         # Train, and evaluate once more where the steps were not cut short.
         with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:

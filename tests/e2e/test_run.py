@@ -363,3 +363,9 @@ def test_report_draws_again(finished):
     assert done.returncode == 0, done.stderr
     assert (finished[0] / "curves.png").exists()
     assert "pass@1 before" in done.stdout
+    assert f"report   {finished[0] / 'report.html'} (" in done.stdout
+    summary, html = json.loads((finished[0] / "summary.json").read_text()), (finished[0] / "report.html").read_text()
+    assert f"{summary['pass_at_1_before']['mean']:.1%} to {summary['pass_at_1_after']['mean']:.1%}" in html
+    record = json.loads((finished[0] / "run.json").read_text())
+    assert record["config"]["rollout"]["n"] == 32
+    assert record["starts"][-1]["command"].startswith("brorl train ")

@@ -1,0 +1,183 @@
+"""A run.dir made by hand, as `brorl train` leaves it: for the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.record import files
+from megatron_brorl.record.files import Moment
+from megatron_brorl.record.schema import GROUPS, ROLLOUTS
+
+TASKS = ("gcd", "spell_backward")
+HOSTILE = (
+    '</script><img src=x onerror="window.broken=1"><script>window.broken=1</script><!-- \u202e & \U0001f600 {{7*7}}'
+)
+
+
+def make_run(
+    folder: Path,
+    prompts: int = 12,
+    samples: int = 4,
+    evaluations: tuple[int, ...] = (0, 2, 4),
+    steps: int = 4,
+    n: int = 32,
+    rates: tuple[float, float] = (0.3, 0.6),
+    ended: bool = True,
+    recorded: bool = True,
+    record: bool = True,
+) -> Path:
+    """rates: of right answers, at the first and at the last evaluation; a step's are between them.
+
+    ended: with a summary. recorded: with rollouts. record: with run.json.
+    """
+    random = np.random.default_rng(3)
+    last = max([*evaluations, steps, 1])
+
+    def rate(step: float) -> float:
+        return rates[0] + (rates[1] - rates[0]) * step / last
+
+    # Groups of held-out prompts, and of training prompts that come again.
+    shares = {}
+    for number in evaluations:
+        rights = random.binomial(samples, rate(number), prompts)
+        shares[number] = float(rights.mean() / samples)
+        if recorded:
+            names = [f"held/{i} & <b>" for i in range(prompts)]
+            _write(folder, Moment("evaluation", number), names, rights, samples, samples)
+    with MetricsWriter(folder) as writer:
+        for step in range(steps):
+            rights = random.binomial(n, rate(step), 6)
+            names = [f"train/{(step + i) % 8}" for i in range(6)]
+            if recorded:
+                _write(folder, Moment("step", step), names, rights, n, 8, first=2)
+            writer.write(step, _metrics(step, rights, n, shares.get(step + 1)), _seconds(step))
+
+    if ended:
+        (folder / "summary.json").write_text(json.dumps(_summary(shares, prompts, steps, n)))
+    if record:
+        config = {"run": {"seed": 7}, "rollout": {"n": n}, "train": {"steps": steps}, "evaluate": {"bootstrap": 300}}
+        start = {
+            "time": "2026-11-23T02:00:00+0000",
+            "step": 0,
+            "command": "brorl train --processes 2 run.toml rollout.n=32",
+            "ranks": 2,
+            "machine": {"system": "Linux", "cores": 2, "device": "no GPU"},
+            "versions": {"megatron-brorl": "0", "torch": "2.13.0"},
+        }
+        (folder / "run.json").write_text(json.dumps({"config": config, "starts": [start]}))
+    return folder
+
+
+def _write(
+    folder: Path, moment: Moment, names: list[str], rights: Any, n: int, whole: int, first: int | None = None
+) -> None:
+    """first: groups of which rollouts are recorded; None: all."""
+    groups, rollouts = [], []
+    for g, (name, right) in enumerate(zip(names, rights.tolist(), strict=True)):
+        read = first is None or g < first
+        own = [_rollout(g, name, i, 5 * i % n < right, moment) for i in range(n)]  # not the first ones alone
+        rollouts += own[:whole] if read else []
+        groups.append(
+            {
+                "group": g,
+                "prompt_id": name,
+                "verifier": TASKS[g % 2],
+                "rollouts": n,
+                "right": right,
+                "distinct": len({r["answer"] for r in own}),
+                "reward": right / n,
+                "tokens": 3.0,
+                "outcome": {0: "wrong", n: "right"}.get(right, "mixed"),
+                "trained": moment.kind == "step" and 0 < right < n,
+                "recorded": whole if read else 0,
+                "prompt": f"what is {name}?" if read else None,
+                "reference": "7" if read else None,
+            }
+        )
+    files.write_groups(folder / "rollouts", moment, pa.Table.from_pylist(groups, GROUPS))
+    files.write_rollouts(folder / "rollouts", moment, 0, pa.Table.from_pylist(rollouts, ROLLOUTS))
+
+
+def _rollout(group: int, name: str, sibling: int, right: bool, moment: Moment) -> dict[str, Any]:
+    answer = "7" if right else f"{sibling % 3}" if sibling % 4 else None
+    text = f"\U0001f600 it is {answer}" if sibling % 2 else f"{HOSTILE} {answer}"
+    ends = [2, 8, len(text), len(text)]
+    return {
+        "group": group,
+        "prompt_id": name,
+        "sibling": sibling,
+        "text": text,
+        "answer": answer,
+        "reward": float(right),
+        "right": right,
+        "score": float(right),
+        "parts": [("form", 0.5)],
+        "reason": "right" if right else f"{answer} is <i>not</i> it",
+        "status": "ok" if answer else "no_answer",
+        "finish": "stop",
+        "tokens": len(ends),
+        "versions": [{"version": moment.number, "tokens": len(ends)}],
+        "advantage": None if moment.kind == "evaluation" else (0.8 if right else -0.4) / (group + 1),
+        "token_ids": [5, 6, 7, 2],
+        "log_probs": [-0.01, -1.5, -4.75, -0.2],
+        "ends": None if sibling == 5 else ends,
+    }
+
+
+def _metrics(step: int, rights: Any, n: int, pass_at_1: float | None) -> dict[str, float]:
+    held_out = {} if pass_at_1 is None else {"pass_at_1": pass_at_1, "pass_at_1_low": 0.0, "pass_at_1_high": 1.0}
+    return {
+        "reward": float(rights.mean() / n),
+        "kept_share": float(((rights > 0) & (rights < n)).mean()),
+        "all_right_share": float((rights == n).mean()),
+        "all_wrong_share": float((rights == 0).mean()),
+        "answered_share": 0.75,
+        "cut_off_share": 0.0,
+        "response_tokens": 3.0 + step,
+        "logprob_gap_max": 1e-6 * (step + 1),
+        "logprob_gap_mean": 1e-7,
+        "entropy": 1.0 / (step + 1),
+        "grad_norm": float("nan") if step == 1 else 0.5,
+        "theory_good_turing/distinct": 4.0,
+        "theory_good_turing/singletons": 1.0,
+        "theory_good_turing/unseen_mass": 0.05,
+        "theory_good_turing/unseen_right": 0.01,
+        "theory_good_turing/low": float("nan") if step == 0 else 0.0,
+        "theory_good_turing/high": float("nan") if step == 0 else 0.2,
+        "theory_hold_out/unsampled_mass_2": 0.05,
+        "theory_hold_out/unsampled_mass_2_se": 0.01,
+        **held_out,
+    }
+
+
+def _seconds(step: int) -> dict[str, float]:
+    return {"generate": 2.0, "score": 0.25, "exchange": 0.25, "train": 1.0 + step, "refit": 0.5, "step": 5.0 + step}
+
+
+def _summary(shares: dict[int, float], prompts: int, steps: int, n: int) -> dict[str, Any]:
+    def told(number: int) -> dict[str, Any] | None:
+        if number not in shares:
+            return None
+        p = {"mean": shares[number], "low": 0.0, "high": 1.0}
+        return {"pass_at_1": p, "pass_at_k": {"1": shares[number]}, "by_task": {}, "prompts": prompts}
+
+    before, after = told(0), told(max(shares, default=-1)) if len(shares) > 1 else None
+    return {
+        "pass_at_1_before": before and before["pass_at_1"],
+        "pass_at_1_after": after and after["pass_at_1"],
+        "before": before,
+        "after": after,
+        "held_out_prompts": prompts,
+        "rollouts_per_prompt": n,
+        "steps": steps,
+        "job_seconds": 60.0,
+        "peak_rss_mib": 100.0,
+        "theory": None,
+        "findings": {},
+    }

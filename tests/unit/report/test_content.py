@@ -1,0 +1,240 @@
+"""What a report says against what the run's files say, counted by hand."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+from made_run import TASKS, make_run
+
+from megatron_brorl.config.schema import EvaluateConfig
+from megatron_brorl.report.content import content, meanings
+from megatron_brorl.report.embedded import embed, telling
+from megatron_brorl.report.held_out import evaluations
+from megatron_brorl.report.run_files import read_run
+from megatron_brorl.report.series import curves
+from megatron_brorl.train.evaluate import Answers, sum_up
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "a", prompts=40)
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    found, _, _ = content([folder])
+    return found["runs"][0]
+
+
+def groups(folder: Path, moment: str) -> list[dict]:
+    return pq.read_table(folder / "rollouts" / f"{moment}.groups.parquet").to_pylist()
+
+
+def test_curves_are_the_lines_of_metrics(folder, run):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = run["curves"]
+    assert found["every"] == 1
+    assert found["step"] == [row["step"] + 1 for row in rows]
+    names = {name for row in rows for name, value in row.items() if name not in ("step", "nonfinite", "time")}
+    assert set(found["values"]) == names | {f"time/{name}" for name in rows[0]["time"]}
+    for name in names:
+        assert found["values"][name] == [pytest.approx(v) if (v := row.get(name)) is not None else None for row in rows]
+    assert found["values"]["grad_norm"][1] is None  # it was no number
+    for name in rows[0]["time"]:
+        assert found["values"][f"time/{name}"] == pytest.approx([row["time"][name] for row in rows])
+    assert found["elapsed"] == pytest.approx([5, 11, 18, 26])
+
+
+def test_figures_are_explained(run):
+    found = meanings(list(run["curves"]["values"]))
+    assert found["kept_share"]["unit"]
+    assert found["time/generate"]["meaning"] == found["time/generate"]["meaning"].strip() != ""
+    assert set(run["curves"]["values"]) == set(found)  # the glossary has every figure
+
+
+def test_long_curves_are_means():
+    rows = [{"step": i, "reward": float(i), "x": None, "time": {"step": 2.0}} for i in range(1001)]
+    found = curves(rows, 400)
+    assert found["every"] == 3
+    assert found["step"] == [*range(3, 1001, 3), 1001]
+    assert found["values"]["reward"] == [*(3.0 * i + 1 for i in range(333)), 999.5]
+    assert found["elapsed"][-1] == 2002
+    assert set(found["values"]) == {"reward", "time/step"}  # x has no value at all
+
+
+def brute_pass_at_k(n: int, right: int, k: int) -> float:
+    sets = list(combinations([True] * right + [False] * (n - right), k))
+    return sum(map(any, sets)) / len(sets)
+
+
+def test_passes_and_prompts_that_moved(folder, run):
+    before, after = (groups(folder, f"evaluation_00000{n}") for n in (0, 4))
+    found = run["change"]
+    assert (found["from"], found["to"], found["prompts"], found["samples"]) == (0, 4, 40, 4)
+    assert [p["k"] for p in found["passes"]] == [1, 2, 4]
+    for p in found["passes"]:
+        means = [sum(brute_pass_at_k(4, g["right"], p["k"]) for g in side) / 40 for side in (before, after)]
+        assert [p["before"], p["after"]] == pytest.approx(means)
+        assert p["difference"]["mean"] == pytest.approx(means[1] - means[0])
+        assert p["difference"]["low"] < p["difference"]["mean"] < p["difference"]["high"]
+    pairs = list(zip(before, after, strict=True))
+    solved = {b["prompt_id"]: b["right"] for a, b in pairs if not a["right"] and b["right"]}
+    lost = {a["prompt_id"]: a["right"] for a, b in pairs if a["right"] and not b["right"]}
+    assert solved
+    assert {p["id"]: p["right"] for p in found["solved"]} == solved
+    assert {p["id"]: p["right"] for p in found["lost"]} == lost
+    assert [p["right"] for p in found["solved"]] == sorted(solved.values(), reverse=True)
+
+
+def test_intervals_are_those_of_the_run(folder):
+    """summary.json has them from train.evaluate, which counts samples itself."""
+    for found in evaluations(read_run(folder)):
+        rows = groups(folder, f"evaluation_{found.steps:06d}")
+        prompts = [SimpleNamespace(id=g["prompt_id"], verifier=g["verifier"], metadata={}) for g in rows]
+        answers = [
+            Answers(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
+            for i, (p, g) in enumerate(zip(prompts, rows, strict=True))
+        ]
+        told = sum_up(answers, len(rows), EvaluateConfig(bootstrap=300), seed=7)
+        assert found.passes[1] == told.pass_at_1.as_dict()
+        assert {k: p["mean"] for k, p in found.passes.items()} == pytest.approx(told.pass_at_k)
+        assert found.tasks == pytest.approx(told.by_task)
+
+
+def test_tasks_spread_and_heat(folder, run):
+    steps = [groups(folder, f"step_00000{n}") for n in range(4)]
+    for place, name in enumerate(TASKS):
+        own = [[g["right"] / 32 for g in rows if g["verifier"] == name] for rows in steps]
+        assert run["by_task"]["tasks"][TASKS[place]] == pytest.approx([sum(v) / len(v) for v in own])
+    assert run["by_task"]["step"] == [1, 2, 3, 4]
+    assert run["by_task"]["distinct"] == pytest.approx([sum(g["distinct"] for g in rows) / 6 for rows in steps])
+
+    # Held-out prompts have four samples each, training prompts 32: one by one, and in tenths.
+    held = run["spread"]["evaluation"]
+    assert held["numbers"] == [0, 2, 4]
+    assert (held["of"], held["bins"]) == (4, ["0", "1", "2", "3", "4"])
+    for number, counts in zip(held["numbers"], held["counts"], strict=True):
+        rights = [g["right"] for g in groups(folder, f"evaluation_00000{number}")]
+        assert counts == [rights.count(i) for i in range(5)]
+    trained = run["spread"]["step"]
+    for rows, counts in zip(steps, trained["counts"], strict=True):
+        named = dict(zip(trained["bins"], counts, strict=True))
+        assert sum(counts) == len(rows)
+        assert named["30-40%"] == sum(0.3 <= g["right"] / 32 < 0.4 for g in rows)
+        assert named["none"] == sum(g["right"] == 0 for g in rows)
+
+    heat = run["heat"]["step"]
+    shares = {
+        p: dict(zip(heat["numbers"], own, strict=True)) for p, own in zip(heat["prompts"], heat["shares"], strict=True)
+    }
+    for number, rows in enumerate(steps, start=1):
+        asked = {g["prompt_id"]: g["right"] / 32 for g in rows}
+        assert {p: own[number] for p, own in shares.items() if own[number] is not None} == pytest.approx(
+            {p: share for p, share in asked.items() if p in shares}
+        )
+    assert "train/9" not in shares
+
+
+@pytest.mark.parametrize(
+    ("options", "tone", "headline", "missing"),
+    [
+        ({"prompts": 40}, "good", "It learned: pass@1 rose from", set()),
+        ({"prompts": 40, "rates": (0.8, 0.2)}, "bad", "It got worse: pass@1 fell from", set()),
+        ({"rates": (0.5, 0.5), "evaluations": (0, 1)}, "unclear", "No change beyond chance: pass@1 went from", set()),
+        ({"recorded": False}, "unclear", "pass@1 went from", {"rollouts"}),
+        ({"evaluations": ()}, "unclear", "Whether it learned is not known: there is no held-out", {"evaluation"}),
+        ({"evaluations": (0,)}, "unclear", "Whether it learned is not known yet: the one evaluation", {"evaluation"}),
+        ({"rates": (0.0, 0.0), "ended": False}, "bad", "No change beyond chance: pass@1 went from 0.0% to 0.0%", set()),
+        (
+            {"steps": 0, "evaluations": (), "recorded": False, "record": False, "ended": False},
+            "unclear",
+            "Whether it learned is not known",
+            {"curves", "evaluation", "rollouts", "theory", "config"},
+        ),
+    ],
+)
+def test_verdicts_and_what_is_missing(tmp_path, options, tone, headline, missing):
+    found = content([make_run(tmp_path / "run", **options)])[0]["runs"][0]
+    assert found["verdict"]["tone"] == tone
+    assert found["verdict"]["headline"].startswith(headline)
+    assert set(found["missing"]) == missing
+    if options.get("rates") == (0.0, 0.0):
+        assert "no response is right" in found["verdict"]["findings"][0]
+
+
+def test_a_finding_is_told(tmp_path):
+    folder = make_run(tmp_path / "run", prompts=40)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["findings"] = {"weights unchanged": "the trained weights are those of model.path"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    verdict = content([folder])[0]["runs"][0]["verdict"]
+    assert (verdict["tone"], verdict["findings"]) == ("bad", ["the trained weights are those of model.path"])
+
+
+def test_several_runs_are_paired(tmp_path):
+    folders = [make_run(tmp_path / "x" / "a", prompts=40), make_run(tmp_path / "y" / "a", prompts=40, rates=(0.3, 0.9))]
+    found = content(folders)[0]
+    assert [r["name"] for r in found["runs"]] == ["x/a", "y/a"]
+    last = [groups(folder, "evaluation_000004") for folder in folders]
+    gap = sum(b["right"] - a["right"] for a, b in zip(*last, strict=True)) / 160
+    assert found["against"][1]["passes"][0]["difference"]["mean"] == pytest.approx(gap)
+    assert found["against"][0]["passes"][0]["difference"]["mean"] == 0
+
+
+def opened(texts: list[str]) -> list:
+    return [json.loads(zlib.decompress(base64.b64decode(text))) for text in texts]
+
+
+def test_rollouts_of_the_page_are_those_recorded(folder):
+    run = read_run(folder)
+    found = embed(run, evaluations(run), 1_000_000)
+    chunks = opened(found["chunks"])
+    assert (found["moments"][0]["kind"], found["moments"][0]["number"]) == ("evaluation", 4)
+    assert found["held"] == found["recorded"]
+    for place, m in enumerate(found["moments"]):
+        name = f"{m['kind']}_{m['number']:06d}"
+        recorded = pq.read_table(folder / "rollouts" / f"{name}.rollouts.00000.parquet").to_pylist()
+        assert [g["right"] for g in chunks[m["list"]]] == [g["right"] for g in groups(folder, name)]
+        for g in groups(folder, name):
+            own = [r for r in recorded if r["group"] == g["group"]]
+            assert (f"{place}/{g['group']}" in found["where"]) == bool(own)
+            if own:
+                chunk, at = found["where"][f"{place}/{g['group']}"]
+                shown = chunks[chunk][at]["rollouts"]
+                assert [r["text"] for r in shown] == [r["text"] for r in own]
+                assert [r["log_probs"] for r in shown] == [pytest.approx(r["log_probs"]) for r in own]
+                ends = [
+                    r["ends"] and [sum(s["lengths"][: i + 1]) for i in range(4)]
+                    for r, s in zip(own, shown, strict=True)
+                ]
+                assert ends == [r["ends"] for r in own]
+
+
+@pytest.mark.parametrize("room", [0, 700, 4000, 8000])
+def test_room_is_kept(folder, room):
+    """What moved comes first."""
+    run = read_run(folder)
+    held_out = evaluations(run)
+    found = embed(run, held_out, room)
+    texts = [json.dumps(found[part], separators=(",", ":")) for part in ("chunks", "where", "moments")]
+    assert sum(map(len, texts)) <= room + 6  # with their brackets
+    assert found["held"]["rollouts"] <= found["recorded"]["rollouts"]
+    if found["where"]:
+        solved = {p["id"] for p in content([folder])[0]["runs"][0]["change"]["solved"]}
+        lists = opened([found["chunks"][m["list"]] for m in found["moments"]])
+        at = next(iter(found["where"])).split("/")
+        assert lists[int(at[0])][int(at[1])]["prompt_id"] in solved
+
+
+def test_right_and_wrong_siblings_are_shown():
+    rollouts = [{"sibling": i, "right": i >= 29, "tokens": 10} for i in range(32)]
+    assert [r["sibling"] for r in telling(rollouts, 16)] == [*range(13), 29, 30, 31]
+    assert [r["sibling"] for r in telling(rollouts[:4], 16)] == [0, 1, 2, 3]
+    assert [r["sibling"] for r in telling(rollouts, 16, tokens=15)] == [0, 29]
