@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test-fast test test-rest test-all check docs bench torture sanitize clean
+.PHONY: quickstart test-fast test test-rest test-all check docs bench torture sanitize wheel test-wheel clean
 
 quickstart: $(INSTALLED)  ## the main job on this machine: a tiny model, 512 rollouts per prompt, a plot and a summary
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
@@ -43,6 +43,13 @@ torture: $(INSTALLED)  ## spoiled inputs, then runs that are killed and refused,
 
 sanitize: $(INSTALLED)  ## the op tests under the address and undefined-behaviour sanitizers
 	PYTHON="$(CURDIR)/$(BIN)/python" bash tools/sanitize.sh
+
+wheel: $(INSTALLED)  ## a wheel for any processor of this kind, for this Python and this torch, in dist/
+	rm -rf dist build/lib* build/bdist*
+	BRORL_NATIVE=0 MAX_JOBS=$${MAX_JOBS:-$$(nproc)} $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
+test-wheel: wheel  ## that wheel in an empty environment: every command, and the op tests on each set of kernels
+	PYTHON="$(CURDIR)/$(BIN)/python" bash tools/test_wheel.sh
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info megatron_brorl/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,8 @@
-"""Everything is declared in pyproject.toml; this file builds the extension megatron_brorl._C from csrc/.
+"""pyproject.toml declares everything but what depends on torch: the extension megatron_brorl._C, built from csrc/, and
+which torch the package asks for, the one that the extension is compiled against. csrc/build_backend.py finds it.
 
-It needs the torch that will be used at run time, so install with --no-build-isolation (tools/install.sh does).
-BRORL_NATIVE=0 builds for any x86-64 or ARM processor instead of for this one. BRORL_CUDA=1 builds the CUDA kernels, 0
+BRORL_NATIVE=1 builds the CPU kernels for this processor, as make does; 0, the default, for any: on x86-64 three times,
+of which the best that a processor runs is loaded (ops/fused/processor.py). BRORL_CUDA=1 builds the CUDA kernels, 0
 leaves them out; unset, they are built where torch has CUDA and a whole CUDA toolkit stands in CUDA_HOME.
 BRORL_SANITIZE=1 builds for `make sanitize`.
 """
@@ -17,14 +18,19 @@ from typing import Any
 
 from setuptools import setup
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 try:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME as TORCH_CUDA_HOME
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError as error:
     raise SystemExit(
-        f"setup.py: building megatron_brorl needs torch ({error}): install torch and setuptools, then pip install "
-        "--no-build-isolation -e . (or use make, which does both)"
+        f"setup.py: building megatron_brorl needs torch ({error}): pip install . brings one where there is none; with "
+        "--no-build-isolation install torch, setuptools and ninja first (make does)"
     ) from error
 
 sys.path.insert(0, str(Path(__file__).parent / "csrc"))
@@ -61,7 +67,7 @@ def lack_of_cuda() -> str:
 
 
 LACK_OF_CUDA = lack_of_cuda()
-NATIVE = switch("BRORL_NATIVE", True, {True: "CPU code for this processor", False: "CPU code for any processor"})
+NATIVE = switch("BRORL_NATIVE", False, {True: "CPU code for this processor", False: "CPU code for any processor"})
 CUDA = switch(
     "BRORL_CUDA",
     not LACK_OF_CUDA,
@@ -71,45 +77,80 @@ SANITIZE = switch("BRORL_SANITIZE", False, {True: "with sanitizers", False: "wit
 if CUDA and LACK_OF_CUDA:
     raise SystemExit(f"setup.py: BRORL_CUDA=1, but {LACK_OF_CUDA}: install what is missing, or set BRORL_CUDA to 0")
 
-# Contraction to fused multiply-adds is off by default under -std=c++17; math errno would keep loops scalar.
-FLAGS = ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
-if NATIVE:
-    FLAGS.append("-march=native")
-    if platform.machine() == "x86_64":
-        FLAGS.append("-mprefer-vector-width=512")  # compilers prefer 256, which costs the softmax passes a third
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"] if SANITIZE else []
+# Contraction to fused multiply-adds is off by default under -std=c++17; math errno would keep loops scalar. Python's
+# own flags ask for debugging information, which is 24 of 25 MB.
+FLAGS = ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-psabi"]
+FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"] if SANITIZE else ["-g0"]
+WIDE = ["-mprefer-vector-width=512"]  # compilers prefer 256, which costs the softmax passes a third
+
+
+def processors() -> dict[str, tuple[str, list[str]]]:
+    """What each module to be built is for, and its flags, by the end of its name."""
+    x86 = platform.machine() == "x86_64"
+    if NATIVE:
+        return {"": ("this processor", ["-march=native", *(WIDE if x86 else [])])}
+    if not x86:
+        return {"": (f"any {platform.machine()}", [])}
+    return {
+        "": ("x86-64", []),
+        "_v3": ("x86-64-v3", ["-march=x86-64-v3"]),
+        "_v4": ("x86-64-v4", ["-march=x86-64-v4", *WIDE]),
+    }
+
+
+def extension(name: str, processor: str, flags: list[str]) -> Any:
+    """One module of csrc/."""
+    told = [("BRORL_PROCESSOR", f'"{processor}"'), ("BRORL_TORCH", f'"{TORCH_RELEASE}"')]
+    return CppExtension(
+        name,
+        sorted(str(p) for p in Path("csrc").rglob("*.cpp")),
+        depends=sorted(str(p) for p in (*Path("csrc").rglob("*.h"), *Path("csrc").rglob("*.cu"))),
+        include_dirs=[str(Path(__file__).parent.absolute() / "csrc")],
+        define_macros=[*told, *([("BRORL_CUDA", "1")] if CUDA else [])],
+        library_dirs=[str(p) for p in LIBRARY_FOLDERS] if CUDA else [],
+        libraries=["cudart", "cublas"] if CUDA else [],
+        extra_compile_args=FLAGS + flags,
+        extra_link_args=["-fopenmp", *(x for x in FLAGS if x.startswith("-fsanitize"))],
+    )
 
 
 class Build(BuildExtension):
     """torch's build, with the .cu files compiled by plain nvcc beforehand: they include nothing of torch."""
 
-    def build_extension(self, ext: Any) -> None:
-        if CUDA:
-            objects = Path(self.build_temp).absolute() / "cuda"
-            objects.mkdir(parents=True, exist_ok=True)
-            for source in sorted(Path("csrc").rglob("*.cu")):
-                target = objects / f"{source.stem}.o"
-                command = [f"{CUDA_HOME}/bin/nvcc", *NVCC_FLAGS, "-c", str(source), "-o", str(target)]
-                print(" ".join(command))
-                if subprocess.run(command).returncode:
-                    raise SystemExit(f"setup.py: nvcc could not compile {source} (its messages are above)")
-                ext.extra_objects.append(str(target))
-        super().build_extension(ext)
+    def build_extensions(self) -> None:
+        objects = [str(self.compiled(x)) for x in sorted(Path("csrc").rglob("*.cu"))] if CUDA else []
+        for ext in self.extensions:
+            ext.extra_objects += objects
+        super().build_extensions()
 
+        # Modules of an earlier build in place would be loaded instead of these.
+        built = {Path(self.get_ext_fullpath(ext.name)).name for ext in self.extensions}
+        for old in Path("megatron_brorl").glob("_C*.so") if self.inplace else ():
+            if old.name not in built:
+                old.unlink()
+
+    def build_extension(self, ext: Any) -> None:
+        """Each with objects of its own, for each has flags of its own."""
+        shared, self.build_temp = self.build_temp, str(Path(self.build_temp, ext.name))
+        super().build_extension(ext)
+        self.build_temp = shared
+
+    def compiled(self, source: Path) -> Path:
+        """The object of a .cu file."""
+        target = Path(self.build_temp).absolute() / "cuda" / f"{source.stem}.o"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        command = [f"{CUDA_HOME}/bin/nvcc", *NVCC_FLAGS, "-c", str(source), "-o", str(target)]
+        print(" ".join(command))
+        if subprocess.run(command).returncode:
+            raise SystemExit(f"setup.py: nvcc could not compile {source} (its messages are above)")
+        return target
+
+
+TORCH_RELEASE = torch.__version__.split("+")[0]
+DECLARED = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]["run"]
 
 setup(
-    ext_modules=[
-        CppExtension(
-            "megatron_brorl._C",
-            sorted(str(p) for p in Path("csrc").rglob("*.cpp")),
-            depends=sorted(str(p) for p in (*Path("csrc").rglob("*.h"), *Path("csrc").rglob("*.cu"))),
-            include_dirs=[str(Path(__file__).parent.absolute() / "csrc")],
-            define_macros=[("BRORL_CUDA", "1")] if CUDA else [],
-            library_dirs=[str(p) for p in LIBRARY_FOLDERS] if CUDA else [],
-            libraries=["cudart", "cublas"] if CUDA else [],
-            extra_compile_args=FLAGS + SANITIZERS,
-            extra_link_args=["-fopenmp", *SANITIZERS],
-        )
-    ],
+    install_requires=[f"torch=={TORCH_RELEASE}" if x.startswith("torch>") else x for x in DECLARED],
+    ext_modules=[extension(f"megatron_brorl._C{end}", *given) for end, given in processors().items()],
     cmdclass={"build_ext": Build},
 )

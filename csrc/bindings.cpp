@@ -2,7 +2,8 @@
 // PyTorch takes from Python: fake implementations and autograd formulas.
 #include <array>
 
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/library.h>
 
 #include "policy/advantages.h"
@@ -109,6 +110,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #else
   module.attr("cuda") = false;
 #endif
+  module.attr("processor") = BRORL_PROCESSOR;
+  module.attr("torch") = BRORL_TORCH;
   module.def("has_bfloat16_kernel", &brorl::has_bfloat16_kernel);
   // For tests: what the sampler draws from.
   module.def("philox", &philox_words, "Four words of Philox4x32-10 for a key of 64 bits and a counter of four words.");

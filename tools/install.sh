@@ -60,8 +60,9 @@ BRORL_TORCH to the wheel of a CPU build or to \"--index-url URL torch==VERSION\"
     refuse "torch $version is a build for CUDA $cuda, which this machine has not: set BRORL_TORCH to a CPU build"
 fi
 
-# The extension is compiled against the torch of this environment, so pip must not build in one of its own; what the
-# build needs is then ours to install. Naming torch brings the dependencies it came without, and leaves it as it is.
-pip_install "torch==$version" numpy 'setuptools>=77' ninja
-PATH="$(cd "$VENV/bin" && pwd):$PATH" MAX_JOBS=${MAX_JOBS:-$(nproc)} \
+# For this processor alone, and without an environment of pip's own for the build: after an edit of csrc/ it builds
+# again without a network. What the build needs is then ours to install. Naming torch brings the dependencies it came
+# without, and leaves it as it is.
+pip_install "torch==$version" numpy 'setuptools>=77' ninja 'tomli; python_version < "3.11"'
+PATH="$(cd "$VENV/bin" && pwd):$PATH" BRORL_NATIVE=${BRORL_NATIVE:-1} MAX_JOBS=${MAX_JOBS:-$(nproc)} \
   pip_install --no-build-isolation --editable '.[test,docs]' "torch==$version"

@@ -18,7 +18,7 @@ mkdir -p "$COPY"
 cp -r csrc megatron_brorl tests setup.py pyproject.toml README.md LICENSE "$COPY"
 rm -f "$COPY"/megatron_brorl/*.so
 cd "$COPY"
-BRORL_SANITIZE=1 BRORL_CUDA=0 "$PYTHON" setup.py --quiet build_ext --inplace
+BRORL_SANITIZE=1 BRORL_NATIVE=1 BRORL_CUDA=0 "$PYTHON" setup.py --quiet build_ext --inplace
 # libstdc++ too, or the sanitizer does not find the real throw. Python itself leaks at exit by design.
 export LD_PRELOAD="$asan:$cxx" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 PYTHONPATH=$PWD "$PYTHON" - <<'CHECK'

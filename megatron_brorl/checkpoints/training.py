@@ -93,7 +93,7 @@ def check(parts: Sequence[Part], step: int) -> None:
         part.require_finite(
             f"step {step}",
             "no checkpoint is written, and those before stay; start anew from the last one's weights "
-            "(tools/convert_checkpoint.py to-hf) with a lower learning rate",
+            "(brorl convert to-hf) with a lower learning rate",
         )
 
 

@@ -87,7 +87,7 @@ def _extension() -> Finding:
     built = "with" if native.CUDA else "without"
     wrong = torch.cuda.is_available() and not native.CUDA
     remedy = "install again with BRORL_CUDA=1 and CUDA_HOME set" if wrong else ""
-    return Finding("csrc", f"{built} CUDA kernels", remedy)
+    return Finding("csrc", f"CPU kernels for {native.PROCESSOR}, {built} CUDA kernels", remedy)
 
 
 def _engine() -> Finding:

@@ -12,9 +12,11 @@ from typing import Any
 
 from megatron_brorl import __version__, ranks
 from megatron_brorl.cli import config as config_cli
+from megatron_brorl.cli import convert as convert_cli
 from megatron_brorl.cli import data as data_cli
 from megatron_brorl.cli import evaluate as evaluate_cli
 from megatron_brorl.cli import metrics as metrics_cli
+from megatron_brorl.cli import quantize as quantize_cli
 from megatron_brorl.cli import rollouts as rollouts_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.config.load import load
@@ -136,6 +138,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate_cli.add_compare(commands)  # brorl compare
     rollouts_cli.add_command(commands)  # brorl rollouts
     metrics_cli.add_command(commands)  # brorl metrics
+
+    # Checkpoints, between libraries and number formats.
+    convert_cli.add_command(commands)
+    quantize_cli.add_command(commands)
 
     # The configuration, the data, the machine, and the theory.
     config_cli.add_commands(commands)  # brorl init, brorl config

@@ -73,5 +73,5 @@ def check_steps(steps: int, most: int, state: str) -> None:
             f"{steps} steps in a row (train.max_nonfinite_steps = {most}) skipped an update whose gradient was not "
             "finite, or left out more rollouts than they kept, whose log-probabilities were not (updates_skipped and "
             f"nonfinite_rows in metrics.jsonl): {state}; see whether engine or trainer gives them, or start anew from "
-            "the saved weights (tools/convert_checkpoint.py to-hf) with a lower learning rate"
+            "the saved weights (brorl convert to-hf) with a lower learning rate"
         )

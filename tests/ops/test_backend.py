@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.ops.fused import native
+from megatron_brorl.ops.fused import native, processor
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -28,6 +31,24 @@ assert torch.allclose(log_probs, torch.tensor(0.25).log())
 def test_the_reference_runs_without_the_extension():
     done = subprocess.run([sys.executable, "-c", WITHOUT_EXTENSION], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_loaded_is_what_was_chosen():
+    """Of a build for one processor, and of one for any, whose levels tools/test_wheel.sh asks for in turn."""
+    several = {"_C_v4": "x86-64-v4", "_C_v3": "x86-64-v3", "_C": "x86-64"}
+    alone = ("this processor", f"any {platform.machine()}")
+    if len(processor.built()) > 1:
+        assert several[native.EXTENSION.__name__.rpartition(".")[2]] == native.PROCESSOR
+        assert os.environ.get("BRORL_CPU", native.PROCESSOR) == native.PROCESSOR
+    else:
+        assert native.PROCESSOR in alone
+
+
+def test_an_extension_of_another_torch_is_refused(monkeypatch):
+    assert native._load() is native.EXTENSION
+    monkeypatch.setattr(native, "torch", SimpleNamespace(__version__="2.6.1+cu124"))
+    with pytest.raises(UserError, match=rf"was built for torch {native.EXTENSION.torch}, this is 2\.6\.1\+cu124"):
+        native._load()
 
 
 def test_fused_on_a_gpu_needs_kernels_for_it(monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from sampling_cases import CASES, Case, check, normal, weights
 
-from megatron_brorl import _C
 from megatron_brorl.ops import philox
+from megatron_brorl.ops.fused.native import EXTENSION
 from megatron_brorl.ops.fused.sampling import sample_tokens
 from megatron_brorl.ops.reference import sampling
 
@@ -23,10 +23,10 @@ def draw(case: Case, **changed: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_philox_known_answers():
     """Vectors of the Random123 distribution (kat_vectors) for philox4x32-10."""
     ones = 0xFFFFFFFF
-    assert _C.philox(0, [0, 0, 0, 0]) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert _C.philox(ones << 32 | ones, [ones] * 4) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    assert EXTENSION.philox(0, [0, 0, 0, 0]) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert EXTENSION.philox(ones << 32 | ones, [ones] * 4) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
     key, counter = 0x299F31D0_A4093822, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
-    assert _C.philox(key, counter) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+    assert EXTENSION.philox(key, counter) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
 def test_uniforms_equal_the_reference_bit_for_bit():
@@ -34,14 +34,14 @@ def test_uniforms_equal_the_reference_bit_for_bit():
     keys = torch.randint(0, 2**63 - 1, (2000,), generator=g)
     index, position = torch.randint(0, 2**32, (2, 2000), generator=g)
     keys[:2], index[:2], position[:2] = torch.tensor([0, 2**63 - 1]), 2**32 - 1, 2**32 - 1
-    got = [_C.philox_uniform(*x) for x in zip(keys.tolist(), index.tolist(), position.tolist(), strict=True)]
+    got = [EXTENSION.philox_uniform(*x) for x in zip(keys.tolist(), index.tolist(), position.tolist(), strict=True)]
     assert got == philox.uniforms(keys, index, position).tolist()
     assert 0 < min(got) < max(got) < 1
 
 
 def test_streams_do_not_repeat():
-    assert len({_C.philox_uniform(philox.stream_key(0, i), 0, 0) for i in range(10_000)}) == 10_000
-    assert len({_C.philox_uniform(5, i, p) for i in range(100) for p in range(100)}) == 10_000
+    assert len({EXTENSION.philox_uniform(philox.stream_key(0, i), 0, 0) for i in range(10_000)}) == 10_000
+    assert len({EXTENSION.philox_uniform(5, i, p) for i in range(100) for p in range(100)}) == 10_000
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "csrc"))
+import build_backend  # noqa: E402
 
 # The interpreter that PYTHON names: has a torch with CUDA or none, makes environments with the stand-ins below.
 PYTHON = """#!/bin/bash
@@ -219,6 +221,30 @@ def test_building_without_torch_is_one_line(tmp_path):
     assert "--no-build-isolation" in done.stderr
 
 
+# ---- csrc/build_backend.py
+
+
+@pytest.mark.parametrize(("installed", "brought"), [("2.9.0a0+nv25.9", []), ("", [build_backend.TORCH])])
+def test_a_build_takes_the_torch_of_the_environment_or_brings_one(tmp_path, monkeypatch, installed, brought):
+    if installed:
+        (tmp_path / f"torch-{installed}.dist-info").mkdir()
+        (tmp_path / f"torch-{installed}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {installed}\n")
+    monkeypatch.setattr(build_backend, "folders", lambda: [str(tmp_path)])
+    assert build_backend.get_requires_for_build_wheel() == brought
+    assert build_backend.get_requires_for_build_editable() == brought
+
+    # setup.py sees it, behind what the build has of its own.
+    monkeypatch.setattr(sys, "path", ["own"])
+    seen: list[str] = []
+    monkeypatch.setattr(build_backend.build_meta, "build_wheel", lambda folder: seen.extend(sys.path) or folder)
+    assert build_backend.build_wheel("dist") == "dist"
+    assert seen == ["own", *([str(tmp_path)] if installed else [])]
+
+
+def test_pip_and_make_bring_the_same_torch():
+    assert f"CPU_TORCH={build_backend.TORCH}+cpu" in (ROOT / "tools" / "install.sh").read_text()
+
+
 # ---- a copy that is installed, hidden by the sources
 
 
@@ -227,7 +253,7 @@ def test_building_without_torch_is_one_line(tmp_path):
 def test_sources_that_hide_the_installed_copy_are_named(tmp_path, installed):
     """`pip install .`, then a command from inside the checkout: the ranks import the folder they are started in."""
     sources, copy = tmp_path / "checkout" / "megatron_brorl", tmp_path / "site" / "megatron_brorl"
-    shutil.copytree(ROOT / "megatron_brorl", sources, ignore=shutil.ignore_patterns("_C.*.so", "__pycache__"))
+    shutil.copytree(ROOT / "megatron_brorl", sources, ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
     copy.mkdir(parents=True)
     if installed:
         (copy / "_C.cpython-311-x86_64-linux-gnu.so").touch()
@@ -237,6 +263,6 @@ def test_sources_that_hide_the_installed_copy_are_named(tmp_path, installed):
     done = subprocess.run(command, cwd=sources.parent, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
-    assert "pip install --no-build-isolation -e ." in done.stderr
+    assert ("pip install -e ." if installed else "pip install .") in done.stderr
     assert (f"from the sources in {sources}" in done.stderr) == installed
     assert (str(copy) in done.stderr) == installed

@@ -10,7 +10,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-import convert_checkpoint
 import select_prompts
 
 from megatron_brorl.cli.main import main
@@ -102,7 +101,7 @@ def test_what_is_no_output_may_lie_in_the_run(place, capsys, line):
     assert "replace" not in capsys.readouterr().err
 
 
-def test_a_conversion_refuses_to_replace_what_it_reads(place, monkeypatch):
+def test_a_conversion_refuses_to_replace_what_it_reads(place, capsys):
     (place / "X/model/hf").mkdir()
     (place / "config").mkdir()
     for line, part in {
@@ -112,11 +111,11 @@ def test_a_conversion_refuses_to_replace_what_it_reads(place, monkeypatch):
         "to-hf X/model config --config config": "config: would replace --config, config",
         "to-hf X/model X/model/hf": "X/model/hf: is a part of the source, X/model",
     }.items():
-        monkeypatch.setattr(sys, "argv", ["", *line.format(root=place).split(), "--overwrite"])
         before = tree(place)
-        with pytest.raises(UserError) as caught:
-            convert_checkpoint.run(convert_checkpoint._parser().parse_args())
-        assert part in str(caught.value)
+        with pytest.raises(SystemExit) as caught:
+            main(["convert", *line.format(root=place).split(), "--overwrite"])
+        assert caught.value.code == 2
+        assert part in capsys.readouterr().err
         assert tree(place) == before
 
 

@@ -26,11 +26,12 @@ from megatron_brorl.model_shape import read_shape
 
 REPOSITORY = Path(__file__).parents[3]
 TOOL = REPOSITORY / "tools" / "convert_checkpoint.py"
-COMMAND = [sys.executable, str(TOOL)]
+COMMAND = [sys.executable, "-m", "megatron_brorl", "convert"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
 
 def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`brorl convert` by its older name."""
     return forks.script(TOOL, *arguments)
 
 
@@ -38,7 +39,7 @@ def fails(done: subprocess.CompletedProcess[str], *parts: str) -> None:
     lines = [x for x in done.stderr.splitlines() if not x.startswith("convert ")]
     assert done.returncode == 2, done.stderr
     assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("convert_checkpoint: ")
+    assert lines[0].startswith("brorl: ")
     for part in parts:
         assert part in lines[0]
 
@@ -310,7 +311,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     with pytest.raises(UserError, match="not a Megatron distributed checkpoint"):
         convert.open_megatron(tmp_path / ".out.writing", tmp_path / "hf")
     begun = time.monotonic()
-    assert tool(*command[2:]).returncode == 0
+    assert tool(*command[len(COMMAND) :]).returncode == 0
     assert time.monotonic() - begun < 300
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
     to_hf(tmp_path / "out", tmp_path / "back")

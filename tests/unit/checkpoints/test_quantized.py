@@ -1,7 +1,8 @@
-"""tools/quantize_rollout.py on a tiny model: figures against plain formulas, and files against what they came from."""
+"""`brorl quantize` on a tiny model: figures against plain formulas, and files against what they came from."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -12,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytest.importorskip(
-    "modelopt", reason="nvidia-modelopt is not installed (pip install nvidia-modelopt==0.47.0 requests)"
-)
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import quantize_rollout  # noqa: E402
+from megatron_brorl.checkpoints import quantized
+from megatron_brorl.cli.main import main
 
+ROOT = Path(__file__).parents[3]
+needs_modelopt = pytest.mark.skipif(
+    importlib.util.find_spec("modelopt") is None,
+    reason="nvidia-modelopt is not installed (pip install nvidia-modelopt==0.47.0 requests)",
+)
 CONFIG = '[[data.tasks]]\nname = "spell_backward"\nconfig = { min_word_len = 3, max_word_len = 6 }\n'
 
 
@@ -36,6 +38,27 @@ def model(tmp_path_factory):
     return root / "model", root / "prompts.jsonl"
 
 
+def quantize(*arguments: object) -> int:
+    """Its exit code."""
+    with pytest.raises(SystemExit) as done:
+        main(["quantize", *map(str, arguments)])
+    return done.value.code
+
+
+def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch):
+    """Before the model, which is not there, is looked at."""
+    rows = tmp_path / "rows.jsonl"
+    assert quantize("evaluate", tmp_path / "model", rows, "--calibrate", 0) == 2
+    assert capsys.readouterr().err == "brorl: --calibrate 0: must be at least 1\n"
+    assert quantize("export", tmp_path / "model", rows, tmp_path) == 2
+    assert capsys.readouterr().err == f"brorl: {tmp_path}: exists; name a folder that does not\n"
+    monkeypatch.setitem(sys.modules, "modelopt", None)  # its import fails
+    assert quantize("evaluate", tmp_path / "model", rows) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("brorl: ModelOpt cannot be imported")
+    assert told.endswith("pip install 'megatron-brorl[quantize]'\n")
+
+
 def test_shift_against_loops():
     g = torch.Generator().manual_seed(0)
     logits = [[torch.randn(n, 7, generator=g) for n in (3, 5)] for _ in range(2)]
@@ -48,7 +71,7 @@ def test_shift_against_loops():
             kl.append(sum(i * math.log(i / j) for i, j in zip(p, q, strict=True)))
             gap.append(abs(math.log(p[t] / q[t])))
             same.append(p.index(max(p)) == q.index(max(q)))
-    found = quantize_rollout.shift(*logits, targets)
+    found = quantized.shift(*logits, targets)
     assert found.tokens == 8
     assert found.kl_mean == pytest.approx(sum(kl) / 8)
     assert found.kl_max == pytest.approx(max(kl))
@@ -56,20 +79,22 @@ def test_shift_against_loops():
     assert found.top_agrees == sum(same) / 8
 
 
+@needs_modelopt
 def test_formats_move_the_distribution_as_their_precision_says(model, capsys):
     found = {}
     for form in ("fp8", "int4"):
-        quantize_rollout.main(["evaluate", *map(str, model), "--format", form, "--calibrate", "16"])
+        assert quantize("evaluate", *model, "--format", form, "--calibrate", 16) == 0
         found[form] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert found["fp8"]["tokens"] == found["int4"]["tokens"] > 500
     assert 0 < found["fp8"]["kl_mean"] < found["int4"]["kl_mean"] < 0.1
     assert found["fp8"]["top_agrees"] > 0.8
 
 
+@needs_modelopt
 def test_export_holds_the_weights(model, tmp_path):
     """float8 weights times their scale are the weights, to half a step of three fraction bits; the rest is bf16."""
     out = tmp_path / "out"
-    quantize_rollout.main(["export", *map(str, model), str(out)])
+    assert quantize("export", *model, out) == 0
     original, found = load_file(model[0] / "model.safetensors"), load_file(out / "model.safetensors")
     assert found.keys() >= original.keys()
     linears = [n for n in original if n.endswith("_proj.weight")]
@@ -85,5 +110,3 @@ def test_export_holds_the_weights(model, tmp_path):
         assert bool((error <= original[name].abs() / 15 + scale * 2**-9).all())
     assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "modelopt"
     assert (out / "tokenizer.model").read_bytes() == (model[0] / "tokenizer.model").read_bytes()
-    with pytest.raises(quantize_rollout.UserError, match="exists; name a folder"):
-        quantize_rollout.main(["export", *map(str, model), str(out)])

@@ -1,0 +1,110 @@
+"""What quantised rollouts would cost, and checkpoints that are quantised once and for all, by ModelOpt."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.data.chat import spoken
+from megatron_brorl.data.prompts import read_rows
+from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How far next-token distributions move, over all positions of the prompts. Nats."""
+
+    tokens: int
+    kl_mean: float  # KL(original || quantised)
+    kl_max: float
+    gap_mean: float  # |log-prob difference| of the tokens that stand there
+    top_agrees: float  # share of positions whose most likely token stays
+
+
+def shift(original: Sequence[Tensor], quantised: Sequence[Tensor], targets: Sequence[Tensor]) -> Shift:
+    """logits [T, V] of each text under both models, and the tokens [T] that follow each position."""
+    kl, gap, agrees = [], [], []
+    for a, b, ids in zip(original, quantised, targets, strict=True):
+        p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+        kl.append((p.exp() * (p - q)).sum(-1))
+        gap.append((p - q).gather(-1, ids[:, None])[:, 0].abs())
+        agrees.append((a.argmax(-1) == b.argmax(-1)).double())
+    every = torch.cat(kl)
+    means = (float(torch.cat(x).mean()) for x in (kl, gap, agrees))
+    mean, gap_mean, top = means
+    return Shift(len(every), mean, float(every.max()), gap_mean, top)
+
+
+def evaluate(model: Path, prompts: Path, preset: str, calibrate: int) -> Shift:
+    """Of a Hugging Face directory under fake-quantised weights and activations, on every row of `prompts`.
+
+    preset: a configuration of modelopt.torch.quantization. The first `calibrate` rows set the scales. Raises UserError
+    for a model, prompts or an environment that will not do.
+    """
+    loaded, texts = _opened(model, prompts)
+    with torch.inference_mode():
+        original = [loaded(ids[None]).logits[0, :-1] for ids in texts]
+        _quantise(loaded, preset, texts[:calibrate])
+        quantised = [loaded(ids[None]).logits[0, :-1] for ids in texts]
+    return shift(original, quantised, [ids[1:] for ids in texts])
+
+
+def export(model: Path, prompts: Path, preset: str, calibrate: int, out: Path) -> int:
+    """Write a unified Hugging Face checkpoint to `out`, complete or not at all; returns how many rows calibrated it.
+
+    Raises UserError where `out` exists.
+    """
+    if out.exists():
+        raise UserError(f"{out}: exists; name a folder that does not")
+    loaded, texts = _opened(model, prompts)
+    with torch.inference_mode():
+        _quantise(loaded, preset, texts[:calibrate])
+        aside = out.with_name(f".{out.name}.writing")
+        _modelopt("export").export_hf_checkpoint(loaded, export_dir=str(aside))
+    for file in model.glob("token*"):
+        (aside / file.name).write_bytes(file.read_bytes())
+    aside.rename(out)
+    return len(texts[:calibrate])
+
+
+def _modelopt(part: str) -> Any:
+    """modelopt.torch.quantization or modelopt.torch.export."""
+    try:
+        if part == "export":
+            import modelopt.torch.export as found
+        else:
+            import modelopt.torch.quantization as found
+    except ImportError as e:
+        raise UserError(f"ModelOpt cannot be imported ({e}): pip install 'megatron-brorl[quantize]'") from e
+    return found
+
+
+def _quantise(model: Any, preset: str, calibration: Sequence[Tensor]) -> None:
+    """Put fake quantisers into a transformers model, in place; scales come from a pass over the texts [T]."""
+    quantization = _modelopt("quantization")
+
+    def forward(m: Any) -> None:
+        for ids in calibration:
+            m(ids[None])
+
+    quantization.quantize(model, copy.deepcopy(getattr(quantization, preset)), forward_loop=forward)
+
+
+def _opened(model: Path, prompts: Path) -> tuple[Any, list[Tensor]]:
+    """The transformers model of a directory, and its ids [T] of each row."""
+    from transformers import AutoModelForCausalLM
+
+    _modelopt("quantization")  # before minutes of work that would end without it
+    rows, _ = read_rows(prompts, False)
+    tokenizer = load_tokenizer(model)
+    texts = [torch.tensor(tokenizer.encode(spoken(row.prompt))) for row in rows]
+    if not texts or min(map(len, texts)) < 2:
+        raise UserError(f"{prompts}: every prompt must have two tokens or more")
+    return AutoModelForCausalLM.from_pretrained(model).eval(), texts
