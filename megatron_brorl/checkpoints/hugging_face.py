@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.checkpoints import safetensors_files
+from megatron_brorl.checkpoints.model_card import CARD
 from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES, Tensors
 from megatron_brorl.data.sentencepiece_export import write_for_transformers
 from megatron_brorl.data.tokenizers import load_tokenizer
@@ -171,12 +172,14 @@ def load(
         raise AssertionError(f"parameters without a Hugging Face name: {sorted(parameters)}")
 
 
-def save(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path, dtype: str) -> None:
+def save(
+    tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path, dtype: str, card: str = ""
+) -> None:
     """Write a Hugging Face directory: config.json and tokenizer from `source`, weights from `tensors`, of its shapes.
 
     Written aside and renamed, so that `target` is either absent, the old one, or complete. dtype is torch's name of
-    the tensors' type ("float32"). One tensor at a time is in memory. Raises ValueError unless `tensors` are exactly
-    those of the model that `source` describes.
+    the tensors' type ("float32"). card: the text of README.md; source's own is never copied. One tensor at a time is in
+    memory. Raises ValueError unless `tensors` are exactly those of the model that `source` describes.
     """
     source, target = Path(source), Path(target)
     shapes = hf_names.hf_shapes(read_shape(source))
@@ -187,6 +190,8 @@ def save(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str 
         config.pop("torch_dtype", None)  # the older name of the same key
         config["dtype"] = dtype
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if card:
+            (aside / CARD).write_text(card, encoding="utf-8")
         layout = {name: (shape, getattr(torch, dtype)) for name, shape in shapes.items()}
         safetensors_files.write(tensors, layout, aside)
 

@@ -20,6 +20,7 @@ from megatron_brorl import ranks
 from megatron_brorl.boards import check_installed, open_boards
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.checkpoints.model_card import Training, model_card
 from megatron_brorl.checkpoints.unchanged import Comparison
 from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.cli.preflight import Machines, gpu_bytes, micro_batch_tokens, preflight
@@ -68,6 +69,7 @@ class Session:
 
     def __init__(self, config: Config, benchmarks: bool = False) -> None:
         """benchmarks: read the files of evaluate.benchmarks, where there are any, and nothing to train on."""
+        self.base = config.model.path  # as the user names it
         model = str(model_directory(config.model.path))  # of the hub's cache, for a name of the hub
         self.config = config = replace(config, model=replace(config.model, path=model))
         self.dir = Path(config.run.dir).absolute()
@@ -324,8 +326,9 @@ class Session:
             self.stopped_by = f"the job ends at {end}, and a step takes up to {self.job_end.step_s():.0f} s"
         return any(found.values())
 
-    def export(self, worker: Worker) -> bool:
-        """Write the weights as run.dir/model, a Hugging Face directory. Raises UserError where one is not finite.
+    def export(self, worker: Worker, card: Training) -> bool:
+        """Write the weights as run.dir/model, a Hugging Face directory with its card. Raises UserError where one is not
+        finite.
 
         Returns, on the main rank, whether they differ from those of model.path.
         """
@@ -334,7 +337,8 @@ class Session:
         tensors = worker.hf_tensors()
         if self.is_main_rank:
             dtype = str(worker.options.dtype).removeprefix("torch.")
-            hugging_face.save(began_as.watch(tensors), self.config.model.path, self.dir / "model", dtype)
+            text, source = model_card(card), self.config.model.path
+            hugging_face.save(began_as.watch(tensors), source, self.dir / "model", dtype, text)
         else:
             for _ in tensors:
                 pass

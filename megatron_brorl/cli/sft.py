@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_brorl.cli.build import Session
+from megatron_brorl.cli.card import of_warm_start
 from megatron_brorl.config.load import load
 from megatron_brorl.progress import progress
 from megatron_brorl.train.sft import sft, sft_optim
@@ -20,5 +21,5 @@ def run(args: argparse.Namespace) -> int:
         with progress(config.sft.steps, "sft", session.is_main_rank) as p:
             p.note(session.report)
             sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
-        session.export(worker)
+        session.export(worker, of_warm_start(session))
     return 0

@@ -13,6 +13,7 @@ from megatron_brorl import ranks
 from megatron_brorl.algo.estimators import widest
 from megatron_brorl.cli.batch_sizes import batch_line
 from megatron_brorl.cli.build import Session
+from megatron_brorl.cli.card import of_run
 from megatron_brorl.cli.files import write_json
 from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
 from megatron_brorl.config.load import load
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
                 p.note(f"held-out after: {evaluation_line(after)}")
 
         # The peak is a sum over ranks: all of them take part in it.
-        differs = session.export(trainer.worker)
+        differs = session.export(trainer.worker, of_run(session, trainer.state, after))
         peak = session.peak_rss_mib()
         if session.is_main_rank:
             from megatron_brorl.cli.report import SUMMARY, show  # and matplotlib, which the other ranks do without
@@ -106,7 +107,7 @@ def _trainer(session: Session, started: float) -> Trainer:
         stop_ids=session.stop_ids,
         fingerprint=fingerprint(config, session.shape, session.started_verifiers.sha256, session.inputs()),
         started=started,
-        state=RunState(stall=Stall(config.train.min_delta)),
+        state=RunState(stall=Stall(config.train.min_delta), began=started),
         critic=models.critic,
         reference=models.reference,
     )

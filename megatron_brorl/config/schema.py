@@ -22,6 +22,9 @@ class RunConfig:
     # evaluations of all held-out prompts; of each the first siblings, as run.record_tokens allows
     record_groups: int = at_least(0, default=4)
     record_tokens: int = at_least(0, default=1048576)  # that are held whole, per step and per evaluation
+    # Licence that the card of the exported model names, as the hub writes it ("apache-2.0"); "" = that of the card of
+    # model.path, or "other" where it has none
+    license: str = ""
     # Unix time at which a scheduler ends the job: before a step that would not be done by then, `brorl train` saves and
     # leaves with 75. 0 = SLURM_JOB_END_TIME, where there is one
     ends_at: float = at_least(0, default=0.0)

@@ -10,7 +10,7 @@ from megatron_brorl.errors import UserError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)/(.+)")
-_OF_A_MODEL = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_OF_A_MODEL = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
 
 
 def model_directory(name: str) -> Path:

@@ -78,6 +78,7 @@ class Sources:
     verifiers: frozenset[str]  # that any of them names
     report: str  # what was read or generated, one line each; every skipped row is listed, and what the tokenizer loses
     rows: Sequence[Prompt] = ()  # of files: all that `train` is made of, in the files' order
+    files: tuple[tuple[str, str, int], ...] = ()  # that were read: key of the configuration, name, rows
 
 
 def load_sources(
@@ -117,7 +118,7 @@ def load_sources(
     if leaked:
         reader.report.append(f"data.held_out: {leaked} of {len(held_out)} prompts also occur in {key}")
     names = frozenset(prompt.verifier for prompt in (*train, *held_out))
-    return Sources(source, held_out, names, "\n".join(reader.report), train)
+    return Sources(source, held_out, names, "\n".join(reader.report), train, tuple(reader.files))
 
 
 def load_benchmarks(
@@ -173,6 +174,7 @@ class _Reader:
     tokenizer: Tokenizer
     max_prompt_tokens: int
     report: list[str] = field(default_factory=list)
+    files: list[tuple[str, str, int]] = field(default_factory=list)  # see Sources
 
     def read(self, files: Sequence[str], key: str, verifier: str = "") -> list[Prompt]:
         """The prompts of files. verifier: of rows that name none; "" = data.verifier."""
@@ -185,6 +187,7 @@ class _Reader:
             if not read:
                 raise UserError(f"{path}: the file has no rows ({key}); remove it from the list or fill it")
             rows += read
+            self.files.append((key, name, len(read)))
             self.report.append(
                 f"{key}: {len(read)} prompts from {name}" + (f", {len(skipped)} skipped" if skipped else "")
             )

@@ -44,6 +44,7 @@ class RunState:
     before: dict[str, Any] | None = None  # the evaluation before step 0
     trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
     spent: float = 0.0  # seconds of the processes that this one goes on from
+    began: float = 0.0  # Unix time at which the job began, whatever process goes on with it; 0 = not known
 
     def over(self, config: TrainConfig) -> bool:
         """Whether train.max_seconds or train.patience ends the run; all ranks get the same answer."""
@@ -69,6 +70,7 @@ def save(
         "before": state.before,
         "fingerprint": fingerprint,
         "spent": seconds,
+        "began": state.began,
     }
 
     def write_carried(directory: Path) -> None:
@@ -109,6 +111,7 @@ def restore(
         before=run["before"],
         trained_s=run["trained_s"],
         spent=run["spent"],
+        began=run.get("began", 0.0),  # older checkpoints do not say
     )
     for stall, (best, count) in zip(_stalls(restored, models), run["stalls"], strict=True):
         stall.best, stall.count = best, count

@@ -1,0 +1,133 @@
+"""README.md of an exported model, read back by pyyaml and by its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_brorl import __version__
+from megatron_brorl.checkpoints.model_card import CARD, Base, Training, model_card
+
+BASE = Base("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", {"license": "apache-2.0"})
+BEFORE = {
+    "pass_at_1": {"mean": 0.25, "low": 0.125, "high": 0.3751},
+    "pass_at_k": {"1": 0.25, "2": 0.4, "8": 0.75},
+    "prompts": 1200,
+    "samples": 8,
+}
+AFTER = {**BEFORE, "pass_at_1": {"mean": 0.5, "low": 0.4, "high": 0.6}, "pass_at_k": {"1": 0.5, "2": 0.6, "8": 0.81239}}
+TRAINING = Training(
+    run="sums",
+    how="reinforcement learning with verifiable rewards",
+    tag="reinforcement-learning",
+    base=BASE,
+    sizes=[("steps", "30"), ("rollouts per prompt (N)", "512"), ("prompts per step", "24")],
+    files=[("data.train", "/home/me/secret place/rows.jsonl", 12345), ("data.held_out", "data/test.jsonl", 1200)],
+    verifiers=["math", "/home/me/mine.py:score"],
+    began=86400.0 * 365 + 3599,
+    before=BEFORE,
+    after=AFTER,
+)
+
+
+def parts(card: str) -> tuple[dict, str]:
+    """Front matter and body, as the hub tells them apart."""
+    empty, front, body = card.split("---\n", 2)
+    assert not empty
+    return yaml.safe_load(front), body
+
+
+def cells(body: str, first: str) -> list[str]:
+    """The row of a table that begins so, without its first cell."""
+    (line,) = [line for line in body.splitlines() if line.startswith(f"| {first} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_what_the_hub_reads_and_what_people_do():
+    front, body = parts(model_card(TRAINING))
+    assert front == {
+        "license": "apache-2.0",
+        "base_model": "Qwen/Qwen2.5-0.5B",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["megatron-brorl", "reinforcement-learning"],
+    }
+    assert cells(body, "trained by") == [f"megatron-brorl {__version__}, {TRAINING.how}"]
+    assert cells(body, "began") == ["1971-01-01 (UTC)"]
+    assert cells(body, "rollouts per prompt (N)") == ["512"]
+    assert cells(body, "`rows.jsonl`") == ["`data.train`", "12,345"]
+    assert cells(body, "`data/test.jsonl`") == ["`data.held_out`", "1,200"]
+    assert "judged by `math`, `mine.py:score`." in body
+    assert "/home/me" not in body  # folders of a machine are nobody's business
+
+
+def test_figures_before_and_after():
+    _, body = parts(model_card(TRAINING))
+    assert "1,200 held-out prompts, 8 samples each" in body
+    assert cells(body, "pass@1, with its 95% interval") == ["0.2500 (0.1250 to 0.3751)", "0.5000 (0.4000 to 0.6000)"]
+    assert cells(body, "pass@8") == ["0.7500", "0.8124"]
+    assert [line.split("|")[1].strip() for line in body.splitlines() if line.startswith("| pass@")][1:] == [
+        "pass@2",
+        "pass@8",
+    ]
+
+
+def test_a_run_that_measured_nothing_says_so():
+    _, body = parts(model_card(dataclasses.replace(TRAINING, before=None, after=None, began=0.0)))
+    assert "No held-out prompts were evaluated in this run" in body
+    assert "## Figures" not in body
+    assert "pass@" not in body
+    assert "| began |" not in body
+
+
+@pytest.mark.parametrize(
+    ("own", "licence", "front"),
+    [
+        (None, "", {"license": "other"}),
+        (None, "mit", {"license": "mit"}),
+        (
+            "license: llama3\nbase_model: meta-llama/Llama-3",
+            "",
+            {"license": "llama3", "base_model": "meta-llama/Llama-3"},
+        ),
+        ("license: llama3", "mit", {"license": "mit"}),
+        (
+            "license: other\nlicense_name: theirs\nlicense_link: https://example.org/terms",
+            "",
+            {"license": "other", "license_name": "theirs", "license_link": "https://example.org/terms"},
+        ),
+        ("license: [a, b]\nbase_model: [x/y]", "", {"license": "other"}),
+        ("license: {", "", {"license": "other"}),
+        ("license: 'a: b\n\n  c'", "", {"license": "a: b\nc"}),
+    ],
+)
+def test_licence_and_base_are_those_of_the_base_models_own_card(tmp_path: Path, own, licence, front):
+    if own:
+        (tmp_path / CARD).write_text(f"---\n{own}\n---\n# Theirs\nTheir own words.\n")
+    base = Base.of(str(tmp_path), tmp_path)
+    assert base.name == tmp_path.name
+    card = model_card(dataclasses.replace(TRAINING, base=base, licence=licence))
+    found, body = parts(card)
+    keys = {"license", "license_name", "license_link", "base_model"}
+    assert {key: value for key, value in found.items() if key in keys} == front
+    assert "Their" not in body
+    assert str(tmp_path) not in card
+
+
+def test_a_beginning_that_no_calendar_has_costs_the_line_alone():
+    card, without = (model_card(dataclasses.replace(TRAINING, began=at)) for at in (1e30, 0.0))
+    assert card == without
+
+
+def test_a_model_of_a_run_is_called_as_the_run(tmp_path: Path):
+    assert Base.of("runs/sums/sft/model", tmp_path) == Base("sft", "", {})
+
+
+def test_a_name_of_the_hub_is_the_base(tmp_path: Path):
+    (tmp_path / CARD).write_text("---\nlicense: apache-2.0\nbase_model: Qwen/Qwen2.5\n---\n")
+    assert Base.of("Qwen/Qwen2.5-Instruct", tmp_path) == Base(
+        "Qwen/Qwen2.5-Instruct", "Qwen/Qwen2.5-Instruct", {"license": "apache-2.0"}
+    )
