@@ -20,7 +20,7 @@ def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RunFiles], li
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UserError("brorl report: a run is named twice; name each once")
     runs = [read_run(folder) for folder in folders]
-    held_out = [evaluations(run) for run in runs]
+    held_out: list[Sequence[Evaluation]] = [evaluations(run) for run in runs]
     several = len(runs) > 1
     parts = zip(_names(runs), runs, held_out, strict=True)
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z")

@@ -106,4 +106,4 @@ def _vega() -> str:
     """Vega, Vega-Lite and vega-embed in one, as globals of these names; making it takes about two seconds."""
     import vl_convert
 
-    return str(vl_convert.javascript_bundle())
+    return str(vl_convert.javascript_bundle(None))

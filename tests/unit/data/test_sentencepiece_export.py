@@ -189,7 +189,7 @@ INEXACT = {
     "symbols": ({"user_defined_symbols": ["<x>"]}, {}, "it has user-defined pieces"),
     "added": ({}, {"added_tokens.json": {"<|im_end|>": 400}}, "files beside it add the token '<|im_end|>'"),
     "another end": ({}, {"tokenizer_config.json": {"eos_token": {"content": "<e>"}}}, "add the token '<e>'"),
-    "broken": ({}, {"special_tokens_map.json": []}, "special_tokens_map.json holds no JSON object"),
+    "broken": ({}, {"special_tokens_map.json": []}, "special_tokens_map.json: must hold a JSON object"),
 }
 
 

@@ -189,7 +189,7 @@ def test_bos_of_a_sentencepiece_directory(tmp_path: Path) -> None:
         config.write_text(json.dumps(settings))
         assert load_tokenizer(tmp_path).encode_prompt("1 + 2") == [1] * leads + plain
     config.write_text("[]")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: not a JSON object"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: must hold a JSON object"):
         load_tokenizer(tmp_path)
 
 
