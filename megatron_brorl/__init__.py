@@ -1,3 +1,46 @@
-"""Reinforcement learning with verifiable rewards and hundreds of rollouts per prompt (BroRL) on Megatron-Core."""
+"""Reinforcement learning with verifiable rewards and hundreds of rollouts per prompt (BroRL) on Megatron-Core.
+
+From Python (docs/python.md): Engine, score, train, Callback, StopTraining and load_run, with UserError for what their
+caller can mend. Each is imported when it is first asked for; everything else is internal.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+from megatron_brorl.errors import UserError as UserError
 
 __version__ = "0.1.0"
+
+_PLACES = {
+    "Callback": "megatron_brorl.train.callbacks",
+    "Engine": "megatron_brorl.face.engine",
+    "StopTraining": "megatron_brorl.train.callbacks",
+    "load_run": "megatron_brorl.face.runs",
+    "score": "megatron_brorl.face.scores",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A name of the face, imported now."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES, "train"})
+
+
+class _Train(ModuleType):
+    """megatron_brorl.train is a function, and the folder of that name, which any import of it puts in its place."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Train in this process: megatron_brorl.face.training.train, told in docs/python.md."""
+        return importlib.import_module("megatron_brorl.face.training").train(*arguments, **named)
+
+
+# The folder is empty in itself: nothing else is imported here.
+importlib.import_module(f"{__name__}.train").__class__ = _Train

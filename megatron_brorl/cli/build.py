@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid, network
 from megatron_brorl.record import files as record_files
-from megatron_brorl.rewards.pool import RewardPool
+from megatron_brorl.rewards import here
 from megatron_brorl.rewards.registry import for_workers
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.startup import Started, look_at
@@ -47,6 +47,7 @@ from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
+from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.rollouts import Rollouts
@@ -60,6 +61,15 @@ ATTENTION_ALONE = {"recompute_granularity": "selective", "recompute_modules": ["
 AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 
 
+@dataclass(frozen=True)
+class Program:
+    """What a Python program adds to a command that it runs (face/training.py)."""
+
+    reward: here.OwnReward | None = None  # judges rows whose verifier is here.NAME
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    goes_on: bool = False  # after an error, so that what the command holds must be given back
+
+
 class Session:
     """What every command needs: grid, shape, tokenizer, prompts; and an orderly end of all of them."""
 
@@ -67,9 +77,10 @@ class Session:
     benchmarks: dict[str, list[Prompt]]  # what `brorl evaluate` asks, by name
     report: str  # of data.source: what was read, and what is odd about it
 
-    def __init__(self, config: Config, benchmarks: bool = False) -> None:
+    def __init__(self, config: Config, benchmarks: bool = False, program: Program = Program()) -> None:
         """benchmarks: read the files of evaluate.benchmarks, where there are any, and nothing to train on."""
         self.base = config.model.path  # as the user names it
+        self.program = program  # empty, where the command line runs the command
         model = str(model_directory(config.model.path))  # of the hub's cache, for a name of the hub
         self.config = config = replace(config, model=replace(config.model, path=model))
         self.dir = Path(config.run.dir).absolute()
@@ -119,9 +130,12 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            for close in reversed(self._closing):
-                close()
+        if kind is not None and not self.program.goes_on:
+            return  # the process ends, and with it all that it holds
+        if kind is not None:
+            self.stopped_by = self.stopped_by or "stopped by an error"  # what was sampled of its step is kept
+        for close in reversed(self._closing):
+            close()
 
     def _lock(self) -> None:
         """Refuse a second run in the same directory, on every rank."""
@@ -191,7 +205,10 @@ class Session:
     @functools.cached_property
     def started_verifiers(self) -> Started:
         """What was found of the user's own verifiers. Raises UserError for one that cannot be used."""
-        started = look_at(self._verifiers, self.config.reward)
+        reward = self.program.reward
+        started = look_at(self._verifiers - ({here.NAME} if reward else set()), self.config.reward)
+        if reward:
+            started = replace(started, sha256={**started.sha256, here.NAME: here.sha256(reward)})
         if started.unsandboxed and self.is_main_rank:
             print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
         return started
@@ -211,10 +228,12 @@ class Session:
         c = self.config
 
         # The verifiers' processes, which end with the session.
-        pool = RewardPool(
+        # A program's own function is called in this process.
+        pool = here.pool(
+            self.program.reward,
             c.reward.workers,
             c.reward.timeout_s,
-            stand_ins=for_workers(self._verifiers, c.reward),
+            stand_ins=for_workers(self._verifiers - {here.NAME}, c.reward),
             impure=self.started_verifiers.impure,
         )
         self._closing.append(pool.close)
@@ -317,10 +336,16 @@ class Session:
 
     def stop_requested(self) -> bool:
         """Whether to save and leave, asked between steps; all ranks get the same answer, and `stopped_by` says why."""
-        own = {"signal": ranks.stop_requested(), "late": not self.job_end.step_fits()}
+        own = {
+            "signal": ranks.stop_requested(),
+            "late": not self.job_end.step_fits(),
+            "told": self.program.callbacks.stop,
+        }
         found = collectives.all_reduce_max({k: float(v) for k, v in own.items()})
         if found["signal"]:
             self.stopped_by = "stopped by a signal"
+        elif found["told"]:
+            self.stopped_by = "stopped by a callback"
         elif found["late"]:
             end = time.strftime("%H:%M:%S", time.localtime(self.job_end.at))
             self.stopped_by = f"the job ends at {end}, and a step takes up to {self.job_end.step_s():.0f} s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,16 +13,18 @@ import torch
 from megatron_brorl import ranks
 from megatron_brorl.algo.estimators import widest
 from megatron_brorl.cli.batch_sizes import batch_line
-from megatron_brorl.cli.build import Session
+from megatron_brorl.cli.build import Program, Session
 from megatron_brorl.cli.card import of_run
 from megatron_brorl.cli.files import write_json
 from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
 from megatron_brorl.config.load import load
+from megatron_brorl.config.schema import Config
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.progress import progress
 from megatron_brorl.record import run_record
 from megatron_brorl.report.findings import findings
 from megatron_brorl.theory.agreement import agreement
+from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.console import evaluation_line
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.reference import ReferencePolicy
@@ -31,14 +34,19 @@ from megatron_brorl.train.training_models import TrainingModels
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train as a configuration file says. Returns as execute."""
+    words = ["train", args.config, *args.overrides]
+    return execute(load(args.config, args.overrides), lambda ranks: run_record.command(words, ranks), Program())
+
+
+def execute(config: Config, command: Callable[[int], str], program: Program) -> int:
     """Train, from the newest checkpoint where there is one. Returns 0, or ranks.SAVED where it was cut short.
 
-    A signal does that, and the end of the job (job_end). The model goes to run.dir/model, what came of it to
-    run.dir/summary.json.
+    A signal does that, the end of the job (job_end) or a callback. The model goes to run.dir/model, what came of it to
+    run.dir/summary.json. command: what starts it again on so many ranks, for its record.
     """
     begun = time.time()  # before model and data are loaded
-    config = load(args.config, args.overrides)
-    with Session(config) as session:
+    with Session(config, program=program) as session:
         trainer = _trainer(session, config.run.started or begun)
 
         # Go on from a checkpoint; files of lines go on with its step.
@@ -53,9 +61,8 @@ def run(args: argparse.Namespace) -> int:
         # What it was started with, for those who read it later.
         if session.is_main_rank:
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-            command = run_record.command(["train", args.config, *args.overrides], session.grid.world)
-            values = dataclasses.asdict(config)
-            run_record.write(session.dir, values, resume_step, command, session.grid.world, device)
+            world = session.grid.world
+            run_record.write(session.dir, dataclasses.asdict(config), resume_step, command(world), world, device)
 
         # Train, and evaluate once more where the steps were not cut short.
         with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
@@ -78,8 +85,12 @@ def run(args: argparse.Namespace) -> int:
         if session.is_main_rank:
             from megatron_brorl.cli.report import SUMMARY, show  # and matplotlib, which the other ranks do without
 
-            write_json(session.dir / SUMMARY, _summary(session, trainer, after, peak, differs))
+            summary = _summary(session, trainer, after, peak, differs)
+            write_json(session.dir / SUMMARY, summary)
             show(session.dir)
+            # Last, for what it raises undoes nothing of the run.
+            program.callbacks.tell("on_end", summary)
+        program.callbacks.check(f"the run is done, and {session.dir} has all of it")
     return 0
 
 
@@ -104,6 +115,7 @@ def _trainer(session: Session, started: float) -> Trainer:
         rollouts=session.rollouts(),
         train_source=session.sources.train,
         held_out=session.sources.held_out,
+        callbacks=session.program.callbacks if session.is_main_rank else Callbacks(),
         stop_ids=session.stop_ids,
         fingerprint=fingerprint(config, session.shape, session.started_verifiers.sha256, session.inputs()),
         started=started,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_brorl.config.schema import Config
 from megatron_brorl.config.toml import build, override
@@ -37,8 +38,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
 
+    return load_table(table, str(path), overrides)
+
+
+def load_table(table: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
+    """As load, of what TOML would have made of a file; where: what messages call it. Changes the table."""
     for item in overrides:
         override(table, item)
-    config = build(Config, table, str(path), "")
-    validate(config, str(path))
+    config = build(Config, table, where, "")
+    validate(config, where)
     return config

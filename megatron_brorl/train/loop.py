@@ -78,6 +78,8 @@ class Trainer(Run):
             if writer:
                 writer.write(s.step - 1, metrics, seconds)
             progress.update(s.step, console_line(metrics, seconds))
+            # What a program of the user's raises waits for the state to be saved.
+            self.callbacks.tell("on_step", s.step - 1, metrics)
 
             # Save before anything ends the run.
             self.nonfinite_steps, most = nonfinite_steps(self.nonfinite_steps, metrics), t.max_nonfinite_steps
@@ -95,6 +97,7 @@ class Trainer(Run):
             self.rollouts.check_stuck(f"the state after step {s.step} is saved")
             check_steps(self.nonfinite_steps, most, f"the state after step {s.step} is saved")
             if stopping and not ending:
+                self.callbacks.check(f"the state after step {s.step} is saved")
                 return False
         return True
 

@@ -13,8 +13,10 @@ from megatron_brorl.data.source import PromptSource
 from megatron_brorl.metrics import Lines
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
+from megatron_brorl.record import files as record_files
 from megatron_brorl.timeline import span
 from megatron_brorl.train import state
+from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
@@ -46,6 +48,7 @@ class Run:
     reference: ReferencePolicy | None = None  # of algo.kl_coef
     rollout_log: Lines | None = None  # of theory.log_rollouts, on one rank
     recorder: Recorder | None = None  # of what people can read of the rollouts
+    callbacks: Callbacks = field(default_factory=Callbacks)  # of a program of the user's; none on other ranks
     nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
 
     def __post_init__(self) -> None:
@@ -64,6 +67,10 @@ class Run:
         evaluation = evaluate(self.rollouts, self.held_out, self.config.evaluate, sampling, look)
         if evaluation.lost:
             progress.note(evaluation.remark())
+        if self.callbacks:
+            moment = record_files.Moment("evaluation", self.state.step)
+            samples = record_files.read_rollouts(Path(self.config.run.dir) / record_files.FOLDER, moment)
+            self.callbacks.tell("on_evaluation", self.state.step, evaluation.as_dict(), samples)
         return evaluation
 
     def models(self) -> TrainingModels:

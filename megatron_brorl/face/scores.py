@@ -1,0 +1,112 @@
+"""Rewards of given responses, by the verifiers of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_brorl.config.schema import RewardConfig
+from megatron_brorl.data.chat import spoken
+from megatron_brorl.data.prompts import Verifiers, check_row
+from megatron_brorl.errors import UserError
+from megatron_brorl.face.engine import Sample
+from megatron_brorl.rewards import here
+from megatron_brorl.rewards.extract import Found, extract
+from megatron_brorl.rewards.here import OwnReward
+from megatron_brorl.rewards.pool import ScoreRequest
+from megatron_brorl.rewards.registry import entry, for_workers
+from megatron_brorl.rewards.startup import look_at
+from megatron_brorl.types import CORRECT, Prompt, Verdict
+
+_NO_PROMPT = "-"  # of a reference alone
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a verifier says of a response."""
+
+    reward: float  # in [0, 1], as a run would train on it
+    reason: str  # in a few words, where the verifier gives one
+    status: str  # "ok", or why there is no score: timeout, error, broken, invalid, crash, no_answer, length
+    answer: str | None  # what of the response was judged
+    parts: Mapping[str, float]  # what the reward is made of, by name
+
+
+def score(
+    responses: Sequence[str | Sample | Sequence[str | Sample]],
+    rows: Sequence[str | Mapping[str, Any] | None],
+    verifier: str | OwnReward = "math",
+    *,
+    config: RewardConfig | None = None,
+) -> list[Any]:
+    """A Reward for each response, in the form of `responses`: a list, or what Engine.sample gave, a list for each row.
+
+    rows: one per entry of responses: a reference answer, None, or a row as in data files. verifier: a name of the
+    registry (a row may name another), "file.py:function", or a function (response, row) -> reward, which is called
+    here without limits of time. config: as [reward] of a run; by default partial credit is kept. A response that
+    max_tokens cut off counts as config says (0). Raises UserError for rows that the verifier cannot judge.
+    """
+    config = config or RewardConfig(strict=False)
+    function = None if isinstance(verifier, str) else verifier
+    name = verifier if isinstance(verifier, str) else here.NAME
+    _check(responses, rows, function)
+
+    # The rows as a data file's, and what of each response is judged.
+    prompts = [_prompt(row, i, Verifiers(name, config)) for i, row in enumerate(rows)]
+    flat = [(p, r) for p, given in zip(prompts, responses, strict=True) for r in _listed(given)]
+    found = [_found(prompt, response, config) for prompt, response in flat]
+
+    # Judged by the processes of a run, which end with this call.
+    requests = [ScoreRequest(p, *f) for (p, _), f in zip(flat, found, strict=True)]
+    named = {prompt.verifier for prompt in prompts} - {here.NAME}
+    impure = look_at(named, config).impure
+    with here.pool(function, config.workers, config.timeout_s, for_workers(named, config), impure) as pool:
+        verdicts = pool.score(requests)
+
+    # Back into the form that was given.
+    rewards = iter([_reward(r, f.answer, v, config) for (_, r), f, v in zip(flat, found, verdicts, strict=True)])
+    return [next(rewards) if _is_one(given) else [next(rewards) for _ in given] for given in responses]
+
+
+def _check(responses: Sequence[Any], rows: Sequence[Any], function: OwnReward | None) -> None:
+    if isinstance(responses, str) or isinstance(rows, str) or len(responses) != len(rows):
+        raise UserError(
+            f"score: {len(responses)} responses and {len(rows)} rows; give a list of responses, and a row for each"
+        )
+    if function is not None:
+        here.check(function)
+
+
+def _prompt(row: str | Mapping[str, Any] | None, i: int, verifiers: Verifiers) -> Prompt:
+    raw = {"answer": row} if row is None or isinstance(row, str) else dict(row)
+    checked = check_row({"prompt": _NO_PROMPT, **raw}, f"rows[{i}]", str(i), verifiers)
+    return Prompt(checked.id, spoken(checked.prompt), (), checked.answer, checked.verifier, checked.metadata)
+
+
+def _is_one(given: object) -> bool:
+    return isinstance(given, (str, Sample))
+
+
+def _listed(given: Any) -> Sequence[str | Sample]:
+    return [given] if _is_one(given) else given
+
+
+def _factor(response: str | Sample, config: RewardConfig) -> float:
+    cut = isinstance(response, Sample) and response.finish == "length"
+    return config.cut_off_factor if cut else 1.0
+
+
+def _found(prompt: Prompt, response: str | Sample, config: RewardConfig) -> Found:
+    if not _factor(response, config):
+        return Found(None, "cut off")
+    judged_by = entry(prompt.verifier, "verifier", config)
+    text = response.text if isinstance(response, Sample) else response
+    return extract(text, judged_by.find, judged_by.max_chars)
+
+
+def _reward(response: str | Sample, answer: str | None, verdict: Verdict, config: RewardConfig) -> Reward:
+    """As train.rollouts has it: strict, then the factor of what was cut off."""
+    factor = _factor(response, config)
+    credit = float(verdict.reward >= CORRECT) if config.strict else verdict.reward
+    return Reward(factor * credit, verdict.reason, verdict.status if factor else "length", answer, verdict.parts)

@@ -1,0 +1,108 @@
+"""`train` from Python: the command line's run, with a function as its reward, told and stopped by callbacks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+from unit.data.test_tokenizers import make_hf
+
+from megatron_brorl import StopTraining, UserError, load_run, train
+
+ROWS = [{"prompt": f"{a} + {b} =", "answer": str((a + b) % 10)} for a in range(3) for b in range(3)]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """What a run of two steps is made of."""
+    folder = tmp_path_factory.mktemp("face_training")
+    tiny.make_model(folder / "model", "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
+    make_hf(folder / "model")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return {
+        "model": {"path": folder / "model"},
+        "data": {"train": [str(folder / "rows.jsonl")], "held_out": [str(folder / "rows.jsonl")]},
+        "rollout": {"n": 16, "prompts": 2, "max_tokens": 4},
+        "reward": {"workers": 1, "cut_off_factor": 1.0},
+        "train": {"steps": 2, "tokens_per_micro_batch": 256},
+        "evaluate": {"samples": 2, "bootstrap": 50},
+        "run": {"log": []},
+    }
+
+
+def even(response, row):
+    """Of texts, so that an untrained model is sometimes right."""
+    assert row["answer"] is not None
+    return float(len(response) % 2 == 0)
+
+
+class Watched:
+    """Keeps what it is told; raises what it is given after the first step."""
+
+    def __init__(self, raised=None):
+        self.steps, self.evaluations, self.summaries, self.raised = [], [], [], raised
+
+    def on_step(self, step, metrics):
+        self.steps.append((step, dict(metrics)))
+        if self.raised:
+            raise self.raised
+
+    def on_evaluation(self, step, results, samples):
+        self.evaluations.append((step, results, samples))
+
+    def on_end(self, summary):
+        self.summaries.append(summary)
+
+
+@pytest.fixture(scope="module")
+def whole(tables, tmp_path_factory):
+    directory, watched = tmp_path_factory.mktemp("whole"), Watched()
+    return train(tables, overrides=[f"run.dir={directory}"], reward=even, callbacks=[watched]), watched
+
+
+def without_time(rows):
+    return [{k: v for k, v in row.items() if k != "time"} for row in rows]
+
+
+def test_a_run_and_what_it_tells(whole):
+    result, watched = whole
+    assert result.finished
+    # The function's verdicts, from the texts that were recorded.
+    for step, metrics in watched.steps:
+        texts = result.rollouts(step)["text"].to_pylist()
+        assert len(texts) == 2 * 16
+        assert metrics["reward"] == pytest.approx(sum(len(t.strip()) % 2 == 0 for t in texts) / len(texts))
+        assert result.metrics[step]["reward"] == metrics["reward"]
+    assert [step for step, _ in watched.steps] == [0, 1]
+    assert [step for step, _, _ in watched.evaluations] == [0, 2]
+    for _, results, samples in watched.evaluations:
+        assert results["pass_at_1"]["mean"] == pytest.approx(sum(samples["right"].to_pylist()) / (2 * len(ROWS)))
+    assert watched.summaries[0]["steps"] == result.summary["steps"] == 2
+    assert load_run(result.directory).metrics == result.metrics
+    with pytest.raises(UserError, match="nothing is recorded of step 7"):
+        result.rollouts(7)
+
+
+@pytest.mark.parametrize("raised", [StopTraining(), ValueError("plot\nfailed")])
+def test_stopped_runs_go_on_to_the_same_end(whole, tables, tmp_path, raised):
+    asked = {"overrides": [f"run.dir={tmp_path}"], "reward": even}
+    if isinstance(raised, StopTraining):
+        stopped = train(tables, callbacks=[Watched(raised)], **asked)
+        assert (stopped.finished, stopped.summary, len(stopped.metrics)) == (False, None, 1)
+    else:
+        message = "callback Watched.on_step: ValueError: plot failed; the state after step 1 is saved"
+        with pytest.raises(UserError, match=message):
+            train(tables, callbacks=[Watched(raised)], **asked)
+        with pytest.raises(UserError, match="was written with another file of verifier this_process"):
+            train(tables, overrides=asked["overrides"], reward=lambda response, row: 0.5)
+    assert without_time(train(tables, **asked).metrics) == without_time(whole[0].metrics)
+
+
+def test_mistakes_are_those_of_the_command_line(tables, tmp_path):
+    with pytest.raises(UserError, match=r"unknown key rollout\.m"):
+        train(tables | {"rollout": {"m": 3}})
+    with pytest.raises(UserError, match="no such configuration file"):
+        train(tmp_path / "none.toml")
+    with pytest.raises(UserError, match="must be a function of"):
+        train(tables, overrides=[f"run.dir={tmp_path}"], reward=lambda response: 1.0)
