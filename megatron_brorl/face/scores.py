@@ -66,7 +66,7 @@ def score(
 
     # Back into the form that was given.
     rewards = iter([_reward(r, f.answer, v, config) for (_, r), f, v in zip(flat, found, verdicts, strict=True)])
-    return [next(rewards) if _is_one(given) else [next(rewards) for _ in given] for given in responses]
+    return [next(rewards) if _is_one(given) else [next(rewards) for _ in _listed(given)] for given in responses]
 
 
 def _check(responses: Sequence[Any], rows: Sequence[Any], function: OwnReward | None) -> None:
