@@ -67,6 +67,8 @@ class Run:
         evaluation = evaluate(self.rollouts, self.held_out, self.config.evaluate, sampling, look)
         if evaluation.lost:
             progress.note(evaluation.remark())
+        if self.recorder:
+            self.grid.barrier()  # every rank has written what it sampled
         if self.callbacks:
             moment = record_files.Moment("evaluation", self.state.step)
             samples = record_files.read_rollouts(Path(self.config.run.dir) / record_files.FOLDER, moment)
