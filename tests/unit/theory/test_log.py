@@ -70,7 +70,7 @@ GOOD = [{"prompt_id": p, "reward": r, "answer": str(r)} for p in "ab" for r in (
     [
         ({"prompt_id": "a", "answer": "1"}, 'log.jsonl:13: no "reward"'),
         ({"reward": 1, "answer": "1"}, 'log.jsonl:13: no "prompt_id"'),
-        ({"prompt_id": "a", "reward": "good"}, '"reward" must be a finite number, not "good"'),
+        ({"prompt_id": "a", "reward": "good"}, "\"reward\" must be a finite number, not 'good'"),
         ('{"prompt_id": "a", "reward": NaN}', '"reward" must be a finite number'),
         ({"prompt_id": ["a"], "reward": 1}, '"prompt_id" must be a string'),
         ({"prompt_id": "c", "rewards": []}, "log.jsonl:13: an empty group"),
