@@ -53,7 +53,28 @@ def main(arguments: list[str] | None = None) -> None:
         rank, place = os.environ.get("RANK", "0"), f"{e.filename}: " if e.filename else ""
         print(f"brorl: rank {rank}: {place}{e.strerror}; mend that, and start the same command again", file=sys.stderr)
         status = 2
+    except RuntimeError as e:
+        told = _of_another_rank(e)
+        if not told:
+            raise
+        print(f"brorl: rank {os.environ.get('RANK', '0')}: {told}", file=sys.stderr)
+        status = 1
     sys.exit(status)
+
+
+def _of_another_rank(error: RuntimeError) -> str:
+    """What a collective's error says of the rank that it waited for, in one line; "" for any other error."""
+    text = str(error)
+    if (
+        not any(word in text for word in ("gloo", "NCCL", "TCPStore", "ProcessGroup"))
+        and "Dist" not in type(error).__name__
+    ):
+        return ""
+    if "Timed out" in text or "timed out" in text or "Timeout" in text:
+        return "another rank did not come within parallel.timeout_s; start the same command again to go on"
+    if any(word in text for word in ("closed by peer", "reset by peer", "Broken pipe", "Connection refused")):
+        return "another rank is gone, and says why or was killed; start the same command again to go on"
+    return ""
 
 
 def _run_ranks(args: argparse.Namespace) -> int:

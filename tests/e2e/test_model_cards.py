@@ -26,7 +26,6 @@ def base(warm, tmp_path_factory):
     return directory
 
 
-@pytest.mark.fast
 def test_figures_are_those_of_the_summary_and_the_date_is_the_runs(config, base, tmp_path):
     run = tmp_path / "run"
     command = ["train", config, f"model.path={base}", f"run.dir={run}", *STEPS]

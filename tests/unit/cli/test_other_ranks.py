@@ -1,0 +1,38 @@
+"""An error of a collective is one line about the rank that it waited for; any other keeps its traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_brorl.cli import main as cli
+
+CLOSED = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    "[127.0.0.1]:438. This is typically caused by a remote worker crashing."
+)
+LATE = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation"
+
+
+@pytest.mark.parametrize(("text", "told"), [(CLOSED, "another rank is gone"), (LATE, "did not come within parallel")])
+def test_it_is_told_in_one_line(monkeypatch, capsys, text, told):
+    def fails(_):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(cli, "_run_ranks", fails)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "run.toml"])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("brorl: rank 1: another rank ")
+    assert told in said
+    assert said.count("\n") == 1
+
+
+def test_another_error_keeps_its_traceback(monkeypatch):
+    def fails(_):
+        raise RuntimeError("shape [3] is invalid for input of size 2")
+
+    monkeypatch.setattr(cli, "_run_ranks", fails)
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        cli.main(["train", "run.toml"])
