@@ -121,7 +121,7 @@ def save(
     # An optimizer that has not stepped yet has no state that Megatron could save.
     stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
     states = _states(parts, stepped)
-    needed = collectives.all_reduce_sum({"bytes": _bytes(states)})["bytes"]
+    needed = collectives.all_reduce_sum({"bytes": _bytes(states)})["bytes"]  # of all ranks
 
     # Everything is written beside the place that it will take.
     target = root / _name(step)
@@ -135,7 +135,7 @@ def save(
     with device.bridge(), writing(refusals):
         dist_checkpointing.save(states, str(aside))
     with refusals.caught():
-        add(aside)
+        add(aside)  # the caller's own
     _agree(refusals, target, aside)
 
     # Complete: hashed, renamed, pointed to, and only then older ones go.

@@ -31,10 +31,13 @@ _REFUSED = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 2 a mistake of the user's in one line, 75 stopped by a signal and resumable."""
+    """Run one command and exit: 0 done, 75 stopped by a signal and resumable, or in one line of stderr 2 for a mistake of
+    the user's or what the disk refuses, 1 for another rank that is gone. Whatever else ends it is a bug."""
+    # What others warn of is nothing that a user of ours could mend.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
 
+    # Each kind of end has a line and an exit code of its own.
     args = _parse(arguments)
     try:
         status = _run_ranks(args) if hasattr(args, "processes") else args.command(args)
@@ -56,7 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
     except RuntimeError as e:
         told = _of_another_rank(e)
         if not told:
-            raise
+            raise  # of our own making
+        # The rank that is gone has said why, if it could.
         print(f"brorl: rank {os.environ.get('RANK', '0')}: {told}", file=sys.stderr)
         status = 1
     sys.exit(status)
