@@ -31,8 +31,8 @@ _REFUSED = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 75 stopped by a signal and resumable, or in one line of stderr 2 for a mistake of
-    the user's or what the disk refuses, 1 for another rank that is gone. Whatever else ends it is a bug."""
+    """Run one command and exit: 0 done, 75 stopped by a signal and resumable; with one line on stderr 2 for a mistake
+    of the user's or what the disk refuses, 1 for another rank that is gone. Whatever else ends it is a bug."""
     # What others warn of is nothing that a user of ours could mend.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)

@@ -118,8 +118,12 @@ def _moment(path: Path) -> Moment | None:
 def _write(path: Path, table: pa.Table) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)  # the main rank may have made it on another machine
     aside = path.with_name(f".{path.name}.writing")
-    pq.write_table(table, aside, compression="zstd")
-    aside.replace(path)
+    try:
+        pq.write_table(table, aside, compression="zstd")
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)  # half a file is of no use
+        raise
 
 
 def _read(paths: list[Path], schema: pa.Schema) -> pa.Table:
