@@ -61,6 +61,7 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path):
         for kind in ("step", "evaluation"):
             files.write_groups(folder, Moment(kind, number), groups(0))
             files.write_rollouts(folder, Moment(kind, number), 5, rows((0, 0)))
+    (folder / ".step_000002.rollouts.00001.parquet.writing").write_bytes(b"half")  # of one that was killed
     files.begin(folder, 4)
     there = files.moments(folder)
     assert there == [*(Moment("step", n) for n in range(4)), *(Moment("evaluation", n) for n in range(5))]
