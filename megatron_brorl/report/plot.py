@@ -6,7 +6,6 @@ made after its update. "Before" stands at 0, "after" at summary["steps"]. No pyp
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
 from megatron_brorl.algo.estimators import widest
-from megatron_brorl.errors import UserError
+from megatron_brorl.json_files import read_object
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, panel, save, say
 
@@ -72,15 +71,7 @@ def build_figure(rows: list[Row], summary: dict[str, Any]) -> Figure:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path}: cannot be read: {e}; delete it to plot without it") from None
-    if not isinstance(summary, dict):
-        raise UserError(f"{path}: not a JSON object; delete it to plot without it")
-    return summary
+    return read_object(path, "delete it to plot without it") if path.exists() else {}
 
 
 def _title(rows: list[Row], summary: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.json_files import read_object
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.record import run_record
 from megatron_brorl.record.files import FOLDER, Moment, moments, read_groups, read_rollouts
@@ -101,15 +102,7 @@ def _stat(path: Path) -> Any:
 
 
 def _summary(path: Path) -> Row:
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path}: cannot be read: {e}; delete it to report without it") from None
-    if not isinstance(summary, dict):
-        raise UserError(f"{path}: not a JSON object; delete it to report without it")
-    return summary
+    return read_object(path, "delete it to report without it") if path.exists() else {}
 
 
 def _of_checkpoint(folder: Path) -> Mapping[str, Any]:
