@@ -31,11 +31,12 @@ def processes(launcher: Any) -> list[psutil.Process]:
 
 
 def listening(launcher: Any) -> Iterator[str]:
-    """Addresses that any process of the run takes connections or datagrams on."""
+    """Addresses that any process of the run takes anybody's connections or datagrams on."""
     for process in processes(launcher):
         with contextlib.suppress(psutil.Error):
             for c in process.net_connections("inet"):
-                if c.status == psutil.CONN_LISTEN or (c.type == socket.SOCK_DGRAM and c.laddr):
+                # A datagram socket with a peer hears that alone: a question to a name server.
+                if c.status == psutil.CONN_LISTEN or (c.type == socket.SOCK_DGRAM and c.laddr and not c.raddr):
                     yield c.laddr.ip
 
 
