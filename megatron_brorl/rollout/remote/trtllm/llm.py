@@ -16,7 +16,7 @@ from tensorrt_llm import AsyncLLM, SamplingParams
 from tensorrt_llm._torch.virtual_memory import ExecutorMemoryType
 from tensorrt_llm.llmapi import CapacitySchedulerPolicy, CudaGraphConfig, KvCacheConfig, SchedulerConfig, llm_args
 
-from megatron_brorl.config.schema import TrtLlmConfig
+from megatron_brorl.config.engine_keys import TrtLlmConfig
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
 from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf
 from megatron_brorl.rollout.remote.trtllm import ray_node

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, get_args, get_type_hints
 
 import pytest
 
-from megatron_brorl.config.schema import Config, RolloutConfig, TrtLlmConfig
+from megatron_brorl.config.engine_keys import TrtLlmConfig
+from megatron_brorl.config.schema import Config, RolloutConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout import registry, remote
 from megatron_brorl.rollout.engine import Request, Sampling
