@@ -125,6 +125,9 @@ class Engine:
     def wake(self) -> None:
         self.verbs.append("wake")
 
+    def renew(self, why: str) -> bool:
+        return False
+
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         for _ in tensors:
             pass

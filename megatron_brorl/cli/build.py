@@ -259,7 +259,9 @@ class Session:
         """Where rollouts are kept until their step is over."""
         c = self.config
         # What decides an engine's arithmetic beside its weights.
-        arithmetic = (c.rollout.engine, c.rollout.dtype, c.ops.implementation, c.trtllm.quantization, c.trtllm.kv_dtype)
+        section = getattr(c, c.rollout.engine, None)  # of an engine in a process of its own
+        of_engine = (section.quantization, section.kv_dtype) if section else ()
+        arithmetic = (c.rollout.engine, c.rollout.dtype, c.ops.implementation, *of_engine)
         durable = DurableRollouts(self.dir / FOLDER, self.grid.rank, repr(arithmetic))
         # A run that was stopped goes on with the step that another process left unfinished.
         self._closing.append(lambda: durable.close(over=not self.stopped_by))

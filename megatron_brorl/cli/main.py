@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
                 "--verify-reshard",
                 dest="flags",
                 action="append_const",
-                const="train.verify_reshard=true",
+                const="train.verify_reshard=always",
                 help="after each refit, compare the engine's log-probs with the actor's (config: train.verify_reshard)",
             )
         # Its own options become overrides too, in _parse.

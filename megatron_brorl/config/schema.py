@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_brorl.config.bounds import above, at_least, free, within
 from megatron_brorl.config.data_keys import DataConfig
-from megatron_brorl.config.engine_keys import TrtLlmConfig
+from megatron_brorl.config.engine_keys import TrtLlmConfig, VllmConfig
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class RolloutConfig:
     # Prompts per step, over all ranks. A step may span epochs of data.train, and take more prompts than there are: one
     # that it takes twice is two groups of n, each with its own random numbers and its own baseline.
     prompts: int = at_least(1, default=128)
-    engine: Literal["torch", "trtllm"] = "torch"  # built in, or TensorRT-LLM (section trtllm)
+    # Built in, TensorRT-LLM (section trtllm), or vLLM (section vllm)
+    engine: Literal["torch", "trtllm", "vllm"] = "torch"
     # What logits are divided by before sampling
     temperature: float = above(0, default=1.0, why=" (sampling needs randomness)")
     top_p: float = within("(0, 1]", default=1.0)  # probability of the likeliest tokens that are sampled from
@@ -280,8 +281,12 @@ class TrainConfig:
     # Steps in a row that skip an update (its gradient is not finite), or leave out more rows than they train on (their
     # log-probabilities are not finite), after which the run ends. The state is saved.
     max_nonfinite_steps: int = at_least(1, default=5)
-    verify_reshard: bool = False  # after each refit, compare log-probs of a probe batch on engine and actor
-    verify_tolerance: float = above(0, default=1e-4)  # nats that they may differ by; bf16 on either side needs more
+    # After each refit, compare log-probs of a few sampled tokens on engine and actor. "auto": where engines are
+    # processes of their own, which a checksum of what they were sent does not see into
+    verify_reshard: Literal["auto", "always", "never"] = "auto"
+    # Nats that they may differ by. 0 = 1e-3 where both compute in fp32, 0.5 where one computes in bf16, 2 where one has
+    # weights or keys and values in FP8
+    verify_tolerance: float = at_least(0, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -330,6 +335,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trtllm: TrtLlmConfig = field(default_factory=TrtLlmConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)

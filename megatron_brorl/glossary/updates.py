@@ -121,14 +121,14 @@ ENGINE = Section(
             "nats",
             NUMBER,
             "the largest one; carried tokens of older weights count too",
-            "growing: `train.verify_reshard = true` finds out which; `algo.is_cap` bounds the damage",
+            "growing: `train.verify_reshard = 'always'` finds out which; `algo.is_cap` bounds the damage",
         ),
         Figure(
             "reshard_gap_max",
             "nats",
             NUMBER,
-            "the same on a probe of random prompts after the refit; with `train.verify_reshard`",
-            "above `train.verify_tolerance` the run ends",
+            "the same on a probe of random prompts after the refit; see `train.verify_reshard`",
+            "above `train.verify_tolerance` engines that are processes are started anew, once; then the run ends",
         ),
         Figure(
             "refit_again",

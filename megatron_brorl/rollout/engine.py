@@ -140,6 +140,9 @@ class RolloutEngine(Protocol):
     def kv_usage(self) -> KvUsage | None:
         """Of the last call of generate, until sleep; None of an engine that does not tell."""
 
+    def renew(self, why: str) -> bool:
+        """Begin anew with the weights that it has, where it is a process; False, on all ranks, where it is none."""
+
     def sleep(self) -> None:
         """Give memory back (weights and caches) until wake."""
 

@@ -20,7 +20,8 @@ class EngineKind:
     leaf: str  # module with the class Llm, imported in the engine's process alone
     dtypes: tuple[str, ...]  # values of rollout.dtype that it computes in on a GPU
     needs: Mapping[str, str] = field(default_factory=dict)  # further packages -> what to do where one is missing
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables that it needs beside a trainer
+    # Variables that it needs beside a trainer; {folder} is the engine's own
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
@@ -36,6 +37,21 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
             "TLLM_NUMA_AWARE_WORKER_AFFINITY": "0",  # clashes with Ray's choice of cores
             "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # lower peak memory in a refit
             "NCCL_CUMEM_ENABLE": "1",  # tensor parallelism over nodes hangs at 0
+        },
+    ),
+    "vllm": EngineKind(
+        name="vLLM",
+        package="vllm",
+        leaf="megatron_brorl.rollout.remote.vllm.llm",
+        dtypes=("bf16", "fp32"),
+        environment={
+            "VLLM_HOST_IP": "127.0.0.1",  # or its workers meet on an address that others reach
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainer take turns on the same cores
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",  # the model is a folder
+            "TMPDIR": "{folder}",  # of sockets and of what is compiled: it goes with the engine
         },
     ),
 }

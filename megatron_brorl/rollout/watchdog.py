@@ -109,6 +109,10 @@ class Watchdog:
         """As RolloutEngine.kv_usage; nobody knows of a stuck engine."""
         return None if self.stuck else self.engine.kv_usage()
 
+    def renew(self, why: str) -> bool:
+        """As RolloutEngine.renew."""
+        return self.engine.renew(why)
+
     def sleep(self) -> None:
         """As RolloutEngine.sleep; a stuck engine still uses its memory."""
         if not self.stuck:

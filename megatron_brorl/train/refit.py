@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from megatron_brorl.config.schema import TrainConfig
+from megatron_brorl.config.schema import Config
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.durable import DurableRollouts
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.receive import UpdateRefused
+from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.training_models import TrainingModels
@@ -36,8 +37,8 @@ class _StreamChecksum:
             yield pair
 
 
-def refit_engines(models: TrainingModels, rollouts: Rollouts, version: int, config: TrainConfig) -> dict[str, float]:
-    """Hand the actor's weights to the engines, and check that they compute the same where config.verify_reshard is on.
+def refit_engines(models: TrainingModels, rollouts: Rollouts, version: int, config: Config) -> dict[str, float]:
+    """Hand the actor's weights to the engines, and check that they compute the same as train.verify_reshard says.
 
     A collective, which returns metrics.
     """
@@ -46,8 +47,10 @@ def refit_engines(models: TrainingModels, rollouts: Rollouts, version: int, conf
     models.offload(actor_weights=False)
     engine.wake()
     metrics = {"refit_again": float(refit(models.actor, engine, version, rollouts.durable))}
-    if config.verify_reshard:
-        metrics["reshard_gap_max"] = verify_reshard(models.actor, engine, version, config.verify_tolerance)
+    when = config.train.verify_reshard
+    if when == "always" or (when == "auto" and config.rollout.engine in ENGINES):
+        metrics["reshard_gap_max"], again = verify_reshard(models.actor, engine, version, config)
+        metrics["refit_again"] += again
     models.offload()
     dist.barrier()  # an engine takes memory for keys and values when one of its ranks generates: all have made room
     return metrics

@@ -58,7 +58,7 @@ class Run:
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines; see refit.refit_engines."""
         with span("refit"):
-            return refit_engines(self.models(), self.rollouts, self.state.updates, self.config.train)
+            return refit_engines(self.models(), self.rollouts, self.state.updates, self.config)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Of the held-out prompts with the weights that the engines have; a collective."""

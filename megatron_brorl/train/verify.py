@@ -6,6 +6,7 @@ from itertools import product
 
 import torch
 
+from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.parallel import collectives
@@ -22,11 +23,48 @@ SIBLINGS = 2
 TOKENS = 16  # of a prompt, and of a response at most
 
 
-def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: float) -> float:
-    """The largest |log-prob of an engine - log-prob of the actor| in nats over all ranks; a collective.
+def tolerance(config: Config) -> float:
+    """train.verify_tolerance, or what stands for its 0."""
+    t, r = config.train, config.rollout
+    section = getattr(config, r.engine, None)  # of an engine in a process of its own
+    if t.verify_tolerance:
+        return t.verify_tolerance
+    if config.fp8.recipe != "none" or (section and (section.quantization != "none" or section.kv_dtype == "fp8")):
+        return 2.0
+    return 1e-3 if r.dtype == config.model.dtype == "fp32" else 0.5
 
-    Every engine samples siblings of random prompts, whose tokens the actor then scores. Raises UserError above
-    `tolerance`, or where the difference is not a number.
+
+def verify_reshard(worker: Worker, engine: Watchdog, version: int, config: Config) -> tuple[float, int]:
+    """The largest |log-prob of an engine - log-prob of the actor| in nats over all ranks, and how many times engines
+    were started anew because of it; a collective.
+
+    Engines that are processes have one more try, with the same weights. Raises UserError above `tolerance`, or where
+    the difference is not a number.
+    """
+    limit = tolerance(config)
+    gap = reshard_gap(worker, engine, version)
+
+    # Checksums are of what was sent; an engine may hold something else.
+    again = 0
+    if not gap <= limit and engine.renew(f"after version {version} log-probs are {gap:.2e} nats from the actor's"):
+        again = 1
+        gap = reshard_gap(worker, engine, version)
+
+    # The gap is of all ranks, so that they raise together; written so that NaN would raise too.
+    if not gap <= limit:
+        raise UserError(
+            f"train.verify_reshard: after version {version} an engine's log-probs differ from the actor's by {gap:.2e} "
+            f"nats, more than train.verify_tolerance = {limit:g}: the weights did not arrive as they are, or the "
+            "arithmetic differs (bf16 on either side needs a larger tolerance)"
+        )
+    return gap, again
+
+
+def reshard_gap(worker: Worker, engine: Watchdog, version: int) -> float:
+    """The largest |log-prob of an engine - log-prob of the actor| in nats over all ranks, inf where one is not a
+    number; a collective.
+
+    Every engine samples siblings of random prompts, whose tokens the actor then scores.
     """
     grid, shape = worker.grid, worker.shape
     # Short, so that a prompt and a response fit the smallest context.
@@ -63,13 +101,4 @@ def verify_reshard(worker: Worker, engine: Watchdog, version: int, tolerance: fl
     gaps = torch.cat([a - r.log_probs for a, (_, r) in zip(actual, rows, strict=True)]).abs()
 
     # Not a number must not lose in a maximum.
-    gap = collectives.all_reduce_max({"gap": float(gaps.nan_to_num(nan=float("inf")).max())})["gap"]
-
-    # The gap is of all ranks, so that they raise together; written so that NaN would raise too.
-    if not gap <= tolerance:
-        raise UserError(
-            f"train.verify_reshard: after version {version} an engine's log-probs differ from the actor's by {gap:.2e} "
-            f"nats, more than train.verify_tolerance = {tolerance:g}: the weights did not arrive as they are, or the "
-            "arithmetic differs (bf16 on either side needs a larger tolerance)"
-        )
-    return gap
+    return collectives.all_reduce_max({"gap": float(gaps.nan_to_num(nan=float("inf")).max())})["gap"]

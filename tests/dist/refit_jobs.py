@@ -23,6 +23,7 @@ from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel import device
 from megatron_brorl.reshard.plan import make_plan
 from megatron_brorl.rollout.receive import UpdateRefused, receive
+from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.train.refit import refit
 from megatron_brorl.rollout.watchdog import Watchdog
@@ -179,8 +180,9 @@ def verified(_rank: int, directory: str, parallel: dict[str, Any], wrong: bool) 
         with torch.no_grad():
             for p in worker.actor.parameters():
                 p.mul_(1.01)
+    config = Config(train=TrainConfig(verify_tolerance=1e-4))
     try:
-        return verify_reshard(worker, Watchdog(engine, 60.0), 0, 1e-4)
+        return verify_reshard(worker, Watchdog(engine, 60.0), 0, config)[0]
     except UserError as e:
         return str(e)
 

@@ -87,7 +87,7 @@ def test_refit_under_tensor_and_pipeline_parallelism(config, tmp_path):
     shape = ["--hidden", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "64", "--context", "32"]
     made = forks.script(REPOSITORY / "tools" / "make_tiny_model.py", config, tmp_path / "init", *shape)
     assert made.returncode == 0, made.stderr
-    layout = ["parallel.tensor=2", "parallel.pipeline=2", "trtllm.tensor=2", "train.verify_reshard=true"]
+    layout = ["parallel.tensor=2", "parallel.pipeline=2", "trtllm.tensor=2", "train.verify_reshard=always"]
     # The model has learnt nothing, not even to end; what moves it is the entropy.
     layout += ["reward.cut_off_factor=1.0", "algo.dynamic_sampling=false", "algo.entropy_coef=0.1"]
     train(config, tmp_path / "init", tmp_path / "run", *layout, processes=4)

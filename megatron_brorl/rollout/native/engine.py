@@ -80,6 +80,10 @@ class TorchEngine:
             return None
         return KvUsage(pool.most_used / pool.size, pool.used_sum / pool.turns / pool.size, pool.turns)
 
+    def renew(self, why: str) -> bool:
+        """See RolloutEngine: it is none."""
+        return False
+
     def sleep(self) -> None:
         """See RolloutEngine."""
         self._decoder = self._pool = None

@@ -182,7 +182,8 @@ class RemoteEngine:
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
         """See RolloutEngine. Every rollout is a request of its own with a seed of its own; siblings share their prompt
-        in the engine's prefix cache. Rollouts that are cancelled lose what this call had added to them."""
+        in the engine's prefix cache. Rollouts that are cancelled lose what this call added to them, unless the engine
+        keeps it (Capabilities.keeps_cut)."""
         if self.version < 0:
             raise RuntimeError("the engine has no weights: call update_weights first")
         self._check(requests, sampling, supply)
@@ -225,15 +226,16 @@ class RemoteEngine:
             if new and asked == self._link.boot:
                 self._ask(new, sampling)
 
+        # Everything has come, or the caller has lost patience: what is left is as it was before this call, or has what
+        # the engine says that it drew.
+        if rows:
+            self._stop(pending)
+        elif self.supervisor:
+            self.supervisor.restarts = 0  # only those in a row count
+
         if pending.faults:
             told = f"{len(pending.faults)} answers were none, and their rollouts are lost: {pending.faults[0]}"
             print(f"warning: {self.options.key}: {told}", file=sys.stderr, flush=True)
-
-        # Everything has come, or the caller has lost patience: what is left is as it was before this call.
-        if rows:
-            self._stop()
-        elif self.supervisor:
-            self.supervisor.restarts = 0  # only those in a row count
         return pending.result()
 
     def _ask(self, rows: Mapping[int, PendingRollout], sampling: Sampling) -> int:
@@ -246,14 +248,18 @@ class RemoteEngine:
         self._link.send(generate_message(rows, sampling, fields))
         return boot
 
-    def _stop(self) -> None:
+    def _stop(self, pending: PendingRollouts) -> None:
         """Make the engine give up what it was asked for; one that does not is started again."""
         for call in self._open:
             self._link.send(Message("cancel", {"call": call}))
         deadline = time.monotonic() + _STOP_S
         while self._open and time.monotonic() < deadline:
             for message in self._link.poll(_POLL_S):
-                if message.kind == "ended":
+                if message.fields.get("call") not in self._open:
+                    continue
+                if message.kind == "rollout":
+                    pending.answered(message, self.version)
+                elif message.kind == "ended":
                     self._open.discard(message.fields["call"])
         if not self._open:
             return
@@ -263,6 +269,15 @@ class RemoteEngine:
     def kv_usage(self) -> KvUsage | None:
         """See RolloutEngine: it does not tell."""
         return None
+
+    def renew(self, why: str) -> bool:
+        """See RolloutEngine. Raises UserError where no engine comes up any more."""
+        try:
+            if self.supervisor:
+                self.supervisor.restart(why)
+        except EngineError as e:
+            raise UserError(f"{self.options.key}: {e}") from None
+        return True
 
     def sleep(self) -> None:
         """See RolloutEngine. No rank that shares the engine may be generating."""

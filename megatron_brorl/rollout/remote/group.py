@@ -9,6 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 import torch.distributed as dist
 
 from megatron_brorl.config.schema import Config
@@ -74,6 +76,9 @@ def join(
         dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout.dtype],  # torch's names
         max_rows=config.rollout.max_num_seqs,  # in flight at a time
         stop_ids=stop_ids,
+        stop_strings=config.rollout.stop_strings,
+        threads=torch.get_num_threads() * tensor,
+        kv_bytes=(config.rollout.kv_cache_mib * 2**20 or psutil.virtual_memory().available // 2 // per_node) * tensor,
         max_kv_tokens=kv_tokens,
         section=dataclasses.asdict(section),  # JSON on its way; the leaf makes its own class of it
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PROTOCOL = 3  # raised with every change of a message
+PROTOCOL = 4  # raised with every change of a message
 _DTYPES = {"int64": torch.int64, "float32": torch.float32}
 
 

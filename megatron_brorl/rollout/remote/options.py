@@ -16,7 +16,8 @@ class ProcessSettings:
 
     python: str  # interpreter of the engine's environment; "" = the one that runs the trainer
     tensor: int  # neighbouring ranks of a node that share an engine
-    quantization: Literal["none", "fp8_block"]  # of the weights that it is sent
+    # Of weights: by the trainer, which sends them so (fp8_block), or by the engine as they come (fp8)
+    quantization: Literal["none", "fp8_block", "fp8"]
     transport: Literal["auto", "cuda_ipc", "host"]
     shared_memory: str  # folder in memory
     start_timeout_s: float
@@ -41,6 +42,9 @@ class EngineOptions:
     max_rows: int  # in flight at a time, at most
     stop_ids: tuple[int, ...]
     section: Mapping[str, Any]  # all keys of the engine's section, which its leaf alone reads
+    stop_strings: tuple[str, ...] = ()  # of the configuration: where there are any, the engine needs the tokenizer
+    threads: int = 0  # that an engine on CPUs computes with; 0 = as many as it likes
+    kv_bytes: int = 0  # of an engine on CPUs, that its keys and values may take
     max_kv_tokens: int = 0  # of keys and values that there is planned room for (models.memory); 0 = as many as fit
 
     @property
@@ -56,6 +60,7 @@ class Capabilities:
     engine: str  # name, version and what else tells it from others, for messages
     torch: str  # version
     seeds: Literal["request", "generator"]  # a request's seed counts, or only that of the engine's one generator
+    keeps_cut: bool  # a rollout that is given up comes with the tokens that it has
     log_probs: Literal["processed", "tempered", "raw"]  # after temperature and cuts; after temperature; of the model
     if_repeating: str  # what to choose where it draws several rollouts by the same random numbers
     devices: tuple[str, ...]  # UUID of each worker's, as cuda_ipc.own_device writes it

@@ -69,7 +69,20 @@ def pending_rollouts(requests: Sequence[Request], sampling: Sampling, first: int
             done = len(before.token_ids)
             tokens = min(sampling.budget or sampling.max_tokens, sampling.max_tokens - done)
             ids = (*request.prompt.token_ids, *before.token_ids.tolist())
-            yield PendingRollout(number, ids, before, tokens, stream_key("engine", request.key, before.index, done))
+            yield PendingRollout(number, ids, before, tokens, sibling_seed(request.key, before.index, done))
+
+
+def sibling_seed(key: int, sibling: int, done: int) -> int:
+    """The 64-bit seed of what follows a sibling's first `done` tokens; key: of the request.
+
+    Its lower half, which is all that PyTorch's generator on CPUs takes of a seed, is another one for each of a prompt's
+    siblings: a bijection (the finalizer of MurmurHash3) of numbers that follow one another from a random one on.
+    """
+    low = (stream_key("engine", key, done) + sibling) & 0xFFFFFFFF
+    for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        low = ((low ^ (low >> shift)) * multiplier) & 0xFFFFFFFF
+    low ^= low >> 16
+    return stream_key("engine", key, sibling, done) >> 32 << 32 | low
 
 
 class PendingRollouts:
@@ -128,6 +141,7 @@ def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fie
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "log_probs": sampling.log_probs,
+        "stop_strings": list(sampling.stop_strings),
     }
 
     # Flat tensors: a message costs per field, not per rollout.

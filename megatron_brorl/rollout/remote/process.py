@@ -137,5 +137,5 @@ def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) ->
         **kept,
         "PYTHONPATH": os.pathsep.join(path),
         "CUDA_VISIBLE_DEVICES": ",".join(seen),
-        **own,
+        **{name: value.format(folder=folder) for name, value in own.items()},
     }

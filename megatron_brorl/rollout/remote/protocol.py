@@ -13,7 +13,7 @@ from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, W
 class Completion:
     """What became of one rollout."""
 
-    token_ids: list[int]  # that were added
+    token_ids: list[int]  # that were added; of one that was cut, where Capabilities.keeps_cut, else any
     finish: Literal["stop", "length", "cut"]  # cut: aborted
     reported: Sequence[Mapping[int, float]]  # log-probability by token id, of each token; empty: not asked for
 
@@ -34,7 +34,14 @@ class EngineLeaf(Protocol):
         """
 
     def params(
-        self, temperature: float, top_p: float, top_k: int, tokens: int, seed: int, log_probs: bool = True
+        self,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        tokens: int,
+        seed: int,
+        log_probs: bool = True,
+        stop_strings: Sequence[str] = (),
     ) -> Any:
         """The engine's own sampling settings of one rollout of at most `tokens` tokens."""
 

@@ -164,7 +164,8 @@ class Server:
         texts = t["ids"].split(t["lengths"].tolist())
         table = zip(t["numbers"].tolist(), texts, t["tokens"].tolist(), t["seeds"].tolist(), strict=True)
         for number, ids, tokens, seed in table:
-            params = self.llm.params(f["temperature"], f["top_p"], f["top_k"], tokens, seed, f["log_probs"])
+            cuts = f["temperature"], f["top_p"], f["top_k"]
+            params = self.llm.params(*cuts, tokens, seed, f["log_probs"], f["stop_strings"])
             rows.append((number, self.llm.submit(ids.tolist(), params)))
         return rows
 
@@ -172,13 +173,14 @@ class Server:
         """Wait for one rollout and send it."""
         done = await self.llm.completion(handle)
         ids, log_probs = done.token_ids, []
-        if done.finish == "cut":
+        if done.finish == "cut" and not self.capabilities.keeps_cut:
             ids = []  # what was drawn so far is drawn again, by the same seed
         elif f["log_probs"]:
             kind = self.capabilities.log_probs
             log_probs = sampled_log_probs(ids, done.reported, kind, f["temperature"], f["top_p"], f["top_k"])
 
-        if done.finish == "stop" and (not ids or ids[-1] not in self.llm.options.stop_ids):
+        by_token = done.finish == "stop" and not f["stop_strings"]
+        if by_token and (not ids or ids[-1] not in self.llm.options.stop_ids):
             raise ValueError(f"a rollout ended by a stop token that it does not hold: ..., {ids[-3:]}")
         tensors = {"ids": torch.tensor(ids, dtype=torch.int64), "log_probs": torch.tensor(log_probs)}
         await self._send(client, Message("rollout", {"call": call, "number": number, "finish": done.finish}, tensors))
@@ -205,5 +207,5 @@ if __name__ == "__main__":
     folder = Path(place.removeprefix("ipc://")).parent
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     chosen = json.loads(sys.argv[2])
-    chosen["stop_ids"] = tuple(chosen["stop_ids"])
+    chosen |= {key: tuple(chosen[key]) for key in ("stop_ids", "stop_strings")}
     asyncio.run(_main(place, EngineOptions(**chosen)))

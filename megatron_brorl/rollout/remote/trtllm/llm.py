@@ -131,6 +131,7 @@ class Llm(EngineLeaf):
             engine=f"TensorRT-LLM {tensorrt_llm.__version__} with {self.sampler}",
             torch=torch.__version__,
             seeds=seeds,
+            keeps_cut=False,  # nothing proves that they are what was drawn
             log_probs="processed" if self.mode else "tempered" if self.sampler == "TRTLLMSampler" else "raw",
             if_repeating="choose another trtllm.sampler",
             devices=tuple(await self._llm.collective_rpc("brorl_device")),
@@ -146,9 +147,19 @@ class Llm(EngineLeaf):
         )
 
     def params(
-        self, temperature: float, top_p: float, top_k: int, tokens: int, seed: int, log_probs: bool = True
+        self,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        tokens: int,
+        seed: int,
+        log_probs: bool = True,
+        stop_strings: Sequence[str] = (),
     ) -> SamplingParams:
-        """See EngineLeaf. All settings are explicit: left out, they would mean greedy."""
+        """See EngineLeaf; stop strings are refused with the configuration.
+
+        All settings are explicit: left out, they would mean greedy.
+        """
         stop = list(self.options.stop_ids)
         value = max(self.log_probs_value, top_k if self.mode is None else 0)
         extra: dict[str, Any] = {"logprobs_mode": self.mode["PROCESSED"]} if self.mode else {}

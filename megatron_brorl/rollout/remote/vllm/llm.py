@@ -1,0 +1,239 @@
+"""vLLM's AsyncLLM as the engine process uses it, from 0.32 on, on CPUs and on GPUs.
+
+With extension.py the only file that imports vllm. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm import SamplingParams, TokensPrompt
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from megatron_brorl.config.engine_keys import VllmConfig
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
+from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf
+
+EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.BrorlExtension"
+_PROBE_TOKENS = 16
+_SPARE_TOKENS = 2 * 512  # of pages that requests fill in part
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A rollout in flight."""
+
+    name: str
+    task: asyncio.Task[Completion]
+
+
+class Llm(EngineLeaf):
+    """vLLM's leaf."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Raises ValueError where vLLM cannot do what is asked here."""
+        self.options, self.config = options, VllmConfig(**options.section)
+        self.on_gpu = torch.cuda.is_available()
+        self._names = count()
+        self._aborting: set[asyncio.Task[None]] = set()
+        if self.config.quantization == "fp8" and not self.on_gpu:
+            raise ValueError("vllm.quantization = 'fp8' needs a GPU: set 'none'")
+        if options.threads and not self.on_gpu:
+            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # the engine's own process inherits it
+
+    def _kv_bytes(self) -> int:
+        """Of keys and values on each of the engine's devices: what all rows take at their longest, or what there is
+        room for. Raises ValueError where not even one response fits."""
+        o, shape = self.options, read_shape(Path(self.options.model))
+        size = 1 if self.config.kv_dtype == "fp8" else getattr(torch, o.dtype).itemsize
+        per_token = 2 * shape.layers * -(-shape.kv_heads // self.config.tensor) * shape.head_dim * size
+
+        room = o.max_kv_tokens * per_token if self.on_gpu else o.kv_bytes
+        needed = (o.max_rows * o.context + _SPARE_TOKENS) * per_token
+        found = min(needed, room) if room else needed
+        if found < o.context * per_token:
+            raise ValueError(
+                f"keys and values of {found // per_token} tokens fit, and one response with its prompt may take "
+                f"{o.context}: raise {'vllm.memory_fraction' if self.on_gpu else 'rollout.kv_cache_mib'} or lower "
+                "rollout.max_tokens"
+            )
+        return found
+
+    async def start(self) -> Capabilities:
+        """See EngineLeaf."""
+        o, c = self.options, self.config
+
+        # What differs between devices. vLLM's seeds crash under chunked prefill on CPUs, and eager code starts sooner.
+        if self.on_gpu:
+            own: dict[str, Any] = {"enable_sleep_mode": True, "enforce_eager": not c.cuda_graphs}
+        else:
+            own = {"enable_chunked_prefill": False, "enforce_eager": True}
+        if c.quantization == "fp8":
+            own["quantization"] = "fp8"  # of each weight, by vLLM, as it comes
+
+        # What training needs is set here; the rest is left to the engine.
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=o.model,
+                # Ids in, ids out; stop strings alone need text.
+                skip_tokenizer_init=not o.stop_strings,
+                trust_remote_code=False,
+                tensor_parallel_size=c.tensor,
+                dtype=o.dtype,
+                load_format="dummy",  # weights come from the trainer
+                max_model_len=o.context,
+                max_num_seqs=o.max_rows,
+                # Neither a prompt nor a rollout that goes on may be cut into pieces.
+                max_num_batched_tokens=max(c.max_num_tokens, o.context, o.max_rows),
+                # Siblings find the blocks of their prompt by its prefix.
+                enable_prefix_caching=True,
+                kv_cache_memory_bytes=self._kv_bytes(),
+                kv_cache_dtype=c.kv_dtype,
+                logprobs_mode="processed_logprobs",  # of the distribution that tokens are drawn from
+                worker_extension_cls=EXTENSION,
+                generation_config="vllm",  # none of the model's own settings
+                disable_log_stats=True,
+                **own,
+            )
+        )
+
+        await self._find_seeds()
+        return Capabilities(
+            engine=f"vLLM {vllm.__version__}",
+            torch=torch.__version__,
+            seeds="request",
+            log_probs="processed",
+            keeps_cut=True,
+            if_repeating="it takes a seed per rollout, and two of them agree",
+            devices=tuple(await self._llm.collective_rpc("brorl_device")),
+            kv_tokens=min(await self._llm.collective_rpc("brorl_kv_tokens")),
+            rows=o.max_rows,
+            details={"eager": own["enforce_eager"], "threads": o.threads},
+        )
+
+    def params(
+        self,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        tokens: int,
+        seed: int,
+        log_probs: bool = True,
+        stop_strings: Sequence[str] = (),
+    ) -> SamplingParams:
+        """See EngineLeaf."""
+        return SamplingParams(
+            n=1,  # a request per sibling: vLLM would count seeds up from one to the next
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            max_tokens=tokens,
+            stop_token_ids=list(self.options.stop_ids),
+            stop=list(stop_strings),
+            ignore_eos=True,  # the ids above are all
+            logprobs=0 if log_probs else None,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=bool(stop_strings),
+            skip_special_tokens=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def submit(self, ids: Sequence[int], params: Any) -> _Handle:
+        """See EngineLeaf."""
+        name = str(next(self._names))
+        return _Handle(name, asyncio.create_task(self._complete(name, list(ids), params)))
+
+    async def _complete(self, name: str, ids: list[int], params: SamplingParams) -> Completion:
+        found: Any = None
+        try:
+            async for output in self._llm.generate(TokensPrompt(prompt_token_ids=ids), params, name):
+                found = output
+        except EngineDeadError as e:
+            # Nothing can be asked of this process any more: the trainer starts another.
+            print(f"vLLM's engine core is gone: {e}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+        # Aborted before it began, a request has no output.
+        if found is None:
+            return Completion([], "cut", [])
+        drawn = found.outputs[0]
+        reported: list[Mapping[int, float]] = []
+        if params.logprobs is not None:
+            flat = drawn.logprobs
+            reported = [{token: x} for token, x in zip(flat.token_ids, flat.logprobs, strict=True)]
+        reason = drawn.finish_reason
+        return Completion(list(drawn.token_ids), reason if reason in ("stop", "length") else "cut", reported)
+
+    async def completion(self, handle: _Handle) -> Completion:
+        """See EngineLeaf."""
+        return await handle.task
+
+    def abort(self, handle: _Handle) -> None:
+        """See EngineLeaf."""
+        task = asyncio.create_task(self._llm.abort(handle.name))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+
+    async def begin(self) -> None:
+        """See EngineLeaf."""
+        await self._llm.collective_rpc("brorl_begin")
+
+    async def load(self, bucket: WorkerBucket) -> None:
+        """See EngineLeaf."""
+        await self._llm.collective_rpc("brorl_load", args=(bucket,))
+
+    async def finish(self, names: Sequence[str]) -> None:
+        """See EngineLeaf."""
+        await self._llm.collective_rpc("brorl_finish", args=(list(names),))
+        if not await self._llm.reset_prefix_cache():
+            raise ValueError("vLLM keeps keys and values of the weights before: a request is still in flight")
+
+    async def sleep(self) -> None:
+        """See EngineLeaf. On a CPU vLLM keeps what it has."""
+        await self._llm.reset_prefix_cache()
+        if self.on_gpu:
+            await self._llm.sleep(2)  # weights follow, and are not kept
+
+    async def wake(self) -> None:
+        """See EngineLeaf."""
+        if self.on_gpu:
+            await self._llm.wake_up(["weights"])
+
+    async def wake_caches(self) -> None:
+        """See EngineLeaf."""
+        if self.on_gpu:
+            await self._llm.wake_up(["kv_cache"])
+
+    async def reseed(self, seed: int) -> None:
+        """See EngineLeaf: each request has a seed of its own."""
+
+    async def _find_seeds(self) -> None:
+        """Raises ValueError unless a request's seed, and nothing else, decides which tokens are drawn."""
+        ids = [i % self.options.vocab for i in range(min(8, self.options.context // 2))]
+        tokens = min(_PROBE_TOKENS, self.options.context - len(ids))
+
+        async def drawn(seed: int) -> list[int]:
+            params = self.params(1.0, 1.0, 0, tokens, seed)
+            params.stop_token_ids = []
+            return (await self.completion(self.submit(ids, params))).token_ids
+
+        first, again, other = [await drawn(seed) for seed in (1, 1, 2)]
+        if first != again or first == other:
+            raise ValueError(
+                f"vLLM {vllm.__version__} takes no seed per request: siblings on different engines would repeat one "
+                "another"
+            )
