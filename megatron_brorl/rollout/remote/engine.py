@@ -221,6 +221,10 @@ class RemoteEngine:
                 elif message.kind == "ended":
                     self._open.discard(message.fields["call"])
 
+            # What it says that it has answered and has not come is asked again.
+            if asked and rows and not self._open:
+                asked = 0
+
             # Rows that ended make room for others, which the process that has the rest is asked for as well.
             new = pending.take() if len(rows) < before else {}
             if new and asked == self._link.boot:

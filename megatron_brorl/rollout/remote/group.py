@@ -43,6 +43,14 @@ def join(
     kind, section = ENGINES[engine], getattr(config, engine)
     settings = process_settings(section)
 
+    # Ids are all that an engine is given; for stop strings it must read text as the trainer does.
+    model = Path(config.model.path).resolve()
+    if config.rollout.stop_strings and not (model / "tokenizer.json").is_file():
+        raise UserError(
+            f"rollout.stop_strings: {kind.name} finds them with the model's tokenizer.json, and {model} has none: stop "
+            'at tokens alone, or set rollout.engine = "torch"'
+        )
+
     # What the configuration asks for must fit the node and the engine.
     rank, tensor = dist.get_rank(), settings.tensor
     # What torchrun sets; without it this rank is alone on its node.
@@ -70,7 +78,7 @@ def join(
     # The process is given plain values; what is the engine's own, its leaf reads from its section.
     options = EngineOptions(
         engine=engine,
-        model=str(Path(config.model.path).resolve()),
+        model=str(model),
         vocab=vocab,
         context=context,
         dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout.dtype],  # torch's names

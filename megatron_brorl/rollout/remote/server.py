@@ -47,6 +47,9 @@ class Server:
         self.calls: dict[tuple[bytes, int], list[Any]] = {}  # handles of rollouts in flight, to be aborted
         self.tasks: set[asyncio.Task[None]] = set()
         self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        # No limits: beyond one (1,000 messages, unless told) a router drops what a busy rank has not read yet.
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(address)
 
     async def serve(self) -> None:

@@ -148,7 +148,6 @@ class Llm(EngineLeaf):
             logprobs=0 if log_probs else None,  # of the sampled token alone
             flat_logprobs=True,
             detokenize=bool(stop_strings),
-            skip_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 

@@ -12,7 +12,7 @@ import torch
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.messages import Message
-from megatron_brorl.rollout.remote.pending import PendingRollouts
+from megatron_brorl.rollout.remote.pending import PendingRollouts, sibling_seed
 
 
 def test_rollouts_are_taken_as_others_are_answered():
@@ -41,13 +41,28 @@ def test_rollouts_are_taken_as_others_are_answered():
         pending.answered(Message("rollout", {"number": number, "finish": "stop"}, tensors), 4)
     new = pending.take()
     assert list(new) == [7, 8, 9]
-    assert [row.seed for row in new.values()] == [stream_key("engine", 7, i, 0) for i in (3, 4, 5)]
+    assert [row.seed for row in new.values()] == [sibling_seed(7, i, 0) for i in (3, 4, 5)]
     assert Queue.rooms == [1, 1]
     assert told == [(0, 1), (1, 1), (0, 0)]
     result = pending.result()
     assert [[r.index for r in rollouts] for rollouts in result] == [[0, 1, 2, 3], [0, 1, 2], [3, 4, 5]]
     assert [(r.token_ids.tolist(), r.finish) for r in result[1]] == [([], "cut"), ([5, 2], "stop"), ([], "cut")]
     assert told == [(0, 1), (1, 1), (0, 0)]
+
+
+def test_seeds_of_siblings_differ_in_the_half_that_every_generator_reads():
+    """Of a prompt's siblings no two agree there, and those of other prompts do by chance alone."""
+    seeds = [sibling_seed(7, i, 0) for i in range(4096)]
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) == 4096
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert [seed >> 32 for seed in seeds[:9]] == [stream_key("engine", 7, i, 0) >> 32 for i in range(9)]
+    others = {sibling_seed(8, i, 0) & 0xFFFFFFFF for i in range(4096)}
+    others |= {sibling_seed(7, i, 5) & 0xFFFFFFFF for i in range(4096)}
+    assert len(others & {seed & 0xFFFFFFFF for seed in seeds}) < 4
+
+    # PyTorch's generator on CPUs draws the same from seeds that agree in the lower half.
+    drawn = [torch.rand(4, generator=torch.Generator().manual_seed(s)).tolist() for s in (5, 5 + (9 << 32), 6)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from megatron_brorl.rollout.remote.engine import RemoteEngine
 from megatron_brorl.rollout.remote.link import Link
 from megatron_brorl.rollout.remote.messages import Message
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, process_settings
+from megatron_brorl.rollout.remote.pending import sibling_seed
 from megatron_brorl.rollout.remote.process import EngineProcess, address
 from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf
 from megatron_brorl.rollout.remote.server import Server
@@ -35,14 +36,18 @@ OPTIONS = EngineOptions("other", "", 50, 40, "float32", 8, (2,), {})
 class Leaf(EngineLeaf):
     """Answers every request with its seed's last digit, the token before, and the end; weights are counted."""
 
+    keeps_cut = False
+    slow = False  # a rollout comes when it is given up
+
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
         self.heard: list[Any] = []
+        self.given_up = asyncio.Event()
 
     async def start(self) -> Capabilities:
-        return Capabilities("Other 1.0", "0", "request", "raw", "choose another", (), 4000, 8, {})
+        return Capabilities("Other 1.0", "0", "request", self.keeps_cut, "raw", "choose another", (), 4000, 8, {})
 
-    def params(self, temperature, top_p, top_k, tokens, seed, log_probs=True):
+    def params(self, temperature, top_p, top_k, tokens, seed, log_probs=True, stop_strings=()):
         return seed, tokens
 
     def submit(self, ids, params):
@@ -51,10 +56,14 @@ class Leaf(EngineLeaf):
     async def completion(self, handle):
         ids, (seed, _) = handle
         drawn = [10 + seed % 10, ids[-1], 2]
+        if self.slow:
+            await self.given_up.wait()
+            return Completion(drawn[:2], "cut", [{t: -float(t)} for t in drawn[:2]])
         return Completion(drawn, "stop", [{t: -float(t)} for t in drawn])
 
     def abort(self, handle):
         self.heard.append("abort")
+        self.given_up.set()
 
     async def begin(self):
         self.heard.append("begin")
@@ -79,9 +88,11 @@ class Leaf(EngineLeaf):
 
 
 @pytest.fixture
-def leaf(tmp_path):
-    """A server of the leaf in a thread of this process."""
+def leaf(tmp_path, request):
+    """A server of the leaf in a thread of this process; a parameter: Leaf.keeps_cut of a slow one."""
     leaf, ready = Leaf(OPTIONS), threading.Event()
+    leaf.slow = hasattr(request, "param")
+    leaf.keeps_cut = getattr(request, "param", False)
     running: list[Any] = []
 
     async def serve():
@@ -141,6 +152,33 @@ def test_an_engine_is_its_leaf(leaf, tmp_path):
     for _ in range(2):
         engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
     assert leaf.heard[5:] == [["a"], "wake caches"]
+    leader.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("leaf", [True, False], indirect=True, ids=["kept", "drawn again"])
+def test_what_a_cancelled_rollout_had(leaf, tmp_path):
+    """An engine that says what it drew is believed; what another had drawn counts as nothing."""
+
+    class Impatient:
+        def finished(self, request, rollout):
+            raise AssertionError("none has ended")
+
+        def cancelled(self):
+            return bool(engine._open)  # once it was asked
+
+    engine = RemoteEngine(
+        process_settings(TrtLlmConfig(start_timeout_s=30.0)), OPTIONS, {}, tmp_path, None, tmp_path / "log"
+    )
+    leader = Link(address(tmp_path))
+    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
+    engine.update_weights([], 3)
+    request = Request(Prompt("p", "", (5, 6), None, "exact"), 7, 2, 0)
+    (group,) = engine.generate([request], Sampling(1.0, 1.0, 0, 8, (2,)), Impatient())
+    assert [r.finish for r in group] == ["cut", "cut"]
+    expected = [[10 + sibling_seed(7, i, 0) % 10, 6] for i in (0, 1)] if leaf.keeps_cut else [[], []]
+    assert [r.token_ids.tolist() for r in group] == expected
+    assert [r.log_probs.tolist() for r in group] == [[-float(t) for t in ids] for ids in expected]
     leader.close()
     engine.close()
 

@@ -38,7 +38,7 @@ def test_messages_arrive_as_they_were():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda f: [f[0].replace(b'"protocol": 3', b'"protocol": 4'), f[1]], "different protocols (4 and 3)"),
+        (lambda f: [f[0].replace(b'"protocol": 4', b'"protocol": 5'), f[1]], "different protocols (5 and 4)"),
         (lambda f: [b"\x00\x01"], "not a message"),
         (lambda f: [json.dumps([1]).encode()], "not a message"),
         (lambda f: f[:1], "0 tensors came, the header lists 1"),

@@ -1,0 +1,45 @@
+"""The engine process's end of the socket, with an engine that does nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import torch
+import zmq
+
+from megatron_brorl.rollout.remote.messages import Message, decode, encode
+from megatron_brorl.rollout.remote.options import Capabilities
+from megatron_brorl.rollout.remote.server import Server
+
+CAPABILITIES = Capabilities("none", torch.__version__, "request", True, "processed", "", ("cpu",), 1000, 10, {})
+ANSWERS = 5000
+
+
+def test_a_rank_that_is_busy_loses_no_answer(tmp_path):
+    """A router drops what is beyond its limit for a peer; thousands of short rollouts may wait for a busy rank."""
+    address = f"ipc://{tmp_path}/socket"
+
+    async def answer_all() -> None:
+        server = Server(SimpleNamespace(), CAPABILITIES, address)
+        # A rank whose own queue is short, and which does not read.
+        rank = zmq.Context.instance().socket(zmq.DEALER)
+        rank.setsockopt(zmq.RCVHWM, 1)
+        rank.setsockopt(zmq.RCVBUF, 4096)
+        rank.connect(address)
+        rank.send_multipart(encode(Message("hello")))
+        client, *_ = await server.socket.recv_multipart()
+
+        ids = torch.arange(64)
+        for number in range(ANSWERS):
+            await server._send(client, Message("rollout", {"call": 1, "number": number}, {"ids": ids}))
+
+        # Then it reads.
+        found = []
+        while rank.poll(2000):
+            found.append(decode(rank.recv_multipart()).fields["number"])
+        assert found == list(range(ANSWERS))
+        rank.close(0)
+        server.socket.close(0)
+
+    asyncio.run(answer_all())

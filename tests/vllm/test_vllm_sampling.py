@@ -1,0 +1,112 @@
+"""What the real vLLM draws: the distribution, the seeds, the ends of a response."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm_engines import GREEDY, PROMPT, SAMPLING, Model, draw, tokens
+
+from megatron_brorl.ops.reference.sampling import sampling_log_probs
+from megatron_brorl.rollout.engine import Request
+
+
+def test_log_probs_are_those_of_transformers(model, shared):
+    rollouts = draw(shared, 64)
+    assert [r.index for r in rollouts] == list(range(64))
+    assert model.gap(rollouts) < 1e-4
+    for rollout in rollouts:
+        assert rollout.finish == ("stop" if rollout.token_ids[-1] == 2 else "length")
+        assert 2 not in rollout.token_ids[:-1].tolist()
+        assert rollout.spans == ((0, len(rollout.token_ids)),)
+    assert {r.finish for r in rollouts} == {"stop", "length"}
+
+
+def test_512_siblings_are_drawn_by_key_and_index_alone(shared):
+    """No two agree but where they end at once, and each is the same when it is asked for in another order, or almost
+    alone."""
+    whole = tokens(draw(shared, 512))
+    long = [tuple(x) for x in whole if len(x) > 4]
+    assert len(set(long)) == len(long) > 400
+    assert tokens(draw(shared, 3, first=200)) == whole[200:203]
+    halves = shared.generate([Request(PROMPT, 11, 256, 256), Request(PROMPT, 11, 256, 0)], SAMPLING)
+    assert tokens(halves[1]) + tokens(halves[0]) == whole
+    other = tokens(draw(shared, 512, key=12))
+    assert not set(long) & {tuple(x) for x in other}
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(0.7, 1.0, 0), (1.0, 0.8, 0), (1.3, 0.9, 12)])
+def test_log_probs_are_of_the_distribution_that_was_cut(model, shared, temperature, top_p, top_k):
+    rollouts = draw(shared, 24, sampling=replace(SAMPLING, temperature=temperature, top_p=top_p, top_k=top_k))
+    for rollout in rollouts:
+        logits = model.logits(rollout)
+        expected = sampling_log_probs(logits, temperature, top_p, top_k).gather(-1, rollout.token_ids[:, None])[:, 0]
+        torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
+
+
+def test_budget_and_continuation(model, shared):
+    """Responses that are sampled in two calls are cut at the budget and go on from their tokens."""
+    begun = draw(shared, 8, sampling=replace(SAMPLING, budget=5))
+    assert all(r.finish == "cut" and len(r.token_ids) == 5 for r in begun if 2 not in r.token_ids.tolist())
+    going = tuple(r for r in begun if r.finish == "cut")
+    (ended,) = shared.generate([Request(PROMPT, 11, 8, 0, tuple(begun))], SAMPLING)
+    assert model.gap(ended) < 1e-4
+    for before in going:
+        after = ended[before.index]
+        assert torch.equal(after.token_ids[:5], before.token_ids)
+        assert len(after.token_ids) > 5
+
+
+def test_cancelled_rollouts_keep_what_was_drawn(model, shared):
+    class Impatient:
+        """Gives up once a rollout has ended."""
+
+        ended = threading.Event()
+
+        def finished(self, request, rollout):
+            self.ended.set()
+
+        def cancelled(self):
+            return self.ended.is_set()
+
+    found = draw(shared, 512, key=3, watch=Impatient(), sampling=replace(SAMPLING, max_tokens=60))
+    cut = [r for r in found if r.finish == "cut"]
+    begun = [r for r in cut if len(r.token_ids)]
+    assert begun
+    assert model.gap(begun) < 1e-4
+    (ended,) = shared.generate([Request(PROMPT, 3, 512, 0, tuple(found))], replace(SAMPLING, max_tokens=60))
+    assert all(torch.equal(ended[r.index].token_ids[: len(r.token_ids)], r.token_ids) for r in found)
+    assert all(r.finish in ("stop", "length") for r in ended)
+
+
+def test_stop_strings_end_a_response_with_the_token_that_completes_them(start, tmp_path):
+    """A tokenizer of a character a token, which the engine has where there are stop strings."""
+    model = Model(tmp_path, "llama", tied=True)
+    vocab = {chr(0x4E00 + i): i for i in range(model.shape.vocab)}
+    library = Tokenizer(models.WordLevel(vocab, unk_token=chr(0x4E00)))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=library).save_pretrained(tmp_path)
+
+    # Two tokens in a row, and one alone.
+    ends = ([9, 30], [11], [40], [55], [70])
+    strings = tuple("".join(chr(0x4E00 + i) for i in end) for end in ends)
+    engine = start(model, options={"stop_strings": strings, "max_rows": 64})
+    engine.update_weights(model.stream(), 0)
+    found = draw(engine, 128, sampling=replace(SAMPLING, stop_strings=strings))
+    assert model.gap(found) < 1e-4
+    stopped = 0
+    for ids in tokens(found):
+        places = [i + len(end) for end in ends for i in range(len(ids)) if ids[i : i + len(end)] == end]
+        places += [i + 1 for i, token in enumerate(ids) if token == 2]
+        assert len(ids) == min([*places, 24])
+        stopped += len(ids) < 24
+    assert stopped > 10
+
+
+def test_greedy_is_the_argmax(model, shared):
+    (rollout,) = draw(shared, 1, sampling=GREEDY)
+    assert rollout.token_ids.tolist() == model.logits(rollout).argmax(-1).tolist()

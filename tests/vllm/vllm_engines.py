@@ -1,0 +1,94 @@
+"""Engine processes with the real vLLM, for one test process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+
+from megatron_brorl.config.engine_keys import VllmConfig
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.checksum import seal
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.remote.engine import RemoteEngine
+from megatron_brorl.rollout.remote.options import EngineOptions, process_settings
+from megatron_brorl.rollout.remote.process import make_folder
+from megatron_brorl.types import Prompt, Rollout
+
+PROMPT = Prompt("a", "", (5, 6, 7), None, "exact")
+SAMPLING = Sampling(1.0, 1.0, 0, 24, (2,))
+GREEDY = Sampling(0.0, 1.0, 0, 24, ())
+# vLLM's attention on CPUs knows head dimensions from 32 on.
+SIZES = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2}
+
+
+class Model:
+    """A tiny model's directory, and its weights as the trainer streams them."""
+
+    def __init__(self, directory: Path, family: str, tied: bool) -> None:
+        self.directory = directory
+        self.module = tiny.make_model(directory, family, tied, 0, 0.1, **SIZES)
+        self.shape = read_shape(directory)
+
+    def stream(self) -> Any:
+        return seal([(n, p.detach()) for n, p in self.module.named_parameters()])
+
+    def change(self, seed: int, std: float = 0.05) -> None:
+        """Move every parameter, as an optimizer would but much further."""
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in self.module.parameters():
+                p.add_(torch.randn(p.shape, generator=draw), alpha=std)
+
+    def logits(self, rollout: Rollout, prompt: tuple[int, ...] = PROMPT.token_ids) -> torch.Tensor:
+        """[tokens of the response, V], by transformers."""
+        ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
+        with torch.no_grad():
+            logits: torch.Tensor = self.module(ids).logits[0, len(prompt) - 1 : -1]
+        return logits
+
+    def gap(self, rollouts: list[Rollout]) -> float:
+        """The largest difference of a log-probability to that of transformers, temperature 1."""
+        own = [self.logits(r).log_softmax(-1).gather(-1, r.token_ids[:, None])[:, 0] for r in rollouts]
+        return max(float((a - r.log_probs).abs().max()) for a, r in zip(own, rollouts, strict=True))
+
+
+def make_engine(
+    model: Model,
+    log: Path,
+    python: Path,
+    config: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+) -> RemoteEngine:
+    c = VllmConfig(**{"python": str(python), "start_timeout_s": 240.0, **(config or {})})
+    o = EngineOptions(
+        **{
+            "engine": "vllm",
+            "model": str(model.directory),
+            "vocab": model.shape.vocab,
+            "context": 64,
+            "dtype": "float32",
+            "max_rows": 512,
+            "stop_ids": (2,),
+            "section": dataclasses.asdict(c),
+            "threads": 1,
+            "kv_bytes": 1 << 30,
+            **(options or {}),
+        }
+    )
+    folder = make_folder(c.shared_memory, "vllm.shared_memory")
+    return RemoteEngine(process_settings(c), o, hf_shapes(model.shape), folder, [0], log)
+
+
+def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> list[Rollout]:
+    """Siblings first .. first + n - 1 of PROMPT."""
+    sampling = kwargs.pop("sampling", SAMPLING)
+    return engine.generate([Request(PROMPT, key, n, first)], sampling, **kwargs)[0]
+
+
+def tokens(rollouts: list[Rollout]) -> list[list[int]]:
+    return [r.token_ids.tolist() for r in rollouts]
