@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test-fast test test-rest test-all check docs bench torture sanitize wheel test-wheel clean
+.PHONY: quickstart test-fast test test-rest test-all check docs bench torture sanitize wheel test-wheel test-vllm clean
 
 quickstart: $(INSTALLED)  ## the main job on this machine: a tiny model, 512 rollouts per prompt, a plot and a summary
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
@@ -40,6 +40,9 @@ MINUTES ?= 30
 torture: $(INSTALLED)  ## spoiled inputs, then runs that are killed and refused, for MINUTES; prints its seed
 	$(BIN)/python -W ignore tests/torture/fuzz.py
 	$(BIN)/python -W ignore tests/torture/kills.py --minutes $(MINUTES)
+
+test-vllm: $(INSTALLED)  ## the engine tests on vLLM itself, which gets an environment of its own (3.5 GB)
+	PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/test_vllm.sh
 
 sanitize: $(INSTALLED)  ## the op tests under the address and undefined-behaviour sanitizers
 	PYTHON="$(CURDIR)/$(BIN)/python" bash tools/sanitize.sh

@@ -47,7 +47,6 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
         environment={
             "VLLM_HOST_IP": "127.0.0.1",  # or its workers meet on an address that others reach
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainer take turns on the same cores
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",  # the model is a folder
