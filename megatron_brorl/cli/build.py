@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import psutil
 import torch.distributed as dist
 
-from megatron_brorl import ranks
+from megatron_brorl import hang, ranks
 from megatron_brorl.boards import check_installed, open_boards
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
@@ -127,11 +127,17 @@ class Session:
 
     def __enter__(self) -> Session:
         self._lock()
+        # The lock's own agreement lies between the main rank's clearing and the first file of any rank.
+        if timeout_s := self.config.run.progress_timeout_s:
+            watch = hang.Watch(self.dir, self.grid.rank, self.grid.world, timeout_s, self.config.parallel.timeout_s)
+            watch.start()
+            self._closing.append(watch.stop)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not self.program.goes_on:
-            return  # the process ends, and with it all that it holds
+            hang.process_ends()
+            return  # and with it all that it holds
         if kind is not None:
             self.stopped_by = self.stopped_by or "stopped by an error"  # what was sampled of its step is kept
         for close in reversed(self._closing):
@@ -149,6 +155,7 @@ class Session:
             self.dir.mkdir(parents=True, exist_ok=True)
             handle = open(self.dir / ".lock", "w")  # noqa: SIM115  held until the process ends
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hang.Watch.clear(self.dir)
         except BlockingIOError:
             return "another run is writing there; choose another run.dir"
         except OSError as e:

@@ -79,7 +79,8 @@ class Trainer(Run):
                 writer.write(s.step - 1, metrics, seconds)
             progress.update(s.step, console_line(metrics, seconds))
             # What a program of the user's raises waits for the state to be saved.
-            self.callbacks.tell("on_step", s.step - 1, metrics)
+            with span("callbacks"):
+                self.callbacks.tell("on_step", s.step - 1, metrics)
 
             # Save before anything ends the run.
             self.nonfinite_steps, most = nonfinite_steps(self.nonfinite_steps, metrics), t.max_nonfinite_steps

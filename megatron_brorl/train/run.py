@@ -57,7 +57,8 @@ class Run:
 
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines; see refit.refit_engines."""
-        with span("refit"):
+        c = self.config
+        with span("refit", 0.0 if c.rollout.engine == "torch" else c.trtllm.start_timeout_s):
             return refit_engines(self.models(), self.rollouts, self.state.updates, self.config.train)
 
     def evaluate(self, progress: Progress) -> Evaluation:
@@ -69,10 +70,11 @@ class Run:
             progress.note(evaluation.remark())
         if self.recorder:
             self.grid.barrier()  # every rank has written what it sampled
-        if self.callbacks:
-            moment = record_files.Moment("evaluation", self.state.step)
-            samples = record_files.read_rollouts(Path(self.config.run.dir) / record_files.FOLDER, moment)
-            self.callbacks.tell("on_evaluation", self.state.step, evaluation.as_dict(), samples)
+        with span("callbacks"):
+            if self.callbacks:
+                moment = record_files.Moment("evaluation", self.state.step)
+                samples = record_files.read_rollouts(Path(self.config.run.dir) / record_files.FOLDER, moment)
+                self.callbacks.tell("on_evaluation", self.state.step, evaluation.as_dict(), samples)
         return evaluation
 
     def models(self) -> TrainingModels:
