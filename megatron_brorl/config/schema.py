@@ -284,6 +284,11 @@ class TrainConfig:
     # Steps in a row that skip an update (its gradient is not finite), or leave out more rows than they train on (their
     # log-probabilities are not finite), after which the run ends. The state is saved.
     max_nonfinite_steps: int = at_least(1, default=5)
+    # A loss, gradient norm, approx_kl or logprob_gap_mean so many times the median of the last spike_window steps is a
+    # spike: told and counted ("spikes"); 0 = off
+    spike_factor: float = at_least(0, default=10.0)
+    spike_window: int = at_least(2, default=20)  # steps that a spike is measured against; half of them must be there
+    max_spike_steps: int = at_least(0, default=0)  # in a row with a spike, after which the run ends, saved; 0 = never
     verify_reshard: bool = False  # after each refit, compare log-probs of a probe batch on engine and actor
     verify_tolerance: float = above(0, default=1e-4)  # nats that they may differ by; bf16 on either side needs more
 
