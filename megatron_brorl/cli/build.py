@@ -33,7 +33,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import Lines, MetricsWriter
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8, memory
-from megatron_brorl.models.gpt import DTYPES
+from megatron_brorl.models.gpt import ATTENTION_ALONE, DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid, network
@@ -56,7 +56,6 @@ from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import Prompt
 
 ROLLOUTS_FILE = "rollouts.jsonl"
-ATTENTION_ALONE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}  # Megatron's fields
 
 AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 

@@ -284,6 +284,8 @@ class TrainConfig:
     # Steps in a row that skip an update (its gradient is not finite), or leave out more rows than they train on (their
     # log-probabilities are not finite), after which the run ends. The state is saved.
     max_nonfinite_steps: int = at_least(1, default=5)
+    # Micro-batches of skipped updates that run.dir/nonfinite keeps for `brorl replay`, each with the weights; 0 = none
+    keep_nonfinite: int = at_least(0, default=1)
     # A loss, gradient norm, approx_kl or logprob_gap_mean so many times the median of the last spike_window steps is a
     # spike: told and counted ("spikes"); 0 = off
     spike_factor: float = at_least(0, default=10.0)

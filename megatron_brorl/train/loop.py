@@ -74,6 +74,7 @@ class Trainer(Run):
             # What the step came to, for files and the console.
             if recovered := seconds["recovered_rollouts"]:
                 progress.note(f"step {s.step}: {recovered:.0f} rollouts had been sampled before a restart")
+            # What a spike is depends on steps before: counted before the figures are written.
             for spike in s.spikes.watch(metrics, t):
                 progress.note(f"step {s.step}: {spike}")
             # The file first: a console may be gone.
