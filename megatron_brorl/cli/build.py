@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import psutil
 import torch.distributed as dist
 
-from megatron_brorl import ranks
+from megatron_brorl import hang, ranks
 from megatron_brorl.boards import check_installed, open_boards
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
@@ -33,7 +33,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import Lines, MetricsWriter
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8, memory
-from megatron_brorl.models.gpt import DTYPES
+from megatron_brorl.models.gpt import ATTENTION_ALONE, DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid, network
@@ -56,7 +56,6 @@ from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
 from megatron_brorl.types import Prompt
 
 ROLLOUTS_FILE = "rollouts.jsonl"
-ATTENTION_ALONE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}  # Megatron's fields
 
 AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 
@@ -127,11 +126,17 @@ class Session:
 
     def __enter__(self) -> Session:
         self._lock()
+        # The lock's own agreement lies between the main rank's clearing and the first file of any rank.
+        if timeout_s := self.config.run.progress_timeout_s:
+            watch = hang.Watch(self.dir, self.grid.rank, self.grid.world, timeout_s, self.config.parallel.timeout_s)
+            watch.start()
+            self._closing.append(watch.stop)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not self.program.goes_on:
-            return  # the process ends, and with it all that it holds
+            hang.process_ends()
+            return  # and with it all that it holds
         if kind is not None:
             self.stopped_by = self.stopped_by or "stopped by an error"  # what was sampled of its step is kept
         for close in reversed(self._closing):
@@ -149,6 +154,7 @@ class Session:
             self.dir.mkdir(parents=True, exist_ok=True)
             handle = open(self.dir / ".lock", "w")  # noqa: SIM115  held until the process ends
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hang.Watch.clear(self.dir)
         except BlockingIOError:
             return "another run is writing there; choose another run.dir"
         except OSError as e:

@@ -10,13 +10,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl import __version__, ranks
+from megatron_brorl import __version__, hang, ranks
 from megatron_brorl.cli import config as config_cli
 from megatron_brorl.cli import convert as convert_cli
 from megatron_brorl.cli import data as data_cli
 from megatron_brorl.cli import evaluate as evaluate_cli
 from megatron_brorl.cli import metrics as metrics_cli
 from megatron_brorl.cli import quantize as quantize_cli
+from megatron_brorl.cli import replay as replay_cli
 from megatron_brorl.cli import rollouts as rollouts_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.config.load import load
@@ -28,6 +29,8 @@ _REFUSED = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE),
 )
+
+_LATE = "another rank did not come within parallel.timeout_s; start the same command again to go on"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,7 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
         told = _of_another_rank(e)
         if not told:
             raise  # of our own making
-        # The rank that is gone has said why, if it could.
+        # Where ranks are watched, one of them names who hangs; a rank that is gone has said why, if it could.
+        hang.wait_failed(late=told is _LATE)
         print(f"brorl: rank {os.environ.get('RANK', '0')}: {told}", file=sys.stderr)
         status = 1
     sys.exit(status)
@@ -75,7 +79,7 @@ def _of_another_rank(error: RuntimeError) -> str:
     ):
         return ""
     if "Timed out" in text or "timed out" in text or "Timeout" in text:
-        return "another rank did not come within parallel.timeout_s; start the same command again to go on"
+        return _LATE
     if any(word in text for word in ("closed by peer", "reset by peer", "Broken pipe", "Connection refused")):
         return "another rank is gone, and says why or was killed; start the same command again to go on"
     return ""
@@ -163,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate_cli.add_compare(commands)  # brorl compare
     rollouts_cli.add_command(commands)  # brorl rollouts
     metrics_cli.add_command(commands)  # brorl metrics
+    replay_cli.add_command(commands)  # brorl replay
 
     # Checkpoints, between libraries and number formats.
     convert_cli.add_command(commands)

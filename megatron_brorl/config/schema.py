@@ -30,6 +30,10 @@ class RunConfig:
     # Unix time at which a scheduler ends the job: before a step that would not be done by then, `brorl train` saves and
     # leaves with 75. 0 = SLURM_JOB_END_TIME, where there is one
     ends_at: float = at_least(0, default=0.0)
+    # Seconds in which no rank finishes anything (a rollout, a verdict, a micro-batch, a phase) before the job ends and
+    # names the rank that is behind, with the stacks of all in run.dir/stacks; 0 = never. Phases with a limit of their
+    # own (rollout.timeout_s, reward.timeout_s) get that besides. Useful below parallel.timeout_s, which ends waiting
+    progress_timeout_s: float = at_least(0, default=540.0)
     # Where figures go besides metrics.jsonl, each if it is installed: TensorBoard to run.dir/tensorboard, the others to
     # the project "brorl", or where their own environment variables say (WANDB_PROJECT, MLFLOW_TRACKING_URI)
     log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
@@ -287,6 +291,13 @@ class TrainConfig:
     # Nats that they may differ by. 0 = 1e-3 where both compute in fp32, 0.5 where one computes in bf16, 2 where one has
     # weights or keys and values in FP8
     verify_tolerance: float = at_least(0, default=0.0)
+    # Micro-batches of skipped updates that run.dir/nonfinite keeps for `brorl replay`, each with the weights; 0 = none
+    keep_nonfinite: int = at_least(0, default=1)
+    # A loss, gradient norm, approx_kl or logprob_gap_mean so many times the median of the last spike_window steps is a
+    # spike: told and counted ("spikes"); 0 = off
+    spike_factor: float = at_least(0, default=10.0)
+    spike_window: int = at_least(2, default=20)  # steps that a spike is measured against; half of them must be there
+    max_spike_steps: int = at_least(0, default=0)  # in a row with a spike, after which the run ends, saved; 0 = never
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,7 @@ def _train(config: Config) -> Iterator[Rule]:
         "train.offload",
         "FP8 parameters (fp8.parameters) cannot be moved: must be false",
     )
+    yield not 0 < t.spike_factor <= 1, "train.spike_factor", "every other step is above the median: give more than 1"
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:

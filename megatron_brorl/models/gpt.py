@@ -35,6 +35,8 @@ from megatron_brorl.reshard.layout import Entry
 
 _ACTIVATIONS = {None: torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+# Fields of Megatron's configuration that recompute the core of attention alone.
+ATTENTION_ALONE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
 class Actor(GPTModel):

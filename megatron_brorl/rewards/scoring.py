@@ -19,6 +19,7 @@ from megatron_brorl.rewards.extract import Found, extract
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import Entry
+from megatron_brorl.timeline import position
 from megatron_brorl.types import CORRECT, Prompt, Rollout, Status, Verdict
 
 _RAISED = {
@@ -130,7 +131,9 @@ class Scorer:
     def _judge(self, prompt: Prompt, rollout: Rollout) -> _Judged:
         factor = self._config.cut_off_factor if rollout.finish == "length" else 1.0
         found = self._find(prompt, rollout) if factor else Found(None, "cut off")
-        return _Judged(factor, found.answer, self._pool.submit(ScoreRequest(prompt, *found)))
+        verdict = self._pool.submit(ScoreRequest(prompt, *found))
+        verdict.add_done_callback(lambda _: position.beat())
+        return _Judged(factor, found.answer, verdict)
 
     def _find(self, prompt: Prompt, rollout: Rollout) -> Found:
         ids = without_stop(rollout.token_ids, self._stop_ids)

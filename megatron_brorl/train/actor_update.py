@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -19,8 +20,11 @@ from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.finite import train_on_finite
-from megatron_brorl.train.worker import LossFunction, Update, Worker
+from megatron_brorl.train.worker import Update, Worker
 from megatron_brorl.types import Experience
+
+# (number of the update, worker, this rank's rows of it, their loss, temperature); a collective
+Keep = Callable[[int, Worker, Experience, "ActorLoss", float], None]
 
 
 def learning_rate(optim: OptimConfig, update: int) -> float:
@@ -43,11 +47,14 @@ def update_policy(
     optim: OptimConfig,
     temperature: float,
     first_update: int,
+    keep: Keep | None = None,
 ) -> dict[str, float]:
     """One optimizer step per mini-batch; returns their metrics, the same on every rank.
 
     mini_batches: this rank's rows of each, epoch by epoch, as many as on every rank. first_update: optimizer steps done
-    before. Metrics are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where the actor
+    before. keep: told of an update that was not applied.
+
+    Metrics are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where the actor
     still has the weights that the engine sampled the newest tokens from. nonfinite_rows are those that had to be left
     out of an update, and of those after it, because the actor's log-probabilities of them are not finite.
     """
@@ -65,7 +72,9 @@ def update_policy(
     for i, rows in enumerate(mini_batches):
         # The schedule counts mini-batches, those that are skipped too.
         rate = learning_rate(optim, first_update + i)
-        attempt = partial(_attempt, worker, experience, algo, temperature, rate)
+        # Before rows are left out of it: what is kept is the update as it failed.
+        keep_this = partial(keep, first_update + i) if keep else None
+        attempt = partial(_attempt, worker, experience, algo, temperature, rate, keep_this)
         done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, worker.grid)
         broken |= set(left_out)
 
@@ -112,7 +121,13 @@ def update_policy(
 
 
 def _attempt(
-    worker: Worker, experience: Experience, algo: AlgoConfig, temperature: float, lr: float, rows: list[int]
+    worker: Worker,
+    experience: Experience,
+    algo: AlgoConfig,
+    temperature: float,
+    lr: float,
+    keep: Callable[..., None] | None,
+    rows: list[int],
 ) -> tuple[Update, dict[str, float]] | None:
     """One optimizer step on these rows with its metrics over all ranks; None where no replica has a token."""
     # How large the global mini-batch is, by which the loss is divided.
@@ -129,45 +144,52 @@ def _attempt(
 
     weights = token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
     weights = [w * share for w, share in zip(weights, shares, strict=True)]
-    update, values = worker.train(part.prompts, part.responses, _loss_function(part, algo, weights), temperature, lr)
+    loss = ActorLoss(part, algo, weights)
+    update, values = worker.train(part.prompts, part.responses, loss, temperature, lr)
+    if keep and not update.applied:
+        keep(worker, part, loss, temperature)
     return update, _over_ranks(worker, values)
 
 
-def _loss_function(part: Experience, algo: AlgoConfig, weights: list[float]) -> LossFunction:
-    settings = PolicyLossSettings(**{field.name: getattr(algo, field.name) for field in fields(PolicyLossSettings)})
-    # A KL that is taken off rewards must not count in the loss as well.
-    if algo.kl_in != "loss":
-        settings = replace(settings, kl_coef=0.0)
+class ActorLoss:
+    """The loss of these rows, as worker.LossFunction."""
 
-    # What a row has once, to be spread over its tokens by each micro-batch.
-    row_weights = torch.tensor(weights, dtype=torch.float64)
-    row_numbers = torch.arange(len(weights))
+    def __init__(self, part: Experience, algo: AlgoConfig, weights: list[float]) -> None:
+        """weights: of a token of each row."""
+        settings = PolicyLossSettings(**{f.name: getattr(algo, f.name) for f in fields(PolicyLossSettings)})
+        # A KL that is taken off rewards must not count in the loss as well.
+        self.settings = settings if algo.kl_in == "loss" else replace(settings, kl_coef=0.0)
+        self._part = part
+        # What a row has once, to be spread over its tokens by each micro-batch.
+        self._row_weights = torch.tensor(weights, dtype=torch.float64)
+        self._row_numbers = torch.arange(len(weights))
 
-    def loss(batch: Packed, head: Head) -> tuple[Tensor, Any]:
-        where, dtype = head.rows.device, compute_dtype(head.rows.dtype)
+    def tokens(self, batch: Packed, where: torch.device, dtype: torch.dtype) -> losses.PolicyTokens:
+        """What the loss knows of the R tokens of a micro-batch, on a device; dtype: of the model's activations."""
+        part, dtype = self._part, compute_dtype(dtype)
         # Columns may be absent: which ones there are is a matter of the recipe.
         old, reference, mask = part.old_log_probs, part.reference_log_probs, part.mask
 
         # A masked token stays in the stream, and has weight 0: the loss then looks at nothing else of it.
-        of_tokens = batch.repeat(row_weights)
+        of_tokens = batch.repeat(self._row_weights)
         if mask is not None:
             of_tokens = of_tokens * batch.gather(mask)
 
         # Columns are by row and on the CPU; the loss takes this micro-batch's tokens, in its order, on its device.
-        tokens = losses.PolicyTokens(
+        return losses.PolicyTokens(
             rollout_log_probs=batch.gather(part.rollout_log_probs).to(where, dtype),
             advantages=batch.gather(part.advantages).to(where, dtype),
             weights=of_tokens.to(where, dtype),
             old_log_probs=None if old is None else batch.gather(old).to(where, dtype),
             reference_log_probs=None if reference is None else batch.gather(reference).to(where, dtype),
-            sequences=batch.repeat(row_numbers).to(where) if settings.ratio == "sequence" else None,
+            sequences=batch.repeat(self._row_numbers).to(where) if self.settings.ratio == "sequence" else None,
         )
 
+    def __call__(self, batch: Packed, head: Head) -> tuple[Tensor, Any]:
+        """The loss, a scalar, and what came of it; of head.rows [R, H]."""
+        result = head.policy_loss(self.tokens(batch, head.rows.device, head.rows.dtype), self.settings)
         # Autograd gets the loss; what is kept for the metrics must not keep its graph alive.
-        result = head.policy_loss(tokens, settings)
         return result.loss, replace(result, loss=result.loss.detach())
-
-    return loss
 
 
 def _over_ranks(worker: Worker, values: list[losses.PolicyLoss]) -> dict[str, float]:

@@ -37,7 +37,7 @@ class Trainer(Run):
         """Train to train.steps, with checkpoints, or until train.max_seconds or train.patience end it.
 
         False where stop() (asked at step boundaries) ended it early. Raises UserError, after saving, where a rollout
-        engine hangs or train.max_nonfinite_steps is reached.
+        engine hangs, or train.max_nonfinite_steps or train.max_spike_steps is reached.
         """
         t, s = self.config.train, self.state
 
@@ -74,17 +74,21 @@ class Trainer(Run):
             # What the step came to, for files and the console.
             if recovered := seconds["recovered_rollouts"]:
                 progress.note(f"step {s.step}: {recovered:.0f} rollouts had been sampled before a restart")
+            # What a spike is depends on steps before: counted before the figures are written.
+            for spike in s.spikes.watch(metrics, t):
+                progress.note(f"step {s.step}: {spike}")
             # The file first: a console may be gone.
             if writer:
                 writer.write(s.step - 1, metrics, seconds)
             progress.update(s.step, console_line(metrics, seconds))
             # What a program of the user's raises waits for the state to be saved.
-            self.callbacks.tell("on_step", s.step - 1, metrics)
+            with span("callbacks"):
+                self.callbacks.tell("on_step", s.step - 1, metrics)
 
             # Save before anything ends the run.
             self.nonfinite_steps, most = nonfinite_steps(self.nonfinite_steps, metrics), t.max_nonfinite_steps
             stopping, stuck, ending = stop(), self.rollouts.stuck(), s.step == t.steps or s.over(t)
-            last = stopping or stuck or ending or self.nonfinite_steps >= most
+            last = stopping or stuck or ending or self.nonfinite_steps >= most or s.spikes.too_many(t)
             if last or unsaved or (t.checkpoint_every and s.step % t.checkpoint_every == 0):
                 # A model that is done is worth more than the checkpoint that it could go on from.
                 if last and not ending:
@@ -96,6 +100,7 @@ class Trainer(Run):
             # What ends a run by an error has saved before it.
             self.rollouts.check_stuck(f"the state after step {s.step} is saved")
             check_steps(self.nonfinite_steps, most, f"the state after step {s.step} is saved")
+            s.spikes.check(t, f"the state after step {s.step} is saved")
             if stopping and not ending:
                 self.callbacks.check(f"the state after step {s.step} is saved")
                 return False

@@ -107,7 +107,7 @@ class Rollouts:
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
             # Verdicts are made while others are still being sampled.
             finished = _both(scorer.finished, on_end) if on_end else scorer.finished
-            with span("generate") as came_to:
+            with span("generate", self.engine.timeout_s + self.engine.grace_s) as came_to:
                 result = self._generate(asked, sampling, finished, supply)
             idle = supply.idle_s if supply else 0.0
             came_to |= _generated(result, self.engine.kv_usage()) | ({"idle": idle} if supply else {})
@@ -117,7 +117,7 @@ class Rollouts:
 
             # What has ended has a verdict, or gets it now.
             done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
-            with span("verdicts"):
+            with span("verdicts", self.reward.timeout_s):
                 scores = scorer.scores([(i, r.index) for i, r in done])
         # Answers go on as codes: tables of numbers cross ranks, texts do not.
         verdicts = zip(done, scores.rewards.tolist(), scores.answers, scores.verdicts, strict=True)

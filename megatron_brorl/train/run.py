@@ -57,8 +57,11 @@ class Run:
 
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines; see refit.refit_engines."""
-        with span("refit"):
-            return refit_engines(self.models(), self.rollouts, self.state.updates, self.config)
+        # An engine that is a process may be started again.
+        c = self.config
+        section = getattr(c, c.rollout.engine, None)
+        with span("refit", section.start_timeout_s if section else 0.0):
+            return refit_engines(self.models(), self.rollouts, self.state.updates, c)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Of the held-out prompts with the weights that the engines have; a collective."""
@@ -69,10 +72,11 @@ class Run:
             progress.note(evaluation.remark())
         if self.recorder:
             self.grid.barrier()  # every rank has written what it sampled
-        if self.callbacks:
-            moment = record_files.Moment("evaluation", self.state.step)
-            samples = record_files.read_rollouts(Path(self.config.run.dir) / record_files.FOLDER, moment)
-            self.callbacks.tell("on_evaluation", self.state.step, evaluation.as_dict(), samples)
+        with span("callbacks"):
+            if self.callbacks:
+                moment = record_files.Moment("evaluation", self.state.step)
+                samples = record_files.read_rollouts(Path(self.config.run.dir) / record_files.FOLDER, moment)
+                self.callbacks.tell("on_evaluation", self.state.step, evaluation.as_dict(), samples)
         return evaluation
 
     def models(self) -> TrainingModels:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.carried import Carried, read, write
 from megatron_brorl.train.rounds import Taken
+from megatron_brorl.train.spikes import Spikes
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.training_models import TrainingModels
 
@@ -44,6 +45,7 @@ class RunState:
     before: dict[str, Any] | None = None  # the evaluation before step 0
     trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
     spent: float = 0.0  # seconds of the processes that this one goes on from
+    spikes: Spikes = field(default_factory=Spikes)  # of the last steps' figures
     began: float = 0.0  # Unix time at which the job began, whatever process goes on with it; 0 = not known
 
     def over(self, config: TrainConfig) -> bool:
@@ -71,6 +73,7 @@ def save(
         "fingerprint": fingerprint,
         "spent": seconds,
         "began": state.began,
+        "spikes": asdict(state.spikes),
     }
 
     def write_carried(directory: Path) -> None:
@@ -111,7 +114,9 @@ def restore(
         before=run["before"],
         trained_s=run["trained_s"],
         spent=run["spent"],
-        began=run.get("began", 0.0),  # older checkpoints do not say
+        # Older checkpoints do not say.
+        began=run.get("began", 0.0),
+        spikes=Spikes(**run.get("spikes", {})),
     )
     for stall, (best, count) in zip(_stalls(restored, models), run["stalls"], strict=True):
         stall.best, stall.count = best, count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_brorl.config.schema import Config
 from megatron_brorl.train.actor_update import scaled, update_policy
 from megatron_brorl.train.critic_update import critic_optim, update_critic
+from megatron_brorl.train.skipped import Keeper
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.training_models import TrainingModels
 from megatron_brorl.types import Experience
@@ -27,6 +28,8 @@ def update_models(
 
     # A rate for so many rollouts as a step asks for.
     optim = scaled(c.optim, c.rollout.prompts * c.rollout.n)
-    updated = update_policy(models.actor, experience, batches, c.algo, optim, c.rollout.temperature, state.updates)
+    keep = Keeper(c, state.step + 1).keep if c.train.keep_nonfinite else None
+    given = (models.actor, experience, batches, c.algo, optim, c.rollout.temperature, state.updates)
+    updated = update_policy(*given, keep)
     state.updates += len(batches)
     return metrics | updated

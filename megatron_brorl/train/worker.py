@@ -38,7 +38,7 @@ from megatron_brorl.parallel.flops import TRAINING, forward_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
-from megatron_brorl.timeline import span
+from megatron_brorl.timeline import each_beats, span
 from megatron_brorl.train.offload import Offload
 
 # (batch, what the model's head gives at its predicting positions) -> (scalar loss, values that the caller gets back).
@@ -198,7 +198,7 @@ class Stage:
             self._reload()
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
-            batches = self._pack(prompts, responses)
+            batches = self.micro_batches(prompts, responses)
             came_to["flops"] = TRAINING * forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
             values = self._run(batches, loss, head)
             return self._step(lr), values
@@ -222,7 +222,7 @@ class Stage:
             return per_token.sum(), None
 
         with torch.no_grad(), span("forward") as came_to:
-            batches = self._pack(prompts, responses)
+            batches = self.micro_batches(prompts, responses)
             came_to["flops"] = forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
             self._run(batches, collect, head, forward_only=True)
         if self.grid.pipeline > 1 or self.grid.context > 1:
@@ -268,7 +268,8 @@ class Stage:
         gain = token_gain(prompts, responses, self._limit) if self.options.share_prompt else 1.0
         return {"plain": plain, "computed": plain / gain if gain >= LEAST_GAIN else plain}
 
-    def _pack(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
+    def micro_batches(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
+        """Rows [tokens] each, packed as they are trained on; those of this rank's share of every sequence."""
         grid, o = self.grid, self.options
         batches = pack(prompts, responses, self._limit, self._multiple, o.share_prompt, self._segments_of)
         return [share(b, grid.groups.cp.rank(), grid.context) for b in batches] if grid.context > 1 else batches
@@ -284,7 +285,7 @@ class Stage:
         with device.bridge():
             values = get_forward_backward_func()(
                 forward_step_func=partial(_forward_step, loss=loss, head=gathered),
-                data_iterator=iter(batches),
+                data_iterator=each_beats(batches),
                 model=[self.model],
                 num_microbatches=len(batches),
                 seq_length=max(len(b.input_ids) for b in batches),
@@ -312,8 +313,7 @@ class Worker(Stage):
 
     def hf_tensors(self) -> Iterator[Sealed]:
         """The full weights as (Hugging Face name, tensor), with checksums, the same on every rank; a collective."""
-        named = self._named().items()
-        plain = {n: dequantize_fp8_tensor(p) if is_float8tensor(p) else p for n, p in named}
+        plain = {n: dequantize_fp8_tensor(p) if is_float8tensor(p) else p for n, p in self._named().items()}
         return stream(self.plan, plain, self.grid, self.options.dtype)
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
@@ -333,7 +333,7 @@ class Worker(Stage):
             return head.rows.sum(), None
 
         with torch.no_grad():
-            self._run(self._pack(prompts, responses), collect, self._head(1.0), forward_only=True)
+            self._run(self.micro_batches(prompts, responses), collect, self._head(1.0), forward_only=True)
         if not self.grid.last_stage:
             return None
         table = torch.zeros(len(prompts), self.shape.vocab, dtype=compute_dtype(self.options.dtype))

@@ -45,3 +45,18 @@ def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> s
     except UserError as e:
         return str(e)
     return "saved"
+
+
+def kept(rank: int, directory: str, parallel: dict[str, Any], root: str) -> float:
+    """One step whose update is skipped, because an advantage of the last replica is infinite."""
+    trainer = make_trainer(directory, grid_of(**parallel), configured({"run": {"dir": root}}), fakes.Engine())
+    real = trainer.worker.train
+
+    def poisoned(prompts: Any, responses: Any, loss: Any, temperature: float, lr: float) -> Any:
+        if trainer.grid.dp_rank == trainer.grid.data - 1:
+            loss._part.advantages[0][0] = float("inf")
+        return real(prompts, responses, loss, temperature, lr)
+
+    trainer.worker.train = poisoned
+    trainer.refit()
+    return trainer.train_step()[0]["updates_skipped"]
