@@ -72,7 +72,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             if found:
                 p.note(f"resumed from {found}")
             # All ranks agree on a stop, so that all of them leave here or none.
-            if not trainer.run(writer, p, session.stop_requested):
+            if not trainer.run(writer, p, lambda: session.stop_requested(trainer.saving.seconds_to_come())):
                 p.note(f"{session.stopped_by}; the state is saved: start the same command again to go on")
                 return ranks.SAVED
             after = trainer.evaluate(p).as_dict() if trainer.held_out else None  # beside trainer.state.before

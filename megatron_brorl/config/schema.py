@@ -276,6 +276,9 @@ class TrainConfig:
     share_prompt: bool = True
     checkpoint_every: int = at_least(0, default=50)  # steps from one checkpoint to the next; 0 = only at the end
     keep_checkpoints: int = at_least(1, default=2)  # the newest ones; older ones are deleted
+    # Written while the run goes on, from a copy of what each rank writes, in host memory until it is on the disk and
+    # verified. false: the run waits for it. The last one is always waited for.
+    checkpoint_async: bool = True
     resume: Literal["auto", "never"] = "auto"  # "auto": from the newest checkpoint in run.dir; "never": start anew
     # Steps in a row that skip an update (its gradient is not finite), or leave out more rows than they train on (their
     # log-probabilities are not finite), after which the run ends. The state is saved.

@@ -39,6 +39,12 @@ class Trainer(Run):
         False where stop() (asked at step boundaries) ended it early. Raises UserError, after saving, where a rollout
         engine hangs or train.max_nonfinite_steps is reached.
         """
+        try:
+            return self._run(writer, progress, stop)
+        finally:
+            self.saving.finish(progress.note)  # an error cuts off nothing that is being written
+
+    def _run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
         t, s = self.config.train, self.state
 
         # What the steps are compared with, once in the life of a run.
@@ -55,6 +61,7 @@ class Trainer(Run):
             # Time counts as the slowest rank's, so that all of them end together.
             metrics, seconds = self.train_step()
             seconds |= cluster_figures(trace.timeline, seconds, metrics["trained_tokens"], peak)
+            seconds |= self.held_up()  # by what was saved after the step before
             s.trained_s += seconds["ranks/step_slowest"]
             ending = s.step == t.steps or s.over(t)
 
@@ -85,12 +92,15 @@ class Trainer(Run):
             self.nonfinite_steps, most = nonfinite_steps(self.nonfinite_steps, metrics), t.max_nonfinite_steps
             stopping, stuck, ending = stop(), self.rollouts.stuck(), s.step == t.steps or s.over(t)
             last = stopping or stuck or ending or self.nonfinite_steps >= most
-            if last or unsaved or (t.checkpoint_every and s.step % t.checkpoint_every == 0):
+            due = last or bool(t.checkpoint_every and s.step % t.checkpoint_every == 0)
+            # One that was written meanwhile and failed is made up for.
+            unsaved = not self.written(progress, wait=due) or unsaved
+            if due or unsaved:
                 # A model that is done is worth more than the checkpoint that it could go on from.
                 if last and not ending:
                     self.save()
                 else:
-                    unsaved = not self.try_save(progress)
+                    unsaved = not self.try_save(progress, wait=last)
             trace.write()  # with the checkpoint
 
             # What ends a run by an error has saved before it.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.checkpoints.background import Background
 from megatron_brorl.checkpoints.training import NotWritten
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
@@ -49,11 +51,13 @@ class Run:
     rollout_log: Lines | None = None  # of theory.log_rollouts, on one rank
     recorder: Recorder | None = None  # of what people can read of the rollouts
     callbacks: Callbacks = field(default_factory=Callbacks)  # of a program of the user's; none on other ranks
+    saving: Background = field(default_factory=Background)  # the checkpoint that is on its way
     nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
 
     def __post_init__(self) -> None:
         # From here on a clock that nobody sets.
         self._before, self._begun = max(0.0, time.time() - self.started), time.monotonic()
+        self._held_up = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines; see refit.refit_engines."""
@@ -79,19 +83,54 @@ class Run:
         """What a step trains and asks about its tokens."""
         return TrainingModels(self.worker, self.critic, self.reference)
 
-    def save(self) -> None:
-        """Write a checkpoint; a collective. Raises NotWritten, on all ranks, where the disk does not take it."""
-        with span("checkpoint"):
-            state.save(self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds())
+    def save(self, wait: bool = True) -> None:
+        """Write a checkpoint; a collective. Raises NotWritten, on all ranks, where the disk does not take it.
 
-    def try_save(self, progress: Progress) -> bool:
+        wait: until it is there; else it is written while the run goes on, where train.checkpoint_async says so, and
+        `written` tells what became of it.
+        """
+        begun, later = time.monotonic(), self.config.train.checkpoint_async and not wait
+        with span("checkpoint"):
+            self.saving.settle()  # one at a time
+            save = state.begin_save(
+                self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds(), later
+            )
+            if later:
+                self.saving.start(save, timedelta(seconds=self.config.parallel.timeout_s))
+            else:
+                save.write()
+                save.agree()
+        self._held_up["checkpoint"] += time.monotonic() - begun
+
+    def try_save(self, progress: Progress, wait: bool = True) -> bool:
         """The same for runs that go on all the same; False where it is not written, which is told."""
         try:
-            self.save()
+            self.save(wait)
         except NotWritten as e:
             progress.note(f"warning: {e}; the run goes on and tries again after its next step")
             return False
         return True
+
+    def written(self, progress: Progress, wait: bool) -> bool:
+        """False where a checkpoint that was written meanwhile has failed, which is told; a collective.
+
+        wait: until what is under way has ended.
+        """
+        begun = time.monotonic()
+        try:
+            if wait or not self.saving.busy():
+                self.saving.settle()
+        except NotWritten as e:
+            progress.note(f"warning: {e}; the run goes on and saves its present state")
+            return False
+        finally:
+            self._held_up["checkpoint_wait"] += time.monotonic() - begun
+        return True
+
+    def held_up(self) -> dict[str, float]:
+        """Seconds that checkpoints have held up the run since this was last asked."""
+        found, self._held_up = self._held_up, dict.fromkeys(self._held_up, 0.0)
+        return found
 
     def restore(self, directory: Path) -> None:
         """Go on from a checkpoint whose fingerprint the caller has checked; a collective."""

@@ -12,7 +12,7 @@ from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.carried import Carried, read, write
+from megatron_brorl.train.carried import Carried, files, read
 from megatron_brorl.train.rounds import Taken
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.training_models import TrainingModels
@@ -52,12 +52,19 @@ class RunState:
         return out_of_time or (bool(config.patience) and self.stall.count >= config.patience)
 
 
-def save(
-    state: RunState, models: TrainingModels, config: Config, grid: Grid, fingerprint: dict[str, Any], seconds: float
-) -> None:
-    """Write a checkpoint of the run; a collective.
+def begin_save(
+    state: RunState,
+    models: TrainingModels,
+    config: Config,
+    grid: Grid,
+    fingerprint: dict[str, Any],
+    seconds: float,
+    copy: bool,
+) -> checkpoint.Save:
+    """Take a checkpoint of the run, to be written; a collective.
 
-    fingerprint: what must not change when the run is resumed. seconds: of the job so far.
+    fingerprint: what must not change when the run is resumed. seconds: of the job so far. copy: the run goes on before
+    it is written.
     """
     run = {
         "updates": state.updates,
@@ -73,11 +80,9 @@ def save(
         "began": state.began,
     }
 
-    def write_carried(directory: Path) -> None:
-        write(state.carried, directory, grid)
-
     root, keep = Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints
-    checkpoint.save(root, state.step, models.checkpoint_parts(), run, keep, write_carried)
+    own = files(state.carried, grid)
+    return checkpoint.begin(root, state.step, models.checkpoint_parts(), run, keep, own, copy)
 
 
 def saved(directory: Path) -> dict[str, Any]:
