@@ -41,7 +41,7 @@ MODELS = {
     "tiny": qwen2_config(hidden=128, layers=4, heads=4, kv_heads=2, ffn=384, vocab=512, context=128),
     "m75": qwen2_config(hidden=768, layers=11, heads=12, kv_heads=4, ffn=2048, vocab=8192, context=512),
 }
-SIZES = {"tiny": (512, 24, 8, 4), "m75": (64, 4, 16, 2)}  # siblings, prompts, response tokens, mini-batches
+SIZES = {"tiny": (512, 24, 8, 4), "m75": (32, 2, 8, 1)}  # siblings, prompts, response tokens, mini-batches
 QUICK = (16, 2, 4, 1)
 RUN = """
 run.dir = "{dir}/run"
@@ -73,8 +73,9 @@ def timed(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def measure(name: str, sizes: tuple[int, int, int, int], args: argparse.Namespace) -> dict[str, Any]:
-    """The row of one model."""
+def measure(job: tuple[str, tuple[int, int, int, int], argparse.Namespace]) -> dict[str, Any]:
+    """The row of one model. job: its name, its sizes, the options."""
+    name, sizes, args = job
     torch.set_num_threads(args.threads)
     n, asked, response, batches = sizes
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
@@ -124,7 +125,7 @@ def main() -> None:
         args.models = ["tiny"]
 
     print(
-        "model  parameters     MiB  copy MiB  step s  at once s  of a step  meanwhile s  of a step  step beside  written s"
+        "model  parameters     MiB  copy MiB  step s  at once s  of a step  meanwhile s  of a step  beside  written s"
     )
     rows = []
     for name in args.models:
@@ -133,7 +134,7 @@ def main() -> None:
         print(
             f"{name:6}{r['parameters']:11,d}{r['checkpoint_mib']:8.0f}{r['copy_mib']:10.0f}{r['step']:8.2f}"
             f"{r['at_once']:11.3f}{r['at_once_share']:11.1%}{r['meanwhile']:13.3f}{r['meanwhile_share']:11.1%}"
-            f"{r['beside_share']:+13.1%}{r['written']:11.2f}",
+            f"{r['beside_share']:+8.1%}{r['written']:11.2f}",
             flush=True,
         )
     write_rows(args.json, rows)

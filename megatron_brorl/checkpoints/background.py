@@ -51,15 +51,16 @@ class Background:
             raise self._error
         return bool(collectives.all_reduce_max({"writes": float(writes)})["writes"])
 
-    def settle(self) -> None:
-        """Wait for its end; a collective where one is under way. Raises NotWritten as Save.agree does."""
+    def settle(self) -> Save | None:
+        """Wait for its end; a collective where one is under way, which is returned. Raises NotWritten as Save.agree."""
         if self._save is None:
-            return
+            return None
         self._thread.join()
         save, self._save = self._save, None
         if self._error:
             raise self._error
         save.agree()
+        return save
 
     def finish(self, tell: Callable[[str], None]) -> None:
         """Wait where the run ends by an error, and other ranks may be gone: what failed is told, and nothing raised."""

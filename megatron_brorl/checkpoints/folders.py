@@ -12,7 +12,7 @@ from typing import Any
 from megatron_brorl.errors import UserError
 from megatron_brorl.json_files import read_object
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best"  # pointers: files whose first line is the name of a checkpoint
 RUN = "run.json"
 STEP = "step"  # key of run.json: steps done
 STEPPED = "optimizers_that_have_stepped"  # key of run.json: names of parts
@@ -67,12 +67,42 @@ def give_way(target: Path, step: int) -> None:
     print(f"warning: {target}: is no checkpoint of step {step}; it is now {aside.name}", file=sys.stderr, flush=True)
 
 
-def rotate(root: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints up to `step`; never what save did not write, nor a later one."""
+def is_own(root: Path, step: int) -> bool:
+    """Whether the folder with the name of a step is a checkpoint of it that a run has written here."""
     # A link's target lies elsewhere, and a folder whose run.json is gone or of another step is no checkpoint of ours.
-    own = [s for s, d in by_step(root).items() if s <= step and not d.is_symlink() and stored_step(d) == s]
+    directory = root / name_of(step)
+    return directory.is_dir() and not directory.is_symlink() and stored_step(directory) == step
+
+
+def rotate(root: Path, step: int, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints up to `step` and the one that `best` names.
+
+    Never what save did not write, nor a later one.
+    """
+    own = [s for s in by_step(root) if s <= step and is_own(root, s)]
+    best = pointed(root / BEST)
     for old in sorted(own)[:-keep]:
-        shutil.rmtree(root / name_of(old))
+        if old != best:
+            shutil.rmtree(root / name_of(old))
+
+
+def pointed(path: Path) -> int | None:
+    """The step whose checkpoint a pointer names; None where there is no such file, or no such name in it."""
+    try:
+        first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    except OSError:
+        return None
+    return step_of(first.strip())
+
+
+def followed(path: Path) -> Path:
+    """The checkpoint, where path is a pointer: runs/x/checkpoints/best. Raises UserError where that names none."""
+    if path.name not in (LATEST, BEST) or not path.is_file():
+        return path
+    step = pointed(path)
+    if step is None:
+        raise UserError(f"{path}: names no checkpoint; give the folder of one")
+    return path.with_name(name_of(step))
 
 
 def read_run(directory: Path) -> dict[str, Any]:

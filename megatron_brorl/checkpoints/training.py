@@ -26,7 +26,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_ma
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_brorl.checkpoints import folders, manifest, unpickle, verified_files
+from megatron_brorl.checkpoints import best, folders, manifest, unpickle, verified_files
+from megatron_brorl.checkpoints.best import Best
 from megatron_brorl.checkpoints.folders import LATEST, RUN, STEP, STEPPED, read_run
 from megatron_brorl.checkpoints.hugging_face import replace_directory
 from megatron_brorl.checkpoints.shard_writer import Shards, plan
@@ -104,6 +105,7 @@ class Save:
     files: dict[str, bytes]  # this rank's own, by name
     shards: Shards = field(init=False)  # this rank's, once there is a directory for them
     refusals: Refusals = field(default_factory=Refusals)
+    best: Best | None = None  # this one, where `best` is to name it
 
     @property
     def aside(self) -> Path:
@@ -155,6 +157,8 @@ class Save:
         folders.give_way(self.target, step)  # what is the user's is kept
         replace_directory(self.aside, self.target)
         folders.point(root / LATEST, self.target.name)
+        if self.best:
+            best.write(root, self.best)
         folders.rotate(root, step, self.keep)
 
 

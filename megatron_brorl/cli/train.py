@@ -25,7 +25,8 @@ from megatron_brorl.record import run_record
 from megatron_brorl.report.findings import findings
 from megatron_brorl.theory.agreement import agreement
 from megatron_brorl.train.callbacks import Callbacks
-from megatron_brorl.train.console import evaluation_line
+from megatron_brorl.train.console import evaluation_line, evaluation_metrics
+from megatron_brorl.train.keep_best import keep_last
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.stall import Stall
@@ -75,7 +76,10 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             if not trainer.run(writer, p, lambda: session.stop_requested(trainer.saving.seconds_to_come())):
                 p.note(f"{session.stopped_by}; the state is saved: start the same command again to go on")
                 return ranks.SAVED
-            after = trainer.evaluate(p).as_dict() if trainer.held_out else None  # beside trainer.state.before
+            evaluation = trainer.evaluate(p) if trainer.held_out else None
+            after = evaluation.as_dict() if evaluation else None  # beside trainer.state.before
+            if evaluation and session.is_main_rank:
+                keep_last(config, trainer.state, evaluation_metrics(evaluation))
             if after:
                 p.note(f"held-out after: {evaluation_line(after)}")
 
@@ -149,6 +153,7 @@ def _summary(
         "held_out_prompts": len(trainer.held_out),
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,
+        "best_checkpoint": best.as_summary() if (best := trainer.state.best) else None,
         "job_seconds": trainer.seconds(),
         "peak_rss_mib": peak_rss_mib,
         "before": before,

@@ -156,6 +156,11 @@ def _train(config: Config) -> Iterator[Rule]:
         "train.offload",
         "FP8 parameters (fp8.parameters) cannot be moved: must be false",
     )
+    yield (
+        not (t.keep_best and config.evaluate.every == 0),
+        "train.keep_best",
+        'no step is evaluated with evaluate.every = 0: set that, or this to ""',
+    )
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:

@@ -24,6 +24,7 @@ from megatron_brorl.train.experience import make_experience, token_gain
 from megatron_brorl.train.figures import cluster_figures
 from megatron_brorl.train.finite import check_steps, nonfinite_steps
 from megatron_brorl.train.groups import group_metrics, log_rows, mini_batches
+from megatron_brorl.train.keep_best import new_best
 from megatron_brorl.train.run import Run
 from megatron_brorl.train.setup import training_sampling
 from megatron_brorl.train.trace import StepTrace
@@ -93,14 +94,15 @@ class Trainer(Run):
             stopping, stuck, ending = stop(), self.rollouts.stuck(), s.step == t.steps or s.over(t)
             last = stopping or stuck or ending or self.nonfinite_steps >= most
             due = last or bool(t.checkpoint_every and s.step % t.checkpoint_every == 0)
-            # One that was written meanwhile and failed is made up for.
-            unsaved = not self.written(progress, wait=due) or unsaved
-            if due or unsaved:
+            # One that was written meanwhile and failed is made up for; what is to be beaten is on the disk.
+            unsaved = not self.written(progress, wait=due or bool(t.keep_best and "pass_at_1" in metrics)) or unsaved
+            best = new_best(self.config, s, metrics)
+            if due or unsaved or best:
                 # A model that is done is worth more than the checkpoint that it could go on from.
                 if last and not ending:
-                    self.save()
+                    self.save(new_best=best)
                 else:
-                    unsaved = not self.try_save(progress, wait=last)
+                    unsaved = not self.try_save(progress, wait=last, new_best=best)
             trace.write()  # with the checkpoint
 
             # What ends a run by an error has saved before it.

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.checkpoints import best
 from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.checkpoints.best import Best
 from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
@@ -29,6 +31,7 @@ _SAVED = {
     "before": (dict, type(None)),
     "fingerprint": (dict,),
 }
+_BEST = (int, str, float)  # of its list
 
 
 @dataclass
@@ -44,6 +47,7 @@ class RunState:
     before: dict[str, Any] | None = None  # the evaluation before step 0
     trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
     spent: float = 0.0  # seconds of the processes that this one goes on from
+    best: Best | None = None  # of train.keep_best, on the disk
     began: float = 0.0  # Unix time at which the job began, whatever process goes on with it; 0 = not known
 
     def over(self, config: TrainConfig) -> bool:
@@ -60,12 +64,14 @@ def begin_save(
     fingerprint: dict[str, Any],
     seconds: float,
     copy: bool,
+    new_best: Best | None = None,
 ) -> checkpoint.Save:
     """Take a checkpoint of the run, to be written; a collective.
 
     fingerprint: what must not change when the run is resumed. seconds: of the job so far. copy: the run goes on before
-    it is written.
+    it is written. new_best: what this checkpoint is the best in, so far.
     """
+    known = new_best or state.best
     run = {
         "updates": state.updates,
         "critic_updates": state.critic_updates,
@@ -78,22 +84,28 @@ def begin_save(
         "fingerprint": fingerprint,
         "spent": seconds,
         "began": state.began,
+        best.KEY: known.as_json() if known else None,
     }
 
     root, keep = Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints
     own = files(state.carried, grid)
-    return checkpoint.begin(root, state.step, models.checkpoint_parts(), run, keep, own, copy)
+    save = checkpoint.begin(root, state.step, models.checkpoint_parts(), run, keep, own, copy)
+    save.best = new_best
+    return save
 
 
 def saved(directory: Path) -> dict[str, Any]:
     """What a checkpoint says of its run. Raises UserError where it is not what this version writes."""
     run = checkpoint.read_run(directory)
-    for key, kinds in _SAVED.items():
-        if type(run.get(key, key)) not in kinds:
-            raise UserError(
-                f"{directory / checkpoint.RUN}: {key} is missing or of another type: another version wrote it; go on "
-                "with that version, or start anew with another run.dir or train.resume=never"
-            )
+    found = run.get(best.KEY)
+    strange = [key for key, kinds in _SAVED.items() if type(run.get(key, key)) not in kinds]
+    if found is not None and not (isinstance(found, list) and tuple(map(type, found)) == _BEST):
+        strange.append(best.KEY)
+    if strange:
+        raise UserError(
+            f"{directory / checkpoint.RUN}: {strange[0]} is missing or of another type: another version wrote it; go "
+            "on with that version, or start anew with another run.dir or train.resume=never"
+        )
     return run
 
 
@@ -117,9 +129,10 @@ def restore(
         trained_s=run["trained_s"],
         spent=run["spent"],
         began=run.get("began", 0.0),  # older checkpoints do not say
+        best=best.kept(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
     )
-    for stall, (best, count) in zip(_stalls(restored, models), run["stalls"], strict=True):
-        stall.best, stall.count = best, count
+    for stall, (score, count) in zip(_stalls(restored, models), run["stalls"], strict=True):
+        stall.best, stall.count = score, count
     return restored
 
 
