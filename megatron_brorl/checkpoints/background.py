@@ -7,6 +7,8 @@ between steps. A thread, not a process: a fork would have locks of gloo's thread
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +16,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_brorl.checkpoints.host_copies import HostCopies
 from megatron_brorl.checkpoints.training import Save
 from megatron_brorl.parallel import collectives
+
+_NICE = 10  # more than the run has; under load a tenth of the processor time of its threads
 
 
 class Background:
@@ -26,6 +31,7 @@ class Background:
         self._thread = threading.Thread()
         self._group: dist.ProcessGroup | None = None
         self._error: BaseException | None = None  # of the thread, and not of the disk
+        self.copies = HostCopies()  # of the state that is under way
         self.write_s = 0.0  # seconds that the last one took
 
     @property
@@ -77,8 +83,16 @@ class Background:
 
     def _write(self, save: Save) -> None:
         begun = time.monotonic()
+        _give_way()
         try:
             save.write(self._group)
         except BaseException as e:  # raised where the run can hear it
             self._error = e
         self.write_s = time.monotonic() - begun
+
+
+def _give_way() -> None:
+    """Let this thread, and those that it starts, have what the run leaves of the processors: hashing takes seconds."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))

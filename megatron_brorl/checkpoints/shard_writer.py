@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from megatron_brorl.checkpoints import verified_files
+from megatron_brorl.checkpoints.host_copies import HostCopies
 from megatron_brorl.checkpoints.verified_files import Hashing
 from megatron_brorl.parallel import device
 
@@ -60,11 +61,11 @@ class _InMemory(FileSystem):
 class _Planned(filesystem_async.FileSystemWriterAsync):
     """Megatron's writer, which takes note of what is to be written and touches no disk."""
 
-    def __init__(self, name: str, copy: bool) -> None:
+    def __init__(self, name: str, copies: HostCopies | None) -> None:
         """name: of the checkpoint; it says nothing of the place, or of the time, so that equal states are equal bytes.
-        copy: take the tensors as they are now, into host memory."""
+        copies: where to take the tensors as they are now."""
         super().__init__(name, thread_count=_FILES, sync_files=False)
-        self.name, self.copy, self.fs = name, copy, _InMemory()
+        self.name, self.copies, self.fs = name, copies, _InMemory()
         self.buckets: list[list[Item]] = []  # a file each
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -73,14 +74,17 @@ class _Planned(filesystem_async.FileSystemWriterAsync):
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self.prefix = plan.storage_data.prefix
-        take = _copied if self.copy else _compact
+        take = self.copies.take if self.copies else _compact
+        if self.copies:
+            self.copies.begin()
         for items in filesystem_async._split_by_size_and_type(_FILES, plan.items):
             objects = [(item, planner.resolve_data(item)) for item in items if item.type == WriteItemType.BYTE_IO]
             tensors = [(item, take(planner.resolve_data(item))) for item in items if item.type != WriteItemType.BYTE_IO]
             if objects or tensors:
                 self.buckets.append([*objects, *tensors])
-        if self.copy:
-            device.wait()  # for the copies
+        if self.copies:
+            device.wait()  # for the last of them
+            self.copies.end()
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.name, save_id=self.name)
@@ -97,7 +101,7 @@ class Shards:
     def write(self, directory: Path) -> tuple[dict[str, str], list[Any]]:
         """This rank's files, each by a thread of its own: their SHA-256 by name, and what `index` is to know of them.
 
-        Raises OSError, or torch's RuntimeError, where the disk refuses one. What was copied is given back.
+        Raises OSError, or torch's RuntimeError, where the disk refuses one.
         """
         planned, self._planned.buckets = self._planned.buckets, []
         names = [f"{self._planned.prefix}{number}.distcp" for number in range(len(planned))]
@@ -119,10 +123,10 @@ class Shards:
         }
 
 
-def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
+def plan(states: dict[str, Any], name: str, copies: HostCopies | None) -> Shards:
     """What this rank writes of Megatron's sharded states as the checkpoint of that name; a collective.
 
-    copy: of the state as it is now, whatever becomes of it before it is written; into pinned memory on a GPU.
+    copies: take the state into them as it is now, whatever becomes of it before it is written.
     """
     # As megatron.core.dist_checkpointing.save does before it comes to the disk.
     sharded, common = save_preprocess(states)
@@ -131,7 +135,7 @@ def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
 
     # The ranks' plans meet on rank 0, which gets the index of them all.
     planner = torch_strategy.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    planned = _Planned(name, copy)
+    planned = _Planned(name, copies)
     (_, metadata, _), *_ = save_state_dict_async_plan(tensors, planned, None, 0, planner=planner)
 
     whole = io.BytesIO()
@@ -139,17 +143,9 @@ def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
     return Shards(planned, metadata, whole.getvalue())
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy in host memory, complete after device.wait()."""
-    tensor = tensor.detach()
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
 def _compact(tensor: Tensor) -> Tensor:
-    """The tensor itself; a copy of a view, which would be written with all that it is a view of."""
-    tensor = tensor.detach()
+    """The tensor itself; a copy of a view, which would be written with all that it is a view of. Contiguous."""
+    tensor = tensor.detach().contiguous()
     is_view = tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize
     return tensor.clone() if is_view else tensor
 

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_brorl.checkpoints import best, folders, manifest, unpickle, verified_files
 from megatron_brorl.checkpoints.best import Best
 from megatron_brorl.checkpoints.folders import LATEST, RUN, STEP, STEPPED, read_run
+from megatron_brorl.checkpoints.host_copies import HostCopies
 from megatron_brorl.checkpoints.hugging_face import replace_directory
 from megatron_brorl.checkpoints.shard_writer import Shards, plan
 from megatron_brorl.checkpoints.verified_files import Refusals
@@ -169,12 +170,12 @@ def begin(
     run: dict[str, Any],
     keep: int,
     files: Mapping[str, bytes] | None = None,
-    copy: bool = False,
+    copies: HostCopies | None = None,
 ) -> Save:
     """Take the state after `step` steps, to be written; a collective. Keeps the newest `keep` up to this step.
 
-    run: JSON that read_run gives back, with the step. files: this rank's own, by names that are its alone. copy: the
-    state may change before it is written; takes as much host memory as this rank writes.
+    run: JSON that read_run gives back, with the step. files: this rank's own, by names that are its alone.
+    copies: where to take the state, which may change before it is written.
     Raises UserError, and leaves everything as it is, where a weight is not finite; NotWritten, on all ranks, where
     there is no room.
     """
@@ -194,7 +195,7 @@ def begin(
     begun.agree()
 
     with device.bridge():
-        begun.shards = plan(states, begun.target.name, copy)
+        begun.shards = plan(states, begun.target.name, copies)
     return begun
 
 

@@ -92,10 +92,11 @@ class Run:
         `written` tells what became of it.
         """
         begun, later = time.monotonic(), self.config.train.checkpoint_async and not wait
+        copies = self.saving.copies if later else None
         with span("checkpoint"):
             self._settle()  # one at a time
             save = state.begin_save(
-                self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds(), later, new_best
+                self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds(), copies, new_best
             )
             if later:
                 self.saving.start(save, timedelta(seconds=self.config.parallel.timeout_s))

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_brorl.checkpoints import best
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.best import Best
+from megatron_brorl.checkpoints.host_copies import HostCopies
 from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
@@ -63,13 +64,13 @@ def begin_save(
     grid: Grid,
     fingerprint: dict[str, Any],
     seconds: float,
-    copy: bool,
+    copies: HostCopies | None = None,
     new_best: Best | None = None,
 ) -> checkpoint.Save:
     """Take a checkpoint of the run, to be written; a collective.
 
-    fingerprint: what must not change when the run is resumed. seconds: of the job so far. copy: the run goes on before
-    it is written. new_best: what this checkpoint is the best in, so far.
+    fingerprint: what must not change when the run is resumed. seconds: of the job so far. copies: where to take
+    it, if the run goes on before it is written. new_best: what this checkpoint is the best in, so far.
     """
     known = new_best or state.best
     run = {
@@ -89,7 +90,7 @@ def begin_save(
 
     root, keep = Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints
     own = files(state.carried, grid)
-    save = checkpoint.begin(root, state.step, models.checkpoint_parts(), run, keep, own, copy)
+    save = checkpoint.begin(root, state.step, models.checkpoint_parts(), run, keep, own, copies)
     save.best = new_best
     return save
 

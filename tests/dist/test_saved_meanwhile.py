@@ -6,6 +6,7 @@ import pytest
 import tiny
 from dist.test_steps import VARIANTS
 
+pytestmark = pytest.mark.slow
 # A critic and its optimizer, rollouts that are carried, a reference policy.
 CASES = [
     (1, {}, "critic"),
@@ -37,7 +38,8 @@ def test_what_is_written_meanwhile_is_the_state_that_was(worlds, directory, tmp_
     at_once, meanwhile = (files(tmp_path / name / "checkpoints") for name in ("at_once", "meanwhile"))
     assert list(at_once) == list(meanwhile)
     assert [name for name in at_once if at_once[name] != meanwhile[name]] == []
-    assert sum(len(data) for name, data in at_once.items() if name.endswith(".distcp")) > 3 * 4 * 50_000  # with moments
+    metadata = next(data for name, data in at_once.items() if name.endswith(".metadata"))
+    assert (b"exp_avg_sq" in metadata) == (variant != "partial")  # of two steps that closed no group
     assert any("carried_" in name for name in at_once) == (variant == "partial")
 
 

@@ -16,6 +16,7 @@ import torch
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints import verified_files
 from megatron_brorl.checkpoints.background import Background
+from megatron_brorl.checkpoints.host_copies import HostCopies
 from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.ops.backend import backend
@@ -34,7 +35,7 @@ def part(processes, model):
 
 @pytest.fixture
 def begin(part, tmp_path):
-    return lambda step, keep=1: checkpoint.begin(tmp_path, step, [part], {}, keep, {"own": b"mine"}, copy=True)
+    return lambda step, keep=1: checkpoint.begin(tmp_path, step, [part], {}, keep, {"own": b"mine"}, HostCopies())
 
 
 def names(root: Path) -> list[str]:
@@ -160,3 +161,40 @@ def test_an_error_of_the_run_cuts_nothing_off(begin, tmp_path, monkeypatch):
     saving.finish(told.append)
     assert told == [f"warning: {tmp_path / 'step_00000002'}: cannot be written: {os.strerror(errno.ENOSPC)}"]
     assert names(tmp_path) == ["latest", "step_00000001"]
+
+
+def test_its_thread_gives_way_to_the_run(begin, monkeypatch):
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own, seen, fill = priority(), [], verified_files.fill
+    monkeypatch.setattr(verified_files, "fill", lambda *given: (seen.append(priority()), fill(*given))[1])
+    saving = Background()
+    saving.start(begin(1), SOON)
+    saving.settle()
+    assert set(seen) == {min(19, own + 10)}
+    assert priority() == own
+
+
+def test_copies_are_of_one_state_at_a_time():
+    """Memory is used again for what has its shape and type, and what a state has no use for is given back."""
+    copies, first = HostCopies(), [torch.arange(6.0).view(2, 3), torch.ones(4)]
+    copies.begin()
+    taken = [copies.take(t) for t in first]
+    copies.end()
+    first[0].zero_()
+    assert torch.equal(taken[0], torch.arange(6.0).view(2, 3))
+    places = {t.data_ptr() for t in taken}
+    assert copies.bytes() == 4 * 10
+
+    copies.begin()
+    again = copies.take(torch.full((2, 3), 7.0).t().contiguous().t())  # of other strides
+    copies.end()
+    assert again.data_ptr() in places
+    assert again.is_contiguous()
+    assert torch.equal(again, torch.full((2, 3), 7.0))
+    assert copies.bytes() == 4 * 6
+    copies.begin()
+    assert copies.take(torch.zeros(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    copies.end()
+    assert copies.bytes() == 2 * 6
