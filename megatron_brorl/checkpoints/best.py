@@ -36,10 +36,6 @@ class Best:
         """As run.json has it."""
         return [self.step, self.figure, self.value]
 
-    def as_summary(self) -> dict[str, Any]:
-        """As summary.json has it."""
-        return {"step": self.step, "figure": self.figure, "value": self.value}
-
 
 def write(root: Path, best: Best) -> None:
     """Let `best` name this checkpoint from now on. Raises OSError."""

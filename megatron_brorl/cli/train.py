@@ -144,7 +144,8 @@ def _summary(
 
     weights_differ: whether training has changed any.
     """
-    before, rows = trainer.state.before, read_metrics(session.dir / METRICS_FILE)
+    before, best = trainer.state.before, trainer.state.best
+    rows = read_metrics(session.dir / METRICS_FILE)
     return {
         "pass_at_1_before": before["pass_at_1"] if before else None,
         "pass_at_1_after": after["pass_at_1"] if after else None,
@@ -153,7 +154,7 @@ def _summary(
         "held_out_prompts": len(trainer.held_out),
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,
-        "best_checkpoint": best.as_summary() if (best := trainer.state.best) else None,
+        "best_checkpoint": {"step": best.step, "figure": best.figure, "value": best.value} if best else None,
         "job_seconds": trainer.seconds(),
         "peak_rss_mib": peak_rss_mib,
         "before": before,
