@@ -42,7 +42,7 @@ MODELS = {
     "tiny": qwen2_config(hidden=128, layers=4, heads=4, kv_heads=2, ffn=384, vocab=512, context=128),
     "m75": qwen2_config(hidden=768, layers=11, heads=12, kv_heads=4, ffn=2048, vocab=8192, context=512),
 }
-SIZES = {"tiny": (512, 24, 8, 4), "m75": (64, 2, 8, 1)}  # siblings, prompts, response tokens, mini-batches
+SIZES = {"tiny": (512, 24, 8, 4), "m75": (32, 2, 8, 1)}  # siblings, prompts, response tokens, mini-batches
 QUICK = (16, 2, 4, 1)
 RUN = """
 run.dir = "{dir}/run"

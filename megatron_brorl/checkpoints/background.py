@@ -83,8 +83,8 @@ class Background:
 
     def _write(self, save: Save) -> None:
         begun = time.monotonic()
-        _give_way()
         try:
+            _give_way()
             save.write(self._group)
         except BaseException as e:  # raised where the run can hear it
             self._error = e
