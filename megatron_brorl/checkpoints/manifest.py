@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_brorl.checkpoints import verified_files
+from megatron_brorl.checkpoints.verified_files import sha256
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.json_files import read_object
 
 MANIFEST = "manifest.json"
 
 
-def write(directory: Path) -> None:
-    """Hash every file under `directory`; the last thing that is written there."""
-    digests = {p.relative_to(directory).as_posix(): _sha256(p) for p in sorted(directory.rglob("*")) if p.is_file()}
-    (directory / MANIFEST).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+def write(directory: Path, digests: Mapping[str, str] | None = None) -> None:
+    """The last thing that is written there. digests: of the files by name, as they were meant; None: as they lie there.
+
+    Raises OSError where the disk refuses it.
+    """
+    if digests is None:
+        digests = {p.relative_to(directory).as_posix(): sha256(p) for p in directory.rglob("*") if p.is_file()}
+    text = json.dumps(dict(sorted(digests.items())), indent=1)
+    verified_files.write(directory / MANIFEST, text.encode())
 
 
 def damage(directory: Path) -> str:
@@ -30,14 +37,6 @@ def damage(directory: Path) -> str:
     for name, digest in manifest.items():
         if not (name.isprintable() and len(name) <= 255 and (directory / name).is_file()):
             return f"{shown(name)[1:-1]} is missing"
-        if _sha256(directory / name) != digest:
+        if sha256(directory / name) != digest:
             return f"{name} is damaged (its SHA-256 is not the one written)"
     return ""
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

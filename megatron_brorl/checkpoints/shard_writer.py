@@ -1,7 +1,7 @@
-"""How Megatron's shards reach the disk: by threads of this process, with whatever the disk refuses kept for later.
+"""Megatron's distributed format in two halves: what a rank is to write, which takes collectives, and the writing of it.
 
-Megatron forks a process per file and waits for ever for one that is killed; and an error of one rank, raised between
-two of its collectives, leaves the others waiting in the second.
+The second half may be another thread's, and then is of a copy. Megatron itself forks a process per file and waits for
+ever for one that is killed; and an error of one rank, raised between two of its collectives, leaves the others waiting.
 """
 
 from __future__ import annotations
@@ -9,95 +9,158 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
-import queue
-from collections.abc import Callable, Iterator, Sequence
+import io
+import json
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+import torch
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
-from torch.distributed.checkpoint.metadata import Metadata
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _write_item
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
-Bucket = tuple[str, str, tuple[list[Any], list[Any]]]  # a file's path, its key, and what goes into it
+from megatron_brorl.checkpoints import verified_files
+from megatron_brorl.checkpoints.host_copies import HostCopies
+from megatron_brorl.checkpoints.verified_files import Hashing
+from megatron_brorl.parallel import device
+
+_FILES = 2  # of a rank, written by as many threads
+_METADATA = ".metadata"
+Item = tuple[Any, Any]  # torch's WriteItem, and the tensor or bytes that it is about
 
 
-class Refusals:
-    """What the disk refused this rank, in order."""
+class _InMemory(FileSystem):
+    """In the place of the disk, for what torch would write there by itself: the newest file is kept."""
 
     def __init__(self) -> None:
-        self.errors: list[BaseException] = []
+        self.data = b""
 
     @contextlib.contextmanager
-    def caught(self) -> Iterator[None]:
-        """Errors of the disk are kept, not raised."""
-        try:
-            yield
-        except OSError as e:
-            self.errors.append(e)
-        except RuntimeError as e:
-            if "PytorchStreamWriter" not in str(e):  # torch.save's way to tell a full disk
-                raise
-            self.errors.append(e)
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.BytesIO]:  # type: ignore[override]
+        stream = io.BytesIO()
+        yield stream
+        self.data = stream.getvalue()
 
-    def told(self) -> str:
-        """The first, in words; "" where nothing was refused."""
-        if not self.errors:
-            return ""
-        first = self.errors[0]
-        text = first.strerror if isinstance(first, OSError) else None
-        return text or " ".join(str(first).split())[:200] or type(first).__name__
+    def exists(self, path: Any) -> bool:
+        return False
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """The name is the caller's."""
 
 
-@contextlib.contextmanager
-def writing(refusals: Refusals) -> Iterator[None]:
-    """Whatever Megatron saves within it is written so. A save that was refused anything has holes."""
+class _Planned(filesystem_async.FileSystemWriterAsync):
+    """Megatron's writer, which takes note of what is to be written and touches no disk."""
 
-    class Writer(filesystem_async.FileSystemWriterAsync):
-        @staticmethod
-        def write_preloaded_data_multiproc(
-            transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Bucket], results: Any
-        ) -> None:
-            """Every bucket to its file. results: Megatron's queue for what finish puts into .metadata."""
-            written: dict[int, Any] = {i: [] for i in range(len(buckets))}
-            with refusals.caught(), ThreadPoolExecutor(max(1, len(buckets))) as threads:
-                for i, found in enumerate(threads.map(lambda bucket: _write(transforms, bucket), buckets)):
-                    written[i] = found
-            results.put(written)
+    def __init__(self, name: str, copies: HostCopies | None) -> None:
+        """name: of the checkpoint; it says nothing of the place, or of the time, so that equal states are equal bytes.
+        copies: where to take the tensors as they are now."""
+        super().__init__(name, thread_count=_FILES, sync_files=False)
+        self.name, self.copies, self.fs = name, copies, _InMemory()
+        self.buckets: list[list[Item]] = []  # a file each
 
-        def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-            with refusals.caught():
-                super().finish(metadata, results)
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The directory is there."""
+        return plan
 
-    def caught(call: Callable[..., None]) -> Callable[..., None]:
-        def called(*args: Any, **kwargs: Any) -> None:
-            with refusals.caught():
-                call(*args, **kwargs)
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.prefix = plan.storage_data.prefix
+        take = self.copies.take if self.copies else _compact
+        if self.copies:
+            self.copies.begin()
+        for items in filesystem_async._split_by_size_and_type(_FILES, plan.items):
+            objects = [(item, planner.resolve_data(item)) for item in items if item.type == WriteItemType.BYTE_IO]
+            tensors = [(item, take(planner.resolve_data(item))) for item in items if item.type != WriteItemType.BYTE_IO]
+            if objects or tensors:
+                self.buckets.append([*objects, *tensors])
+        if self.copies:
+            device.wait()  # for the last of them
+            self.copies.end()
 
-        return called
-
-    # Megatron starts a process that imports torch (190 MiB, seconds) for a queue that its own writers alone need.
-    filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
-    whole = common.TorchCommonSaveStrategy
-    before = torch_strategy.FileSystemWriterAsync, whole.save_common, serialization.save_config
-    torch_strategy.FileSystemWriterAsync = Writer
-    whole.save_common, serialization.save_config = caught(before[1]), caught(before[2])
-    try:
-        yield
-    finally:
-        torch_strategy.FileSystemWriterAsync, whole.save_common, serialization.save_config = before
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.name, save_id=self.name)
 
 
-def _write(transforms: Sequence[Any], bucket: Bucket) -> list[Any]:
-    """One file, made durable; what Megatron wants to know of each item."""
-    name, key, (objects, tensors) = bucket
+@dataclass
+class Shards:
+    """What this rank is to write of a checkpoint."""
+
+    _planned: _Planned
+    _metadata: Metadata | None  # on rank 0
+    _common: bytes  # what is no tensor
+
+    def write(self, directory: Path) -> tuple[dict[str, str], list[Any]]:
+        """This rank's files, each by a thread of its own: their SHA-256 by name, and what `index` is to know of them.
+
+        Raises OSError, or torch's RuntimeError, where the disk refuses one.
+        """
+        planned, self._planned.buckets = self._planned.buckets, []
+        names = [f"{self._planned.prefix}{number}.distcp" for number in range(len(planned))]
+        write = functools.partial(_write, [self._planned.transforms], directory)
+        with ThreadPoolExecutor(max(1, len(planned))) as threads:
+            written = list(threads.map(write, names, planned))
+        digests = {name: digest for name, (digest, _) in zip(names, written, strict=True)}
+        return digests, [result for _, results in written for result in results]
+
+    def index(self, results: Sequence[list[Any]]) -> dict[str, bytes]:
+        """The files by which the shards are found, of rank 0 alone. results: what `write` gave, by rank."""
+        assert self._metadata is not None
+        self._planned.finish(self._metadata, list(results))
+        config = CheckpointingConfig("torch_dist", 1)
+        return {
+            COMMON_STATE_FNAME: self._common,
+            CONFIG_FNAME: json.dumps(asdict(config)).encode(),
+            _METADATA: self._planned.fs.data,
+        }
+
+
+def plan(states: dict[str, Any], name: str, copies: HostCopies | None) -> Shards:
+    """What this rank writes of Megatron's sharded states as the checkpoint of that name; a collective.
+
+    copies: take the state into them as it is now, whatever becomes of it before it is written.
+    """
+    # As megatron.core.dist_checkpointing.save does before it comes to the disk.
+    sharded, common = save_preprocess(states)
+    by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    tensors = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
+
+    # The ranks' plans meet on rank 0, which gets the index of them all.
+    planner = torch_strategy.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    planned = _Planned(name, copies)
+    (_, metadata, _), *_ = save_state_dict_async_plan(tensors, planned, None, 0, planner=planner)
+
+    whole = io.BytesIO()
+    torch.save(common, whole)
+    return Shards(planned, metadata, whole.getvalue())
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor itself; a copy of a view, which would be written with all that it is a view of. Contiguous."""
+    tensor = tensor.detach().contiguous()
+    is_view = tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize
+    return tensor.clone() if is_view else tensor
+
+
+def _write(transforms: Sequence[Any], directory: Path, name: str, items: Sequence[Item]) -> tuple[str, list[Any]]:
+    """One file: its SHA-256, and what is to be known of each item."""
     write: Any = _write_item
     if "serialization_format" in inspect.signature(write).parameters:  # not before torch 2.7
         write = functools.partial(write, serialization_format=SerializationFormat.TORCH_SAVE)
-    with open(name, "wb") as stream:
-        found = [write(*transforms, stream, data, item, key) for item, data in [*objects, *tensors]]
-        stream.flush()
-        os.fsync(stream.fileno())
-    return found
+
+    def filler(stream: Hashing) -> list[Any]:
+        return [write(*transforms, stream, _on_host(data), item, name) for item, data in items]
+
+    return verified_files.fill(directory / name, filler)
+
+
+def _on_host(data: Any) -> Any:
+    return data.cpu() if isinstance(data, Tensor) else data

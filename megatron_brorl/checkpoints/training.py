@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import pickle
-import re
 import shutil
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +26,18 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_ma
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_brorl.checkpoints import manifest, unpickle
+from megatron_brorl.checkpoints import best, folders, manifest, unpickle, verified_files
+from megatron_brorl.checkpoints.best import Best
+from megatron_brorl.checkpoints.folders import LATEST, RUN, STEP, STEPPED, read_run
+from megatron_brorl.checkpoints.host_copies import HostCopies
 from megatron_brorl.checkpoints.hugging_face import replace_directory
-from megatron_brorl.checkpoints.shard_writer import Refusals, writing
+from megatron_brorl.checkpoints.shard_writer import Shards, plan
+from megatron_brorl.checkpoints.verified_files import Refusals
 from megatron_brorl.errors import UserError
-from megatron_brorl.json_files import read_object
 from megatron_brorl.models.finite import require_finite
 from megatron_brorl.models.hf_names import global_parameters
 from megatron_brorl.parallel import collectives, device
 
-LATEST = "latest"
-RUN = "run.json"
-STEP = "step"  # key of run.json: steps done
-STEPPED = "optimizers_that_have_stepped"  # key of run.json: names of parts
 _MARGIN = 1.05  # of the tensors' size, for what Megatron writes about them
 
 
@@ -101,20 +97,87 @@ class NotWritten(UserError):
     """A checkpoint that the disk did not take; nothing of it is left, and those before are as they were."""
 
 
-def save(
+@dataclass
+class Save:
+    """A checkpoint whose state is taken: `write` brings it to the disk, `agree` tells all ranks what became of it."""
+
+    target: Path
+    keep: int  # the newest ones that stay
+    files: dict[str, bytes]  # this rank's own, by name
+    shards: Shards = field(init=False)  # this rank's, once there is a directory for them
+    refusals: Refusals = field(default_factory=Refusals)
+    best: Best | None = None  # this one, where `best` is to name it
+
+    @property
+    def aside(self) -> Path:
+        """Where it is written, beside the place that it will take."""
+        return self.target.with_name(f".{self.target.name}.writing")
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write and verify this rank's files, and on rank 0 put the whole in its place; a collective of the group.
+
+        What the disk refuses is kept for `agree`. group: of all ranks; where this runs beside the run's own
+        collectives, one that they do not use.
+        """
+        digests: dict[str, str] = {}
+        results: list[Any] = []
+        with self.refusals.caught():
+            digests, results = self.shards.write(self.aside)
+            digests |= {name: verified_files.write(self.aside / name, data) for name, data in self.files.items()}
+
+        # Rank 0 hears what the others wrote, or that they could not.
+        parts = _gather((self.refusals.told(), digests, results), group)
+        if parts is None:
+            return
+        told, digests_of, results_of = zip(*parts, strict=True)
+        whole = not any(told)
+        if whole:
+            with self.refusals.caught():
+                self._complete({name: digest for found in digests_of for name, digest in found.items()}, results_of)
+        # What is left of a directory that lacks a file is nothing.
+        if self.refusals.errors or not whole:
+            shutil.rmtree(self.aside, ignore_errors=True)
+
+    def agree(self) -> None:
+        """Raise NotWritten on all ranks where one was refused something; a collective, after `write` on all of them."""
+        told = [text for text in collectives.all_gather_text(self.refusals.told()) if text]
+        if told:
+            raise NotWritten(
+                f"{self.target}: cannot be written: {told[0]}; free some space or make the folder writable"
+            )
+
+    def _complete(self, digests: dict[str, str], results: Sequence[list[Any]]) -> None:
+        """On rank 0, when all files of all ranks are on the disk: indexed, hashed, renamed, pointed to."""
+        for name, data in self.shards.index(results).items():
+            digests[name] = verified_files.write(self.aside / name, data)
+        manifest.write(self.aside, digests)
+
+        # Only then older ones go.
+        root, step = self.target.parent, folders.step_of(self.target.name)
+        assert step is not None
+        folders.give_way(self.target, step)  # what is the user's is kept
+        replace_directory(self.aside, self.target)
+        folders.point(root / LATEST, self.target.name)
+        if self.best:
+            best.write(root, self.best)
+        folders.rotate(root, step, self.keep)
+
+
+def begin(
     root: Path,
     step: int,
     parts: Sequence[Part],
     run: dict[str, Any],
     keep: int,
-    add: Callable[[Path], None] = lambda directory: None,
-) -> Path:
-    """Write the state after `step` steps; a collective. Keeps the newest `keep` up to this step.
+    files: Mapping[str, bytes] | None = None,
+    copies: HostCopies | None = None,
+) -> Save:
+    """Take the state after `step` steps, to be written; a collective. Keeps the newest `keep` up to this step.
 
-    run: JSON that read_run gives back, with the step. add: called on every rank to put files of its own into the
-    directory. What is not a checkpoint but has this one's name is renamed (step_00000003.1, ...) and told on stderr.
-    Raises UserError, and leaves everything as it is, where a weight is not finite; NotWritten, on all ranks, where the
-    disk refuses something to one of them.
+    run: JSON that read_run gives back, with the step. files: this rank's own, by names that are its alone.
+    copies: where to take the state, which may change before it is written.
+    Raises UserError, and leaves everything as it is, where a weight is not finite; NotWritten, on all ranks, where
+    there is no room.
     """
     check(parts, step)
 
@@ -123,53 +186,56 @@ def save(
     states = _states(parts, stepped)
     needed = collectives.all_reduce_sum({"bytes": _bytes(states)})["bytes"]  # of all ranks
 
-    # Everything is written beside the place that it will take.
-    target = root / _name(step)
-    aside, refusals = root / f".{target.name}.writing", Refusals()
+    # All ranks write into one directory, which is there before any of them takes memory for it.
+    begun = Save(root / folders.name_of(step), keep, dict(files or {}))
     if dist.get_rank() == 0:
-        with refusals.caught():
-            _begin(aside, needed)
-    _agree(refusals, target)
+        begun.files[RUN] = json.dumps({**run, STEP: step, STEPPED: stepped}, indent=1).encode()
+        with begun.refusals.caught():
+            _make(begun.aside, needed)
+    begun.agree()
 
-    # Every rank its shards, and what is left of a directory that lacks one is nothing.
-    with device.bridge(), writing(refusals):
-        dist_checkpointing.save(states, str(aside))
-    with refusals.caught():
-        add(aside)  # the caller's own
-    _agree(refusals, target, aside)
-
-    # Complete: hashed, renamed, pointed to, and only then older ones go.
-    if dist.get_rank() == 0:
-        with refusals.caught():
-            (aside / RUN).write_text(json.dumps({**run, STEP: step, STEPPED: stepped}, indent=1), encoding="utf-8")
-            manifest.write(aside)
-            _give_way(target, step)  # what is the user's is kept
-            replace_directory(aside, target)
-            _write_atomically(root / LATEST, target.name)
-            rotate(root, step, keep)
-    _agree(refusals, target, aside)
-    return target
+    with device.bridge():
+        begun.shards = plan(states, begun.target.name, copies)
+    return begun
 
 
-def _begin(aside: Path, needed: float) -> None:
+def save(
+    root: Path,
+    step: int,
+    parts: Sequence[Part],
+    run: dict[str, Any],
+    keep: int,
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """`begin`, and all of it at once; a collective.
+
+    What is not a checkpoint but has this one's name is renamed (step_00000003.1, ...) and told on stderr. Raises as
+    begin does; NotWritten, on all ranks, where the disk refuses something to one of them.
+    """
+    begun = begin(root, step, parts, run, keep, files)
+    begun.write()
+    begun.agree()
+    return begun.target
+
+
+def _make(aside: Path, needed: float) -> None:
     """Make the directory, where there is room for it. Raises OSError."""
     aside.parent.mkdir(parents=True, exist_ok=True)
-    _remove_unfinished(aside.parent)  # a save that was killed may have left this very name
+    folders.remove_unfinished(aside.parent)  # a save that was killed may have left this very name
     free = shutil.disk_usage(aside.parent).free
     if free < needed * _MARGIN:
         raise OSError(errno.ENOSPC, f"it needs {needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free")
     aside.mkdir()
 
 
-def _agree(refusals: Refusals, target: Path, aside: Path | None = None) -> None:
-    """Raise NotWritten on all ranks where one was refused something, after what was written aside is removed."""
-    told = [text for text in collectives.all_gather_text(refusals.told()) if text]
-    if not told:
-        return
-    if aside and dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-    dist.barrier()
-    raise NotWritten(f"{target}: cannot be written: {told[0]}; free some space or make the folder writable")
+def _gather(own: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+    """What every rank has, in rank order, on rank 0; None on the others."""
+    world = dist.get_world_size(group)
+    if world == 1:
+        return [own]
+    found: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
+    dist.gather_object(own, found, dst=0, group=group)
+    return found
 
 
 def _bytes(state: Any) -> float:
@@ -185,14 +251,6 @@ def _bytes(state: Any) -> float:
     return found
 
 
-def rotate(root: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints up to `step`; never what save did not write, nor a later one."""
-    # A link's target lies elsewhere, and a folder whose run.json is gone or of another step is no checkpoint of ours.
-    own = [s for s, d in _folders(root).items() if s <= step and not d.is_symlink() and _stored_step(d) == s]
-    for old in sorted(own)[:-keep]:
-        shutil.rmtree(root / _name(old))
-
-
 def find(root: Path) -> Path | None:
     """The newest complete checkpoint under root, or None where there is none.
 
@@ -201,13 +259,13 @@ def find(root: Path) -> Path | None:
     from an older one is the user's choice.
     """
     pointer = root / LATEST
-    steps = [step for step, folder in _folders(root).items() if _stored_step(folder) in (step, None)]
+    steps = [step for step, folder in folders.by_step(root).items() if folders.stored_step(folder) in (step, None)]
 
     # What `latest` names counts even where its folder is gone: falling back to an older one without a word
     # would throw steps away.
     if pointer.is_file():
         named = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        pointed = _step_of(named)
+        pointed = folders.step_of(named)
         if pointed is None:
             raise UserError(f"{pointer}: says {named!r}, which is no checkpoint's name; delete it to go on without it")
         steps.append(pointed)
@@ -217,11 +275,11 @@ def find(root: Path) -> Path | None:
 
     # A crash between the two renames leaves a complete checkpoint newer than the pointer: take it.
     newest = max(steps)  # numbers, since names do not sort beyond 8 digits
-    directory = root / _name(newest)
+    directory = root / folders.name_of(newest)
 
     # It is read only when every byte is what was written; Megatron would not notice.
     if directory.is_dir():
-        stored = _stored_step(directory)
+        stored = folders.stored_step(directory)
         copied = f"is a copy of step {stored}" if stored not in (newest, None) else ""
         problem = copied or manifest.damage(directory)
     else:
@@ -230,59 +288,6 @@ def find(root: Path) -> Path | None:
     if problem:
         raise UserError(f"{directory}: {problem}; delete it and {pointer} to go on from an older checkpoint")
     return directory
-
-
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def _step_of(name: str) -> int | None:
-    """The step whose checkpoint has exactly this name."""
-    found = re.fullmatch("step_([0-9]{8,})", name)
-    return int(found[1]) if found and _name(int(found[1])) == name else None
-
-
-def _folders(root: Path) -> dict[int, Path]:
-    """The folders that have the name of a step, by step."""
-    named = ((_step_of(path.name), path) for path in root.glob("step_*"))
-    return {step: path for step, path in named if step is not None and path.is_dir()}
-
-
-def _stored_step(directory: Path) -> int | None:
-    """The step of a folder's run.json; None where it cannot be read."""
-    try:
-        step = read_run(directory)[STEP]
-    except (UserError, KeyError):
-        return None
-    return step if type(step) is int else None
-
-
-def _remove_unfinished(root: Path) -> None:
-    """Delete what a save that was killed left."""
-    for path in root.glob(".step_*.writing"):
-        if _step_of(path.name.removeprefix(".").removesuffix(".writing")) is None:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def _give_way(target: Path, step: int) -> None:
-    """Rename what has the name of the checkpoint that is about to be put in place, but is none of that step."""
-    ours = target.is_dir() and not target.is_symlink() and _stored_step(target) == step
-    if ours or not (target.exists() or target.is_symlink()):
-        return
-    number = 1
-    while (aside := target.with_name(f"{target.name}.{number}")).exists() or aside.is_symlink():
-        number += 1
-    target.rename(aside)
-    print(f"warning: {target}: is no checkpoint of step {step}; it is now {aside.name}", file=sys.stderr, flush=True)
-
-
-def read_run(directory: Path) -> dict[str, Any]:
-    """What save was given as `run`, and the names of the optimizers that had stepped. Raises UserError."""
-    return read_object(directory / RUN, f"delete {directory} to go on from an older checkpoint")
 
 
 def load(directory: Path, parts: Sequence[Part]) -> None:
@@ -314,12 +319,3 @@ def _states(parts: Sequence[Part], stepped: Sequence[str], loading: bool = False
         own = part.state(part.name in stepped, loading)
         states |= {part.name: own} if part.name else own
     return states
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.writing")
-    with aside.open("w", encoding="utf-8") as f:
-        f.write(text + "\n")
-        f.flush()
-        os.fsync(f.fileno())
-    aside.rename(path)

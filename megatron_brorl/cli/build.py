@@ -342,11 +342,14 @@ class Session:
             record_files.begin(folder, resume_step)
         return Recorder(folder, self.config, self.tokenizer.decode, self.stop_ids, self.grid.rank)
 
-    def stop_requested(self) -> bool:
-        """Whether to save and leave, asked between steps; all ranks get the same answer, and `stopped_by` says why."""
+    def stop_requested(self, save_s: float = 0.0) -> bool:
+        """Whether to save and leave, asked between steps; all ranks get the same answer, and `stopped_by` says why.
+
+        save_s: see JobEnd.step_fits.
+        """
         own = {
             "signal": ranks.stop_requested(),
-            "late": not self.job_end.step_fits(),
+            "late": not self.job_end.step_fits(save_s),
             "told": self.program.callbacks.stop,
         }
         found = collectives.all_reduce_max({k: float(v) for k, v in own.items()})

@@ -22,6 +22,7 @@ Convert checkpoints between Hugging Face directories and Megatron distributed ch
     brorl convert to-megatron HF_DIR CHECKPOINT --tensor 2 --pipeline 2
     brorl convert to-hf CHECKPOINT HF_DIR
     brorl convert to-hf runs/x/checkpoints/step_00000100 HF_DIR --config runs/x/model
+    brorl convert to-hf runs/x/checkpoints/best HF_DIR --config runs/x/model           (or latest)
     brorl convert to-megatron CHECKPOINT OTHER --tensor 4 --pipeline 1
 
 In fp32, fp16 or bf16; the types and bits of the weights are kept. One tensor is in memory at a time. The output is
@@ -74,11 +75,12 @@ def _convert(args: argparse.Namespace) -> int:
 
 def convert(args: argparse.Namespace) -> None:
     """Do what the options of `brorl convert` ask for. Raises UserError before anything is written."""
-    from megatron_brorl.checkpoints import convert
+    from megatron_brorl.checkpoints import convert, folders
     from megatron_brorl.checkpoints.megatron_format import METADATA
     from megatron_brorl.progress import progress
 
     # What is asked for, as far as it can be told without reading.
+    args.source = folders.followed(args.source)
     _refuse(args)
     to_hf = args.direction == "to-hf"
     layout: tuple[int, ...] = () if to_hf else (args.tensor, args.pipeline)

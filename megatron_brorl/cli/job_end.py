@@ -27,13 +27,16 @@ class JobEnd:
         self._turns: deque[float] = deque(maxlen=_TURNS)  # seconds, of the last ones
         self._asked: float | None = None
 
-    def step_fits(self) -> bool:
-        """Whether as long a step as the longest of the last ones would be over before the job is."""
+    def step_fits(self, save_s: float = 0.0) -> bool:
+        """Whether as long a step as the longest of the last ones would be over before the job is.
+
+        save_s: seconds that saving takes after it, where the turns so far do not show that.
+        """
         now = self._clock()
         if self._asked is not None:
             self._turns.append(now - self._asked)
         self._asked = now
-        return not self.at or now + self.step_s() < self.at
+        return not self.at or now + self.step_s() + save_s < self.at
 
     def step_s(self) -> float:
         """Seconds of the longest of the last steps, with what came between them; 0 before the second one."""

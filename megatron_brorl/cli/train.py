@@ -25,7 +25,8 @@ from megatron_brorl.record import run_record
 from megatron_brorl.report.findings import findings
 from megatron_brorl.theory.agreement import agreement
 from megatron_brorl.train.callbacks import Callbacks
-from megatron_brorl.train.console import evaluation_line
+from megatron_brorl.train.console import evaluation_line, evaluation_metrics
+from megatron_brorl.train.keep_best import keep_last
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.stall import Stall
@@ -72,10 +73,13 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             if found:
                 p.note(f"resumed from {found}")
             # All ranks agree on a stop, so that all of them leave here or none.
-            if not trainer.run(writer, p, session.stop_requested):
+            if not trainer.run(writer, p, lambda: session.stop_requested(trainer.saving.seconds_to_come())):
                 p.note(f"{session.stopped_by}; the state is saved: start the same command again to go on")
                 return ranks.SAVED
-            after = trainer.evaluate(p).as_dict() if trainer.held_out else None  # beside trainer.state.before
+            evaluation = trainer.evaluate(p) if trainer.held_out else None
+            after = evaluation.as_dict() if evaluation else None  # beside trainer.state.before
+            if evaluation and session.is_main_rank:
+                keep_last(config, trainer.state, evaluation_metrics(evaluation))
             if after:
                 p.note(f"held-out after: {evaluation_line(after)}")
 
@@ -140,7 +144,8 @@ def _summary(
 
     weights_differ: whether training has changed any.
     """
-    before, rows = trainer.state.before, read_metrics(session.dir / METRICS_FILE)
+    before, best = trainer.state.before, trainer.state.best
+    rows = read_metrics(session.dir / METRICS_FILE)
     return {
         "pass_at_1_before": before["pass_at_1"] if before else None,
         "pass_at_1_after": after["pass_at_1"] if after else None,
@@ -149,6 +154,7 @@ def _summary(
         "held_out_prompts": len(trainer.held_out),
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,
+        "best_checkpoint": {"step": best.step, "figure": best.figure, "value": best.value} if best else None,
         "job_seconds": trainer.seconds(),
         "peak_rss_mib": peak_rss_mib,
         "before": before,

@@ -281,6 +281,12 @@ class TrainConfig:
     share_prompt: bool = True
     checkpoint_every: int = at_least(0, default=50)  # steps from one checkpoint to the next; 0 = only at the end
     keep_checkpoints: int = at_least(1, default=2)  # the newest ones; older ones are deleted
+    # Keep the checkpoint with the best held-out pass@1, or pass@k of the largest k, beside the newest ones, named by
+    # checkpoints/best; "" = none. A step whose evaluation is the best so far is saved; of equal ones the first counts.
+    keep_best: Literal["", "pass_at_1", "pass_at_k"] = ""
+    # Written while the run goes on, from a copy of what each rank writes, for which host memory is kept from the first
+    # one on. false: the run waits for it. The last one is always waited for.
+    checkpoint_async: bool = True
     resume: Literal["auto", "never"] = "auto"  # "auto": from the newest checkpoint in run.dir; "never": start anew
     # Steps in a row that skip an update (its gradient is not finite), or leave out more rows than they train on (their
     # log-probabilities are not finite), after which the run ends. The state is saved.

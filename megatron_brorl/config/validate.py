@@ -165,6 +165,11 @@ def _train(config: Config) -> Iterator[Rule]:
         "FP8 parameters (fp8.parameters) cannot be moved: must be false",
     )
     yield not 0 < t.spike_factor <= 1, "train.spike_factor", "every other step is above the median: give more than 1"
+    yield (
+        not (t.keep_best and config.evaluate.every == 0),
+        "train.keep_best",
+        'no step is evaluated with evaluate.every = 0: set that, or this to ""',
+    )
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:

@@ -24,6 +24,16 @@ TIME = Section(
         Figure("diagnose", "s", NUMBER, "`[theory]` without measurements"),
         Figure("measure", "s", NUMBER, "pass@1 before and after the update; with `theory.measure_every`"),
         Figure("evaluate", "s", NUMBER, "held-out prompts, after the step and not part of `step`"),
+        Figure(
+            "checkpoint", "s", NUMBER, "that the checkpoint after the step before held up the run, without the wait"
+        ),
+        Figure(
+            "checkpoint_wait",
+            "s",
+            NUMBER,
+            "for the one before it, which was still being written",
+            "above 0: a slow disk; raise `train.checkpoint_every`",
+        ),
         Figure("verdict_queue_mean", "s", NUMBER, "that an answer waited for a scoring process"),
         Figure("verdict_queue_max", "s", NUMBER, "the longest wait", "near `generate`: raise `reward.workers`"),
     ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
@@ -69,15 +69,15 @@ def staleness(rows: Sequence[ScoredRollout], version: int) -> dict[str, float]:
     return {"staleness_mean": sums["steps"] / (sums["tokens"] or 1.0), "staleness_max": most}
 
 
-def write(carried: Carried, directory: Path, grid: Grid) -> None:
-    """Add this rank's share to a checkpoint; every rank calls it. Without carried groups there is nothing to add.
+def files(carried: Carried, grid: Grid) -> dict[str, bytes]:
+    """What this rank adds to a checkpoint, by name: its share. Without carried groups there is nothing to add.
 
     Prompts are not written: the source hands them out again.
     """
-    if carried.groups:
-        groups = torch.tensor([(g.step, g.place, g.start) for g in carried.groups])
-        path = directory / _FILES.replace("*", f"{grid.rank:05d}")
-        save_file({"groups": groups, **to_tensors(carried.rows)}, path)
+    if not carried.groups:
+        return {}
+    groups = torch.tensor([(g.step, g.place, g.start) for g in carried.groups])
+    return {_FILES.replace("*", f"{grid.rank:05d}"): save({"groups": groups, **to_tensors(carried.rows)})}
 
 
 def read(directory: Path, source: PromptSource, prompts: int, grid: Grid) -> Carried:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_brorl.algo.estimators import widest
@@ -22,6 +23,12 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     p = evaluation.pass_at_1
     passes = {f"pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
     return passes | {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high}
+
+
+def passes(metrics: Mapping[str, float]) -> dict[str, float]:
+    """pass@k by k of the evaluation that evaluation_metrics has told; empty where there was none."""
+    # pass_at_1_low and the like are of no k.
+    return {k: v for key, v in metrics.items() if (k := key.removeprefix("pass_at_")).isdigit()}
 
 
 def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
@@ -66,9 +73,7 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
     # Steps after which held-out prompts were evaluated.
     if "pass_at_1" in metrics:
         shown["pass@1"] = f"{100 * metrics['pass_at_1']:.1f}%"
-        # pass_at_1_low and the like are of no k.
-        passes = {k: v for key, v in metrics.items() if (k := key.removeprefix("pass_at_")).isdigit()}
-        if more := widest(passes):
+        if more := widest(passes(metrics)):
             shown[f"pass@{more[0]}"] = f"{100 * more[1]:.1f}%"
 
     return shown

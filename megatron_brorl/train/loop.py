@@ -24,6 +24,7 @@ from megatron_brorl.train.experience import make_experience, token_gain
 from megatron_brorl.train.figures import cluster_figures
 from megatron_brorl.train.finite import check_steps, nonfinite_steps
 from megatron_brorl.train.groups import group_metrics, log_rows, mini_batches
+from megatron_brorl.train.keep_best import new_best
 from megatron_brorl.train.run import Run
 from megatron_brorl.train.setup import training_sampling
 from megatron_brorl.train.trace import StepTrace
@@ -39,6 +40,12 @@ class Trainer(Run):
         False where stop() (asked at step boundaries) ended it early. Raises UserError, after saving, where a rollout
         engine hangs, or train.max_nonfinite_steps or train.max_spike_steps is reached.
         """
+        try:
+            return self._run(writer, progress, stop)
+        finally:
+            self.saving.finish(progress.note)  # an error cuts off nothing that is being written
+
+    def _run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
         t, s = self.config.train, self.state
 
         # What the steps are compared with, once in the life of a run.
@@ -55,6 +62,7 @@ class Trainer(Run):
             # Time counts as the slowest rank's, so that all of them end together.
             metrics, seconds = self.train_step()
             seconds |= cluster_figures(trace.timeline, seconds, metrics["trained_tokens"], peak)
+            seconds |= self.held_up()  # by what was saved after the step before
             s.trained_s += seconds["ranks/step_slowest"]
             ending = s.step == t.steps or s.over(t)
 
@@ -89,12 +97,16 @@ class Trainer(Run):
             self.nonfinite_steps, most = nonfinite_steps(self.nonfinite_steps, metrics), t.max_nonfinite_steps
             stopping, stuck, ending = stop(), self.rollouts.stuck(), s.step == t.steps or s.over(t)
             last = stopping or stuck or ending or self.nonfinite_steps >= most or s.spikes.too_many(t)
-            if last or unsaved or (t.checkpoint_every and s.step % t.checkpoint_every == 0):
+            due = last or bool(t.checkpoint_every and s.step % t.checkpoint_every == 0)
+            # One that was written meanwhile and failed is made up for; what is to be beaten is on the disk.
+            unsaved = not self.written(progress, wait=due or bool(t.keep_best and "pass_at_1" in metrics)) or unsaved
+            best = new_best(self.config, s, metrics)
+            if due or unsaved or best:
                 # A model that is done is worth more than the checkpoint that it could go on from.
                 if last and not ending:
-                    self.save()
+                    self.save(new_best=best)
                 else:
-                    unsaved = not self.try_save(progress)
+                    unsaved = not self.try_save(progress, wait=last, new_best=best)
             trace.write()  # with the checkpoint
 
             # What ends a run by an error has saved before it.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.checkpoints.background import Background
+from megatron_brorl.checkpoints.best import Best
 from megatron_brorl.checkpoints.training import NotWritten
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
@@ -15,7 +18,7 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
 from megatron_brorl.record import files as record_files
 from megatron_brorl.timeline import span
-from megatron_brorl.train import state
+from megatron_brorl.train import keep_best, state
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.record import Recorder
@@ -49,11 +52,13 @@ class Run:
     rollout_log: Lines | None = None  # of theory.log_rollouts, on one rank
     recorder: Recorder | None = None  # of what people can read of the rollouts
     callbacks: Callbacks = field(default_factory=Callbacks)  # of a program of the user's; none on other ranks
+    saving: Background = field(default_factory=Background)  # the checkpoint that is on its way
     nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
 
     def __post_init__(self) -> None:
         # From here on a clock that nobody sets.
         self._before, self._begun = max(0.0, time.time() - self.started), time.monotonic()
+        self._held_up = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
     def refit(self) -> dict[str, float]:
         """Hand the actor's weights to the engines; see refit.refit_engines."""
@@ -83,23 +88,68 @@ class Run:
         """What a step trains and asks about its tokens."""
         return TrainingModels(self.worker, self.critic, self.reference)
 
-    def save(self) -> None:
-        """Write a checkpoint; a collective. Raises NotWritten, on all ranks, where the disk does not take it."""
-        with span("checkpoint"):
-            state.save(self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds())
+    def save(self, wait: bool = True, new_best: Best | None = None) -> None:
+        """Write a checkpoint; a collective. Raises NotWritten, on all ranks, where the disk does not take it.
 
-    def try_save(self, progress: Progress) -> bool:
+        new_best: what it is the best in, as keep_best.new_best says.
+        wait: until it is there; else it is written while the run goes on, where train.checkpoint_async says so, and
+        `written` tells what became of it.
+        """
+        begun, later = time.monotonic(), self.config.train.checkpoint_async and not wait
+        copies = self.saving.copies if later else None
+        with span("checkpoint"):
+            self._settle()  # one at a time
+            save = state.begin_save(
+                self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds(), copies, new_best
+            )
+            if later:
+                self.saving.start(save, timedelta(seconds=self.config.parallel.timeout_s))
+            else:
+                save.write()
+                save.agree()
+                self.state.best = new_best or self.state.best
+        self._held_up["checkpoint"] += time.monotonic() - begun
+
+    def try_save(self, progress: Progress, wait: bool = True, new_best: Best | None = None) -> bool:
         """The same for runs that go on all the same; False where it is not written, which is told."""
         try:
-            self.save()
+            self.save(wait, new_best)
         except NotWritten as e:
             progress.note(f"warning: {e}; the run goes on and tries again after its next step")
             return False
         return True
 
+    def written(self, progress: Progress, wait: bool) -> bool:
+        """False where a checkpoint that was written meanwhile has failed, which is told; a collective.
+
+        wait: until what is under way has ended.
+        """
+        begun = time.monotonic()
+        try:
+            if wait or not self.saving.busy():
+                self._settle()
+        except NotWritten as e:
+            progress.note(f"warning: {e}; the run goes on and saves its present state")
+            return False
+        finally:
+            self._held_up["checkpoint_wait"] += time.monotonic() - begun
+        return True
+
+    def _settle(self) -> None:
+        done = self.saving.settle()
+        if done and done.best:
+            self.state.best = done.best
+
+    def held_up(self) -> dict[str, float]:
+        """Seconds that checkpoints have held up the run since this was last asked."""
+        found, self._held_up = self._held_up, dict.fromkeys(self._held_up, 0.0)
+        return found
+
     def restore(self, directory: Path) -> None:
         """Go on from a checkpoint whose fingerprint the caller has checked; a collective."""
         self.state = state.restore(directory, self.state, self.models(), self.train_source, self.config, self.grid)
+        if self.grid.rank == 0:
+            keep_best.repair(directory.parent, self.state.best)
 
     def seconds(self) -> float:
         """Wall-clock seconds of the job so far, up to the checkpoint for processes that were killed."""

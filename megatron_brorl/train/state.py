@@ -7,12 +7,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.checkpoints import best
 from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.checkpoints.best import Best
+from megatron_brorl.checkpoints.host_copies import HostCopies
 from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.carried import Carried, read, write
+from megatron_brorl.train.carried import Carried, files, read
 from megatron_brorl.train.rounds import Taken
 from megatron_brorl.train.spikes import Spikes
 from megatron_brorl.train.stall import Stall
@@ -30,6 +33,7 @@ _SAVED = {
     "before": (dict, type(None)),
     "fingerprint": (dict,),
 }
+_BEST = (int, str, float)  # of its list
 
 
 @dataclass
@@ -46,6 +50,7 @@ class RunState:
     trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
     spent: float = 0.0  # seconds of the processes that this one goes on from
     spikes: Spikes = field(default_factory=Spikes)  # of the last steps' figures
+    best: Best | None = None  # of train.keep_best, on the disk
     began: float = 0.0  # Unix time at which the job began, whatever process goes on with it; 0 = not known
 
     def over(self, config: TrainConfig) -> bool:
@@ -54,13 +59,22 @@ class RunState:
         return out_of_time or (bool(config.patience) and self.stall.count >= config.patience)
 
 
-def save(
-    state: RunState, models: TrainingModels, config: Config, grid: Grid, fingerprint: dict[str, Any], seconds: float
-) -> None:
-    """Write a checkpoint of the run; a collective.
+def begin_save(
+    state: RunState,
+    models: TrainingModels,
+    config: Config,
+    grid: Grid,
+    fingerprint: dict[str, Any],
+    seconds: float,
+    copies: HostCopies | None = None,
+    new_best: Best | None = None,
+) -> checkpoint.Save:
+    """Take a checkpoint of the run, to be written; a collective.
 
-    fingerprint: what must not change when the run is resumed. seconds: of the job so far.
+    fingerprint: what must not change when the run is resumed. seconds: of the job so far. copies: where to take
+    it, if the run goes on before it is written. new_best: what this checkpoint is the best in, so far.
     """
+    known = new_best or state.best
     run = {
         "updates": state.updates,
         "critic_updates": state.critic_updates,
@@ -74,24 +88,28 @@ def save(
         "spent": seconds,
         "began": state.began,
         "spikes": asdict(state.spikes),
+        best.KEY: known.as_json() if known else None,
     }
 
-    def write_carried(directory: Path) -> None:
-        write(state.carried, directory, grid)
-
     root, keep = Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints
-    checkpoint.save(root, state.step, models.checkpoint_parts(), run, keep, write_carried)
+    own = files(state.carried, grid)
+    save = checkpoint.begin(root, state.step, models.checkpoint_parts(), run, keep, own, copies)
+    save.best = new_best
+    return save
 
 
 def saved(directory: Path) -> dict[str, Any]:
     """What a checkpoint says of its run. Raises UserError where it is not what this version writes."""
     run = checkpoint.read_run(directory)
-    for key, kinds in _SAVED.items():
-        if type(run.get(key, key)) not in kinds:
-            raise UserError(
-                f"{directory / checkpoint.RUN}: {key} is missing or of another type: another version wrote it; go on "
-                "with that version, or start anew with another run.dir or train.resume=never"
-            )
+    found = run.get(best.KEY)
+    strange = [key for key, kinds in _SAVED.items() if type(run.get(key, key)) not in kinds]
+    if found is not None and not (isinstance(found, list) and tuple(map(type, found)) == _BEST):
+        strange.append(best.KEY)
+    if strange:
+        raise UserError(
+            f"{directory / checkpoint.RUN}: {strange[0]} is missing or of another type: another version wrote it; go "
+            "on with that version, or start anew with another run.dir or train.resume=never"
+        )
     return run
 
 
@@ -117,9 +135,10 @@ def restore(
         # Older checkpoints do not say.
         began=run.get("began", 0.0),
         spikes=Spikes(**run.get("spikes", {})),
+        best=best.kept(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
     )
-    for stall, (best, count) in zip(_stalls(restored, models), run["stalls"], strict=True):
-        stall.best, stall.count = best, count
+    for stall, (score, count) in zip(_stalls(restored, models), run["stalls"], strict=True):
+        stall.best, stall.count = score, count
     return restored
 
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_brorl.checkpoints import compare, convert, safetensors_files
 from megatron_brorl.checkpoints.random_init import write_random_model
+from megatron_brorl.cli.main import main
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
 
@@ -318,7 +319,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     assert_same_weights(tmp_path / "hf", tmp_path / "back")
 
 
-def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_path):
+def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_path, capsys):
     """What a run saves, optimizer and all; config.json and tokenizer from the model it began with."""
     from megatron_brorl.checkpoints import training as checkpoint
     from megatron_brorl.config.schema import OptimConfig
@@ -334,6 +335,19 @@ def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_p
     to_hf(saved, tmp_path / "back", config=tmp_path / "hf")
     assert_same_weights(tmp_path / "hf", tmp_path / "back")
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
+
+    # By the name of a pointer beside it, which is followed where it names one.
+    (tmp_path / "checkpoints/best").write_text("step_00000001\npass_at_1 0.5\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/latest").write_text("nothing of ours\n")
+    for pointer, code in (("checkpoints/best", 0), ("checkpoints/latest", 0), ("elsewhere/latest", 2)):
+        out = tmp_path / pointer.replace("/", "-")
+        with pytest.raises(SystemExit) as ended:
+            main(["convert", "to-hf", str(tmp_path / pointer), str(out), "--config", str(tmp_path / "hf")])
+        assert ended.value.code == code
+        assert out.exists() == (code == 0)
+    assert_same_weights(tmp_path / "hf", tmp_path / "checkpoints-best")
+    assert "elsewhere/latest: names no checkpoint; give the folder of one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tensor", "tied"), [(1, True), (2, True), (2, False)])

@@ -37,6 +37,17 @@ def test_the_longest_of_the_last_steps_must_fit(monkeypatch):
     assert end.step_s() == 19
 
 
+def test_saving_must_fit_too(monkeypatch):
+    """Where it went on beside the steps, which therefore do not show how long it takes."""
+    monkeypatch.delenv(SLURM_END, raising=False)
+    clock = Clock()
+    end = JobEnd(1100.0, clock)
+    assert end.step_fits(99.0)
+    clock.now += 40
+    assert end.step_fits(19.0)  # 1040 + 40 + 19
+    assert not end.step_fits(60.0)
+
+
 def test_the_key_comes_before_slurm_and_neither_means_never(monkeypatch):
     monkeypatch.delenv(SLURM_END, raising=False)
     assert JobEnd(0.0, lambda: 9e9).step_fits()

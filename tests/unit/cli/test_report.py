@@ -6,6 +6,7 @@ import json
 import re
 from http.server import ThreadingHTTPServer
 
+import glossary_faults
 import pytest
 
 from megatron_brorl.cli.files import aligned, write_json
@@ -38,7 +39,13 @@ def test_what_was_not_measured_and_why_nothing_was_learned(tmp_path, capsys):
     assert "no response was right: take easier prompts" in (tmp_path / "report.html").read_text()
     assert out[1:3] == ["pass@1 before  not measured", "pass@1 after   not measured"]
     assert out[-1] == "warning: no response was right: take easier prompts"
-    assert not [line for line in out if "nan" in line]
+    assert not [line for line in out if "nan" in line or line.startswith("best")]
+    best = {"best_checkpoint": {"step": 12, "figure": "pass_at_k", "value": 0.53125}}
+    assert glossary_faults.of_summary(summary | best) == []
+    write_json(tmp_path / "summary.json", summary | best)
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    assert "best     step 12, pass@k 0.5312: checkpoints/best" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(

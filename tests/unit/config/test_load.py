@@ -106,6 +106,11 @@ def test_file_then_overrides(tmp_path):
         ),
         ("", ["trtllm.heartbeat_timeout_s=4"], "heartbeat_timeout_s = 4.0: must be at least 5: an engine process"),
         ("[rollout]\ntemperature = 0", [], "rollout.temperature = 0.0: must be above 0 (sampling needs randomness)"),
+        (
+            "[train]\nkeep_best = 'pass_at_1'",
+            [],
+            "train.keep_best = 'pass_at_1': no step is evaluated with evaluate.every",
+        ),
         ("[theory]\nprompts = 0", [], "theory.prompts = 0: must be at least 1"),
         (
             "[theory]\nevery = 2\nmeasure_every = 3",

@@ -1,0 +1,47 @@
+"""Checkpoints that are written while a run goes on: the bytes of those it waits for, on any layout."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+from dist.test_steps import VARIANTS
+
+pytestmark = pytest.mark.slow
+# A critic and its optimizer, rollouts that are carried, a reference policy.
+CASES = [
+    (1, {}, "critic"),
+    (2, {}, "partial"),
+    (2, {"tensor": 2}, "reward_kl"),
+    (4, {"pipeline": 2}, "critic"),
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    made = tmp_path_factory.mktemp("model")
+    tiny.make_model(made, "qwen2", True)
+    return str(made)
+
+
+@pytest.mark.parametrize(("size", "parallel", "variant"), CASES)
+def test_what_is_written_meanwhile_is_the_state_that_was(worlds, directory, tmp_path, size, parallel, variant):
+    """Byte for byte, though every weight and moment has changed before the first of them is written; and neither way
+    changes a figure of the run."""
+    changes = VARIANTS[variant]
+    found = worlds(size).run("saving_jobs:both_ways", directory, parallel, changes, str(tmp_path))
+    whole = worlds(size).run("steps:run_steps", directory, parallel, changes, 4, {})
+    for (figures, there, busy), (expected, _, _) in zip(found, whole, strict=True):
+        assert [repr(f) for f in figures] == [repr(f) for f in expected]
+        assert there == [".step_00000002.writing"]
+        assert busy
+
+    at_once, meanwhile = (files(tmp_path / name / "checkpoints") for name in ("at_once", "meanwhile"))
+    assert list(at_once) == list(meanwhile)
+    assert [name for name in at_once if at_once[name] != meanwhile[name]] == []
+    metadata = next(data for name, data in at_once.items() if name.endswith(".metadata"))
+    assert (b"exp_avg_sq" in metadata) == (variant != "partial")  # of two steps that closed no group
+    assert any("carried_" in name for name in at_once) == (variant == "partial")
+
+
+def files(root):
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}

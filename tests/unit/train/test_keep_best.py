@@ -1,0 +1,218 @@
+"""Which checkpoints are there after a run whose evaluations are planted: the newest, and the best so far."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import replace
+
+import fakes
+import pytest
+from dist.steps import _Silent, configured, make_trainer
+
+from megatron_brorl.algo.estimators import Interval
+from megatron_brorl.checkpoints import best, folders
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.checkpoints.best import Best
+from megatron_brorl.config.schema import TrainConfig
+from megatron_brorl.train.console import evaluation_metrics
+from megatron_brorl.train.evaluate import Evaluation
+from megatron_brorl.train.keep_best import keep_last, new_best
+
+ROWS = {"rollout": {"n": 4, "prompts": 2}, "theory": {"every": 0}}
+
+
+def evaluation(pass_at_1: float, **pass_at_k: float) -> Evaluation:
+    even, passes = Interval(pass_at_1, pass_at_1, pass_at_1), {int(k[1:]): v for k, v in pass_at_k.items()}
+    return Evaluation(even, {1: pass_at_1, **passes}, {}, ["exact"], even, 3.0, 5, 4, 0)
+
+
+def trainer_of(model, processes, tmp_path, planted, **train):
+    """A run that evaluates after every step but the last; planted: what each comes to, by step."""
+    settings = {"steps": 9, "keep_best": "pass_at_1", "keep_checkpoints": 1, "checkpoint_every": 0, **train}
+    changes = {**ROWS, "run": {"seed": 3, "dir": str(tmp_path)}, "train": settings, "evaluate": {"every": 1}}
+    trainer = make_trainer(model[0], processes, configured(changes), fakes.Engine())
+    trainer.held_out = [None]
+    trainer.state.before = {}
+    trainer.evaluate = lambda _: planted[trainer.state.step]
+    return trainer
+
+
+def there(tmp_path):
+    root = tmp_path / "checkpoints"
+    return {p.name for p in root.iterdir() if p.is_dir()}, folders.pointed(root / "latest"), best.read(root)
+
+
+def run_to(trainer, step):
+    return trainer.run(None, _Silent(), lambda: trainer.state.step == step)
+
+
+def of(*scores):
+    return {step: evaluation(score) for step, score in enumerate(scores, 1)}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_best_stays_beside_the_newest(processes, model, tmp_path, at_once):
+    """Steps 1 and 3 are the best of their time; 4 only equals 3, 2 and 5 are below. Only where one is, or a stop asks,
+    is anything saved."""
+    planted = of(0.25, 0.125, 0.5, 0.5, 0.375)
+    trainer = trainer_of(model, processes, tmp_path, planted, checkpoint_async=not at_once)
+    assert not run_to(trainer, 2)
+    assert there(tmp_path) == ({"step_00000001", "step_00000002"}, 2, Best(1, "pass_at_1", 0.25))
+    assert not run_to(trainer, 5)
+    assert there(tmp_path) == ({"step_00000003", "step_00000005"}, 5, Best(3, "pass_at_1", 0.5))
+    assert trainer.state.best == Best(3, "pass_at_1", 0.5)
+    # An evaluation belongs to the weights that it was made of.
+    assert checkpoint.read_run(tmp_path / "checkpoints" / "step_00000003")["step"] == 3
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step_00000003\npass_at_1 0.5\n"
+
+
+def test_off_by_default(processes, model, tmp_path):
+    assert TrainConfig().keep_best == ""
+    trainer = trainer_of(model, processes, tmp_path, of(0.5, 0.25, 0.125), keep_best="")
+    assert not run_to(trainer, 3)
+    assert there(tmp_path) == ({"step_00000003"}, 3, None)
+
+
+@pytest.mark.parametrize(("figure", "expected"), [("pass_at_1", 2), ("pass_at_k", 1)])
+def test_by_the_figure_that_is_asked_for(processes, model, tmp_path, figure, expected):
+    """Of pass@k the largest k counts."""
+    planted = {1: evaluation(0.1, k2=0.3, k16=0.9), 2: evaluation(0.2, k2=0.8, k16=0.7), 3: evaluation(0.1)}
+    trainer = trainer_of(model, processes, tmp_path, planted, keep_best=figure)
+    assert not run_to(trainer, 2)
+    assert there(tmp_path)[2] == Best(expected, figure, {"pass_at_1": 0.2, "pass_at_k": 0.9}[figure])
+
+
+def test_a_run_that_goes_on_knows_what_is_to_be_beaten(processes, model, tmp_path):
+    first = trainer_of(model, processes, tmp_path, of(0.5, 0.25))
+    assert not run_to(first, 2)
+    second = trainer_of(model, processes, tmp_path, of(0, 0, 0.375, 0.5, 0.625))
+    second.restore(checkpoint.find(tmp_path / "checkpoints"))
+    assert second.state.best == Best(1, "pass_at_1", 0.5)
+    assert not run_to(second, 4)
+    assert there(tmp_path) == ({"step_00000001", "step_00000004"}, 4, Best(1, "pass_at_1", 0.5))
+    third = trainer_of(model, processes, tmp_path, of(0, 0, 0, 0, 0.625))
+    third.restore(checkpoint.find(tmp_path / "checkpoints"))
+    assert not run_to(third, 5)
+    assert there(tmp_path) == ({"step_00000005"}, 5, Best(5, "pass_at_1", 0.625))
+
+
+@pytest.mark.parametrize("died", ["before latest", "before best", "before rotation"])
+def test_killed_between_the_files(processes, model, tmp_path, monkeypatch, died):
+    """The folder of step 3 is there, and one of the files behind it is not: the next process sees to that."""
+    trainer = trainer_of(model, processes, tmp_path, of(0.25, 0.125, 0.5, 0.375), checkpoint_every=1)
+    assert not run_to(trainer, 2)
+
+    class Killed(BaseException):
+        """Nothing of the run's own catches it."""
+
+    def dies(*_):
+        raise Killed
+
+    point = folders.point
+    with monkeypatch.context() as patch:
+        if died == "before rotation":
+            patch.setattr(folders, "rotate", dies)
+        else:
+            name = died.removeprefix("before ")
+            patch.setattr(folders, "point", lambda path, text: dies() if path.name == name else point(path, text))
+        with pytest.raises(Killed):
+            run_to(trainer, 3)
+    assert {"step_00000001", "step_00000002", "step_00000003"} == there(tmp_path)[0]
+
+    again = trainer_of(model, processes, tmp_path, of(0, 0, 0, 0.375), checkpoint_every=1)
+    again.restore(checkpoint.find(tmp_path / "checkpoints"))
+    assert again.state.step == 3
+    assert again.state.best == Best(3, "pass_at_1", 0.5) == there(tmp_path)[2]
+    assert not run_to(again, 4)
+    assert there(tmp_path) == ({"step_00000003", "step_00000004"}, 4, Best(3, "pass_at_1", 0.5))
+
+
+def test_what_the_disk_did_not_take_is_not_the_best(processes, model, tmp_path, monkeypatch):
+    """Step 2's checkpoint is refused; step 3, which is above what is kept, takes the place that step 2 did not."""
+    trainer = trainer_of(model, processes, tmp_path, of(0.25, 0.75, 0.5))
+    make = checkpoint.plan
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def broken(*arguments):
+        shards = make(*arguments)
+        if trainer.state.step == 2:
+            monkeypatch.setattr(shards, "write", full)
+        return shards
+
+    monkeypatch.setattr(checkpoint, "plan", broken)
+    assert not run_to(trainer, 4 - 1)
+    assert there(tmp_path) == ({"step_00000003"}, 3, Best(3, "pass_at_1", 0.5))
+
+
+def test_the_evaluation_at_the_end_counts(processes, model, tmp_path):
+    trainer = trainer_of(model, processes, tmp_path, of(0.5, 0.25), steps=3)
+    assert trainer.run(None, _Silent(), lambda: False)
+    assert there(tmp_path) == ({"step_00000001", "step_00000003"}, 3, Best(1, "pass_at_1", 0.5))
+    keep_last(trainer.config, trainer.state, evaluation_metrics(evaluation(0.5)))  # a tie
+    assert there(tmp_path) == ({"step_00000001", "step_00000003"}, 3, Best(1, "pass_at_1", 0.5))
+    keep_last(trainer.config, trainer.state, evaluation_metrics(evaluation(0.75)))
+    assert there(tmp_path) == ({"step_00000003"}, 3, Best(3, "pass_at_1", 0.75))
+    # With more steps the run goes on from what the pointer says, which run.json cannot know.
+    again = trainer_of(model, processes, tmp_path, of(0, 0, 0, 0.625), steps=9)
+    again.restore(checkpoint.find(tmp_path / "checkpoints"))
+    assert not run_to(again, 4)
+    assert there(tmp_path) == ({"step_00000003", "step_00000004"}, 4, Best(3, "pass_at_1", 0.75))
+
+
+def test_another_figure_begins_anew_and_spares_what_was_kept(processes, model, tmp_path):
+    trainer = trainer_of(model, processes, tmp_path, of(0.5, 0.25))
+    assert not run_to(trainer, 2)
+    other = trainer_of(model, processes, tmp_path, of(0, 0, 0.125), keep_best="pass_at_k")
+    other.restore(checkpoint.find(tmp_path / "checkpoints"))
+    assert other.state.best is None
+    assert new_best(other.config, replace(other.state, step=3), evaluation_metrics(evaluation(0.125)))
+    off = trainer_of(model, processes, tmp_path, {3: evaluation(0.0)}, keep_best="")
+    off.restore(checkpoint.find(tmp_path / "checkpoints"))
+    assert not run_to(off, 3)
+    assert there(tmp_path) == ({"step_00000001", "step_00000003"}, 3, Best(1, "pass_at_1", 0.5))
+
+
+def made(root, step, **run):
+    folder = root / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"step": step, **run}))
+    return folder
+
+
+@pytest.mark.parametrize("what", ["gone", "a copy", "a link", "no text", "no number", "later than this run"])
+def test_what_is_not_a_checkpoint_of_ours_is_not_to_be_beaten(tmp_path, what):
+    """A folder whose run.json is of another step, a link, or a pointer that somebody wrote."""
+    best.write(tmp_path, Best(4, "pass_at_1", 0.5))
+    if what == "a copy":
+        made(tmp_path, 4, step_=0).joinpath("run.json").write_text('{"step": 3}')
+    elif what == "a link":
+        made(tmp_path / "elsewhere", 4).rename(tmp_path / "other")
+        (tmp_path / "step_00000004").symlink_to(tmp_path / "other")
+    elif what != "gone":
+        made(tmp_path, 4)
+    if what == "no text":
+        (tmp_path / "best").write_bytes(b"\xff\xfe\n")
+    elif what == "no number":
+        (tmp_path / "best").write_text("step_00000004\npass_at_1 much\n")
+    assert best.kept(tmp_path, {}, 3 if what == "later than this run" else 9, "pass_at_1") is None
+
+
+def test_rotation_spares_what_the_pointer_names(tmp_path):
+    for step in range(1, 6):
+        made(tmp_path, step)
+    (tmp_path / "best").write_text("step_00000002\npass_at_1 0.5\n")
+    folders.rotate(tmp_path, 5, 2)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == [f"step_0000000{i}" for i in (2, 4, 5)]
+    (tmp_path / "best").write_text("step_0000002\n")  # a name that no checkpoint has
+    folders.rotate(tmp_path, 5, 2)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["step_00000004", "step_00000005"]
+
+
+def test_a_figure_that_is_no_number_is_never_the_best():
+    assert not Best(1, "pass_at_1", float("nan")).beats(None)
+    assert Best(1, "pass_at_1", 0.0).beats(None)
+    assert not Best(2, "pass_at_1", 0.0).beats(Best(1, "pass_at_1", 0.0))
