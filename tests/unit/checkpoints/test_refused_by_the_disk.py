@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import multiprocessing
 import os
 import pickle
@@ -70,11 +72,35 @@ def test_full_while_a_file_is_written(save, tmp_path, monkeypatch, name):
     assert save(2) == checkpoint.find(tmp_path)
 
 
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "run.json", "manifest.json"])
+def test_what_the_disk_does_not_give_back_is_not_called_damaged(save, worker, tmp_path, monkeypatch, capfd, name):
+    """Nobody is told to delete a checkpoint that nothing is known of."""
+    directory = save(1)
+    call = io.open
+
+    def refusing(file, *args, **kwargs):
+        if str(file).endswith(f"step_00000001/{name}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        return call(file, *args, **kwargs)
+
+    def read():
+        found = checkpoint.find(tmp_path) if name == "manifest.json" else directory
+        checkpoint.load(found, [checkpoint.Part("", worker.actor, worker.optimizer)])
+
+    with monkeypatch.context() as m:
+        for module in (builtins, io):
+            m.setattr(module, "open", refusing)
+        with pytest.raises((UserError, OSError)) as error:
+            read()
+    assert os.strerror(errno.EIO) in str(error.value)
+    assert str(directory) in str(error.value)
+    assert "delete" not in str(error.value)
+    assert "Traceback" not in capfd.readouterr().err
+    read()
+
+
 def _break_writes(m, refuse) -> None:
     """Whatever opens a file of that name for writing is refused: by open, by Path.open, and by torch.save."""
-    import builtins
-    import io
-
     for module in (builtins, io):
         m.setattr(module, "open", _refusing(open, refuse))
     m.setattr(torch, "save", _refusing(torch.save, refuse, 1))
