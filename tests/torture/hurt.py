@@ -87,7 +87,8 @@ class Hurt:
             print(f"torture: {what}, {where} for the {self.seen[where]}. time", file=sys.stderr, flush=True)
             if self.told.get("lasting"):
                 os.close(os.open(self.told["flag"], os.O_CREAT | os.O_WRONLY))
-            half()
+            if what in FAULTS or what == RANK_KILLS[0]:  # after anything else it is done all the same
+                half()
             self._act(what, file)
         elif self.told.get("lasting") and name in FAULTS.get(what, ()) and os.path.exists(self.told["flag"]):
             self._act(what, file)

@@ -213,6 +213,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=10**9)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--only", help="a word of what is tried")
+    parser.add_argument("--again", type=json.loads, help="a trial that failed, as it was printed")
     args = parser.parse_args()
     rng, began = random.Random(args.seed), time.monotonic()
     os.environ.update(ENVIRONMENT)
@@ -234,9 +235,13 @@ def main() -> int:
         trials: list[Trial] = []
         while time.monotonic() - began < 60 * args.minutes and len(trials) < args.trials:
             place, what, stage, told = choose(rng, plain, engine)
+            if args.again:
+                what, stage, told = args.again
+                place, args.trials = (engine or plain) if what in hurt.ENGINE_KILLS else plain, 1
             trials.append(trial(place, what, stage, told))
             if trials[-1].problem:
-                print(f"{what}, {stage}, {json.dumps(told)}: {trials[-1].end}: {trials[-1].problem}", flush=True)
+                again = json.dumps([what, stage, told])
+                print(f"--again '{again}': {trials[-1].end}: {trials[-1].problem}", flush=True)
         wrong = report(trials)
         print(f"{len(trials)} trials, {wrong} wrong, {(time.monotonic() - began) / 60:.1f} minutes")
     return 1 if wrong else 0
