@@ -21,16 +21,14 @@ def write(directory: Path) -> None:
 def damage(directory: Path) -> str:
     """What is wrong with a directory that has a manifest, or ought to; "" where nothing is.
 
-    Raises OSError or UserError where the disk does not let it be read, which says nothing of the directory.
+    Raises OSError where the disk does not let it be read, which says nothing of the directory.
     """
     path = directory / MANIFEST
     if not path.is_file():
         return f"{MANIFEST} is missing"
     try:
         manifest = read_object(path)
-    except UserError as e:
-        if isinstance(e.__context__, OSError):
-            raise
+    except UserError:
         return f"{MANIFEST} is not readable"
     for name, digest in manifest.items():
         if not (name.isprintable() and len(name) <= 255 and (directory / name).is_file()):

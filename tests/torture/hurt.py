@@ -173,7 +173,8 @@ class Hurt:
     def _act(self, what: str, file: object) -> None:
         if what in FAULTS:
             number = getattr(errno, what)
-            raise OSError(number, os.strerror(number), None if isinstance(file, int) else file)
+            named = () if file is None or isinstance(file, int) else (str(file),)  # of an open file no error tells
+            raise OSError(number, os.strerror(number), *named)
 
         # Who it is: where there is one by now.
         pid = self.pid
@@ -204,7 +205,7 @@ class _Raw(io.FileIO):
 
     def write(self, data: Any) -> int:
         half = memoryview(data).cast("B")
-        self._hurt.event("write", self._place, self.name, lambda: super(_Raw, self).write(half[: len(half) // 2]))
+        self._hurt.event("write", self._place, None, lambda: super(_Raw, self).write(half[: len(half) // 2]))
         return super().write(data)
 
 

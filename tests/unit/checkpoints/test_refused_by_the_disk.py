@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.errors import UserError
@@ -93,6 +94,8 @@ def test_what_the_disk_does_not_give_back_is_not_called_damaged(save, worker, tm
         with pytest.raises((UserError, OSError)) as error:
             read()
     assert os.strerror(errno.EIO) in str(error.value)
+    # Other ranks may have read theirs: a UserError would be told by the first one alone.
+    assert isinstance(error.value, OSError) == (name != ".metadata")
     assert str(directory) in str(error.value)
     assert "delete" not in str(error.value)
     assert "Traceback" not in capfd.readouterr().err
@@ -140,3 +143,18 @@ def test_a_checkpoint_of_somebody_else_runs_nothing(save, worker, tmp_path):
     with pytest.raises(UserError, match="step_00000001: "):
         checkpoint.load(folder, [part])
     assert not ran.exists()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    """Of an open file a full disk's error tells no name."""
+    target = tmp_path / "model"
+
+    def write():
+        with hugging_face.written_aside(target) as aside:
+            (aside / "x").write_text("x")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as error:
+        write()
+    assert error.value.filename == str(target)
+    assert list(tmp_path.iterdir()) == []
