@@ -37,8 +37,10 @@ bench: $(INSTALLED)  ## speed, as ratios measured in one run
 	@for tool in $(wildcard benchmarks/bench_*.py); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
 
 MINUTES ?= 30
-torture: $(INSTALLED)  ## spoiled inputs, then runs that are killed and refused, for MINUTES; prints its seed
+torture: $(INSTALLED)  ## spoiled inputs, changed layouts, 500 steps, then runs that are killed and refused, for MINUTES
 	$(BIN)/python -W ignore tests/torture/fuzz.py
+	$(BIN)/python -W ignore tests/torture/layout_chain.py
+	$(BIN)/python -W ignore tests/torture/leaks.py
 	$(BIN)/python -W ignore tests/torture/kills.py --minutes $(MINUTES)
 
 test-vllm: $(INSTALLED)  ## the engine tests on vLLM itself, which gets an environment of its own (3.5 GB)

@@ -10,10 +10,14 @@ from megatron_brorl.errors import UserError, shown
 
 
 def read_object(path: Path, remedy: str = "copy it again") -> dict[str, Any]:
-    """The object that a file holds. Raises UserError, which ends with the remedy, where it holds none."""
+    """The object that a file holds. Raises UserError where it holds none, which ends with the remedy.
+
+    Raises OSError where a disk fails, or permissions do: nothing is known of the file then, and each rank speaks for
+    itself.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}; {remedy}") from None
     except (ValueError, RecursionError) as e:  # of its UTF-8, its syntax, or what Python makes of it
         raise UserError(f"{path}: not valid JSON: {shown(e)}; {remedy}") from None

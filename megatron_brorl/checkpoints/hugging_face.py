@@ -235,15 +235,20 @@ def complete(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A fresh directory beside `target` that takes its place once it is complete; removed where the writing fails."""
+    """A fresh directory beside `target` that takes its place once it is complete; removed where the writing fails.
+
+    OSError names `target` where the call that failed knew no file: writing and syncing have none.
+    """
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         yield aside
         replace_directory(aside, target)
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(e, OSError) and e.filename is None:
+            e.filename = str(target)
         raise
 
 

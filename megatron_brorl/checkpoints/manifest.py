@@ -26,7 +26,10 @@ def write(directory: Path, digests: Mapping[str, str] | None = None) -> None:
 
 
 def damage(directory: Path) -> str:
-    """What is wrong with a directory that has a manifest, or ought to; "" where nothing is."""
+    """What is wrong with a directory that has a manifest, or ought to; "" where nothing is.
+
+    Raises OSError where the disk does not let it be read, which says nothing of the directory.
+    """
     path = directory / MANIFEST
     if not path.is_file():
         return f"{MANIFEST} is missing"

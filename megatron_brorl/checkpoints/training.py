@@ -9,11 +9,14 @@ Megatron-Core 0.16 loads a checkpoint with a flipped byte without a word, hence 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import logging
 import pickle
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -298,18 +301,37 @@ def load(directory: Path, parts: Sequence[Part]) -> None:
     stepped = read_run(directory)[STEPPED]
     with device.bridge():
         try:
-            with unpickle.restricted():
+            with unpickle.restricted(), _quiet():
                 state = dist_checkpointing.load(_states(parts, stepped, loading=True), str(directory))
         except (UserError, CheckpointException, CheckpointingException, pickle.UnpicklingError, EOFError) as e:
             # Torch says by a traceback per rank what one of them could not read.
             why = str(e).rstrip().rpartition("\n")[2]
-            raise UserError(f"{directory}: {why}; it comes from elsewhere or is damaged: delete it") from None
+            # A disk that fails says nothing of the checkpoint.
+            number = re.search(r"\[Errno (\d+)\]", why)
+            failed = number and int(number[1]) != errno.ENOENT
+            remedy = (
+                "mend that, and start the same command again"
+                if failed
+                else "it comes from elsewhere or is damaged: delete it"
+            )
+            raise UserError(f"{directory}: {why}; {remedy}") from None
         for part in parts:
             part.restore(state[part.name] if part.name else state)
     for part in parts:
         part.require_finite(
             str(directory), f"delete it and {directory.parent / LATEST} to go on from an older checkpoint"
         )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs a traceback of what it then raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _states(parts: Sequence[Part], stepped: Sequence[str], loading: bool = False) -> dict[str, Any]:

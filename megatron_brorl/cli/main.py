@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -73,8 +74,11 @@ def main(arguments: list[str] | None = None) -> None:
 def _of_another_rank(error: RuntimeError) -> str:
     """What a collective's error says of the rank that it waited for, in one line; "" for any other error."""
     text = str(error)
+    # Of a barrier torch says which ranks have not come, and not whether they are gone or late.
+    if missing := re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", text):
+        return f"another rank ({missing[1]}) is gone or took too long; start the same command again to go on"
     if (
-        not any(word in text for word in ("gloo", "NCCL", "TCPStore", "ProcessGroup"))
+        not any(word in text for word in ("gloo", "NCCL", "TCPStore", "ProcessGroup", "monitoredBarrier"))
         and "Dist" not in type(error).__name__
     ):
         return ""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from torture import files, kills
+from torture import files, kills, launching, layout_chain, leaks
 from torture.configs import config_target
 from torture.fuzz import fuzz
 
@@ -42,11 +40,46 @@ def test_what_the_fuzzer_takes_for_a_failure(tmp_path):
 @pytest.mark.slow
 def test_hurt_runs_end_as_the_others(tmp_path):
     place = kills.arena(tmp_path)
-    assert place.run(tmp_path / "whole").returncode == 0
-    expected = kills.outcome(tmp_path / "whole")
-    last = kills._events(place, 0)
-    for at, what in ((last // 2, "SIGKILL"), (last - 3, "ENOSPC"), (last // 3, "EIO")):
-        first, problem = kills.trial(place, {"rank": 0, "at": at, "do": what}, expected)
-        assert not problem, (at, what, first)
-        assert not first.startswith("exit"), first
-    assert json.loads((tmp_path / "hurt" / "summary.json").read_text())["steps"] == 4
+    place.prepare()
+    with launching.adopting():
+        for what, where, at, lasting in (
+            ("SIGKILL a rank", "latest: write", 1, False),
+            ("ENOSPC", "checkpoints: write", 2, True),
+        ):
+            told = {"rank": 0, "where": where, "at": at, "lasting": lasting}
+            found = kills.trial(place, what, kills.STAGES[1], told)
+            assert not found.problem, found
+            assert found.end == ("one line" if lasting else "killed")
+
+    # What would have been found.
+    directory = tmp_path / "plain" / "hurt"
+    for name, file in (("figures", "metrics.jsonl"), ("rollout log", "rollouts.jsonl")):
+        sound = (directory / file).read_text()
+        (directory / file).write_text(sound.replace('"step": 2', '"step": 3'))
+        assert place.expected.against(directory, what, "", exact=True) == f"other {name}"
+        (directory / file).write_text(sound)
+    (directory / "rollouts" / ".x.writing").touch()
+    assert "left behind" in place.expected.against(directory, "SIGKILL a rank", "", exact=True)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_in_other_layouts(tmp_path):
+    chains = layout_chain.Chains(tmp_path)
+    legs = [layout_chain.LEGS[i] for i in (0, 1, 3)]
+    told = [{"rank": 1, "where": "phase: update", "at": 1}, {}, {"rank": 0, "where": "checkpoints: write", "at": 3}]
+    directory, killed = chains.run(legs, told)
+    assert killed == 2
+    assert layout_chain.differs(chains.whole(3), directory) == ""
+
+
+def test_what_grows_is_seen():
+    """From the second fifth of the steps to the last: 1% of memory may come, one open file may not."""
+
+    def seen(mib, files):
+        return [leaks.Held(mib(i), 50.0, 2, files(i), 9, 1, 1.0, 5, 8.0) for i in range(100)]
+
+    grown = leaks.growth(seen(lambda i: 100 + max(i - 20, 0) / 70, lambda i: 20 + i % 5))
+    assert grown["trainer_mib"] == pytest.approx((69.5 - 9.5) / 70 / (100 + 9.5 / 70))
+    assert leaks.too_much(grown) == []
+    grown = leaks.growth(seen(lambda i: 100 + i / 10, lambda i: 20 + i // 90))
+    assert leaks.too_much(grown) == ["trainer_mib", "files"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import multiprocessing
 import os
 import pickle
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.errors import UserError
@@ -70,11 +73,37 @@ def test_full_while_a_file_is_written(save, tmp_path, monkeypatch, name):
     assert save(2) == checkpoint.find(tmp_path)
 
 
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "run.json", "manifest.json"])
+def test_what_the_disk_does_not_give_back_is_not_called_damaged(save, worker, tmp_path, monkeypatch, capfd, name):
+    """Nobody is told to delete a checkpoint that nothing is known of."""
+    directory = save(1)
+    call = io.open
+
+    def refusing(file, *args, **kwargs):
+        if str(file).endswith(f"step_00000001/{name}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        return call(file, *args, **kwargs)
+
+    def read():
+        found = checkpoint.find(tmp_path) if name == "manifest.json" else directory
+        checkpoint.load(found, [checkpoint.Part("", worker.actor, worker.optimizer)])
+
+    with monkeypatch.context() as m:
+        for module in (builtins, io):
+            m.setattr(module, "open", refusing)
+        with pytest.raises((UserError, OSError)) as error:
+            read()
+    assert os.strerror(errno.EIO) in str(error.value)
+    # Other ranks may have read theirs: a UserError would be told by the first one alone.
+    assert isinstance(error.value, OSError) == (name != ".metadata")
+    assert str(directory) in str(error.value)
+    assert "delete" not in str(error.value)
+    assert "Traceback" not in capfd.readouterr().err
+    read()
+
+
 def _break_writes(m, refuse) -> None:
     """Whatever opens a file of that name for writing is refused: by open, by Path.open, and by torch.save."""
-    import builtins
-    import io
-
     for module in (builtins, io):
         m.setattr(module, "open", _refusing(open, refuse))
     m.setattr(torch, "save", _refusing(torch.save, refuse, 1))
@@ -114,3 +143,18 @@ def test_a_checkpoint_of_somebody_else_runs_nothing(save, worker, tmp_path):
     with pytest.raises(UserError, match="step_00000001: "):
         checkpoint.load(folder, [part])
     assert not ran.exists()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    """Of an open file a full disk's error tells no name."""
+    target = tmp_path / "model"
+
+    def write():
+        with hugging_face.written_aside(target) as aside:
+            (aside / "x").write_text("x")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as error:
+        write()
+    assert error.value.filename == str(target)
+    assert list(tmp_path.iterdir()) == []

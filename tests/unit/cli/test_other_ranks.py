@@ -11,9 +11,22 @@ CLOSED = (
     "[127.0.0.1]:438. This is typically caused by a remote worker crashing."
 )
 LATE = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation"
+MISSED = "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 1890000 ms"
+WAITED = (
+    "Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please "
+    "check rank 0 logs for faulty rank. \n Original exception: \n[pair.cc:553] Connection closed by peer [127.0.0.1]:4"
+)
 
 
-@pytest.mark.parametrize(("text", "told"), [(CLOSED, "another rank is gone"), (LATE, "did not come within parallel")])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (CLOSED, "another rank is gone"),
+        (LATE, "did not come within parallel"),
+        (MISSED, "another rank (1, 3) is gone or took too long"),
+        (WAITED, "another rank is gone"),
+    ],
+)
 def test_it_is_told_in_one_line(monkeypatch, capsys, text, told):
     def fails(_):
         raise RuntimeError(text)
