@@ -42,7 +42,7 @@ LATEST = "latest"
 RUN = "run.json"
 STEP = "step"  # key of run.json: steps done
 STEPPED = "optimizers_that_have_stepped"  # key of run.json: names of parts
-_MARGIN = 1.05  # of the tensors' size, for what Megatron writes about them
+WRITING_MARGIN = 1.05  # of the tensors' size, for what Megatron writes about them
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _begin(aside: Path, needed: float) -> None:
     aside.parent.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(aside.parent)  # a save that was killed may have left this very name
     free = shutil.disk_usage(aside.parent).free
-    if free < needed * _MARGIN:
+    if free < needed * WRITING_MARGIN:
         raise OSError(errno.ENOSPC, f"it needs {needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free")
     aside.mkdir()
 
@@ -230,6 +230,11 @@ def find(root: Path) -> Path | None:
     if problem:
         raise UserError(f"{directory}: {problem}; delete it and {pointer} to go on from an older checkpoint")
     return directory
+
+
+def steps_of(root: Path) -> list[int]:
+    """The steps of the checkpoints under root, complete or not, the newest last."""
+    return sorted(_folders(root))
 
 
 def _name(step: int) -> str:
