@@ -26,7 +26,6 @@ from megatron_brorl.cli import run_folder
 from megatron_brorl.cli.fingerprint import Fingerprint, fingerprint
 from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.cli.preflight import Machines, check_host, gpu_bytes, micro_batch_tokens, preflight, tokenizer_line
-from megatron_brorl.cli.run_folder import room_of
 from megatron_brorl.config.schema import Config, OptimConfig
 from megatron_brorl.data import digest
 from megatron_brorl.data.hub import model_directory
@@ -148,7 +147,9 @@ class Session:
 
     def _lock(self) -> None:
         """Refuse a second run in the same directory, on every rank."""
-        self.together(lambda: self._closing.append(run_folder.take(self.dir).close) if self.is_main_rank else None)
+        handle = self.together(lambda: run_folder.take(self.dir) if self.is_main_rank else None)
+        if handle:
+            self._closing.append(handle.close)
 
     def together(self, look: Callable[[], T]) -> T:
         """What `look` finds on this rank. Raises the UserError of the first rank that has one on all of them."""
@@ -169,7 +170,7 @@ class Session:
         plan, lines = preflight(self.config, self.shape, machines)
         self._kv_tokens = plan.kv_tokens(machines.gpu)
         self.together(lambda: check_host(plan, machines))
-        room = self.together(lambda: room_of(self.config, self.shape, self.dir))
+        room = self.together(lambda: run_folder.room_of(self.config, self.shape, self.dir))
         if self.is_main_rank:
             print("\n".join(lines), flush=True)
         self.program.told("disk", room)

@@ -48,9 +48,9 @@ def dry_run(config: Config) -> int:
     prompt, rollout = session.sources.train.take(0, 1)[0], config.rollout
     found = micro_step(worker, prompt, rollout.max_tokens, config.algo, config.optim, rollout.temperature)
     _tell("micro-step", f"loss {found['loss']:.3g}, gradient norm {found['grad_norm']:.3g}, nothing is changed")
-    _tell("dry run", "all is well; the same command without --dry-run begins the run")
-
+    # Groups are left, so that no rank waits for another.
     grid.leave()
+    _tell("dry run", "all is well; the same command without --dry-run begins the run")
     return 0
 
 
@@ -76,6 +76,7 @@ def _checkpoint(session: Session) -> str:
 def _reward(session: Session) -> str:
     """What the verifier of the first row makes of the row's own reference answer. Raises UserError where it fails."""
     prompt, reward = session.sources.train.take(0, 1)[0], session.config.reward
+    # As a run begins: own functions imported, services reached.
     session.started_verifiers  # noqa: B018  looked at, a sandbox tried
     if prompt.verifier == NAME:
         return "a function of the program's"
@@ -90,6 +91,7 @@ def _reward(session: Session) -> str:
         verdict = pool.submit(request).result()
     finally:
         pool.close()
+    # A reward of 0 is an answer too: a verifier may ask for a form that no reference has.
     if verdict.status in _FAILED:
         raise UserError(
             f"verifier {prompt.verifier!r} on the reference answer of row {prompt.id}: {verdict.status} "

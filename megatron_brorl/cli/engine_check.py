@@ -21,6 +21,7 @@ _LOOK_S = 60.0
 
 def engine_line(config: Config) -> str:
     """The engine of rollout.engine in words. Raises UserError where what it needs is not there."""
+    # The built-in one needs nothing but its kernels.
     name = config.rollout.engine
     if name not in ENGINES:
         kernels = "reference kernels"
@@ -46,6 +47,7 @@ def engine_line(config: Config) -> str:
     # The engine itself first: without it the others mean nothing.
     if not there.get(kind.package):
         raise UserError(f"{where}: has no {kind.package}; give the interpreter of the environment that has it")
+    # What it needs beside itself has its own remedy.
     for package, remedy in kind.needs.items():
         if not there[package]:
             raise UserError(f"{where}: {remedy}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -37,11 +38,11 @@ def look(directory: Path) -> str:
     try:
         # What root may do says nothing of a disk that is mounted to be read.
         if os.statvfs(there).f_flag & os.ST_RDONLY:
-            raise OSError(30, "Read-only file system")
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if not there.is_dir():
-            raise OSError(20, "Not a directory")
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(there, os.W_OK | os.X_OK):
-            raise OSError(13, "Permission denied")
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         if (directory / LOCK).exists():
             with open(directory / LOCK) as handle:  # its lock ends with it
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,6 +66,7 @@ def room_of(config: Config, shape: ModelShape, directory: Path) -> str:
     Rollouts: of one step (rollout.durable), which are gone when it is over; those that people can read stay.
     """
     t, r = config.train, config.rollout
+    # Of tensors, with what is written around them.
     one = int(checkpoint_bytes(config, shape) * WRITING_MARGIN)
     model = training_parts(shape, 0, 1, 1, DTYPES[config.model.dtype])["weights"]  # run.dir/model
 
@@ -79,6 +81,7 @@ def room_of(config: Config, shape: ModelShape, directory: Path) -> str:
     rollouts = tokens * _ROLLOUT_BYTES if r.durable else 0
     shown = min(config.run.record_tokens, config.run.record_groups * r.n * r.max_tokens) * _RECORD_BYTES
 
+    # Refused where the most that it may take at once is more than there is.
     need, free = checkpoints + rollouts + model, shutil.disk_usage(_nearest(directory)).free
     parts = f"checkpoints of {amount(one)}, {amount(rollouts)} of a step's rollouts, {amount(model)} of the model"
     if need > free:

@@ -51,8 +51,10 @@ def micro_step(
         # Of the policy that the reference still is.
         reference_log_probs=log_probs if algo.kl_coef else None,
     )
+    # One mini-batch of one micro-batch, by the run's own update.
     found = update_policy(worker, experience, [list(range(SIBLINGS))], algo, optim, temperature, 0)
 
+    # Left out rows would leave nothing to look at.
     if not (math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"])) or found["nonfinite_rows"]:
         raise UserError(
             f"a forward and backward pass over 2 responses of {count} tokens: loss {found['loss']}, gradient norm "

@@ -91,12 +91,7 @@ CASES = {
     "data.mixture[].name": Case(built.prompts, [{**SOURCE, "name": "sums"}], before=[SOURCE], beside=MIXED),
     "data.mixture[].verifier": Case(built.prompts, [{**SOURCE, "verifier": "math"}], before=[SOURCE], beside=MIXED),
     "data.held_out": Case(built.prompts, ["other.jsonl"], before=["held_out.jsonl"]),
-    "data.columns": Case(
-        built.prompts,
-        {"prompt": "question", "answer": "solution"},
-        {},
-        {"data.train": ["both.jsonl"], "data.held_out": None},
-    ),
+    "data.columns": Case(built.prompts, QUESTIONS, {}, BOTH_FORMS, "unknown key 'question'"),
     "data.columns.prompt": Case(built.prompts, "kind", beside=COLUMNS, before="question"),
     "data.columns.answer": Case(built.prompts, "key", beside=COLUMNS, before="solution"),
     "data.columns.answer_regex": Case(built.prompts, "(.)$", beside=COLUMNS),
@@ -107,9 +102,7 @@ CASES = {
     "data.tasks": Case(built.prompts, [TASK, GCD], before=[TASK], beside=TASKS),
     "data.tasks[].name": Case(built.prompts, [{**TASK, "name": "gcd"}], before=[TASK], beside=TASKS),
     "data.tasks[].weight": Case(built.prompts, [{**TASK, "weight": 9.0}, {"name": "gcd"}], [TASK, GCD], TASKS),
-    "data.tasks[].prompt_regex": Case(
-        built.prompts, [{**TASK, "prompt_regex": "(word)"}], [TASK], TASKS, "spell_backward"
-    ),
+    "data.tasks[].prompt_regex": Case(built.prompts, [{**TASK, "prompt_regex": WORD}], [TASK], TASKS),
     "data.tasks[].config": Case(built.prompts, [{**TASK, "config": {"min_word_len": 8}}], before=[TASK], beside=TASKS),
     "data.train_seed": Case(built.prompts, 7, beside=GENERATED),
     "data.held_out_seed": Case(built.prompts, 7, beside=GENERATED),
