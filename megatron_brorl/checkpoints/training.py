@@ -41,7 +41,7 @@ from megatron_brorl.models.finite import require_finite
 from megatron_brorl.models.hf_names import global_parameters
 from megatron_brorl.parallel import collectives, device
 
-_MARGIN = 1.05  # of the tensors' size, for what Megatron writes about them
+WRITING_MARGIN = 1.05  # of the tensors' size, for what Megatron writes about them
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _make(aside: Path, needed: float) -> None:
     aside.parent.mkdir(parents=True, exist_ok=True)
     folders.remove_unfinished(aside.parent)  # a save that was killed may have left this very name
     free = shutil.disk_usage(aside.parent).free
-    if free < needed * _MARGIN:
+    if free < needed * WRITING_MARGIN:
         raise OSError(errno.ENOSPC, f"it needs {needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free")
     aside.mkdir()
 

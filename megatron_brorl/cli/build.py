@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import resource
 import sys
 import time
+import typing
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,8 +22,10 @@ from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import Training, model_card
 from megatron_brorl.checkpoints.unchanged import Comparison
+from megatron_brorl.cli import run_folder
+from megatron_brorl.cli.fingerprint import Fingerprint, fingerprint
 from megatron_brorl.cli.job_end import JobEnd
-from megatron_brorl.cli.preflight import Machines, gpu_bytes, micro_batch_tokens, preflight
+from megatron_brorl.cli.preflight import Machines, check_host, gpu_bytes, micro_batch_tokens, preflight, tokenizer_line
 from megatron_brorl.config.schema import Config, OptimConfig
 from megatron_brorl.data import digest
 from megatron_brorl.data.hub import model_directory
@@ -39,6 +41,7 @@ from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid, network
 from megatron_brorl.record import files as record_files
 from megatron_brorl.rewards import here
+from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.registry import for_workers
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.startup import Started, look_at
@@ -58,6 +61,7 @@ from megatron_brorl.types import Prompt
 ROLLOUTS_FILE = "rollouts.jsonl"
 
 AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Program:
     reward: here.OwnReward | None = None  # judges rows whose verifier is here.NAME
     callbacks: Callbacks = field(default_factory=Callbacks)
     goes_on: bool = False  # after an error, so that what the command holds must be given back
+    told: Callable[[str, str], None] = lambda name, value: None  # what was looked at and found well, as it is
 
 
 class Session:
@@ -92,6 +97,8 @@ class Session:
                 f"{config.model.path}: the tokenizer has {self.tokenizer.vocab_size} tokens, config.json's vocab_size "
                 f"is {self.shape.vocab}: tokenizer and model do not belong together"
             )
+        self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)  # any of them ends a response
+        program.told("tokenizer", tokenizer_line(self.tokenizer, self.stop_ids))
 
         # What this machine must have; told before data is read, which may take long.
         check_installed(() if benchmarks else config.run.log)  # an evaluation has no steps to show
@@ -115,11 +122,12 @@ class Session:
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
             self.report = self.sources.report
         self._verifiers = verifiers  # names that occur
-        self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)  # any of them ends a response
+        program.told("data", self.report)
 
         # Join the other ranks last: a mistake above ends each of them at once.
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # it alone writes files and speaks
+        program.told("ranks", self.grid.line())
         self.job_end, self.stopped_by = JobEnd(config.run.ends_at), ""
         self._kv_tokens = 0  # that an engine may have room for, found by `preflight`; 0 = as many as fit
         self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse at an orderly end
@@ -144,36 +152,37 @@ class Session:
 
     def _lock(self) -> None:
         """Refuse a second run in the same directory, on every rank."""
-        refused = self._refused_lock() if self.is_main_rank else ""
-        for text in filter(None, collectives.all_gather_text(refused)):
-            raise UserError(f"run.dir = {self.dir}: {text}")
+        handle = self.together(lambda: run_folder.take(self.dir) if self.is_main_rank else None)
+        if handle:
+            self._closing.append(handle.close)
 
-    def _refused_lock(self) -> str:
-        """Take it; why it cannot be had, or ""."""
+    def together(self, look: Callable[[], T]) -> T:
+        """What `look` finds on this rank. Raises the UserError of the first rank that has one on all of them."""
+        found, refused = None, ""
         try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            handle = open(self.dir / ".lock", "w")  # noqa: SIM115  held until the process ends
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            hang.Watch.clear(self.dir)
-        except BlockingIOError:
-            return "another run is writing there; choose another run.dir"
-        except OSError as e:
-            return f"cannot be written: {e.strerror}; make it a writable folder"
-        self._closing.append(handle.close)
-        return ""
+            found = look()
+        except UserError as e:
+            refused = str(e)
+        for text in filter(None, collectives.all_gather_text(refused)):
+            raise UserError(text)
+        return typing.cast(T, found)
 
     def preflight(self) -> None:
-        """Plan the memory of both phases, and print the plan. Raises UserError where it does not fit."""
+        """Plan the memory of both phases and the room on the disk, and print the plan. Raises UserError where something
+        does not fit. A collective."""
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         machines = Machines(self.grid.world, per_node, gpu_bytes())
         plan, lines = preflight(self.config, self.shape, machines)
         self._kv_tokens = plan.kv_tokens(machines.gpu)
+        self.together(lambda: check_host(plan, machines))
+        room = self.together(lambda: run_folder.room_of(self.config, self.shape, self.dir))
         if self.is_main_rank:
             print("\n".join(lines), flush=True)
+        self.program.told("disk", room)
 
-    def worker(self, optim: OptimConfig | None) -> Worker:
+    def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
         """The model with the weights of model.path, trainable where an optimizer is configured."""
-        return self._filled(Worker(self.shape, self.grid, self._stage_options(optim), optim))
+        return self._filled(kind(self.shape, self.grid, self._stage_options(optim), optim))
 
     def critic(self) -> CriticWorker | None:
         """The critic, which begins as the model of model.path, where algo.advantage asks for one."""
@@ -219,6 +228,10 @@ class Session:
             print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
         return started
 
+    def fingerprint(self) -> Fingerprint:
+        """What a run that is resumed must have in common with the one that it goes on from."""
+        return fingerprint(self.config, self.shape, self.started_verifiers.sha256, self.inputs())
+
     def inputs(self) -> dict[str, str]:
         """The sha256 of what the run is fed, by name: rows, and how they become tokens."""
         # Generated prompts have no end: the first ones tell another generator, or another version of it.
@@ -231,18 +244,7 @@ class Session:
 
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""
-        c = self.config
-
-        # The verifiers' processes, which end with the session.
-        # A program's own function is called in this process.
-        pool = here.pool(
-            self.program.reward,
-            c.reward.workers,
-            c.reward.timeout_s,
-            stand_ins=for_workers(self._verifiers - {here.NAME}, c.reward),
-            impure=self.started_verifiers.impure,
-        )
-        self._closing.append(pool.close)
+        c, pool = self.config, self.pool()
 
         # The engine, behind a deadline; what it cannot begin at once is shared with those of other ranks.
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
@@ -260,6 +262,19 @@ class Session:
             durable=self._durable() if c.rollout.durable else None,
             pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
         )
+
+    def pool(self) -> RewardPool:
+        """The verifiers' processes, which end with the session. A program's own function is called in this process."""
+        c = self.config.reward
+        pool = here.pool(
+            self.program.reward,
+            c.workers,
+            c.timeout_s,
+            stand_ins=for_workers(self._verifiers - {here.NAME}, c),
+            impure=self.started_verifiers.impure,
+        )
+        self._closing.append(pool.close)
+        return pool
 
     def _durable(self) -> DurableRollouts:
         """Where rollouts are kept until their step is over."""

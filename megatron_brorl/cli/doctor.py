@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -22,7 +24,10 @@ from megatron_brorl.model_shape import read_shape
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rollout.registry import ENGINES
 
+LEAST_TORCH = (2, 6)  # as pyproject.toml has it
 LEAST_SHARED_MIB = 1024  # Docker's default of 64 holds no weights
+LEAST_DISK_MIB = 1024  # for a checkpoint of the smallest models; `brorl train --dry-run` knows how much a run takes
+LEAST_FILES = 1024
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Finding:
 
     name: str
     value: str
-    remedy: str = ""  # where it is wrong
+    remedy: str = ""  # where it is not as a run may want it: a command or a key
+    stops: bool = True  # it stops every run; false: some, or none
 
 
 def examine() -> list[Finding]:
@@ -40,10 +46,13 @@ def examine() -> list[Finding]:
 
 
 def report(findings: list[Finding]) -> tuple[list[str], int]:
-    """Lines to print, and the exit code: 1 where something is wrong."""
-    lines = [f"{'  ok' if not f.remedy else 'BAD '}  {f.name:20} {f.value}" for f in findings]
-    lines += [f"      {f.name}: {f.remedy}" for f in findings if f.remedy]
-    return lines, int(any(f.remedy for f in findings))
+    """Lines to print, and the exit code: 1 where something stops every run. What is not ok ends with its remedy."""
+    lines, status = [], 0
+    for f in findings:
+        mark = "  ok" if not f.remedy else "BAD " if f.stops else "note"
+        lines.append(f"{mark}  {f.name:20} {f.value}" + (f": {f.remedy}" if f.remedy else ""))
+        status |= bool(f.remedy and f.stops)
+    return lines, int(status)
 
 
 def plan_of(args: argparse.Namespace) -> list[str]:
@@ -62,27 +71,39 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    return Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+    old = tuple(int(x) for x in re.findall(r"\d+", torch.__version__)[:2]) < LEAST_TORCH
+    least = ".".join(map(str, LEAST_TORCH))
+    remedy = f'pip install "torch>={least}", and megatron-brorl again, which is built for it' if old else ""
+    return Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}", remedy)
 
 
 def _megatron() -> Finding:
-    version = metadata.version("megatron-core")
-    return Finding("megatron-core", version, "" if version.startswith("0.16.") else "install megatron-core==0.16.*")
+    remedy = 'pip install "megatron-core==0.16.*"'
+    try:
+        version = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return Finding("megatron-core", "none", remedy)
+    return Finding("megatron-core", version, "" if version.startswith("0.16.") else remedy)
 
 
 def _devices() -> Finding:
     if not torch.cuda.is_available():
         driver = shutil.which("nvidia-smi")
         wrong = "there is a driver: install a torch with CUDA, or start the container with --gpus all" if driver else ""
-        return Finding("GPUs", "none: runs on the CPU", wrong)
+        return Finding("GPUs", "none; runs are on the CPU", wrong)
     count = torch.cuda.device_count()
     least = min(torch.cuda.get_device_capability(i) for i in range(count))
     name = f"{count} x {torch.cuda.get_device_name(0)}"
     return Finding("GPUs", name, "" if least >= (8, 0) else "csrc is built for compute capability 8.0 and newer")
 
 
-def _extension() -> Finding:
-    from megatron_brorl.ops.fused import native
+def extension() -> Finding:
+    """The kernels of csrc."""
+    try:
+        from megatron_brorl.ops.fused import native
+    except UserError as e:  # which says what to do
+        what, _, remedy = str(e).removeprefix("ops: ").partition(": ")
+        return Finding("csrc", what, remedy)
 
     built = "with" if native.CUDA else "without"
     wrong = torch.cuda.is_available() and not native.CUDA
@@ -93,7 +114,8 @@ def _extension() -> Finding:
 def _engine() -> Finding:
     """Imports of Transformer Engine fail with other errors than ImportError where a library is missing."""
     if importlib.util.find_spec("transformer_engine") is None:
-        return Finding("Transformer Engine", "none: Megatron's own layers")
+        remedy = 'for FP8: pip install "megatron-brorl[gpu]"' if torch.cuda.is_available() else ""
+        return Finding("Transformer Engine", "none; Megatron's own layers", remedy, stops=False)
     version = metadata.version("transformer-engine")
     code = "import transformer_engine.pytorch"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -105,23 +127,44 @@ def _remote_engine(section: str) -> Finding:
     """The engine of this section of the configuration: what it needs is wanted where it is itself."""
     kind = ENGINES[section]
     if importlib.util.find_spec(kind.package) is None:
-        return Finding(kind.name, f"not in this environment: name another by {section}.python")
+        return Finding(kind.name, f"not in this environment; a run names another by {section}.python")
     remedies = [remedy for package, remedy in kind.needs.items() if importlib.util.find_spec(package) is None]
-    return Finding(kind.name, metadata.version(kind.package), "; ".join(remedies))
+    return Finding(kind.name, metadata.version(kind.package), "; ".join(remedies), stops=False)
 
 
 def _shared_memory() -> Finding:
     if not os.path.isdir("/dev/shm"):
-        return Finding("shared memory", "no /dev/shm", "mount one (docker run --shm-size=16g)")
+        return Finding(
+            "shared memory", "no /dev/shm", "mount one (docker run --shm-size=16g)", torch.cuda.is_available()
+        )
     size = shutil.disk_usage("/dev/shm").total / 2**20
-    wrong = torch.cuda.is_available() and size < LEAST_SHARED_MIB
-    return Finding("shared memory", f"{size:.0f} MiB", "docker run --shm-size=16g" if wrong else "")
+    # Engines of a GPU take it for weights, ranks on a CPU for next to nothing.
+    remedy = "docker run --shm-size=16g, or name another folder in memory by trtllm.shared_memory"
+    small = size < LEAST_SHARED_MIB
+    return Finding("shared memory", f"{size:.0f} MiB", remedy if small else "", stops=torch.cuda.is_available())
+
+
+def _disk() -> Finding:
+    """Where a run is started its results go, unless run.dir says otherwise."""
+    free = shutil.disk_usage(".").free / 2**20
+    remedy = "free some, or give a run.dir on a larger disk" if free < LEAST_DISK_MIB else ""
+    return Finding("disk", f"{free:.0f} MiB free in {os.getcwd()}", remedy)
+
+
+def _files() -> Finding:
+    """Sockets of ranks and pipes of scoring processes are open files."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    remedy = f"ulimit -n {LEAST_FILES}, before a run with many ranks or reward.workers" if limit < LEAST_FILES else ""
+    return Finding("open files", f"{limit} at most", remedy, stops=False)
 
 
 def _sandbox() -> Finding:
     """Only verifiers that run programs need one, and they refuse to start without it."""
     reason = probe.problem()
-    return Finding("sandbox", f'none for verifier "code": {reason}' if reason else "bubblewrap isolates programs")
+    if not reason:
+        return Finding("sandbox", "bubblewrap isolates programs")
+    remedy = f"{reason}; or set {probe.KEY} = true to do without"
+    return Finding("sandbox", 'none, which verifier "code" needs', remedy, stops=False)
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
@@ -129,9 +172,11 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _torch,
     _megatron,
     _devices,
-    _extension,
+    extension,
     _engine,
     *(partial(_remote_engine, section) for section in ENGINES),
     _shared_memory,
+    _disk,
+    _files,
     _sandbox,
 )

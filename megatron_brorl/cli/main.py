@@ -98,7 +98,8 @@ def _run_ranks(args: argparse.Namespace) -> int:
     if args.processes > 0:
         from megatron_brorl.cli.launch import launch
 
-        command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *args.overrides]
+        options = ["--dry-run"] if getattr(args, "dry_run", False) else []
+        command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *options, *args.overrides]
         return launch(args.processes, command)
 
     # Signals first; torch, which the command imports, takes seconds.
@@ -161,6 +162,8 @@ def _parser() -> argparse.ArgumentParser:
                 const="train.verify_reshard=always",
                 help="after each refit, compare the engine's log-probs with the actor's (config: train.verify_reshard)",
             )
+            text = "check all that the run needs, forward and backward pass included, and leave nothing behind"
+            command.add_argument("--dry-run", action="store_true", help=text)
         # Its own options become overrides too, in _parse.
         if name == "evaluate":
             evaluate_cli.add_options(command)
@@ -180,7 +183,9 @@ def _parser() -> argparse.ArgumentParser:
     # The configuration, the data, the machine, and the theory.
     config_cli.add_commands(commands)  # brorl init, brorl config
     data_cli.add_commands(commands)  # brorl data prepare
-    text = "what this machine has of what a run needs; exit code 1 where something is wrong"
+    text = (
+        "what this machine has of what a run needs, and what to do about the rest; exit code 1 where no run could begin"
+    )
     doctor = commands.add_parser("doctor", help=text, description=text)
     doctor.add_argument("config", nargs="?", help="TOML file of a run whose memory is planned too")
     doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace single values")

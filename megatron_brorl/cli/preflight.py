@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import psutil
 import torch
 
 from megatron_brorl.config.schema import Config
+from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models import memory
@@ -94,6 +96,26 @@ def preflight(config: Config, shape: ModelShape, machines: Machines) -> tuple[me
         folder=folder,
     )
     return found, memory.lines(found, machines.gpu, machines.ranks_per_node)
+
+
+def check_host(plan: memory.Plan, machines: Machines) -> None:
+    """Raise UserError where ranks on CPUs need more memory for training than this machine has."""
+    need, have = sum(plan.training.values()) * machines.ranks_per_node, psutil.virtual_memory().total
+    if not machines.gpu and need > have:
+        raise UserError(
+            f"training needs about {memory.amount(need)} of memory for {machines.ranks_per_node} ranks here, and there "
+            f"are {memory.amount(have)}: lower train.tokens_per_micro_batch, or take a smaller model or a GPU"
+        )
+
+
+def tokenizer_line(tokenizer: Tokenizer, stop_ids: Sequence[int]) -> str:
+    """A tokenizer in words: its size, what ends a response, and whether it knows chats."""
+    try:
+        tokenizer.apply_chat([{"role": "user", "content": "hello"}])
+        chat = "a chat template"
+    except UserError:
+        chat = "no chat template"
+    return f"{tokenizer.vocab_size} tokens, {chat}, responses end at {', '.join(map(str, stop_ids))}"
 
 
 def gpu_bytes() -> int:

@@ -15,8 +15,9 @@ from megatron_brorl.algo.estimators import widest
 from megatron_brorl.cli.batch_sizes import batch_line
 from megatron_brorl.cli.build import Program, Session
 from megatron_brorl.cli.card import of_run
+from megatron_brorl.cli.dry_run import dry_run
 from megatron_brorl.cli.files import write_json
-from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
+from megatron_brorl.cli.fingerprint import check_fingerprint
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
@@ -36,8 +37,10 @@ from megatron_brorl.train.training_models import TrainingModels
 
 def run(args: argparse.Namespace) -> int:
     """Train as a configuration file says. Returns as execute."""
-    words = ["train", args.config, *args.overrides]
-    return execute(load(args.config, args.overrides), lambda ranks: run_record.command(words, ranks), Program())
+    words, config = ["train", args.config, *args.overrides], load(args.config, args.overrides)
+    if args.dry_run:
+        return dry_run(config)
+    return execute(config, lambda ranks: run_record.command(words, ranks), Program())
 
 
 def execute(config: Config, command: Callable[[int], str], program: Program) -> int:
@@ -121,7 +124,7 @@ def _trainer(session: Session, started: float) -> Trainer:
         held_out=session.sources.held_out,
         callbacks=session.program.callbacks if session.is_main_rank else Callbacks(),
         stop_ids=session.stop_ids,
-        fingerprint=fingerprint(config, session.shape, session.started_verifiers.sha256, session.inputs()),
+        fingerprint=session.fingerprint(),
         started=started,
         state=RunState(stall=Stall(config.train.min_delta), began=started),
         critic=models.critic,

@@ -64,6 +64,12 @@ class Grid:
         """The ranks of every replica."""
         return _replicas(self.tensor * self.context, self.pipeline, self.data)
 
+    def line(self) -> str:
+        """The layout for people."""
+        parts = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+        cut = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+        return f"{self.world}: {self.data} cop{'y' if self.data == 1 else 'ies'} of the model" + f", {cut}" * bool(cut)
+
     def barrier(self) -> None:
         """Wait for all ranks after a phase in which they may be further apart than parallel.timeout_s allows.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -16,6 +17,8 @@ import torch
 from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.cli import doctor, main
 from megatron_brorl.errors import UserError
+from megatron_brorl.ops.fused import processor
+from megatron_brorl.rewards.sandbox import isolation, probe
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -25,23 +28,91 @@ def test_this_machine_is_well_and_a_bad_one_is_told():
     lines, status = doctor.report(doctor.examine())
     assert status == 0, lines
     assert any(torch.__version__ in line for line in lines)
-    lines, status = doctor.report([doctor.Finding("a", "1"), doctor.Finding("b", "2", "mend it")])
+    found = [doctor.Finding("a", "1"), doctor.Finding("b", "2", "mend it"), doctor.Finding("c", "3", "get it", False)]
+    lines, status = doctor.report(found)
     assert status == 1
-    assert [line.split() for line in lines] == [["ok", "a", "1"], ["BAD", "b", "2"], ["b:", "mend", "it"]]
+    assert [line.split(maxsplit=2) for line in lines] == [
+        ["ok", "a", "1"],
+        ["BAD", "b", "2: mend it"],
+        ["note", "c", "3: get it"],
+    ]
+    assert doctor.report(found[::2])[1] == 0
 
 
-def test_small_shared_memory_is_told_on_a_gpu(monkeypatch):
-    usage = shutil.disk_usage("/")._replace(total=64 << 20)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert doctor._shared_memory().remedy == "docker run --shm-size=16g"
+def small(name, **amounts):
+    """Of a file system that is asked for as shutil.disk_usage."""
+
+    def plant(monkeypatch):
+        usage = shutil.disk_usage("/")._replace(**amounts)
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: name == "gpu")
+
+    return plant
+
+
+def version(found):
+    def plant(monkeypatch):
+        def look(package):
+            if found is None:
+                raise doctor.metadata.PackageNotFoundError(package)
+            return found
+
+        monkeypatch.setattr(doctor.metadata, "version", look)
+
+    return plant
+
+
+def no_kernels(monkeypatch):
+    """As where the extension was never built."""
+    monkeypatch.delitem(sys.modules, "megatron_brorl.ops.fused.native", raising=False)
+    monkeypatch.delattr(sys.modules["megatron_brorl.ops.fused"], "native", raising=False)
+
+    def missing(name):
+        raise ImportError(f"no module {name}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(processor, "built", lambda: ["_C"])
+    monkeypatch.setattr(processor, "chosen", lambda *_: "_C")
+    monkeypatch.setattr(processor, "PACKAGE", Path("/nowhere/megatron_brorl"))
+    monkeypatch.setattr(sys, "path", [])
+
+
+@pytest.mark.parametrize(
+    ("plant", "check", "mark", "remedy"),
+    [
+        (lambda m: m.setattr(torch, "__version__", "2.4.1+cpu"), "_torch", "BAD", 'pip install "torch>=2.6"'),
+        (version("0.14.0"), "_megatron", "BAD", 'pip install "megatron-core==0.16.*"'),
+        (version(None), "_megatron", "BAD", 'pip install "megatron-core==0.16.*"'),
+        (no_kernels, "extension", "BAD", "pip install . in the checkout"),
+        (small("cpu", free=10 << 20), "_disk", "BAD", "give a run.dir on a larger disk"),
+        (small("gpu", total=64 << 20), "_shared_memory", "BAD", "docker run --shm-size=16g"),
+        (small("cpu", total=64 << 20), "_shared_memory", "note", "docker run --shm-size=16g"),
+        (lambda m: m.setattr(doctor.os.path, "isdir", lambda _: False), "_shared_memory", "note", "mount one"),
+        (lambda m: m.setattr(doctor.resource, "getrlimit", lambda _: (256, 256)), "_files", "note", "ulimit -n 1024"),
+        (lambda m: m.setattr(isolation, "found", lambda: None), "_sandbox", "note", "apt-get install bubblewrap"),
+        (lambda m: m.setattr(shutil, "which", lambda _: "/bin/smi"), "_devices", "BAD", "install a torch with CUDA"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_fault_is_told_with_its_remedy(plant, check, mark, remedy, monkeypatch):
+    """One line, which is BAD only where no run could begin."""
+    if torch.cuda.is_available() and check in ("_devices", "_shared_memory"):
+        pytest.skip("there is a GPU")
+    probe.problem.cache_clear()
+    with monkeypatch.context() as patched:
+        plant(patched)
+        [line], status = doctor.report([getattr(doctor, check)()])
+    probe.problem.cache_clear()
+    assert line.startswith(mark)
+    assert remedy in line.partition(": ")[2]
+    assert status == (mark == "BAD")
 
 
 def test_tensorrt_llm_without_ray_is_told(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
     monkeypatch.setattr(doctor.metadata, "version", lambda _: "1.2.1")
     assert doctor._remote_engine("trtllm") == doctor.Finding(
-        "TensorRT-LLM", "1.2.1", "Ray starts its workers and is not here: pip install ray"
+        "TensorRT-LLM", "1.2.1", "Ray starts its workers and is not here: pip install ray", stops=False
     )
 
 

@@ -1,0 +1,214 @@
+"""`brorl train --dry-run`: what it finds well, what it refuses, and that it leaves every byte as it was."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import forks
+import pytest
+import tiny
+import torch
+from e2e.runs import ENVIRONMENT
+from safetensors.torch import load_file, save_file
+from unit.data.test_tokenizers import CHAT, make_hf
+
+from megatron_brorl import train
+from megatron_brorl.cli import launch, main, preflight, run_folder
+from megatron_brorl.config.load import load
+from megatron_brorl.model_shape import read_shape
+
+NAMES = [
+    "tokenizer",
+    "data",
+    "ranks",
+    "run.dir",
+    "disk",
+    "inputs",
+    "checkpoint",
+    "engine",
+    "reward",
+    "micro-step",
+    "dry",
+]
+TOML = """
+[run]
+dir = "run"
+log = []
+[model]
+path = "model"
+[data]
+train = ["rows.jsonl"]
+[rollout]
+n = 8
+prompts = 2
+max_tokens = 4
+[reward]
+workers = 1
+[train]
+steps = 1
+tokens_per_micro_batch = 256
+[evaluate]
+bootstrap = 50
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, with all that a run needs."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"vocab_size": 304, "bos_token_id": 0, "eos_token_id": 1, "num_hidden_layers": 2}
+    tiny.make_model(tmp_path / "model", "qwen2", True, **sizes)
+    make_hf(tmp_path / "model", chat_template=CHAT)
+    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(3) for b in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(TOML)
+    return tmp_path
+
+
+def state(folder: Path) -> dict[str, str]:
+    """Every file and folder, with what is in it and when it was written."""
+    paths = sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts)
+    read = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for p in paths}
+    return {str(p.relative_to(folder)): f"{text} {p.stat().st_mtime_ns}" for p, text in read.items()}
+
+
+def dry(capfd, *overrides: str) -> tuple[int, list[str], str]:
+    """Exit code, names of what was found well, and what is on stderr."""
+    before = state(Path())
+    with pytest.raises(SystemExit) as end:
+        main.main(["train", "run.toml", "--dry-run", *overrides])
+    assert state(Path()) == before
+    out, err = capfd.readouterr()
+    return int(end.value.code or 0), [x.split()[1] for x in out.splitlines() if x.startswith("  ok")], err
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Signals and children are the test process's own."""
+    monkeypatch.setattr(main.ranks, "begin", lambda **_: None)
+
+
+pytestmark = pytest.mark.usefixtures("ranks")
+
+
+def test_all_is_well_and_nothing_is_left(folder, capfd):
+    code, names, err = dry(capfd)
+    assert (code, names, err) == (0, NAMES, "")
+
+
+def test_a_checkpoint_is_looked_at_and_left_alone(folder, capfd):
+    train("run.toml")
+    capfd.readouterr()
+    code, names, err = dry(capfd, "train.steps=2")
+    assert (code, names, err) == (0, NAMES, "")
+    code, names, err = dry(capfd, "optim.lr=1e-3")
+    assert (code, names[-1]) == (2, "inputs")
+    assert "was written with optim.lr = 1e-06, now 0.001: set it back" in err
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n")
+    code, _, err = dry(capfd)
+    assert code == 2
+    assert "was written with other rows of data.train" in err
+    assert dry(capfd, "train.resume=never")[0] == 0
+    next((folder / "run" / "checkpoints").glob("step_*/*.distcp")).write_bytes(b"damaged")
+    code, _, err = dry(capfd)
+    assert (code, "delete it and" in err) == (2, True)
+
+
+def not_finite(folder: Path) -> None:
+    weights = load_file(folder / "model" / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = torch.nan
+    save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
+
+
+def raising(folder: Path) -> None:
+    (folder / "own.py").write_text("def score(answer, row):\n    return float(row['answer'] == nothing)\n")
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "last", "says"),
+    [
+        (lambda f: (f / "model" / "tokenizer.json").unlink(), [], "", "no tokenizer.json and no tokenizer.model there"),
+        (lambda f: (f / "rows.jsonl").write_text("{"), [], "tokenizer", "rows.jsonl:1"),
+        (lambda f: None, ["parallel.tensor=2"], "data", "world size 1 is not a multiple of parallel.tensor"),
+        (lambda f: (f / "run").write_text(""), [], "ranks", "Not a directory; make it a writable folder"),
+        (not_finite, [], "reward", "not finite"),
+        (raising, ["data.verifier=own.py:score"], "engine", "'own.py:score' on the reference answer of row"),
+        (
+            lambda f: None,
+            ["rollout.engine=trtllm", "trtllm.python=/none"],
+            "checkpoint",
+            "trtllm.python = /none: No such",
+        ),
+        (lambda f: None, ["rollout.engine=trtllm"], "checkpoint", "has no tensorrt_llm; give the interpreter"),
+    ],
+    ids=["tokenizer", "data", "layout", "folder", "weights", "verifier", "interpreter", "engine"],
+)
+def test_the_first_fault_is_told_in_one_line(folder, capfd, fault, overrides, last, says):
+    fault(folder)
+    code, names, err = dry(capfd, *overrides)
+    told = [line for line in err.splitlines() if line.startswith("brorl: ")]
+    assert (code, len(told), names[-1:]) == (2, 1, [last] if last else [])
+    assert says in told[0]
+
+
+def test_a_run_that_is_there_is_seen(folder, capfd):
+    with run_folder.take(folder / "run"):
+        code, names, err = dry(capfd)
+    assert (code, names[-1]) == (2, "ranks")
+    assert err == f"brorl: run.dir = {folder / 'run'}: another run is writing there; choose another run.dir\n"
+    with open(folder / "run" / ".lock") as handle:  # looking took no lock
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_real_run_ends_at_once_where_the_disk_or_memory_is_too_small(folder, capfd, monkeypatch):
+    """By the same checks, before anything is sampled."""
+    usage = shutil.disk_usage("/")._replace(free=1 << 20)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder, "shutil", SimpleNamespace(disk_usage=lambda _: usage))
+        for options in (["--dry-run"], []):
+            with pytest.raises(SystemExit, match="2"):
+                main.main(["train", "run.toml", "rollout.max_tokens=100", "rollout.n=5000", *options])
+            assert "and 1.0 MiB are free: free some, lower train.keep_checkpoints" in capfd.readouterr().err
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20))
+    for options in (["--dry-run"], []):
+        with pytest.raises(SystemExit, match="2"):
+            main.main(["train", "run.toml", *options])
+        assert "of memory for 1 ranks here, and there are 1.0 MiB" in capfd.readouterr().err
+    assert not list((folder / "run").glob("*.json*"))
+
+
+def test_the_bytes_of_a_checkpoint(folder):
+    """Twelve per parameter of transformers' model, and what Megatron writes around them; sixteen with a reference."""
+    config, shape = load("run.toml"), read_shape("model")
+    parameters = sum(t.numel() for t in tiny.weights("model").values())
+    assert run_folder.checkpoint_bytes(config, shape) == 12 * parameters
+    train("run.toml", overrides=["algo.dynamic_sampling=false"])  # an optimizer that never stepped has no moments
+    written = sum(p.stat().st_size for p in (folder / "run" / "checkpoints").glob("step_*/*.distcp"))
+    assert 12 * parameters <= written < 1.5 * 12 * parameters
+    kept = load("run.toml", ["algo.kl_coef=0.1", "model.dtype=bf16"])
+    assert run_folder.checkpoint_bytes(kept, shape) == (2 + 12 + 2) * parameters
+
+
+@pytest.mark.slow
+def test_ranks_look_together(folder, capfd):
+    before = state(folder)
+    config = str(folder / "run.toml")
+    done = forks.command_line(["train", "--processes", "2", config, "--dry-run"], ENVIRONMENT, folder)
+    assert (done.returncode, "brorl: " in done.stderr) == (0, False), done.stderr
+    assert [x.split()[1] for x in done.stdout.splitlines() if x.startswith("  ok")] == NAMES
+    assert "2: 2 copies of the model" in done.stdout
+    assert state(folder) == before
+
+
+def test_the_launcher_hands_it_on(folder, monkeypatch):
+    told = []
+    monkeypatch.setattr(launch, "launch", lambda count, command: told.append((count, command)) or 0)
+    with pytest.raises(SystemExit, match="0"):
+        main.main(["train", "--processes", "3", "run.toml", "--dry-run", "optim.lr=1e-3"])
+    assert told[0][0] == 3
+    assert told[0][1][-4:] == ["train", "run.toml", "--dry-run", "optim.lr=1e-3"]
