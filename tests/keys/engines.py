@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from contract.engines import DOUBLE
 from keys.case import Place
 
@@ -54,6 +55,43 @@ def arguments(config: Config, place: Place) -> Any:
         for name in set(sys.modules) - before:
             if name.partition(".")[0] == "tensorrt_llm" or name == _OURS:
                 del sys.modules[name]
+        place.monkeypatch.undo()
+        place.monkeypatch.chdir(place.folder)
+
+
+def vllm_arguments(config: Config, place: Place) -> Any:
+    """What vLLM is told, on a GPU."""
+    names = {
+        "vllm": ("SamplingParams", "TokensPrompt", "__version__"),
+        "vllm.engine": (),
+        "vllm.engine.arg_utils": ("AsyncEngineArgs",),
+        "vllm.sampling_params": ("RequestOutputKind",),
+        "vllm.v1": (),
+        "vllm.v1.engine": (),
+        "vllm.v1.engine.async_llm": ("AsyncLLM",),
+        "vllm.v1.engine.exceptions": ("EngineDeadError",),
+    }
+    for name, held in names.items():
+        module = ModuleType(name)
+        vars(module).update(dict.fromkeys(held, ""))
+        place.monkeypatch.setitem(sys.modules, name, module)
+    place.monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        llm = importlib.import_module("megatron_brorl.rollout.remote.vllm.llm")
+        options = EngineOptions(
+            engine="vllm",
+            model="model",
+            vocab=304,
+            context=200,
+            dtype="float32",
+            max_rows=config.rollout.max_num_seqs,
+            stop_ids=(2,),
+            max_kv_tokens=4000,
+            section=dataclasses.asdict(config.vllm),
+        )
+        return llm.Llm(options).arguments()
+    finally:
+        sys.modules.pop("megatron_brorl.rollout.remote.vllm.llm", None)
         place.monkeypatch.undo()
         place.monkeypatch.chdir(place.folder)
 
@@ -109,7 +147,7 @@ def patience(config: Config, place: Place) -> Any:
 def silence(config: Config, place: Place) -> Any:
     """Whether a process that was last heard ten seconds ago is given up."""
     supervisor: Any = Supervisor.__new__(Supervisor)
-    supervisor.settings = process_settings(config.trtllm)
+    supervisor.settings = process_settings(getattr(config, config.rollout.engine))
     supervisor._process = SimpleNamespace(ended=lambda: "", pid=1)
     supervisor._link = SimpleNamespace(heard=time.monotonic() - 10)
     return bool(supervisor._problem())
@@ -118,7 +156,7 @@ def silence(config: Config, place: Place) -> Any:
 def transports(config: Config, place: Place) -> Any:
     """Whether weights would go by CUDA IPC, on this machine."""
     engine: Any = RemoteEngine.__new__(RemoteEngine)
-    engine.settings = process_settings(config.trtllm)
-    engine.options = SimpleNamespace(engine="trtllm")
+    engine.settings = process_settings(getattr(config, config.rollout.engine))
+    engine.options = SimpleNamespace(engine=config.rollout.engine)
     engine.capabilities = SimpleNamespace(torch="another", devices=())
     return engine._by_ipc()

@@ -14,11 +14,13 @@ MISMATCH = {"algo.mismatch_mask": "token", "algo.mismatch_low": 0.9, "algo.misma
 FP8 = {"fp8.recipe": "tensorwise", "model.dtype": "bf16"}
 TRTLLM = {"rollout.engine": "trtllm"}
 PROCESS = {**TRTLLM, "trtllm.start_timeout_s": 0.3, "trtllm.max_restarts": 1}
+VLLM = {"rollout.engine": "vllm"}
+VLLM_PROCESS = {**VLLM, "vllm.start_timeout_s": 0.3, "vllm.max_restarts": 1}
 THEORY = {"theory.every": 1}
 MEASURED = {**THEORY, "theory.measure_every": 1, "theory.measure_samples": 4}
 UNEVEN = {"rollout.n": 16, "rollout.adaptive": "variance"}
 PARTIAL = {"rollout.partial_tokens": 2}
-VERIFIED = {"train.verify_reshard": True}
+VERIFIED = {"train.verify_reshard": "always"}
 FEW = {"rollout.n": 2, "rollout.refills": 4}
 FIXED = {"algo.aggregation": "fixed", "algo.aggregation_tokens": 12}
 SOURCE = {"files": ["train.jsonl"], "weight": 1.0}
@@ -62,6 +64,7 @@ CASES = {
     "run.record_groups": Case(steps.recorded, 1),
     "run.record_tokens": Case(steps.recorded, 40),
     "run.license": Case(built.card, "apache-2.0"),
+    "run.progress_timeout_s": Case(built.watched, 0.0),
     "run.ends_at": Case(built.stops, 1.0),
     "run.log": Case(built.writers, ["tensorboard"], before=[]),
     "run.trace_every": Case(steps.run, 1),
@@ -146,11 +149,25 @@ CASES = {
     "trtllm.scheduler": Case(engines.arguments, "MAX_UTILIZATION"),
     "trtllm.overlap": Case(engines.arguments, False),
     "trtllm.ray_port": Case(engines.arguments, 25000),
-    "trtllm.transport": Case(engines.transports, "cuda_ipc", refused='trtllm.transport = "cuda_ipc": there is no GPU'),
+    "trtllm.transport": Case(engines.transports, "cuda_ipc", beside=TRTLLM, refused='trtllm.transport = "cuda_ipc": there is no GPU'),
     "trtllm.shared_memory": Case(engines.starts, "memory", beside=PROCESS),
     "trtllm.start_timeout_s": Case(engines.patience, 0.9, before=0.1, beside=TRTLLM),
-    "trtllm.heartbeat_timeout_s": Case(engines.silence, 5.0),
+    "trtllm.heartbeat_timeout_s": Case(engines.silence, 5.0, beside=TRTLLM),
     "trtllm.max_restarts": Case(engines.starts, 3, before=1, beside=TRTLLM),
+    "vllm.python": Case(engines.starts, "/opt/vllm/bin/python", beside=VLLM_PROCESS),
+    "vllm.tensor": Case(engines.vllm_arguments, 2),
+    "vllm.memory_fraction": Case(built.plan, 0.5, beside=VLLM),
+    "vllm.kv_dtype": Case(engines.vllm_arguments, "fp8"),
+    "vllm.quantization": Case(engines.vllm_arguments, "fp8"),
+    "vllm.max_num_tokens": Case(engines.vllm_arguments, 4096),
+    "vllm.cuda_graphs": Case(engines.vllm_arguments, False),
+    "vllm.transport": Case(
+        engines.transports, "cuda_ipc", beside=VLLM, refused='vllm.transport = "cuda_ipc": there is no GPU'
+    ),
+    "vllm.shared_memory": Case(engines.starts, "memory", beside=VLLM_PROCESS),
+    "vllm.start_timeout_s": Case(engines.patience, 0.9, before=0.1, beside=VLLM),
+    "vllm.heartbeat_timeout_s": Case(engines.silence, 5.0, beside=VLLM),
+    "vllm.max_restarts": Case(engines.starts, 3, before=1, beside=VLLM),
     "reward.workers": Case(built.serving, 2),
     "reward.timeout_s": Case(built.serving, 0.1, beside={"data.verifier": "slow.py:score"}),
     "reward.max_chars": Case(judged.found, 1, beside={"reward.extract": "full"}),
@@ -228,10 +245,16 @@ CASES = {
     "train.checkpoint_every": Case(steps.run, 1),
     "train.keep_checkpoints": Case(steps.run, 1, beside={"train.checkpoint_every": 1}),
     "train.resume": Case(built.checkpoints, "never"),
+    "train.keep_best": Case(steps.run, "pass_at_1", beside={"evaluate.every": 1}),
+    "train.checkpoint_async": Case(steps.written, False),
+    "train.keep_nonfinite": Case(steps.broken_update, 0),
+    "train.spike_factor": Case(steps.spiky, 0.0),
+    "train.spike_window": Case(steps.spiky, 2),
+    "train.max_spike_steps": Case(steps.spiky, 1),
     "train.max_nonfinite_steps": Case(steps.broken, 1, refused="train.max_nonfinite_steps"),
-    "train.verify_reshard": Case(steps.step, True, refused="train.verify_reshard: after version 0"),
+    "train.verify_reshard": Case(steps.step, "always", refused="train.verify_reshard: after version 0"),
     "train.verify_tolerance": Case(
-        steps.step, 1e3, beside={"train.verify_reshard": True}, refused="train.verify_tolerance"
+        steps.step, 1e3, beside=VERIFIED, refused="train.verify_tolerance"
     ),
     "theory.every": Case(steps.step, 1),
     "theory.prompts": Case(steps.step, 1, beside=THEORY),

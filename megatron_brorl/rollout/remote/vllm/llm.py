@@ -72,8 +72,8 @@ class Llm(EngineLeaf):
             )
         return found
 
-    async def start(self) -> Capabilities:
-        """See EngineLeaf."""
+    def arguments(self) -> dict[str, Any]:
+        """Of vLLM's AsyncEngineArgs. Raises ValueError where no response would fit."""
         o, c = self.options, self.config
 
         # What differs between devices. vLLM's seeds crash under chunked prefill on CPUs, and eager code starts sooner.
@@ -85,30 +85,33 @@ class Llm(EngineLeaf):
             own["quantization"] = "fp8"  # of each weight, by vLLM, as it comes
 
         # What training needs is set here; the rest is left to the engine.
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=o.model,
-                # Ids in, ids out; stop strings alone need text.
-                skip_tokenizer_init=not o.stop_strings,
-                trust_remote_code=False,
-                tensor_parallel_size=c.tensor,
-                dtype=o.dtype,
-                load_format="dummy",  # weights come from the trainer
-                max_model_len=o.context,
-                max_num_seqs=o.max_rows,
-                # Neither a prompt nor a rollout that goes on may be cut into pieces.
-                max_num_batched_tokens=max(c.max_num_tokens, o.context, o.max_rows),
-                # Siblings find the blocks of their prompt by its prefix.
-                enable_prefix_caching=True,
-                kv_cache_memory_bytes=self._kv_bytes(),
-                kv_cache_dtype=c.kv_dtype,
-                logprobs_mode="processed_logprobs",  # of the distribution that tokens are drawn from
-                worker_extension_cls=EXTENSION,
-                generation_config="vllm",  # none of the model's own settings
-                disable_log_stats=True,
-                **own,
-            )
-        )
+        return {
+            "model": o.model,
+            # Ids in, ids out; stop strings alone need text.
+            "skip_tokenizer_init": not o.stop_strings,
+            "trust_remote_code": False,
+            "tensor_parallel_size": c.tensor,
+            "dtype": o.dtype,
+            "load_format": "dummy",  # weights come from the trainer
+            "max_model_len": o.context,
+            "max_num_seqs": o.max_rows,
+            # Neither a prompt nor a rollout that goes on may be cut into pieces.
+            "max_num_batched_tokens": max(c.max_num_tokens, o.context, o.max_rows),
+            # Siblings find the blocks of their prompt by its prefix.
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": self._kv_bytes(),
+            "kv_cache_dtype": c.kv_dtype,
+            "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
+            "worker_extension_cls": EXTENSION,
+            "generation_config": "vllm",  # none of the model's own settings
+            "disable_log_stats": True,
+            **own,
+        }
+
+    async def start(self) -> Capabilities:
+        """See EngineLeaf."""
+        o, arguments = self.options, self.arguments()
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
         await self._find_seeds()
         return Capabilities(
@@ -121,7 +124,7 @@ class Llm(EngineLeaf):
             devices=tuple(await self._llm.collective_rpc("brorl_device")),
             kv_tokens=min(await self._llm.collective_rpc("brorl_kv_tokens")),
             rows=o.max_rows,
-            details={"eager": own["enforce_eager"], "threads": o.threads},
+            details={"eager": arguments["enforce_eager"], "threads": o.threads},
         )
 
     def params(
