@@ -59,6 +59,13 @@ def folders(config: Config, place: Place) -> Any:
     return sorted(path.name for path in Path().iterdir() if path.name in ("run", "elsewhere"))
 
 
+def watched(config: Config, place: Place) -> Any:
+    """Whether the rank says where it is."""
+    with _session(config) as session:
+        session.__enter__()
+        return _files()
+
+
 def card(config: Config, place: Place) -> Any:
     """The card of the model that it writes."""
     with _session(config) as session:
@@ -144,7 +151,7 @@ def packed(config: Config, place: Place) -> Any:
     """Tokens of each micro-batch of eight siblings."""
     prompt = torch.arange(3, 43)
     with _session(config) as session:
-        batches = session.worker(None)._pack([prompt] * 8, [torch.arange(5, 25)] * 8)
+        batches = session.worker(None).micro_batches([prompt] * 8, [torch.arange(5, 25)] * 8)
     return [len(batch.input_ids) for batch in batches]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.record import Recorder
+from megatron_brorl.train.spikes import WATCHED, Spikes
 from megatron_brorl.train.stall import Stall
 
 
@@ -122,6 +124,45 @@ def broken(config: Config, place: Place) -> Any:
     """A run of an engine whose every row has a log-probability that is not a number."""
     every = {(f"p/{i}", k): float("nan") for i in range(64) for k in range(8)}
     return run(config, place, nonfinite=every)
+
+
+def written(config: Config, place: Place) -> Any:
+    """The threads that write checkpoints of a run."""
+    found: list[str] = []
+    start = threading.Thread.start
+
+    def told(self: threading.Thread) -> None:
+        found.append(self.name)
+        start(self)
+
+    place.monkeypatch.setattr(threading.Thread, "start", told)
+    run(config, place)
+    place.monkeypatch.undo()
+    place.monkeypatch.chdir(place.folder)
+    return sorted(name for name in found if not name.startswith("ThreadPool"))
+
+
+def skipped(config: Config, place: Place) -> Any:
+    """Files of a step whose gradients are not finite."""
+    shutil.rmtree("run", ignore_errors=True)
+    trainer = _trainer(config, place, Engine())
+    train = trainer.worker.train
+
+    def poisoned(prompts: Any, responses: Any, loss: Any, *rest: Any) -> Any:
+        loss._part.advantages[0][0] = float("inf")
+        return train(prompts, responses, loss, *rest)
+
+    trainer.worker.train = poisoned  # type: ignore[method-assign]
+    trainer.train_step()
+    return sorted(str(path) for path in Path("run").rglob("*.pt"))
+
+
+def spiky(config: Config, place: Place) -> Any:
+    """What is said of a step of fifty times the loss after twelve even ones, and whether it ends the run."""
+    spikes, said = Spikes(), []
+    for loss in (*[1.0] * 12, 50.0):
+        said = spikes.watch({**dict.fromkeys(WATCHED, 1.0), "loss": loss, "updates": 1.0}, config.train)
+    return said, spikes.too_many(config.train)
 
 
 def stalls(config: Config, place: Place) -> Any:

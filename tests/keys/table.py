@@ -149,7 +149,9 @@ CASES = {
     "trtllm.scheduler": Case(engines.arguments, "MAX_UTILIZATION"),
     "trtllm.overlap": Case(engines.arguments, False),
     "trtllm.ray_port": Case(engines.arguments, 25000),
-    "trtllm.transport": Case(engines.transports, "cuda_ipc", beside=TRTLLM, refused='trtllm.transport = "cuda_ipc": there is no GPU'),
+    "trtllm.transport": Case(
+        engines.transports, "cuda_ipc", beside=TRTLLM, refused='trtllm.transport = "cuda_ipc": there is no GPU'
+    ),
     "trtllm.shared_memory": Case(engines.starts, "memory", beside=PROCESS),
     "trtllm.start_timeout_s": Case(engines.patience, 0.9, before=0.1, beside=TRTLLM),
     "trtllm.heartbeat_timeout_s": Case(engines.silence, 5.0, beside=TRTLLM),
@@ -246,16 +248,14 @@ CASES = {
     "train.keep_checkpoints": Case(steps.run, 1, beside={"train.checkpoint_every": 1}),
     "train.resume": Case(built.checkpoints, "never"),
     "train.keep_best": Case(steps.run, "pass_at_1", beside={"evaluate.every": 1}),
-    "train.checkpoint_async": Case(steps.written, False),
-    "train.keep_nonfinite": Case(steps.broken_update, 0),
+    "train.checkpoint_async": Case(steps.written, False, beside={"train.checkpoint_every": 1}),
+    "train.keep_nonfinite": Case(steps.skipped, 0),
     "train.spike_factor": Case(steps.spiky, 0.0),
     "train.spike_window": Case(steps.spiky, 2),
     "train.max_spike_steps": Case(steps.spiky, 1),
     "train.max_nonfinite_steps": Case(steps.broken, 1, refused="train.max_nonfinite_steps"),
     "train.verify_reshard": Case(steps.step, "always", refused="train.verify_reshard: after version 0"),
-    "train.verify_tolerance": Case(
-        steps.step, 1e3, beside=VERIFIED, refused="train.verify_tolerance"
-    ),
+    "train.verify_tolerance": Case(steps.step, 1e3, beside=VERIFIED, refused="train.verify_tolerance"),
     "theory.every": Case(steps.step, 1),
     "theory.prompts": Case(steps.step, 1, beside=THEORY),
     "theory.positions": Case(steps.step, 2, beside=THEORY),
