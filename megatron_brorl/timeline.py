@@ -123,9 +123,12 @@ def span(name: str, limit_s: float = 0.0) -> Iterator[dict[str, float]]:
     limit_s: seconds after which something else ends what is waited for here, as rollout.timeout_s does; 0 = nothing.
     """
     current = _current.get()
+    recorded: contextlib.AbstractContextManager[dict[str, float]] = contextlib.nullcontext({})
+    if current:
+        recorded = current.span(name)
     position.enter(name, limit_s)
     try:
-        with current.span(name) if current else contextlib.nullcontext({}) as values:
+        with recorded as values:
             yield values
     finally:
         position.leave()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
@@ -46,7 +46,7 @@ class _InMemory(FileSystem):
         self.data = b""
 
     @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.BytesIO]:  # type: ignore[override]
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.BytesIO]:
         stream = io.BytesIO()
         yield stream
         self.data = stream.getvalue()
@@ -79,7 +79,8 @@ class _Planned(filesystem_async.FileSystemWriterAsync):
             self.copies.begin()
         for items in filesystem_async._split_by_size_and_type(_FILES, plan.items):
             objects = [(item, planner.resolve_data(item)) for item in items if item.type == WriteItemType.BYTE_IO]
-            tensors = [(item, take(planner.resolve_data(item))) for item in items if item.type != WriteItemType.BYTE_IO]
+            tensors: list[Any] = [i for i in items if i.type != WriteItemType.BYTE_IO]
+            tensors = [(item, take(cast(Tensor, planner.resolve_data(item)))) for item in tensors]
             if objects or tensors:
                 self.buckets.append([*objects, *tensors])
         if self.copies:

@@ -9,7 +9,7 @@ import sys
 import time
 import typing
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from megatron_brorl.cli import run_folder
 from megatron_brorl.cli.fingerprint import Fingerprint, fingerprint
 from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.cli.preflight import Machines, check_host, gpu_bytes, micro_batch_tokens, preflight, tokenizer_line
+from megatron_brorl.cli.program import Program
 from megatron_brorl.config.schema import Config, OptimConfig
 from megatron_brorl.data import digest
 from megatron_brorl.data.hub import model_directory
@@ -50,7 +51,6 @@ from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
-from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.rollouts import Rollouts
@@ -62,16 +62,6 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 
 AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Program:
-    """What a Python program adds to a command that it runs (face/training.py)."""
-
-    reward: here.OwnReward | None = None  # judges rows whose verifier is here.NAME
-    callbacks: Callbacks = field(default_factory=Callbacks)
-    goes_on: bool = False  # after an error, so that what the command holds must be given back
-    told: Callable[[str, str], None] = lambda name, value: None  # what was looked at and found well, as it is
 
 
 class Session:

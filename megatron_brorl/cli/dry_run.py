@@ -10,9 +10,10 @@ import os
 
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.cli import run_folder
-from megatron_brorl.cli.build import Program, Session
+from megatron_brorl.cli.build import Session
 from megatron_brorl.cli.engine_check import engine_line, ports_line
 from megatron_brorl.cli.fingerprint import check_fingerprint
+from megatron_brorl.cli.program import Program
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import grid

@@ -13,11 +13,12 @@ import torch
 from megatron_brorl import ranks
 from megatron_brorl.algo.estimators import widest
 from megatron_brorl.cli.batch_sizes import batch_line
-from megatron_brorl.cli.build import Program, Session
+from megatron_brorl.cli.build import Session
 from megatron_brorl.cli.card import of_run
 from megatron_brorl.cli.dry_run import dry_run
 from megatron_brorl.cli.files import write_json
 from megatron_brorl.cli.fingerprint import check_fingerprint
+from megatron_brorl.cli.program import Program
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.metrics import METRICS_FILE, read_metrics

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_brorl import ranks
 from megatron_brorl.cli import train as command
-from megatron_brorl.cli.build import Program
+from megatron_brorl.cli.program import Program
 from megatron_brorl.config.load import load, load_table
 from megatron_brorl.config.schema import Config
 from megatron_brorl.face.runs import RunRecord, load_run

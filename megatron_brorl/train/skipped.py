@@ -128,7 +128,13 @@ def worker_of(kept: SkippedUpdate) -> Worker:
 def tokens_on(kept: SkippedUpdate, worker: Worker) -> PolicyTokens:
     """Those of a file [R] on the device of this process."""
     where = next(worker.module.parameters()).device
-    return PolicyTokens(**{k: v if v is None else v.to(where) for k, v in vars(kept.tokens).items()})
+    return _moved(kept.tokens, where)
+
+
+def _moved(tokens: PolicyTokens, where: torch.device) -> PolicyTokens:
+    """The same [R] on another device."""
+    moved: dict[str, Any] = {k: v if v is None else v.to(where) for k, v in vars(tokens).items()}
+    return PolicyTokens(**moved)
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,7 @@ class Keeper:
             config=self.config,
             shape=worker.shape,
             batch=batch,
-            tokens=PolicyTokens(**{k: v if v is None else v.cpu() for k, v in vars(tokens).items()}),
+            tokens=_moved(tokens, torch.device("cpu")),
             settings=settings,
             temperature=temperature,
             found=found,
