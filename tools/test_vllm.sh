@@ -32,4 +32,4 @@ if [[ ! -f $VLLM/.installed || tools/vllm.txt -nt $VLLM/.installed ]]; then
   touch "$VLLM/.installed"
 fi
 
-BRORL_VLLM_PYTHON="$PWD/$VLLM/bin/python" "$VENV/bin/python" -m pytest tests/vllm "$@"
+BRORL_VLLM_PYTHON="$PWD/$VLLM/bin/python" "$VENV/bin/python" -m pytest tests/real_vllm "$@"

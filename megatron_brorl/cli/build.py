@@ -26,7 +26,7 @@ from megatron_brorl.cli import run_folder
 from megatron_brorl.cli.fingerprint import Fingerprint, fingerprint
 from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.cli.preflight import Machines, check_host, gpu_bytes, micro_batch_tokens, preflight, tokenizer_line
-from megatron_brorl.cli.program import Program
+from megatron_brorl.cli.program import NOTHING, Program
 from megatron_brorl.config.schema import Config, OptimConfig
 from megatron_brorl.data import digest
 from megatron_brorl.data.hub import model_directory
@@ -71,7 +71,7 @@ class Session:
     benchmarks: dict[str, list[Prompt]]  # what `brorl evaluate` asks, by name
     report: str  # of data.source: what was read, and what is odd about it
 
-    def __init__(self, config: Config, benchmarks: bool = False, program: Program = Program()) -> None:
+    def __init__(self, config: Config, benchmarks: bool = False, program: Program = NOTHING) -> None:
         """benchmarks: read the files of evaluate.benchmarks, where there are any, and nothing to train on."""
         self.base = config.model.path  # as the user names it
         self.program = program  # empty, where the command line runs the command

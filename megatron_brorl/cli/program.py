@@ -17,3 +17,6 @@ class Program:
     callbacks: Callbacks = field(default_factory=Callbacks)
     goes_on: bool = False  # after an error, so that what the command holds must be given back
     told: Callable[[str, str], None] = lambda name, value: None  # what was looked at and found well, as it is
+
+
+NOTHING = Program()  # of the command line

@@ -18,7 +18,7 @@ from megatron_brorl.cli.card import of_run
 from megatron_brorl.cli.dry_run import dry_run
 from megatron_brorl.cli.files import write_json
 from megatron_brorl.cli.fingerprint import check_fingerprint
-from megatron_brorl.cli.program import Program
+from megatron_brorl.cli.program import NOTHING, Program
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     words, config = ["train", args.config, *args.overrides], load(args.config, args.overrides)
     if args.dry_run:
         return dry_run(config)
-    return execute(config, lambda ranks: run_record.command(words, ranks), Program())
+    return execute(config, lambda ranks: run_record.command(words, ranks), NOTHING)
 
 
 def execute(config: Config, command: Callable[[int], str], program: Program) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_brorl import hang
 from megatron_brorl.cli import main as cli
 
 CLOSED = (
@@ -16,6 +17,12 @@ WAITED = (
     "Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please "
     "check rank 0 logs for faulty rank. \n Original exception: \n[pair.cc:553] Connection closed by peer [127.0.0.1]:4"
 )
+
+
+@pytest.fixture(autouse=True)
+def nobody_watches(monkeypatch):
+    """A session that another test ended by an error leaves its watch to the end of a process, which goes on here."""
+    monkeypatch.setattr(hang, "_watches", [])
 
 
 @pytest.mark.parametrize(
