@@ -247,7 +247,7 @@ def written_aside(target: Path) -> Iterator[Path]:
         replace_directory(aside, target)
     except BaseException as e:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(e, OSError) and e.filename is None:
+        if isinstance(e, OSError) and e.errno and e.filename is None:
             e.filename = str(target)
         raise
 

@@ -85,9 +85,11 @@ def room_of(config: Config, shape: ModelShape, directory: Path) -> str:
     rollouts = tokens * _ROLLOUT_BYTES if r.durable else 0
     shown = min(config.run.record_tokens, config.run.record_groups * r.n * r.max_tokens) * _RECORD_BYTES
 
-    # Refused where the most that it may take at once is more than there is.
-    need, free = checkpoints + rollouts + model, shutil.disk_usage(_nearest(directory)).free
-    parts = f"checkpoints of {amount(one)}, {amount(rollouts)} of a step's rollouts, {amount(model)} of the model"
+    # Refused for what it takes in any case: few responses are as long as they may be.
+    need, free = checkpoints + model, shutil.disk_usage(_nearest(directory)).free
+    parts = (
+        f"checkpoints of {amount(one)}, {amount(model)} of the model, and up to {amount(rollouts)} of a step's rollouts"
+    )
     if need > free:
         raise UserError(
             f"run.dir = {directory}: needs {amount(need)} ({parts}) and {amount(free)} are free: free some, lower "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 import fakes
@@ -47,8 +49,8 @@ def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> s
     return "saved"
 
 
-def kept(rank: int, directory: str, parallel: dict[str, Any], root: str) -> float:
-    """One step whose update is skipped, because an advantage of the last replica is infinite."""
+def kept(rank: int, directory: str, parallel: dict[str, Any], root: str) -> tuple[float, str]:
+    """One step whose update is skipped, because an advantage of the last replica is infinite; what the rank said."""
     trainer = make_trainer(directory, grid_of(**parallel), configured({"run": {"dir": root}}), fakes.Engine())
     real = trainer.worker.train
 
@@ -59,4 +61,7 @@ def kept(rank: int, directory: str, parallel: dict[str, Any], root: str) -> floa
 
     trainer.worker.train = poisoned
     trainer.refit()
-    return trainer.train_step()[0]["updates_skipped"]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        skipped = trainer.train_step()[0]["updates_skipped"]
+    return skipped, said.getvalue()

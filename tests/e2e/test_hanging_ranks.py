@@ -12,7 +12,9 @@ from e2e.runs import ENVIRONMENT, brorl, rows
 
 from megatron_brorl.checkpoints import manifest
 
-STEPS = ["train.steps=2", "train.checkpoint_every=1", "evaluate.every=0", "data.held_out=[]", "rollout.n=8"]
+# What is written meanwhile may not be there yet when a rank stops.
+SAVED = ["train.checkpoint_every=1", "train.checkpoint_async=false"]
+STEPS = ["train.steps=2", *SAVED, "evaluate.every=0", "data.held_out=[]", "rollout.n=8"]
 
 
 def never_ends() -> None:

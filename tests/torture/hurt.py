@@ -63,7 +63,7 @@ class Hurt:
         pyarrow.parquet.write_table = self._table_writer(pyarrow.parquet.write_table)
 
         # Phases: whoever has imported the function has a name of its own for it.
-        span, watched = timeline.span, self._phase(timeline.span, lambda name: str(name))
+        span, watched = timeline.span, self._phase(timeline.span, lambda name, *_: str(name))
         for module in [m for m in sys.modules.values() if getattr(m, "span", None) is span]:
             module.span = watched  # type: ignore[attr-defined]
         for name in ("all_reduce", "all_gather", "barrier", "all_to_all_single"):

@@ -100,7 +100,7 @@ def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path)
     }
     engine, writer = fakes.Engine(), Writer()
     trainer = make_trainer(model[0], processes, configured(changes), engine)
-    trainer.held_out, trainer.save = [], lambda: None
+    trainer.held_out, trainer.save = [], lambda *_, **__: None
     with progress(3, "train", False) as p:
         trainer.run(writer, p, lambda: False)
 
