@@ -67,7 +67,8 @@ def room_of(config: Config, shape: ModelShape, directory: Path) -> str:
 
     Checkpoints: train.keep_checkpoints, the best (train.keep_best) and the one that is written before the oldest goes,
     less those that are there.
-    Rollouts: of one step (rollout.durable), which are gone when it is over; those that people can read stay.
+    Rollouts are told of alone: those of one step (rollout.durable), at their longest, are gone when it is over; those
+    that people can read stay.
     """
     t, r = config.train, config.rollout
     # Of tensors, with what is written around them.
@@ -80,7 +81,6 @@ def room_of(config: Config, shape: ModelShape, directory: Path) -> str:
     there = len(folders.by_step(directory / "checkpoints"))
     checkpoints = one * max(most - there, 1)
 
-    # A step's rollouts, at their longest.
     tokens = r.n * r.prompts * r.max_tokens
     rollouts = tokens * _ROLLOUT_BYTES if r.durable else 0
     shown = min(config.run.record_tokens, config.run.record_groups * r.n * r.max_tokens) * _RECORD_BYTES

@@ -167,13 +167,13 @@ def test_a_run_that_is_there_is_seen(folder, capfd):
 
 def test_a_real_run_ends_at_once_where_the_disk_or_memory_is_too_small(folder, capfd, monkeypatch):
     """By the same checks, before anything is sampled."""
-    usage = shutil.disk_usage("/")._replace(free=1 << 20)
+    usage = shutil.disk_usage("/")._replace(free=1 << 19)
     with monkeypatch.context() as patched:
         patched.setattr(run_folder, "shutil", SimpleNamespace(disk_usage=lambda _: usage))
         for options in (["--dry-run"], []):
             with pytest.raises(SystemExit, match="2"):
                 main.main(["train", "run.toml", "rollout.max_tokens=100", "rollout.n=5000", *options])
-            assert "and 1.0 MiB are free: free some, lower train.keep_checkpoints" in capfd.readouterr().err
+            assert "and 0.5 MiB are free: free some, lower train.keep_checkpoints" in capfd.readouterr().err
     monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20))
     for options in (["--dry-run"], []):
         with pytest.raises(SystemExit, match="2"):
