@@ -21,6 +21,12 @@ from megatron_brorl.train.refit import refit
 from megatron_brorl.train.verify import reshard_gap, verify_reshard
 
 CONFIG = Config(rollout=RolloutConfig(engine="vllm"))
+STALE = """
+            for module in model.modules():
+                if type(module).__name__ == "ParallelLMHead":
+                    before = torch.ones_like(module.weight).cumsum(0) / 100
+                    module.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, before, bias)
+"""
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -43,17 +49,18 @@ def _dropped(pairs: list[Sealed]) -> list[Sealed]:
 
 
 def _swapped(pairs: list[Sealed]) -> list[Sealed]:
-    """Two tensors of one shape under each other's name, with checksums that fit what they are called."""
-    a, b = [i for i, p in enumerate(pairs) if p.name.endswith("input_layernorm.weight")][:2]
-    pairs[a], pairs[b] = Sealed(pairs[a].name, pairs[b].tensor, pairs[a].checksum), pairs[b]
+    """Two tensors of one shape under each other's name, each with the checksum that it had."""
+    a, b = [i for i, (name, _) in enumerate(pairs) if name.endswith("input_layernorm.weight")][:2]
+    (name, tensor), (other, another) = pairs[a], pairs[b]
+    pairs[a], pairs[b] = Sealed(name, another, pairs[b].checksum), Sealed(other, tensor, pairs[a].checksum)
     return pairs
 
 
 def _flipped(pairs: list[Sealed]) -> list[Sealed]:
-    name, tensor, checksum = pairs[3]
+    name, tensor = pairs[3]
     tensor = tensor.clone()
     tensor.view(torch.int32).view(-1)[1] ^= 1
-    pairs[3] = Sealed(name, tensor, checksum)
+    pairs[3] = Sealed(name, tensor, pairs[3].checksum)
     return pairs
 
 
@@ -86,13 +93,14 @@ def test_damage_in_shared_memory_is_seen_by_the_worker(model, start, monkeypatch
 
 
 def test_a_stale_head_is_found_by_the_probe(model, start, tmp_path, monkeypatch, processes, capfd):
-    """The engine's own code without the line that packs a tied head anew: all checksums agree, the probe does not."""
+    """The engine's own code with a head that computes by other weights than its parameter, as one whose packed copy
+    stays behind: all checksums agree, the probe does not."""
     planted = tmp_path / "megatron_brorl"
     shutil.copytree(Path(megatron_brorl.__file__).parent, planted, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     extension = planted / "rollout" / "remote" / "vllm" / "extension.py"
     text = extension.read_text()
     assert text.count("            _pack_heads(model)\n") == 1
-    extension.write_text(text.replace("            _pack_heads(model)\n", ""))
+    extension.write_text(text.replace("            _pack_heads(model)\n", STALE))
     worker = make_worker(str(model.directory), {})
 
     # What is right passes, and costs no restart.
