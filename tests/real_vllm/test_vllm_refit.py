@@ -113,8 +113,8 @@ def test_a_stale_head_is_found_by_the_probe(model, start, tmp_path, monkeypatch,
 
     # What is not is started anew once, with the same weights, and is as wrong.
     monkeypatch.setattr(process.megatron_brorl, "__file__", str(planted / "__init__.py"))
+    monkeypatch.chdir(tmp_path)  # python -m looks there first
     wrong = start(model)
-    monkeypatch.undo()
     refit(worker, wrong, 0)
     pid = wrong.supervisor.pid
     with pytest.raises(UserError, match=r"train.verify_reshard: after version 0 an engine's log-probs differ .* by"):
