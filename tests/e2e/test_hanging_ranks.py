@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 
 import forks
 import pytest
 from e2e.runs import ENVIRONMENT, brorl, rows
 
 from megatron_brorl.checkpoints import manifest
+from megatron_brorl.timeline import span
 
 # What is written meanwhile may not be there yet when a rank stops.
 SAVED = ["train.checkpoint_every=1", "train.checkpoint_async=false"]
@@ -27,7 +29,9 @@ def stops() -> None:
 
 
 def keeps_the_interpreter() -> None:
-    ctypes.PyDLL(None).pause()
+    with span("waits", limit_s=300):  # its stacks are written no later for that
+        time.sleep(1)
+        ctypes.PyDLL(None).pause()
 
 
 def hanging(what):
@@ -83,7 +87,7 @@ def test_it_is_named_and_the_run_goes_on(config, init, tmp_path, monkeypatch, ma
     said = [line for line in done.stderr.splitlines() if line.startswith("brorl: ")]
     assert len(said) == 1, done.stderr
     assert said[0].startswith(f"brorl: rank 1 {how} for ")
-    assert f"({key}): step 2, experience, and the others wait for it; see the stacks" in said[0]
+    assert f"({key}): step 2, experience{' > waits' * (main is locked)}, and the others wait for it; see the" in said[0]
     assert "Traceback" not in done.stderr
 
     # What each rank was at.
