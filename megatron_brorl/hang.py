@@ -166,8 +166,8 @@ class Watch:
                 if self._done.is_set():
                     return
                 self._write()
-                # Where a library keeps the interpreter this thread stands too: faulthandler's own does not need it. What
-                # a span may take besides is no matter: this thread turns meanwhile, and arms it anew.
+                # Where a library keeps the interpreter this thread stands too: faulthandler's own does not need it.
+                # What a span may take besides is no matter: this thread turns meanwhile, and arms it anew.
                 faulthandler.dump_traceback_later(self._timeout_s, file=self._out)
 
             if self._told():

@@ -201,8 +201,13 @@ def _main(arguments: list[str]) -> None:
 
 def _main_without_figures(arguments: list[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from megatron_brorl.report import plot, theory
 
     FigureCanvasAgg.print_figure = lambda _, file, **__: Path(file).touch()
+    plot.build_figure = lambda *_: Figure()
+    theory.build_figure = lambda *_: Figure()
     _main(arguments)
 
 

@@ -58,6 +58,9 @@ def begin(folder: Path, resume_step: int | None) -> None:
     written.
     """
     try:
+        # What a process was writing when it was killed has no end.
+        for path in folder.glob(".*.parquet.writing"):
+            path.unlink()
         if resume_step is None and folder.exists():
             number = 1
             while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -67,9 +70,6 @@ def begin(folder: Path, resume_step: int | None) -> None:
 
         # Ranks may be fewer now, and write over less than what is there.
         for path in folder.iterdir():
-            # What a process was writing when it was killed has no end.
-            if path.name.startswith(".") and path.name.endswith(".parquet.writing"):
-                path.unlink()
             moment = _moment(path)
             if moment and resume_step is not None:
                 # The evaluation after so many steps is done before they are saved.

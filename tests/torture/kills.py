@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,15 @@ DOUBLE = REPOSITORY / "tests" / "contract" / "double"
 SIZES = [
     "rollout.n=8", "rollout.prompts=4", "train.steps=3", "train.checkpoint_every=1", "train.keep_checkpoints=2",
     "evaluate.every=2", "evaluate.samples=1", "run.log=[]", "parallel.timeout_s=60", "reward.timeout_s=2",
-    "theory.log_rollouts=true", "theory.every=3", "reward.strict=false", "reward.cut_off_factor=1.0",
+    "theory.log_rollouts=true", "theory.every=3", "run.progress_timeout_s=60", "reward.strict=false",
+    "reward.cut_off_factor=1.0",
 ]  # fmt: skip
 # The model has learnt nothing: what it is rewarded for is something that it does now and then.
 VERIFIER = "def letters(response, row):\n    return sum(c.isalpha() for c in response) / 6\n"
 ENGINE = ["rollout.engine=trtllm", "trtllm.cuda_graphs=false", "trtllm.heartbeat_timeout_s=5"]
 FROZEN = ["parallel.timeout_s=8", "rollout.timeout_s=8"]  # how long the others wait for one that never comes
 STAGES = ("from the start", "gone on with")  # of a run, that is hurt
+_HANGS = "run.progress_timeout_s"  # of the line that ends a run in which no rank comes further
 STARTS = 4  # of a run that was hurt once, at most
 # How often what is tried, in percent.
 WEIGHTS = {
@@ -68,9 +70,12 @@ class Arena:
     def run(
         self, directory: Path, told: dict[str, Any] | None = None, options: list[str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """One start of a run; told: how it is hurt."""
+        """One start of a run; told: how it is hurt. One that does not end by itself is ended, with exit code 124."""
         words = ["train", "--processes", str(self.ranks), *self.words, f"run.dir={directory}", *(options or [])]
-        return launching.command_line(words, {**self.environment, hurt.KEY: json.dumps(told or {})})
+        try:
+            return launching.command_line(words, {**self.environment, hurt.KEY: json.dumps(told or {})})
+        except TimeoutError:
+            return subprocess.CompletedProcess(words, 124, "", _HANGS)
 
     def prepare(self) -> None:
         """The run that nobody disturbs, and one that was killed in its second step."""
@@ -162,6 +167,9 @@ def _ended(done: subprocess.CompletedProcess[str], what: str, directory: Path) -
     """How a start that was hurt ended, and what is wrong with that."""
     if "Traceback" in done.stderr:
         return "traceback", done.stderr[-3000:]
+    if _HANGS in done.stderr:
+        stacks = "\n".join(path.read_text()[-3000:] for path in directory.glob("stacks/*"))
+        return "hangs", f"{done.stderr[-1000:]}\n{stacks}"
     hit = "torture: " in done.stderr and "nobody there" not in done.stderr
     if done.returncode == 0:
         if what not in hurt.FAULTS:
@@ -212,15 +220,39 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--trials", type=int, default=10**9)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--lanes", type=int, default=os.cpu_count() or 1, help="processes, each with trials of its own")
     parser.add_argument("--only", help="a word of what is tried")
     parser.add_argument("--again", type=json.loads, help="a trial that failed, as it was printed")
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)  # of a lane, for its trials
     args = parser.parse_args()
-    rng, began = random.Random(args.seed), time.monotonic()
-    os.environ.update(ENVIRONMENT)
     if args.only:
         for what in WEIGHTS:
             WEIGHTS[what] *= args.only in what
 
+    # A run waits now and then, for a rank that is gone or a scorer: what another lane does meanwhile.
+    began = time.monotonic()
+    if args.lanes > 1 and not args.again and not args.file:
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder) / str(lane) for lane in range(args.lanes)]
+            own = [["--lanes=1", f"--seed={args.seed + lane}", f"--file={file}"] for lane, file in enumerate(files)]
+            lanes = [subprocess.Popen([sys.executable, "-W", "ignore", *sys.argv, *words]) for words in own]
+            failed = sum(lane.wait() != 0 for lane in lanes)
+            trials = [Trial(*found) for file in files if file.exists() for found in json.loads(file.read_text())]
+    else:
+        trials, failed = attack(args, began), 0
+    if args.file:
+        args.file.write_text(json.dumps([astuple(trial) for trial in trials]))
+        return 0
+    wrong = report(trials)
+    print(f"{len(trials)} trials, {wrong} wrong, {(time.monotonic() - began) / 60:.1f} minutes")
+    return 1 if wrong or failed else 0
+
+
+def attack(args: argparse.Namespace, began: float) -> list[Trial]:
+    """Trials until the time is over."""
+    rng = random.Random(args.seed)
+    os.environ.update(ENVIRONMENT)
+    trials: list[Trial] = []
     with tempfile.TemporaryDirectory(prefix="torture") as folder, launching.adopting():
         plain, engine = arena(Path(folder)), None
         if any(WEIGHTS[what] for what in hurt.ENGINE_KILLS):
@@ -231,20 +263,18 @@ def main() -> int:
         events = {f"{stage}, rank {rank}": sum(found.values()) for (stage, rank), found in plain.events.items()}
         print(f"seed {args.seed}: events {events}, {time.monotonic() - began:.0f} s", flush=True)
 
-        # Trials until the time is over.
-        trials: list[Trial] = []
         while time.monotonic() - began < 60 * args.minutes and len(trials) < args.trials:
             place, what, stage, told = choose(rng, plain, engine)
             if args.again:
                 what, stage, told = args.again
                 place, args.trials = (engine or plain) if what in hurt.ENGINE_KILLS else plain, 1
             trials.append(trial(place, what, stage, told))
+            if len(trials) % 50 == 0:
+                print(f"seed {args.seed}: {len(trials)} trials, {(time.monotonic() - began) / 60:.0f} min", flush=True)
             if trials[-1].problem:
                 again = json.dumps([what, stage, told])
                 print(f"--again '{again}': {trials[-1].end}: {trials[-1].problem}", flush=True)
-        wrong = report(trials)
-        print(f"{len(trials)} trials, {wrong} wrong, {(time.monotonic() - began) / 60:.1f} minutes")
-    return 1 if wrong else 0
+    return trials
 
 
 def report(trials: list[Trial]) -> int:

@@ -67,12 +67,14 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path):
     assert there == [*(Moment("step", n) for n in range(4)), *(Moment("evaluation", n) for n in range(5))]
     assert len(list(folder.iterdir())) == 2 * len(there)
 
-    # A new run in the same folder loses nothing either.
+    # A new run in the same folder loses nothing either, but for what a killed one left.
+    (folder / ".step_000003.groups.parquet.writing").write_bytes(b"half")
     for aside in ("rollouts.1", "rollouts.2"):
         files.begin(folder, None)
         assert list(folder.iterdir()) == []
         assert (tmp_path / aside).is_dir()
     assert files.moments(tmp_path / "rollouts.1") == there
+    assert len(list((tmp_path / "rollouts.1").iterdir())) == 2 * len(there)
 
 
 def test_what_cannot_be_read_is_told_in_one_line(tmp_path):
