@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from made_study import DESIGNS, TOML, made, write
-from study import order, results
+from study import order, processes, results
 from study.command import check_unchanged, main, plan
 from study.design import Bin, Budget, canonical, read, sha256
 from study.end_points import Results
@@ -142,6 +142,18 @@ def test_shipped_designs_can_be_run(path):
         design.run_config(stage)
     assert sha256(design) in plan(design)
     assert canonical(read(path)) == canonical(design)
+
+
+def test_one_study_at_a_time(tmp_path, monkeypatch):
+    """Neither in a directory nor on a machine; the next may begin when it is over."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with processes.alone(tmp_path / "a"):
+        with pytest.raises(UserError, match="another study runs here"), processes.alone(tmp_path / "b"):
+            pass
+        with pytest.raises(UserError, match="a: another study writes there"), processes.alone(tmp_path / "a"):
+            pass
+    with processes.alone(tmp_path / "b"):
+        pass
 
 
 def test_results_of_another_design_are_refused(tmp_path):
