@@ -35,6 +35,49 @@ def _corpus(config: Config, count: int) -> Iterator[str]:
             yield from [text for text in dict.fromkeys((row.answer, row.target)) if text]
 
 
+def make(
+    config: Config,
+    directory: Path,
+    *,
+    vocab: int = 100,
+    hidden: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 384,
+    context: int = 128,
+    untied: bool = False,
+    texts: int = 2000,
+) -> str:
+    """Write the Hugging Face directory; returns a line about it. The run's seed decides the weights.
+
+    vocab: sentencepiece pieces at most. untied: with an LM head of its own. texts: examples to train the tokenizer on.
+    """
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
+    from megatron_brorl.checkpoints.hugging_face import complete
+    from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
+
+    # Every printable ASCII character gets a piece, whether or not the sample of the tasks happens to contain it.
+    corpus_texts = chain(_corpus(config, texts), string.printable[:95])
+    tokenizer = train_sentencepiece(corpus_texts, directory, vocab)
+    model = qwen2_config(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=tokenizer.vocab_size,
+        context=context,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+    )
+    model["tie_word_embeddings"] = not untied
+    parameters = write_random_model(model, directory, config.run.seed)
+    complete(directory, directory)
+    return f"{directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="TOML file of the run; its data.tasks or files are the corpus")
@@ -49,32 +92,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--untied", action="store_true", help="with an LM head of its own")
     parser.add_argument("--texts", type=int, default=2000, help="examples to train the tokenizer on (%(default)s)")
-    args = parser.parse_args()
-    config = load(args.config, args.overrides)
-
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
-    from megatron_brorl.checkpoints.hugging_face import complete
-    from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
-
-    # Every printable ASCII character gets a piece, whether or not the sample of the tasks happens to contain it.
-    texts = chain(_corpus(config, args.texts), string.printable[:95])
-    tokenizer = train_sentencepiece(texts, args.directory, args.vocab)
-    model = qwen2_config(
-        hidden=args.hidden,
-        layers=args.layers,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        ffn=args.ffn,
-        vocab=tokenizer.vocab_size,
-        context=args.context,
-        bos_token_id=tokenizer.bos_id,
-        eos_token_id=tokenizer.eos_id,
-        pad_token_id=tokenizer.pad_id,
-    )
-    model["tie_word_embeddings"] = not args.untied
-    parameters = write_random_model(model, args.directory, config.run.seed)
-    complete(args.directory, args.directory)
-    print(f"{args.directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}")
+    options = vars(parser.parse_args())
+    config = load(options.pop("config"), options.pop("overrides"))
+    print(make(config, options.pop("directory"), **options))
 
 
 if __name__ == "__main__":

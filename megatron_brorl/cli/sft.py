@@ -7,13 +7,18 @@ import argparse
 from megatron_brorl.cli.build import Session
 from megatron_brorl.cli.card import of_warm_start
 from megatron_brorl.config.load import load
+from megatron_brorl.config.schema import Config
 from megatron_brorl.progress import progress
 from megatron_brorl.train.sft import sft, sft_optim
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train on the reference answers of the training prompts; the model goes to run.dir/model."""
-    config = load(args.config, args.overrides)
+    """Train as a configuration file says. Returns as execute."""
+    return execute(load(args.config, args.overrides))
+
+
+def execute(config: Config) -> int:
+    """Train on the reference answers of the training prompts; the model goes to run.dir/model. Returns 0."""
     optim = sft_optim(config.sft, config.optim)
     with Session(config) as session:
         worker = session.worker(optim)

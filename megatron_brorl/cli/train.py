@@ -52,7 +52,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     """
     begun = time.time()  # before model and data are loaded
     with Session(config, program=program) as session:
-        trainer = _trainer(session, config.run.started or begun)
+        trainer = build_trainer(session, config.run.started or begun)
 
         # Go on from a checkpoint; files of lines go on with its step.
         found = session.newest_checkpoint()
@@ -102,7 +102,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     return 0
 
 
-def _trainer(session: Session, started: float) -> Trainer:
+def build_trainer(session: Session, started: float) -> Trainer:
+    """The models, engine and verifiers of a run that has not begun. started: Unix time at which the job began."""
     config = session.config
     session.preflight()  # before anything takes memory
 

@@ -1,0 +1,14 @@
+"""What every process of a study needs, imported once by the one that they are forks of."""
+
+from __future__ import annotations
+
+import warnings
+
+from megatron_brorl.parallel import device
+
+warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
+device.leave_out_compiler()  # before Megatron is imported
+
+import reasoning_gym  # noqa: E402, F401
+
+from study import trial, warm_start  # noqa: E402, F401
