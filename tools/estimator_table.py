@@ -1,6 +1,6 @@
 """Bias and coverage of the estimates that a user sees, by simulation: the tables of docs/measurements/estimators.md.
 
-Usage: python tools/estimator_table.py [--repetitions 4000] [--seed 0]     # four minutes on one core
+Usage: python tools/estimator_table.py [--repetitions 2000] [--seed 0]     # three minutes on one core
 
 Truths are closed forms over distributions that are known, or where a figure is about what was drawn, computed from the
 probabilities of what was drawn. Every row is a function of the seed.
@@ -172,7 +172,7 @@ def of_pass_at_1(prompts: int, repetitions: int, rng: np.random.Generator) -> It
     """pass@1 of held-out prompts with its bootstrap interval over prompts, success rates drawn from beta(0.4, 0.6)."""
     rates = rng.beta(0.4, 0.6, size=(repetitions, prompts))
     shares = rng.binomial(8, rates) / 8
-    found = [bootstrap_mean(row.tolist(), 400, i) for i, row in enumerate(shares)]
+    found = [bootstrap_mean(row.tolist(), 200, i) for i, row in enumerate(shares)]
     ends = np.array([(f.low, f.high) for f in found])
     yield line("pass@1", 8, f"{prompts} prompts", np.array([f.mean for f in found]), 0.4, ends)
 
@@ -201,7 +201,7 @@ def table(repetitions: int, seed: int, sizes: tuple[int, ...] = (16, 64)) -> lis
 def main() -> None:
     """Print the table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=4000)
+    parser.add_argument("--repetitions", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     print("| figure | N | case | truth | bias | its standard error | coverage | mean width | unknown |")

@@ -39,13 +39,17 @@ def weighted_counts(total: Floats, variance: Floats, largest: Floats) -> tuple[F
     mean = np.stack([total, total + largest])
     scale = np.divide(np.stack([variance, variance + largest**2]), mean, out=np.zeros_like(mean), where=mean > 0)
     shape = np.divide(mean, scale, out=np.ones_like(mean), where=scale > 0)
-    low, high = scale * np.stack([_gamma_quantile(shape[0], TAIL), _gamma_quantile(shape[1], 1 - TAIL)])
+    low, high = scale * _gamma_ends(shape)
     return low, high
 
 
-def _gamma_quantile(shape: Floats, probability: float) -> Floats:
-    """Of gamma distributions with scale 1, by bisection; shape [...]."""
+def _gamma_ends(shape: Floats) -> Floats:
+    """The lower end of the first and the upper end of the second gamma distributions with scale 1, by bisection.
+
+    shape and result [2, ...].
+    """
     a = torch.as_tensor(shape, dtype=torch.float64)
+    probability = torch.tensor([TAIL, 1 - TAIL], dtype=torch.float64).view(2, *[1] * (a.ndim - 1))
     low, high = torch.zeros_like(a), a + 12 * a.sqrt() + 20  # beyond any quantile that is asked for
     for _ in range(42):  # to 1e-11
         middle = (low + high) / 2
