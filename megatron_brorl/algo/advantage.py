@@ -69,19 +69,6 @@ def group_normalised(rewards: Tensor) -> Tensor:
     return ((x - x.mean()) / (x.std() + 1e-6)).to(rewards.dtype)
 
 
-def over_group_mean(rewards: Tensor) -> Tensor:
-    """[N]: rewards [N], none negative, minus their mean, over their mean. Exactly zero where all are equal.
-
-    MaxRL (Tajwar et al. 2026, arXiv 2602.02710): for rewards of 0 and 1 the mean over the rollouts of advantage times
-    grad log p is an unbiased estimate of the gradient of sum_{k=1}^{N-1} -(1 - p)^k / k, the logarithm of the success
-    rate p up to order N - 1 (N where a group without a right answer subtracted its mean score too).
-    """
-    if not has_signal(rewards):
-        return torch.zeros_like(rewards)
-    x = rewards.double()
-    return (x / x.mean() - 1).to(rewards.dtype)
-
-
 def explained_variance(returns: Moments, residuals: Moments) -> float:
     """1 - Var(R - v) / Var(R): 1 of a perfect critic, 0 of a constant one; nan where the returns do not vary."""
     return 1 - residuals.m2 / returns.m2 if returns.m2 else float("nan")

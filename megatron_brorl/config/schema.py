@@ -180,12 +180,20 @@ class ShapingConfig:
         return bool(self.overlong_tokens or self.cosine_coef or self.repetition_ngram)
 
 
+Advantage = Literal["reinforce_pp_baseline", "grpo", "maxrl", "inverse_variance", "pass_at_k", "gae"]
+
+
 @dataclass(frozen=True)
 class AlgoConfig:
     # "reinforce_pp_baseline": reward minus the mean of its group, whitened over the step's rollouts; "grpo": minus the
     # mean and over the standard deviation of its group; "maxrl": minus the mean and over the mean of its group, which
-    # weighs hard prompts more; "gae": generalised advantages of a critic, whitened over the step's tokens
-    advantage: Literal["reinforce_pp_baseline", "grpo", "maxrl", "gae"] = "reinforce_pp_baseline"
+    # weighs hard prompts more; "inverse_variance": minus the mean and over the variance of its group; "pass_at_k": what
+    # it adds to pass@k, over what the others have, whitened likewise; "gae": generalised advantages of a critic,
+    # whitened over the step's tokens
+    advantage: Advantage = "reinforce_pp_baseline"
+    pass_k: int = at_least(0, default=0)  # k of advantage = "pass_at_k", below rollout.n; 0 with any other
+    # A group's advantages are multiplied by (1 - its mean reward) to this power, before they are whitened (F-GRPO)
+    focal_gamma: float = at_least(0, default=0.0)  # 0 = off
     gamma: float = within("[0, 1]", default=1.0)  # discount per token of advantage = "gae"
     lam: float = within("[0, 1]", default=1.0)  # lambda of advantage = "gae": 1 trusts the rewards, 0 the critic
     dynamic_sampling: bool = True  # train on groups with different rewards alone; false: on every group

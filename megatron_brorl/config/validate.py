@@ -73,12 +73,29 @@ def _rollout(config: Config) -> Iterator[Rule]:
         f"each of two rounds needs 2 rollouts per prompt: must be in [2, rollout.n - 2 = {rollout.n - 2}], or 0",
     )
 
-    # Each round has a baseline and weights of its own, which are made for one advantage alone.
+    # Each round has a baseline and weights of its own, which keep the expectation of some advantages alone.
     yield (
-        algo.advantage == "reinforce_pp_baseline" and not (algo.kl_coef and algo.kl_in == "reward"),
+        algo.advantage in ("reinforce_pp_baseline", "maxrl", "pass_at_k")
+        and not (algo.kl_coef and algo.kl_in == "reward"),
         "rollout.adaptive",
-        'its weights are for algo.advantage = "reinforce_pp_baseline" without a KL in the reward: must be "off"',
+        'its weights are for algo.advantage = "reinforce_pp_baseline", "maxrl" or "pass_at_k" without a KL in the '
+        'reward: must be "off"',
     )
+    # A weight that a round estimates for itself would depend on its size.
+    yield (
+        not algo.focal_gamma,
+        "algo.focal_gamma",
+        'with rollout.adaptive groups have unequal rounds: must be 0; algo.advantage = "pass_at_k" with algo.pass_k = '
+        "gamma + 1 weighs alike",
+    )
+    first = rollout.adaptive_first or rollout.n // 4
+    least = min(first, max(2, -(-(rollout.n - first) // 8)))  # of either round, as theory.allocation has it
+    yield (
+        algo.pass_k < least,
+        "algo.pass_k",
+        f"with rollout.adaptive a round may have {least} rollouts: must be below that",
+    )
+    yield _right_or_wrong(config, algo.advantage == "maxrl")
 
     # Groups that span steps have no two rounds within one.
     yield (
@@ -218,6 +235,22 @@ def _algo(config: Config) -> Iterator[Rule]:
         "algo.advantage",
         'advantages over the mean reward need rewards of at least 0, which [shaping] changes: must not be "maxrl"',
     )
+    yield _right_or_wrong(config, algo.advantage in ("pass_at_k", "inverse_variance"))
+
+    # k rollouts, and one more whose others they are.
+    at_k = algo.advantage == "pass_at_k"
+    yield (
+        1 <= algo.pass_k < rollout.n if at_k else algo.pass_k == 0,
+        "algo.pass_k",
+        f"must be in [1, rollout.n - 1 = {rollout.n - 1}]" if at_k else 'of algo.advantage = "pass_at_k": must be 0',
+    )
+
+    # A group's weight is made of its mean reward.
+    yield (
+        not algo.focal_gamma or (algo.advantage != "gae" and not config.shaping.is_on),
+        "algo.focal_gamma",
+        'weighs groups by their mean reward, which [shaping] changes and algo.advantage = "gae" lacks: must be 0',
+    )
 
     # One rollout is its own group mean: its advantage would always be 0.
     yield (
@@ -256,6 +289,16 @@ def _algo(config: Config) -> Iterator[Rule]:
         pieces >= algo.mini_batches,
         "algo.mini_batches",
         f"cannot cut {pieces} {of} into that many mini-batches",
+    )
+
+
+def _right_or_wrong(config: Config, needed: bool) -> Rule:
+    """Rewards are 0 and 1, where that is needed."""
+    binary = config.reward.strict and config.reward.cut_off_factor in (0, 1) and not config.shaping.is_on
+    return (
+        binary or not needed,
+        "algo.advantage",
+        "counts right and wrong: needs reward.strict = true, reward.cut_off_factor = 0 or 1 and nothing in [shaping]",
     )
 
 

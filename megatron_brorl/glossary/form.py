@@ -11,9 +11,10 @@ PLACES = {
     "k": r"\d+",
     "h": r"\d+",
     "phase": "generate|score|exchange|train|refit",
-    "prediction": "theorem|policy_gradient|answers",
+    "prediction": "theorem|policy_gradient|answers|spread",
     "when": "before|after",
     "end": "mean|low|high",
+    "side": "low|high",
     "name": ".+",
 }
 

@@ -33,8 +33,19 @@ THEORY = Section(
         Figure("theory_exact/a2", _SQUARE, SHARE, "sum of p^2 over drawn tokens that did better than the mean, A_2"),
         Figure("theory_exact/b2", _SQUARE, SHARE, "the same of those that did worse, B_2"),
         Figure("theory_estimate/success", "1", SHARE, "mean reward of the siblings at the position, Q"),
-        Figure("theory_estimate/sampled", _PER_STEP, "any", "change from drawn tokens under BroRL's surrogate"),
-        Figure("theory_estimate/policy_gradient", _PER_STEP, NUMBER, "change under REINFORCE with the group's mean"),
+        Figure(
+            "theory_estimate/sampled",
+            _PER_STEP,
+            "any",
+            "change from tokens that one half of the siblings drew, under BroRL's surrogate, valued by the other half; "
+            "null: no position has four siblings",
+        ),
+        Figure(
+            "theory_estimate/policy_gradient",
+            _PER_STEP,
+            "any",
+            "change under REINFORCE with the group's mean, cross-fitted: unbiased, below 0 by chance; null likewise",
+        ),
         Figure(
             "theory_bound/unsampled_low", _PER_STEP, "at most 0", "change from tokens that were not drawn, at least"
         ),
@@ -50,8 +61,8 @@ THEORY = Section(
             "of answers that no sibling gave",
             "high: a larger `rollout.n` would see more; `brorl advise`",
         ),
-        Figure("theory_good_turing/low", "probability", SHARE, "lower end of its 95% interval; null: unknown"),
-        Figure("theory_good_turing/high", "probability", SHARE, "its upper end; null: unknown"),
+        Figure("theory_good_turing/low", "probability", SHARE, "lower end of its 95% interval in a group"),
+        Figure("theory_good_turing/high", "probability", SHARE, "its upper end"),
         Figure("theory_good_turing/unseen_right", "probability", SHARE, "its part on right answers"),
         Figure("theory_good_turing/unseen_wrong", "probability", SHARE, "its part on wrong ones"),
         Figure("theory_hold_out/s_r", "1", "[-1, 1]", "S_R with answers as tokens"),
@@ -62,11 +73,11 @@ THEORY = Section(
         Figure("theory_hold_out/sampled", _PER_STEP, "any", "the theorem's terms of answers that were seen"),
         Figure("theory_hold_out/unsampled", _PER_STEP, "any", "its term of answers that were not"),
         Figure("theory_hold_out/unsampled_mass_{h}", "probability", SHARE, "of answers that N - h siblings lack"),
-        Figure("theory_hold_out/unsampled_mass_{h}_se", "probability", NUMBER, "its standard error; null: unknown"),
+        Figure("theory_hold_out/unsampled_mass_{h}_{side}", "probability", SHARE, "an end of its 95% interval"),
         Figure("theory_hold_out/u_pos2_{h}", _SQUARE, SHARE, "sum of p^2 over right answers that N - h siblings lack"),
-        Figure("theory_hold_out/u_pos2_{h}_se", _SQUARE, NUMBER, "its standard error; null: unknown"),
+        Figure("theory_hold_out/u_pos2_{h}_{side}", _SQUARE, SHARE, "an end of its 95% interval"),
         Figure("theory_hold_out/u_neg2_{h}", _SQUARE, SHARE, "the same over wrong ones"),
-        Figure("theory_hold_out/u_neg2_{h}_se", _SQUARE, NUMBER, "its standard error; null: unknown"),
+        Figure("theory_hold_out/u_neg2_{h}_{side}", _SQUARE, SHARE, "an end of its 95% interval"),
         # Prediction and measurement.
         Figure(
             "theory_predicted/answers", "success rate", "any", "change by a plain gradient step, Theorem 1 at answers"
@@ -77,6 +88,13 @@ THEORY = Section(
         ),
         Figure("theory_predicted/theorem_high", "success rate", "any", "the same with the upper one"),
         Figure("theory_predicted/policy_gradient", "success rate", "any", "the same by the policy gradient"),
+        Figure(
+            "theory_predicted/spread",
+            "success rate",
+            NUMBER,
+            "s (1 - s) of the prompts times the step: the null predictor, which knows neither tokens nor answers",
+            "its correlation with the change is as high as a prediction's: that prediction says no more than s (1 - s)",
+        ),
         Figure("theory_measured/before", "success rate", SHARE, "pass@1 of the step's prompts before the update"),
         Figure("theory_measured/after", "success rate", SHARE, "the same after it, by the same random numbers"),
         Figure(

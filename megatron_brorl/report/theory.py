@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
-from megatron_brorl.report.style import BLUE, GREEN, GREY, ORANGE, panel, save, say
+from megatron_brorl.report.style import BLUE, GREEN, ORANGE, panel, save, say
 
 Row = dict[str, Any]
 _SHOWN = "answers"  # the prediction that is drawn: the one that every measured step has
@@ -39,8 +39,7 @@ def build_figure(rows: list[Row]) -> Figure:
 
     if np.isfinite(middle).any():
         mass.fill_between(steps, low, high, color=BLUE, alpha=0.2, linewidth=0)
-        unknown = "\ninterval unknown where all of a group's differ" if np.isfinite(middle[np.isnan(low)]).any() else ""
-        mass.plot(steps, middle, color=BLUE, label=f"answers (Good-Turing, 95%){unknown}")
+        mass.plot(steps, middle, color=BLUE, label="answers (Good-Turing, 95%)")
         mass.plot(steps, _column(rows, "theory_exact/unsampled_mass"), color=ORANGE, label="next tokens (exact)")
         mass.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         mass.set_ylim(bottom=0)
@@ -71,24 +70,21 @@ def _hold_out(axes: Axes, rows: list[Row]) -> None:
     prefix = "theory_hold_out/unsampled_mass_"
     for row in reversed(rows):  # steps without groups have none
         # Numbers of siblings that were held out.
-        held = sorted(int(k.removeprefix(prefix)) for k in row if k.startswith(prefix) and not k.endswith("_se"))
+        of_row = [k.removeprefix(prefix) for k in row if k.startswith(prefix)]
+        held = sorted(int(name) for name in of_row if name.isdigit())  # not the ends of intervals
         if held:
-            # Masses and their errors, in the order of `held`.
-            values = np.concatenate([_column([row], f"{prefix}{h}") for h in held])
-            errors = np.concatenate([_column([row], f"{prefix}{h}_se") for h in held])  # nan: unknown
+            # Masses and their intervals, in the order of `held`.
+            ends = ("", "_low", "_high")
+            values, low, high = (np.concatenate([_column([row], f"{prefix}{h}{e}") for h in held]) for e in ends)
 
-            axes.errorbar(held, values, yerr=1.96 * errors, fmt="o-", color=BLUE, markersize=4, capsize=3)
+            bars = [values - low, high - values]
+            axes.errorbar(held, values, yerr=bars, fmt="o-", color=BLUE, markersize=4, capsize=3)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_locator(FixedLocator(held))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.set_xticklabels([str(h) for h in held])
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
             axes.set_ylim(bottom=0)
-
-            # A bar that is missing would pass for certainty.
-            if np.isnan(errors).any():
-                note = "without a bar: interval unknown, nothing seen"
-                axes.text(0.98, 0.03, note, transform=axes.transAxes, ha="right", fontsize=9, color=GREY)
             return
     say(axes, "not recorded")
 

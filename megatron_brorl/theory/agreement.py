@@ -13,8 +13,10 @@ from megatron_brorl.algo.estimators import Interval, bootstrap_mean
 
 Floats = npt.NDArray[np.float64]
 
-PREDICTIONS = ("theorem", "policy_gradient", "answers")
+PREDICTIONS = ("theorem", "policy_gradient", "answers", "spread")  # the last is the null, s (1 - s)
 RESAMPLES = 2000
+
+_LABELS = {"spread": "s (1 - s), the null that the others have to beat"}  # for people
 
 
 def correlation(x: Floats, y: Floats) -> float:
@@ -82,8 +84,8 @@ def agreement_lines(found: Mapping[str, Any]) -> list[str]:
         f"measured change of pass@1 per update on its own prompts, mean over {found['steps']} steps: "
         f"{found['change']:+.4f}",
         *(
-            f"predicted by {name}: correlation over steps {text(p['over_steps'])}, over prompts of a step "
-            f"{text(p['over_prompts'])}, same sign {p['same_sign']:.0%}"
+            f"predicted by {_LABELS.get(name, name)}: correlation over steps {text(p['over_steps'])}, "
+            f"over prompts of a step {text(p['over_prompts'])}, same sign {p['same_sign']:.0%}"
             for name, p in found["predictions"].items()
         ),
     ]

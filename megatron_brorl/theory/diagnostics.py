@@ -2,7 +2,7 @@
 
 exact      follows from the policy's own probabilities, no statistics involved
 bound      holds whatever the undrawn tokens are worth
-estimate   from the siblings alone, with a standard error or an interval
+estimate   from the siblings alone, some with an interval (theory.intervals)
 
 "Outcomes" are what counts as the same result: final answers, or whole responses.
 """
@@ -11,94 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
+
+from megatron_brorl.theory.intervals import unseen_mass, weighted_counts
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-Z95 = 1.959964
-
-
-@dataclass(frozen=True)
-class TokenLevel:
-    """The mass balance at S positions; every field is [S] float64. Changes are per unit of the step size."""
-
-    siblings: Tensor  # n, rollouts that share the prefix
-    success: Tensor  # Q, their mean reward. Estimate
-    unsampled_mass: Tensor  # sum of p over tokens that no sibling drew. Exact
-    unsampled_2: Tensor  # sum of p^2 over them. Exact
-    s_r: Tensor  # sum over drawn tokens of (their siblings' mean reward - Q) p
-    a2: Tensor  # sum of p^2 over drawn tokens whose siblings did better than Q. Exact, but for who is in it
-    b2: Tensor  # the same for worse than Q
-    sampled: Tensor  # change of Q from drawn tokens under BroRL's surrogate. Estimate: values are siblings' means
-    unsampled_low: Tensor  # the change from undrawn tokens is at least this. Bound
-    unsampled_high: Tensor  # and at most this. Bound
-    policy_gradient: Tensor  # change of Q under REINFORCE with the group mean, where undrawn tokens have no part
-
-
-def token_level(logits: Tensor, position: Tensor, token: Tensor, reward: Tensor) -> TokenLevel:
-    """Mass balance at S positions from the policy's full softmax and what the siblings drew there.
-
-    logits [S, V] of the distribution that was sampled (temperature applied); for each of M draws its position [M]
-    (0 <= . < S), token [M], both int64, and the reward [M] in [0, 1] of the rollout it belongs to. A draw belongs to a
-    position only if its rollout has that very prefix. A token is worth the mean reward of the siblings that drew it.
-
-    With value f on every token, Q = sum f p and weights R_j = f_j - Q on the distinct drawn tokens,
-    dQ = (1/n) sum_j (f_j - Q)(R_j - S_R) p_j^2; on undrawn tokens R = 0 and f is only known to lie in [0, 1], so their
-    part lies between -(1/n) S_R (1 - Q) U_2 and (1/n) S_R Q U_2.
-    """
-    # Distinct drawn tokens, each with the mean reward of the siblings that drew it.
-    size, vocabulary = logits.shape
-    p = torch.softmax(logits.double(), -1)  # [S, V]
-    pair, inverse = torch.unique(position * vocabulary + token, return_inverse=True)  # one number per (position, token)
-    where, reward = pair // vocabulary, reward.double()
-    count = torch.zeros(len(pair), dtype=torch.float64).index_add(0, inverse, torch.ones_like(reward))
-    value = torch.zeros(len(pair), dtype=torch.float64).index_add(0, inverse, reward) / count
-    drawn = p[where, pair % vocabulary]  # their probabilities
-
-    # Sums over the tokens of a position.
-    def total(x: Tensor) -> Tensor:
-        return torch.zeros(size, dtype=torch.float64).index_add(0, where, x)
-
-    n = total(count)  # siblings at each position
-    if bool((n == 0).any()):
-        raise ValueError("token_level: every position needs at least one draw")
-    q = total(count * value) / n
-
-    # What was drawn: how much better each token is than the position's mean.
-    better = value - q[where]
-    square = drawn.square()
-    s_r = total(better * drawn)
-
-    # What was not: its values are unknown, so that its part has two ends.
-    undrawn = _rest(p.square(), where, pair % vocabulary)
-    ends = torch.stack([-s_r * (1 - q), s_r * q]) * undrawn / n  # f = 0 and f = 1 on every undrawn token of one class
-
-    return TokenLevel(
-        siblings=n,
-        success=q,
-        unsampled_mass=_rest(p, where, pair % vocabulary),
-        unsampled_2=undrawn,
-        s_r=s_r,
-        a2=total(square * (better > 0)),
-        b2=total(square * (better < 0)),
-        sampled=total(better * (better - s_r[where]) * square) / n,
-        unsampled_low=ends.amin(0),
-        unsampled_high=ends.amax(0),
-        policy_gradient=total(drawn * better.square() * count) / n,
-    )
-
-
-def _rest(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Sums [S] of values [S, V] without the given entries; added up, not subtracted, so that tiny ones survive."""
-    values = values.clone()
-    values[row, column] = 0
-    return values.sum(-1)
 
 
 @dataclass(frozen=True)
@@ -127,10 +47,7 @@ def known_mass(responses: Ints, log_probs: Floats, right: npt.NDArray[np.bool_])
 
 @dataclass(frozen=True)
 class GoodTuring:
-    """The unseen outcomes of one group. Estimate, with the 95% interval of the mass that this group has not seen.
-
-    low and high are nan, unknown, where all outcomes differ.
-    """
+    """The unseen outcomes of one group. Estimate, with the 95% interval of the mass that this group has not seen."""
 
     distinct: int
     singletons: int
@@ -145,20 +62,14 @@ class GoodTuring:
 def good_turing(outcomes: Ints, right: npt.NDArray[np.bool_]) -> GoodTuring:
     """Good-Turing estimate of the mass of outcomes that none of the N siblings had (Good 1953).
 
-    outcomes [N]: equal numbers are equal outcomes. n_1 / N is unbiased for the mass unseen by N - 1 siblings. The
-    interval is Esty's (1983), half-width 1.96 sqrt(n_1 (1 - n_1 / N) + 2 n_2) / N for n_1 outcomes seen once and n_2
-    seen twice; its upper end is never below 1 - 0.025^(1/N), as N siblings cannot rule out a smaller mass. Where all
-    outcomes differ the formula gives [1, 1]: a certainty that N draws without a repetition do not have, so nan.
+    outcomes [N]: equal numbers are equal outcomes. n_1 / N is unbiased for the mass unseen by N - 1 siblings; the
+    interval is intervals.unseen_mass.
     """
     counts, share = _counts(outcomes, right)
     n = len(outcomes)
     once, twice = int((counts == 1).sum()), int((counts == 2).sum())
-    mass = once / n
-    half = Z95 * (once * (1 - mass) + 2 * twice) ** 0.5 / n
-    right_mass = float(share[counts == 1].sum()) / n
-    low, high = max(0.0, mass - half), min(1.0, max(mass + half, 1 - 0.025 ** (1 / n)))
-    if once == n:
-        low = high = float("nan")
+    low, high = unseen_mass(n, once, twice)
+    mass, right_mass = once / n, float(share[counts == 1].sum()) / n
     return GoodTuring(len(counts), once, twice, mass, low, high, right_mass, mass - right_mass)
 
 
@@ -167,17 +78,20 @@ class HoldOut:
     """Means over groups, for each number of siblings that were held out; every array is [H]. Estimates.
 
     Each is unbiased for its expectation over N - held_out fresh siblings: sum p (1 - p)^m, and sum p^2 (1 - p)^m over
-    right and over wrong outcomes. The standard errors are of the sampling of siblings, given the prompts, and rather
-    too large than too small; nan, unknown, where nothing was seen that they could be estimated from.
+    right and over wrong outcomes. low and high are the ends of the 95% interval over draws of siblings, the prompts
+    being given.
     """
 
     held_out: Ints
     unsampled_mass: Floats
-    unsampled_mass_se: Floats
+    unsampled_mass_low: Floats
+    unsampled_mass_high: Floats
     u_pos2: Floats
-    u_pos2_se: Floats
+    u_pos2_low: Floats
+    u_pos2_high: Floats
     u_neg2: Floats
-    u_neg2_se: Floats
+    u_neg2_low: Floats
+    u_neg2_high: Floats
 
 
 def hold_out(groups: Sequence[tuple[Ints, npt.NDArray[np.bool_]]], held_out: Sequence[int]) -> HoldOut:
@@ -188,16 +102,17 @@ def hold_out(groups: Sequence[tuple[Ints, npt.NDArray[np.bool_]]], held_out: Seq
     The share of held-out siblings whose outcome none of the m = N - h others has, averaged over all choices of h
     siblings, is sum_j (c_j / N) C(N - c_j, m) / C(N - 1, m) for outcomes seen c_j times. With pairs of equal held-out
     siblings instead, it is sum_j c_j (c_j - 1) / (N (N - 1)) C(N - c_j, m) / C(N - 2, m). Either is a sum of functions
-    g(c_j). The standard errors are those of independent Poisson counts, whose variance is at most E[sum_j g(c_j)^2];
-    multinomial counts vary less in all cases that the tests try. Where no held-out sibling, or no pair of them, was new
-    to the others, that sum has no terms: an estimate of 0 whose error is unknown, not 0.
+    g(c_j), that is, of the numbers of outcomes seen c times, each times g(c). The intervals take these numbers for
+    Poisson counts (intervals.weighted_counts), of which multinomial ones vary less in all cases that the tests try;
+    where nothing was seen the upper end is 3.69 times the largest g over the groups.
     """
     held = np.asarray(held_out, dtype=np.int64)  # [H]
     if not groups or held.size == 0:
         raise ValueError("hold_out: needs at least one group and one number of held-out siblings")
 
-    # Sums over groups of g(c_j), and of its squares for the errors.
-    sums: dict[str, Any] = {k: np.zeros(held.size) for k in ("u", "u_var", "pos", "pos_var", "neg", "neg_var")}
+    # Sums over groups of g(c_j), of its squares for the intervals, and the largest g that a group could have had.
+    sums = np.zeros((3, 2, held.size))  # of masses, right and wrong pairs; sums and squares
+    largest = np.zeros((2, held.size))  # of masses and of pairs
     for outcomes, right in groups:
         n = len(outcomes)
         # Pairs take two held-out siblings, and one must remain to compare with.
@@ -206,26 +121,18 @@ def hold_out(groups: Sequence[tuple[Ints, npt.NDArray[np.bool_]]], held_out: Seq
         counts, share = _counts(outcomes, right)  # of each distinct outcome
         # Held-out siblings with new outcomes, alone and in pairs.
         one, two = unseen_weights(counts, n, n - held, 1), unseen_weights(counts, n, n - held, 2)
-        for name, parts in (("u", one), ("pos", two * share), ("neg", two * (1 - share))):
-            sums[name] += parts.sum(-1)
-            sums[f"{name}_var"] += np.square(parts).sum(-1)
+        parts = np.stack([one, two * share, two * (1 - share)])
+        sums += np.stack([parts.sum(-1), np.square(parts).sum(-1)], axis=1)
+        possible = np.arange(1, n + 1)
+        most = np.stack([unseen_weights(possible, n, n - held, order).max(-1) for order in (1, 2)])
+        largest = np.maximum(largest, most)
 
-    # Means over groups.
+    # Means over groups, none above 1.
     g = len(groups)
-    return HoldOut(
-        held_out=held,
-        unsampled_mass=sums["u"] / g,
-        unsampled_mass_se=_errors(sums["u_var"]) / g,
-        u_pos2=sums["pos"] / g,
-        u_pos2_se=_errors(sums["pos_var"]) / g,
-        u_neg2=sums["neg"] / g,
-        u_neg2_se=_errors(sums["neg_var"]) / g,
-    )
-
-
-def _errors(variances: Floats) -> Floats:
-    """Standard errors of sums; nan where nothing was added up."""
-    return np.sqrt(np.where(variances > 0, variances, np.nan))
+    means = sums[:, 0] / g
+    low, high = weighted_counts(means, sums[:, 1] / g**2, largest[[0, 1, 1]] / g)
+    columns = np.stack([means, low, np.minimum(high, 1.0)], axis=1)  # [3, 3, H]
+    return HoldOut(held, *columns.reshape(9, -1))
 
 
 @dataclass(frozen=True)

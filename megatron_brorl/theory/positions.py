@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_brorl.theory.diagnostics import TokenLevel
+from megatron_brorl.theory.token_level import TokenLevel
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ def change_of_success(positions: Positions, change: Tensor, found: TokenLevel, s
     change [K]: of Q at each position, one field of `found`, which holds these positions alone. A plain gradient step on
     the mean over N survivors moves the logits after a prefix that n of them share by n / N of what token_level takes,
     and n / N of them pass there: the sum of (n / N)^2 change over prefixes, which is the mean over siblings of the sum
-    of n / N change over their tokens. Tokens whose prefix nobody shares add nothing: they are their own mean.
+    of n / N change over their tokens. Tokens whose prefix nobody shares add nothing: they are their own mean; nor do
+    those with a change that is unknown (nan), whose prefix fewer than four siblings share.
     """
     if not positions.shared:
         return 0.0
-    return float((found.siblings / survivors * change).mean()) * positions.shared / survivors
+    return float((found.siblings / survivors * change).nan_to_num(0.0).mean()) * positions.shared / survivors

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.advantage import Moments, group_baseline, whiten
-from megatron_brorl.config.schema import RolloutConfig
+from megatron_brorl.algo.objectives import pass_at_k_advantages, truncated_log_advantages
+from megatron_brorl.config.schema import AlgoConfig, RolloutConfig
 from megatron_brorl.parallel import device
 from megatron_brorl.theory.allocation import least_of, second_round
 from megatron_brorl.train.groups import Outcomes, group_metrics
@@ -34,6 +35,11 @@ class Rounds:
     def least(self) -> int:
         """The fewest rollouts of a prompt in both rounds."""
         return self.first + least_of(self.n - self.first)
+
+    @property
+    def order(self) -> int:
+        """The largest k that pass@k can be estimated for without bias from either round alone, however allocated."""
+        return min(self.first, least_of(self.n - self.first)) - 1
 
 
 def rounds_of(config: RolloutConfig) -> Rounds | None:
@@ -53,12 +59,13 @@ def allocate_rest(outcomes: Outcomes, rounds: Rounds, config: RolloutConfig) -> 
     return [(g, rounds.first + i) for g, count in enumerate(shared.tolist()) for i in range(count)]
 
 
-def raw_advantages(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds) -> tuple[Tensor, Tensor]:
-    """Advantages of the kept groups' survivors over their round's mean, and weights; float32 [groups, siblings].
+def raw_advantages(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """Advantages of the kept groups' survivors over their round's baseline, and weights; float32 [groups, siblings].
 
-    A round of k survivors that stands for w of the n rollouts: advantages (R - mean) k / (k - 1) (n - 1) / n, which is
-    unbiased but for the factor that the mean of n rollouts has, and weights w / k. Summed over rollouts, the expected
-    gradient is that of n rollouts with their mean as baseline. A round of one survivor has advantage 0.
+    A round of k survivors that stands for w of the n rollouts has weights w / k. With the mean as baseline advantages
+    are (R - mean) k / (k - 1) (n - 1) / n, which is unbiased but for the factor that the mean of n rollouts has; those
+    of pass@k are unbiased at any k, and MaxRL's up to one order (Rounds.order) for all rounds. Summed over rollouts,
+    the expected gradient is that of n rollouts for every prompt. A round of one survivor has advantage 0.
     """
     advantages, weights = torch.zeros_like(outcomes.rewards), torch.zeros_like(outcomes.rewards)
     n, first = rounds.n, rounds.first
@@ -69,14 +76,28 @@ def raw_advantages(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds) -> t
             if k:
                 weights[g, part][alive] = stands_for / k
             if k > 1:
-                factor = k / (k - 1) * (n - 1) / n
-                advantages[g, part][alive] = factor * group_baseline(outcomes.rewards[g, part][alive])
+                advantages[g, part][alive] = _of_round(outcomes.rewards[g, part][alive], rounds, algo)
     return advantages, weights
 
 
-def of_rounds(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds) -> tuple[Tensor, Tensor]:
-    """raw_advantages whitened over the step's rollouts by their weights, and these weights; [groups, siblings]."""
-    advantages, weights = raw_advantages(outcomes, kept, rounds)
+def _of_round(rewards: Tensor, rounds: Rounds, algo: AlgoConfig) -> Tensor:
+    """Of a round of k >= 2 survivors, [k]."""
+    if algo.advantage == "pass_at_k":
+        return pass_at_k_advantages(rewards, algo.pass_k)
+    if algo.advantage == "maxrl":
+        return truncated_log_advantages(rewards, rounds.order)
+    k, n = len(rewards), rounds.n
+    return k / (k - 1) * (n - 1) / n * group_baseline(rewards)
+
+
+def of_rounds(outcomes: Outcomes, kept: Sequence[int], rounds: Rounds, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """raw_advantages, whitened over the step's rollouts by their weights but for MaxRL's; and these weights.
+
+    Both [groups, siblings].
+    """
+    advantages, weights = raw_advantages(outcomes, kept, rounds, algo)
+    if algo.advantage == "maxrl":
+        return advantages, weights
     x, w = advantages.double(), weights.double()
     count = float(w.sum())
     mean = float((w * x).sum()) / (count or 1.0)

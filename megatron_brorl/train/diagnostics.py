@@ -7,6 +7,7 @@ training. Beside what training has exchanged, only the first tokens of a few pro
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,9 +26,11 @@ from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.theory.advisor import spread
 from megatron_brorl.theory.agreement import PREDICTIONS, correlation
-from megatron_brorl.theory.diagnostics import TokenLevel, answer_level, good_turing, hold_out, token_level
+from megatron_brorl.theory.diagnostics import answer_level, good_turing, hold_out
 from megatron_brorl.theory.positions import Positions, change_of_success, draw_positions, draws_at
+from megatron_brorl.theory.token_level import TokenLevel, token_level
 from megatron_brorl.train import adaptive
 from megatron_brorl.train.collect import Collected
 from megatron_brorl.train.evaluate import sample_answers
@@ -75,8 +78,13 @@ class StepDiagnostics:
         begun = time.monotonic()
         metrics = answer_metrics(self.collected.outcomes, self.n)
         if self.chosen:
-            levels = [answer_level(*_answers(self.collected.outcomes, g)) for g in self.chosen]
-            self._predicted = {"answers": [level.change for level in levels]}
+            answers = [_answers(self.collected.outcomes, g) for g in self.chosen]
+            # What any prediction has to beat: s (1 - s) knows neither tokens nor answers.
+            right, n = np.array([int(r.sum()) for _, r in answers]), np.array([len(r) for _, r in answers])
+            self._predicted = {
+                "answers": [answer_level(*pair).change for pair in answers],
+                "spread": spread(right, n).tolist(),
+            }
             if self.config.positions:
                 metrics |= self._token_metrics()
         self.seconds["diagnose"] += time.monotonic() - begun
@@ -163,8 +171,11 @@ class StepDiagnostics:
 
         # Each group weighs by its shared tokens; one without any has no position to take a mean over.
         for name in _NAMES if shared else ():
-            sums = [p.shared * float(getattr(f, name).mean()) for p, f in zip(drawn, found, strict=True) if p.shared]
-            metrics[f"theory_{_LABELS[name]}/{name}"] = sum(sums) / shared
+            groups = [(p.shared, getattr(f, name)) for p, f in zip(drawn, found, strict=True) if p.shared]
+            # Where a figure is unknown at a position, the position does not count.
+            weight = sum(w * float(x.isfinite().double().mean()) for w, x in groups)
+            total = sum(w * float(x.nan_to_num(0.0).mean()) for w, x in groups)
+            metrics[f"theory_{_LABELS[name]}/{name}"] = total / weight if weight else math.nan
 
         return metrics
 
@@ -255,10 +266,11 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
     if held:
         curve = hold_out(groups, held)
         for name in ("unsampled_mass", "u_pos2", "u_neg2"):
-            # Every point with the standard error of drawing siblings, the prompts being given.
-            values, errors = getattr(curve, name).tolist(), getattr(curve, f"{name}_se").tolist()
-            for h, value, error in zip(held, values, errors, strict=True):
-                metrics |= {f"theory_hold_out/{name}_{h}": value, f"theory_hold_out/{name}_{h}_se": error}
+            # Every point with its interval over draws of siblings, the prompts being given.
+            columns = (getattr(curve, name + end).tolist() for end in ("", "_low", "_high"))
+            for h, value, low, high in zip(held, *columns, strict=True):
+                key = f"theory_hold_out/{name}_{h}"
+                metrics |= {key: value, f"{key}_low": low, f"{key}_high": high}
 
     return metrics
 

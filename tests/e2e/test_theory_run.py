@@ -44,7 +44,7 @@ def test_figures_summary_and_log(watched):
     assert glossary_faults.of_summary(summary) == []
     theory = summary["theory"]
     assert theory["steps"] == len(due) > 0
-    assert set(theory["predictions"]) == {"theorem", "policy_gradient", "answers"}
+    assert set(theory["predictions"]) == {"theorem", "policy_gradient", "answers", "spread"}
     assert "predicted by theorem: correlation over steps" in done.stdout
     assert (directory / "theory.png").stat().st_size > 10_000
     groups = read_log(directory / "rollouts.jsonl")

@@ -197,6 +197,8 @@ CASES = {
     "algo.dynamic_sampling": Case(steps.step, False, beside={"rollout.n": 2}),
     "algo.correct_boost": Case(steps.step, 0.5),
     "algo.overlong_filter": Case(steps.step, True),
+    "algo.pass_k": Case(steps.step, 2, before=1, beside={"algo.advantage": "pass_at_k"}),
+    "algo.focal_gamma": Case(steps.step, 1.0),
     "algo.kl_coef": Case(steps.step, 0.1),
     "algo.kl_estimator": Case(steps.step, "k3", beside=KL),
     "algo.kl_in": Case(steps.step, "reward", beside=KL),

@@ -17,9 +17,10 @@ PACKAGE = Path(__file__).parents[2] / "megatron_brorl"
 SOURCES = [
     *sorted((PACKAGE / "train").glob("*.py")),
     *(PACKAGE / folder / f"{name}.py" for folder, name in [("cli", "train"), ("algo", "estimators")]),
-    *(PACKAGE / "theory" / f"{name}.py" for name in ("agreement", "diagnostics")),
+    *(PACKAGE / "theory" / f"{name}.py" for name in ("agreement", "diagnostics", "token_level")),
 ]
 EXAMPLES = {"k": "8", "h": "8", "phase": "train", "prediction": "theorem", "when": "after", "end": "low", "name": "x"}
+EXAMPLES["side"] = "low"
 NAMES = [f.name for section in SECTIONS for f in section.figures]
 
 
@@ -62,7 +63,7 @@ def test_what_the_glossary_has_is_written():
 
 def test_a_name_that_nobody_writes_would_be_found():
     assert written("pass_at_8")
-    assert written("theory_hold_out/u_pos2_8_se")
+    assert written("theory_hold_out/u_pos2_8_low")
     for stale in ("kept_shares", "theory_exact/unseen", "theory_hold_out/u_pos3_8", "ranks/trains_idle"):
         assert not written(stale), stale
 

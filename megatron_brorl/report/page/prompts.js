@@ -62,17 +62,14 @@ function unsampled(run) {
   const c = run.curves, get = (name) => c.values["theory_good_turing/" + name];
   const series = (name, label, low, high) => ({ name: label, x: c.step, y: get(name) || [], low: low && (get(low) || c.step.map(() => null)), high: high && (get(high) || c.step.map(() => null)) });
   const held = Object.keys(c.values).filter((k) => /^theory_hold_out\/unsampled_mass_\d+$/.test(k)).map((k) => Number(k.split("_").pop())).sort((a, b) => a - b);
-  const error = (h, sign) => (c.values[`theory_hold_out/unsampled_mass_${h}_se`] || []).map((se, i) => {
-    const mean = c.values[`theory_hold_out/unsampled_mass_${h}`][i];
-    return se === null || mean === null ? null : Math.max(0, mean + sign * 1.959964 * se);
-  });
+  const end = (h, which) => c.values[`theory_hold_out/unsampled_mass_${h}_${which}`] || c.step.map(() => null);
   if (!get("distinct") && run.by_task.step.length)
     return [lines("Distinct answers", "Different final answers of a group: means over groups.", [{ name: "distinct", x: run.by_task.step, y: run.by_task.distinct }], { y: "answers" })];
   return [
     lines("Distinct answers", "Different final answers of a group, and those that came once: means over groups.", [series("distinct", "distinct"), series("singletons", "came once")], { y: "answers" }),
-    lines("Unsampled mass of answers", "Probability of answers that no sibling gave: Good-Turing's estimate. Band: Esty's 95% interval of a single group, its ends averaged over groups; none at steps where all answers of some group differ.",
+    lines("Unsampled mass of answers", "Probability of answers that no sibling gave: Good-Turing's estimate. Band: the 95% interval of a single group, its ends averaged over groups.",
       [series("unseen_mass", "all", "low", "high"), series("unseen_right", "right answers")], { y: "probability", format: ".1~%" }),
     held.length ? lines("What held-out siblings add", "Share of held-out siblings with an answer that the others lack. Bands: 95% intervals, given the prompts.",
-      [...new Set([held[0], held[held.length - 1]])].map((h) => ({ name: `${h} held out`, x: c.step, y: c.values[`theory_hold_out/unsampled_mass_${h}`], low: error(h, -1), high: error(h, 1) })), { y: "share", format: ".1~%" }) : null,
+      [...new Set([held[0], held[held.length - 1]])].map((h) => ({ name: `${h} held out`, x: c.step, y: c.values[`theory_hold_out/unsampled_mass_${h}`], low: end(h, "low"), high: end(h, "high") })), { y: "share", format: ".1~%" }) : null,
   ];
 }

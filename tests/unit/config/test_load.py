@@ -138,6 +138,25 @@ def test_file_then_overrides(tmp_path):
             [],
             "algo.advantage = 'maxrl': advantages over the mean reward need rewards of at least 0",
         ),
+        ("[algo]\nadvantage = 'pass_at_k'", [], "algo.pass_k = 0: must be in [1, rollout.n - 1 = 511]"),
+        ("[algo]\nadvantage = 'pass_at_k'\npass_k = 8\n[rollout]\nn = 8", [], "algo.pass_k = 8: must be in [1, roll"),
+        ("[algo]\npass_k = 8", [], 'algo.pass_k = 8: of algo.advantage = "pass_at_k": must be 0'),
+        (
+            "[algo]\nadvantage = 'inverse_variance'\n[reward]\nstrict = false",
+            [],
+            "algo.advantage = 'inverse_variance': counts right and wrong: needs reward.strict = true",
+        ),
+        (
+            "[algo]\nfocal_gamma = 1\n[shaping]\noverlong_tokens = 9",
+            [],
+            "algo.focal_gamma = 1.0: weighs groups by their",
+        ),
+        ("[algo]\nfocal_gamma = 1\n[rollout]\nadaptive = 'kept'", [], "algo.focal_gamma = 1.0: with rollout.adaptive"),
+        (
+            "[algo]\nadvantage = 'pass_at_k'\npass_k = 4\n[rollout]\nadaptive = 'kept'\nn = 32",
+            [],
+            "algo.pass_k = 4: with rollout.adaptive a round may have 3 rollouts: must be below that",
+        ),
         ("[rollout]\npartial_tokens = -1", [], "rollout.partial_tokens = -1: must not be negative"),
         (
             "[rollout]\npartial_tokens = 100\nmax_tokens = 1001\nmax_carried_steps = 9",

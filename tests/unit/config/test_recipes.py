@@ -36,6 +36,7 @@ def without_effect(config: Config) -> set[str]:
         "critic algo.gamma algo.lam": algo.advantage != "gae",
         "reference algo.kl_estimator algo.kl_in": not algo.kl_coef,
         "algo.mismatch_low algo.mismatch_high": algo.mismatch_mask == "off",
+        "algo.pass_k": algo.advantage != "pass_at_k",
         "algo.tau_pos algo.tau_neg": algo.policy_loss != "sapo",
         "algo.aggregation_tokens": algo.aggregation != "fixed",
         "rollout.max_carried_steps": not config.rollout.partial_tokens,

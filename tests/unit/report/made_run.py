@@ -151,7 +151,8 @@ def _metrics(step: int, rights: Any, n: int, pass_at_1: float | None) -> dict[st
         "theory_good_turing/low": float("nan") if step == 0 else 0.0,
         "theory_good_turing/high": float("nan") if step == 0 else 0.2,
         "theory_hold_out/unsampled_mass_2": 0.05,
-        "theory_hold_out/unsampled_mass_2_se": 0.01,
+        "theory_hold_out/unsampled_mass_2_low": 0.03,
+        "theory_hold_out/unsampled_mass_2_high": 0.08,
         **held_out,
     }
 

@@ -18,7 +18,8 @@ def rows():
         for h in (2, 4, 16):
             row |= {
                 f"theory_hold_out/unsampled_mass_{h}": h / 100 + step,
-                f"theory_hold_out/unsampled_mass_{h}_se": 0.01,
+                f"theory_hold_out/unsampled_mass_{h}_low": h / 200 + step,
+                f"theory_hold_out/unsampled_mass_{h}_high": h / 50 + step,
             }
         row |= {"theory_predicted/answers": 1e-8 * step}
         if step != 1:
@@ -33,26 +34,13 @@ def test_drawn_is_what_is_written():
     assert np.asarray(mass.lines[1].get_ydata()).tolist() == pytest.approx([0.1, 1.1, 2.1])
     assert np.asarray(curve.lines[0].get_xdata()).tolist() == [2, 4, 16]
     assert np.asarray(curve.lines[0].get_ydata()).tolist() == pytest.approx([2.02, 2.04, 2.16])  # of the last step
+    bars = [bar[:, 1].tolist() for bar in curve.containers[0].lines[2][0].get_segments()]
+    assert bars == [pytest.approx([h / 200 + 2, h / 50 + 2]) for h in (2, 4, 16)]
     line = change.containers[0].lines[0]
     assert np.asarray(line.get_xdata())[[0, 2]].tolist() == pytest.approx([0, 2e-8])
     y = np.asarray(line.get_ydata(), dtype=float)
     assert y[[0, 2]].tolist() == pytest.approx([0, 0.1])
     assert np.isnan(y[1])
-
-
-def test_unknown_intervals_are_said_and_not_drawn():
-    made = rows()
-    labels = [t.get_text() for t in build_figure(made).axes[0].get_legend().get_texts()]
-    assert labels[0] == "answers (Good-Turing, 95%)"
-    assert not build_figure(made).axes[1].texts
-    made[1] |= {"theory_good_turing/low": None, "theory_good_turing/high": None}  # as NaN is written
-    made[2] |= {"theory_hold_out/unsampled_mass_4_se": None}
-    mass, curve, _ = build_figure(made).axes
-    labels = [t.get_text() for t in mass.get_legend().get_texts()]
-    assert labels[0] == "answers (Good-Turing, 95%)\ninterval unknown where all of a group's differ"
-    assert [t.get_text() for t in curve.texts] == ["without a bar: interval unknown, nothing seen"]
-    bars = [s for s in curve.containers[0].lines[2][0].get_segments() if np.size(s) and np.isfinite(s).all()]
-    assert [bar[0, 0] for bar in bars] == [2, 16]
 
 
 def test_gaps_and_runs_without_diagnostics(tmp_path):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import cross_fitting
+import numpy as np
 import pytest
 import torch
 
-from megatron_brorl.theory.diagnostics import token_level
 from megatron_brorl.theory.positions import change_of_success, draw_positions, draws_at
+from megatron_brorl.theory.token_level import token_level
 
 VOCABULARY = 3
 
@@ -56,14 +58,10 @@ def test_a_prompt_s_change_is_the_sum_over_its_prefixes(seed):
     expected = 0.0
     for prefix, n in Counter(found.values()).items():
         draws = [(int(tokens[i, t]), float(right[i])) for (i, t), p in found.items() if p == prefix]
-        p = logits[prefix].double().softmax(-1)
-        q = sum(r for _, r in draws) / n
-        for token in range(VOCABULARY):
-            rewards = [r for x, r in draws if x == token]
-            if rewards and n >= 2:
-                # REINFORCE with the mean as baseline moves the logit by the sum of its draws' centred rewards over n.
-                worth = sum(rewards) / len(rewards) - q
-                expected += (n / survivors) ** 2 * float(p[token]) * worth * sum(r - q for r in rewards) / n
+        if n >= 4:  # of fewer nothing is known
+            token, reward = (np.array(column) for column in zip(*draws, strict=True))
+            p = logits[prefix].double().softmax(-1).numpy()
+            expected += (n / survivors) ** 2 * cross_fitting.changes(token, reward, p)[0]
     count = sum(n for n in Counter(found.values()).values() if n >= 2)
     drawn = draw_positions(tokens, (torch.arange(count).double() + 0.5) / count)
     rows = [logits[found[i, t]] for i, t in zip(drawn.sibling.tolist(), drawn.depth.tolist(), strict=True)]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from dist.steps import configured, make_trainer
 
+from megatron_brorl.config.schema import Advantage, AlgoConfig
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.theory.allocation import least_of, second_round
 from megatron_brorl.train.adaptive import Rounds, even_metrics, raw_advantages
@@ -47,10 +48,10 @@ def gradient(prompt: int, answers: Sequence[int], factors: np.ndarray) -> np.nda
     return sum(f * (np.eye(3)[a] - P[prompt]) for f, a in zip(factors, answers, strict=True))
 
 
-def in_rounds(prompt: int, first: list[int], second: list[int]) -> np.ndarray:
+def in_rounds(prompt: int, first: list[int], second: list[int], kind: Advantage, rounds: Rounds) -> np.ndarray:
     answers = [*first, *second]
     found = outcomes_of([REWARD[prompt][answers].tolist()])
-    advantages, weights = raw_advantages(found, [0], Rounds(N, FIRST))
+    advantages, weights = raw_advantages(found, [0], rounds, AlgoConfig(advantage=kind, pass_k=2))
     return gradient(prompt, answers, (advantages * weights).double().numpy()[0])
 
 
@@ -67,7 +68,10 @@ def test_expected_gradient_is_that_of_equal_groups():
 
     @functools.cache
     def part(prompt: int, first: tuple[int, ...], more: int) -> np.ndarray:
-        return sum(chance * in_rounds(prompt, [*first], second) for second, chance in draws(prompt, more))
+        return sum(
+            chance * in_rounds(prompt, [*first], second, "reinforce_pp_baseline", Rounds(N, FIRST))
+            for second, chance in draws(prompt, more)
+        )
 
     adaptive, pooled, given = [np.zeros(3), np.zeros(3)], np.zeros(3), set()
     for (a, chance_a), (b, chance_b) in itertools.product(draws(0, FIRST), draws(1, FIRST)):
@@ -86,12 +90,31 @@ def test_expected_gradient_is_that_of_equal_groups():
     assert np.abs(pooled - uniform[0]).max() > 0.01 * np.abs(uniform[0]).max()
 
 
+@pytest.mark.parametrize(("kind", "orders"), [("pass_at_k", {2: 2.0}), ("maxrl", {1: 1.0, 2: 1.0})])
+def test_objectives_of_width_keep_their_gradient(kind, orders):
+    """Rounds of 3 and 3 to 5, by what the first brought: n times sum of w_k (1 - p)^(k - 1) grad p all the same."""
+    rounds = Rounds(6, 3)
+    assert rounds.order == 1  # of the fewest rollouts that a second round may have: two
+    rounds = Rounds(24, 3)
+    assert rounds.order == 2
+    for prompt in range(2):
+        total = np.zeros(3)
+        for first, chance in draws(prompt, 3):
+            more = 3 + int(REWARD[prompt][first].sum()) % 3
+            total += chance * sum(w * in_rounds(prompt, first, x, kind, rounds) for x, w in draws(prompt, more))
+        p = float(P[prompt] @ REWARD[prompt])
+        slope = P[prompt] * (REWARD[prompt] - p)  # grad p on the logits
+        wanted = 24 * sum(w * (1 - p) ** (k - 1) for k, w in orders.items()) * slope
+        np.testing.assert_allclose(total, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_survivors_stand_for_those_that_are_lost():
     """Of three and five rollouts one and two are lost: each round's weights still add up to its part of n."""
     found = outcomes_of([[1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0]])
     state = found.state.clone()
     state[0, [1, 3, 6]] = LOST
-    advantages, weights = raw_advantages(Outcomes(state, *list(vars(found).values())[1:]), [0], Rounds(8, 3))
+    survivors = Outcomes(state, *list(vars(found).values())[1:])
+    advantages, weights = raw_advantages(survivors, [0], Rounds(8, 3), AlgoConfig())
     assert weights[0].tolist() == pytest.approx([1.5, 0, 1.5, 0, 5 / 3, 5 / 3, 0, 5 / 3])
     scale = 7 / 8
     first, second = 2 * scale, 1.5 * scale

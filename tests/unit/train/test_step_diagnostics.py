@@ -6,6 +6,7 @@ import json
 import math
 import threading
 
+import cross_fitting
 import fakes
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def by_hand(model):
     count = 2 * POSITIONS
     key = torch.full((count,), stream_key(3, "theory", 0))
     us = uniforms(key, torch.arange(count), torch.ones(count, dtype=torch.int64)).view(2, -1).tolist()
-    figures, predicted, weights, tokens = [], [], [], 0
+    figures, known, predicted, weights, tokens = [], [], [], [], 0
     for prompt, numbers in zip(chosen(), us, strict=True):
         rows, right = drawn(prompt)
         tokens += sum(map(len, rows))
@@ -90,7 +91,7 @@ def by_hand(model):
             seen = np.isin(np.arange(tiny.VOCAB), next_token)
             better = np.array([worth[next_token == v].mean() - q if seen[v] else 0.0 for v in range(tiny.VOCAB)])
             s_r = better @ p
-            times = np.array([(next_token == v).sum() for v in range(tiny.VOCAB)])
+            change = cross_fitting.changes(next_token, worth, p) if n >= 4 else (math.nan, math.nan)
             ends = np.array([-s_r * (1 - q), s_r * q]) * (p[~seen] ** 2).sum() / n
             found.append(
                 {
@@ -101,20 +102,24 @@ def by_hand(model):
                     "exact/b2": (p[better < 0] ** 2).sum(),
                     "exact/siblings": n,
                     "estimate/success": q,
-                    "estimate/sampled": (better * (better - s_r) * p**2)[seen].sum() / n,
-                    "estimate/policy_gradient": (p * better**2 * times).sum() / n,
+                    "estimate/sampled": change[1],
+                    "estimate/policy_gradient": change[0],
                     "bound/unsampled_low": ends.min(),
                     "bound/unsampled_high": ends.max(),
                 }
             )
-        means = {k: np.mean([f[k] for f in found]) for k in found[0]}
+        assert sum(f["exact/siblings"] >= 4 for f in found) > POSITIONS / 2
+        means = {k: np.nanmean([f[k] for f in found]) for k in found[0]}
         scale = len(shared) / N / N
         lows = [f["exact/siblings"] * (f["estimate/sampled"] + f["bound/unsampled_low"]) for f in found]
         gradient = [f["exact/siblings"] * f["estimate/policy_gradient"] for f in found]
-        predicted.append((scale * np.mean(lows), scale * np.mean(gradient)))
+        predicted.append((scale * np.nan_to_num(lows).mean(), scale * np.nan_to_num(gradient).mean()))
         figures.append(means)
+        known.append({k: np.mean(np.isfinite([f[k] for f in found])) for k in found[0]})
         weights.append(len(shared))
-    whole = {k: np.average([f[k] for f in figures], weights=weights) for k in figures[0]}
+    # Positions at which a figure is unknown do not count.
+    shares = {k: [w * f[k] for w, f in zip(weights, known, strict=True)] for k in figures[0]}
+    whole = {k: np.average([f[k] for f in figures], weights=shares[k]) for k in figures[0]}
     return whole | {"exact/shared_tokens": sum(weights) / tokens}, np.mean(predicted, axis=0)
 
 
@@ -128,6 +133,10 @@ def test_token_level_figures(step, model):
     assert lr > 0
     assert values["theory_predicted/theorem_low"] == pytest.approx(lr * low, rel=2e-4)
     assert values["theory_predicted/policy_gradient"] == pytest.approx(lr * gradient, rel=2e-4)
+    # The null: s (1 - s) of the same prompts.
+    right = [int(drawn(prompt)[1].sum()) for prompt in chosen()]
+    spreads = [c / N * (N - c) / (N - 1) for c in right]
+    assert values["theory_predicted/spread"] == pytest.approx(lr * np.mean(spreads))
 
 
 def test_answers(step):
@@ -146,9 +155,7 @@ def test_answers(step):
     assert values["theory_good_turing/singletons"] == pytest.approx(np.mean(singles))
     assert values["theory_good_turing/unseen_mass"] == pytest.approx(np.mean(singles) / N)
     assert values["theory_hold_out/unsampled_mass_2"] == pytest.approx(np.mean(pairs))
-    held = [
-        int(k.rsplit("_", 1)[1]) for k in values if k.startswith("theory_hold_out/u_pos2_") and not k.endswith("_se")
-    ]
+    held = [int(k.rsplit("_", 1)[1]) for k in values if k.startswith("theory_hold_out/u_pos2_") and k[-1].isdigit()]
     assert held == [2, 4, 8, 16, 32, 64]
 
 

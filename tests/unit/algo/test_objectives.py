@@ -1,0 +1,133 @@
+"""Objectives of width: the expected gradient over all draws of a small policy against autograd of the objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, product
+from math import comb
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_brorl.algo.advantage import group_baseline
+from megatron_brorl.algo.objectives import (
+    focal_weight,
+    over_group_mean,
+    over_group_variance,
+    pass_at_k_advantages,
+    truncated_log_advantages,
+)
+
+RIGHT = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)  # two of three outcomes are right
+POLICIES = pytest.mark.parametrize("logits", [[0.3, -1.0, 0.8], [2.5, 0.0, -3.0]])
+SIZES = pytest.mark.parametrize("n", [2, 3, 5, 6])
+
+
+def gradient(logits: list[float], objective: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of a function of the success rate, on the logits, by autograd."""
+    x = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+    return torch.autograd.grad(objective((x.softmax(0) * RIGHT).sum()), x)[0]
+
+
+def expected(logits: list[float], n: int, advantages: Callable[[Tensor], Tensor]) -> Tensor:
+    """E[mean_i A_i grad log p(y_i)] over all 3^n draws of a softmax."""
+    p = torch.tensor(logits, dtype=torch.float64).softmax(0)
+    scores = torch.eye(3, dtype=torch.float64) - p  # grad log p(y) is the outcome's unit vector minus p
+    total = torch.zeros(3, dtype=torch.float64)
+    for draws in product(range(3), repeat=n):
+        a = advantages(RIGHT[list(draws)])
+        assert abs(float(a.sum())) < 1e-9
+        total += p[list(draws)].prod() * (a[:, None] * scores[list(draws)]).mean(0)
+    return total
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+@SIZES
+@POLICIES
+def test_maxrl_is_unbiased_for_the_truncated_logarithm(n, logits):
+    wanted = gradient(logits, lambda p: -sum((1 - p) ** k / k for k in range(1, n)))
+    close(expected(logits, n, over_group_mean), wanted)
+    close(expected(logits, n, lambda r: truncated_log_advantages(r, n - 1)), wanted)
+
+
+@pytest.mark.parametrize("n", [3, 4, 6])
+@POLICIES
+def test_a_given_order_does_not_depend_on_the_group_s_size(n, logits):
+    wanted = gradient(logits, lambda p: -sum((1 - p) ** k / k for k in (1, 2)))
+    close(expected(logits, n, lambda r: truncated_log_advantages(r, 2)), wanted)
+
+
+@SIZES
+@POLICIES
+def test_inverse_variance_is_unbiased_for_the_truncated_log_odds(n, logits):
+    wanted = gradient(logits, lambda p: sum((p**k - (1 - p) ** k) / k for k in range(1, n)))
+    close(expected(logits, n, over_group_variance), wanted)
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (4, 1), (4, 2), (4, 3), (6, 4)])
+@POLICIES
+def test_pass_at_k_is_unbiased(n, k, logits):
+    close(expected(logits, n, lambda r: pass_at_k_advantages(r, k)), gradient(logits, lambda p: 1 - (1 - p) ** k))
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_pass_at_k_by_all_subsets(k):
+    """Of 3 right ones among 7: whether a set of k has a right one, sets with the rollout against sets without it."""
+    rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
+    found = pass_at_k_advantages(rewards, k)
+    for i in range(7):
+        sets = {True: [], False: []}
+        for chosen in combinations(range(7), k):
+            sets[i in chosen].append(float(rewards[list(chosen)].max()))
+        means = {mine: sum(x) / len(x) for mine, x in sets.items()}
+        assert float(found[i]) == pytest.approx(k * (means[True] - means[False]), rel=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 1.0, 2.0])
+@POLICIES
+def test_focal_weights_have_the_expectation_that_is_named(gamma, logits):
+    """E[(1 - c/n)^(gamma + 1) c/n] / (p (1 - p)) grad p, and for gamma = 1 as n grows (1 - p) grad p."""
+    n = 5
+    p = float((torch.tensor(logits, dtype=torch.float64).softmax(0) * RIGHT).sum())
+    chances = [comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    weight = sum(w * (1 - c / n) ** (gamma + 1) * c / n for c, w in enumerate(chances)) / (p * (1 - p))
+    found = expected(logits, n, lambda r: focal_weight(r, gamma) * group_baseline(r))
+    close(found, weight * gradient(logits, lambda s: s))
+    # The same weight without bias: pass@k of k = gamma + 1, over k.
+    if gamma == 1.0:
+        exact = gradient(logits, lambda s: s - s**2 / 2)
+        close(expected(logits, n, lambda r: pass_at_k_advantages(r, 2) / 2), exact)
+
+
+def test_groups_without_a_signal_are_exactly_zero():
+    """All wrong, all right, and one rollout alone: what algo.dynamic_sampling leaves out would add nothing."""
+    makers = [over_group_mean, over_group_variance, lambda r: pass_at_k_advantages(r, 3)]
+    makers.append(lambda r: truncated_log_advantages(r, 3))
+    for make in makers:
+        for rewards in ([0.0] * 4, [1.0] * 4, [1.0] * 512, [0.0]):
+            assert torch.equal(make(torch.tensor(rewards)), torch.zeros(len(rewards)))
+    for make in makers[:2]:
+        assert torch.equal(make(torch.tensor([0.95] * 512)), torch.zeros(512))  # whose spread is rounding
+
+
+def test_survivors_fewer_than_k_lower_k():
+    rewards = torch.tensor([1.0, 0.0, 0.0])
+    assert torch.equal(pass_at_k_advantages(rewards, 8), pass_at_k_advantages(rewards, 2))
+    assert pass_at_k_advantages(rewards, 8).abs().max() > 0
+
+
+def test_a_large_group_keeps_its_digits():
+    """One right rollout of 512, k = 64: C(511, 64) / C(511, 64) = 1 exactly, and the wrong ones' share of it."""
+    rewards = torch.zeros(512)
+    rewards[7] = 1.0
+    found = pass_at_k_advantages(rewards, 64)
+    assert float(found[7]) == 64.0
+    assert float(found[0]) == pytest.approx(-64 / 511)
+    half = torch.tensor([1.0, 0.0] * 256)
+    ratio = comb(256, 64) / comb(511, 64)
+    assert float(pass_at_k_advantages(half, 64)[0]) == pytest.approx(64 * ratio, rel=1e-6)

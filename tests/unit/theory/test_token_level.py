@@ -1,0 +1,139 @@
+"""A position's figures against their definitions on the whole vocabulary, and their expectations by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+
+import cross_fitting
+import numpy as np
+import pytest
+import torch
+
+from megatron_brorl.theory.mass_balance import general_terms, surrogate_step
+from megatron_brorl.theory.token_level import token_level
+
+P = np.array([0.2, 0.5, 0.3])
+
+
+def every_outcome(n: int, worth: np.ndarray):
+    """All draws of n tokens and their rewards, [outcomes, n], and the probability of each."""
+    token = np.array(list(itertools.product(range(3), repeat=n)))
+    reward = np.array(list(itertools.product((0.0, 1.0), repeat=n)))
+    token, reward = np.repeat(token, len(reward), axis=0), np.tile(reward, (len(token), 1))
+    chance = P[token].prod(1) * np.where(reward == 1, worth[token], 1 - worth[token]).prod(1)
+    assert chance.sum() == pytest.approx(1)
+    return token, reward, chance
+
+
+def levels(token: np.ndarray, reward: np.ndarray):
+    """token_level with every row [outcomes, n] as a position of its own."""
+    rows, n = token.shape
+    logits = torch.from_numpy(np.log(P)).expand(rows, 3)
+    position = torch.arange(rows).repeat_interleave(n)
+    return token_level(logits, position, torch.from_numpy(token.reshape(-1)), torch.from_numpy(reward.reshape(-1)))
+
+
+@pytest.mark.parametrize("n", [4, 5])
+@pytest.mark.parametrize("worth", [[0.9, 0.1, 0.4], [0.3, 0.3, 0.3]])
+def test_the_changes_are_unbiased(n, worth):
+    """Over all draws; where all tokens are worth alike nothing changes, and the mean is 0."""
+    f = np.array(worth)
+    token, reward, chance = every_outcome(n, f)
+    found, q = levels(token, reward), float(P @ f)
+    gradient = (n - 1) / n * float(np.square(P * (f - q)).sum())
+    assert float(chance @ found.policy_gradient.numpy()) == pytest.approx(gradient, rel=1e-12, abs=1e-15)
+
+    # The surrogate's step by every other sibling, at the true worths of the tokens.
+    expected = 0.0
+    for x, r, weight in zip(token, reward, chance, strict=True):
+        for half in (slice(0, None, 2), slice(1, None, 2)):
+            mean = r[half].mean()
+            better = {j: r[half][x[half] == j].mean() - mean for j in set(x[half].tolist())}
+            s_r = sum(P[j] * b for j, b in better.items())
+            expected += weight * sum(P[j] ** 2 * (f[j] - q) * (b - s_r) for j, b in better.items()) / n / 2
+    assert float(chance @ found.sampled.numpy()) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert (gradient == 0) == (expected == pytest.approx(0, abs=1e-15)) == (len(set(worth)) == 1)
+    assert found.policy_gradient.min() < 0
+
+
+def test_policy_gradient_is_the_mean_over_all_splits():
+    """Of six siblings in two halves: the product of the halves' covariances of token and reward."""
+    rng = np.random.default_rng(0)
+    token, reward = rng.integers(0, 3, 6), rng.random(6)
+
+    def covariance(part: list[int]) -> np.ndarray:
+        onehot = np.eye(3)[token[part]]
+        return (onehot * (reward[part] - reward[part].mean())[:, None]).sum(0) / (len(part) - 1)
+
+    splits = [(list(a), [i for i in range(6) if i not in a]) for a in itertools.combinations(range(6), 3)]
+    expected = np.mean([covariance(a) @ covariance(b) for a, b in splits])
+    found = levels(token[None], reward[None])
+    assert float(found.policy_gradient) == pytest.approx(5 / 6 * expected, rel=1e-12)
+
+
+def test_three_siblings_do_not_tell_a_change():
+    found = levels(np.array([[0, 1, 1]]), np.array([[1.0, 0.0, 1.0]]))
+    assert torch.isnan(found.policy_gradient).all()
+    assert torch.isnan(found.sampled).all()
+    assert float(found.siblings) == 3
+
+
+def test_token_level_against_the_general_form():
+    """Two positions, siblings with mixed success: every field from its definition on the full vocabulary."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 30, dtype=torch.float64) * 2
+    position = torch.tensor([0] * 12 + [1] * 5)
+    p = torch.softmax(logits, -1)
+    token = torch.cat([torch.multinomial(p[0], 12, replacement=True), torch.multinomial(p[1], 5, replacement=True)])
+    reward = (torch.rand(17) < 0.5).double()
+    found = token_level(logits, position, token, reward)
+    for s in range(2):
+        here = position == s
+        counts = torch.bincount(token[here], minlength=30).double()
+        worth = torch.zeros(30, dtype=torch.float64).index_add(0, token[here], reward[here]) / counts.clamp(min=1)
+        q, n = reward[here].mean(), counts.sum()
+        seen = counts > 0
+        weights = torch.where(seen, worth - q, 0.0)
+        assert found.siblings[s] == n
+        assert found.success[s] == pytest.approx(float(q))
+        assert found.unsampled_mass[s] == pytest.approx(float(p[s][~seen].sum()), rel=1e-12)
+        assert found.unsampled_2[s] == pytest.approx(float(p[s][~seen].square().sum()), rel=1e-12)
+        assert found.s_r[s] == pytest.approx(float((weights * p[s]).sum()), rel=1e-10, abs=1e-15)
+        assert found.a2[s] == pytest.approx(float(p[s][weights > 0].square().sum()), rel=1e-12)
+        assert found.b2[s] == pytest.approx(float(p[s][weights < 0].square().sum()), rel=1e-12)
+        step = surrogate_step(p[s], weights, n, 1.0)
+        lowest = float((p[s] * (0.0 - q) * step)[~seen].sum())
+        highest = float((p[s] * (1.0 - q) * step)[~seen].sum())
+        assert found.unsampled_low[s] == pytest.approx(min(lowest, highest), rel=1e-9, abs=1e-15)
+        assert found.unsampled_high[s] == pytest.approx(max(lowest, highest), rel=1e-9, abs=1e-15)
+        gradient, sampled = cross_fitting.changes(token[here].numpy(), reward[here].numpy(), p[s].numpy())
+        assert found.policy_gradient[s] == pytest.approx(gradient, rel=1e-9, abs=1e-15)
+        assert found.sampled[s] == pytest.approx(sampled, rel=1e-9, abs=1e-15)
+
+
+def test_token_level_where_the_verdict_is_in_the_token():
+    """Rewards that are a function of the token: S_R is Theorem 1's, and the bound holds its third term."""
+    rng = np.random.default_rng(1)
+    p = rng.dirichlet(np.full(40, 0.3))
+    correct = rng.random(40) < 0.5
+    draws = rng.choice(40, size=25, p=p)
+    counts = np.bincount(draws, minlength=40)
+    found = token_level(
+        torch.from_numpy(np.log(p))[None],
+        torch.zeros(25, dtype=torch.int64),
+        torch.from_numpy(draws),
+        torch.from_numpy(correct[draws].astype(float)),
+    )
+    q = correct[draws].mean()
+    weights = np.where(counts > 0, correct - q, 0.0)
+    terms = general_terms(p, counts, weights, correct, 1.0)
+    assert float(found.s_r[0]) == pytest.approx(float(terms.s_r), rel=1e-10)
+    step = surrogate_step(p, weights, 25.0, 1.0)
+    third = float((p * (correct - q) * step)[counts == 0].sum())
+    assert float(found.unsampled_low[0]) <= third <= float(found.unsampled_high[0])
+
+
+def test_token_level_needs_a_draw_everywhere():
+    one = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="at least one draw"):
+        token_level(torch.zeros(2, 5), one, one, torch.ones(1))
