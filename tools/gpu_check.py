@@ -108,7 +108,7 @@ def run_stages(
     print(heading(about, date, command), flush=True)
 
     scratch = Path(job["scratch"])
-    told = scratch / "job.json"
+    told = scratch / "gpu_check_job.json"
     told.write_text(json.dumps(job), encoding="utf-8")
     every: list[dict[str, Any]] = []
     for stage in stages:

@@ -81,7 +81,7 @@ def _build(nvcc: str | None) -> Row:
 def _tests(what: str, job: Job) -> Row:
     """pytest over the CUDA kernels' tests, or in the dry mode some of the same ops' on the CPU."""
     chosen = OPS_ON_CPU if job.dry else ["tests/gpu", "-k", "cuda"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     said = done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]]
     count = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", said[-1])}
