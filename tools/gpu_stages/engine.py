@@ -25,7 +25,8 @@ from megatron_brorl.types import Prompt, Rollout
 
 SIZES = {"cuda": (512, 512, 256), "cpu": (8, 16, 8)}  # prompt tokens, siblings, response tokens
 CALLS = {"cuda": 2, "cpu": 1}  # timed ones, after one that warms up
-COMPARED = (4, 32)  # siblings and tokens of the comparison with transformers
+COMPARED = (4, 32)  # siblings and tokens of the comparison with transformers ...
+SHORT = 24  # ... and of its prompt
 GAP = {"bf16": 0.05, "fp32": 1e-4}  # nats, of log-probabilities: the mean of |difference|
 
 
@@ -68,7 +69,7 @@ def agreement(args: tuple[str, Job]) -> Row:
     engine.update_weights(((name, checkpoint.tensor(name)) for name in names), 0)
 
     # No token ends a response.
-    (prompt,) = prompt_ids(shape.vocab, 24, 1)
+    (prompt,) = prompt_ids(shape.vocab, SHORT, 1)
     request = Request(Prompt("0", "", tuple(prompt), None, "exact"), 7, n)
     (rollouts,) = engine.generate([request], Sampling(1.0, 1.0, 0, tokens, ()))
     engine.sleep()
