@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test-fast test test-rest test-all check docs bench torture sanitize wheel test-wheel test-vllm clean
+.PHONY: quickstart test-fast test test-rest test-all check docs bench torture sanitize wheel test-wheel test-vllm gpu-check clean
 
 quickstart: $(INSTALLED)  ## the main job on this machine: a tiny model, 512 rollouts per prompt, a plot and a summary
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
@@ -45,6 +45,9 @@ torture: $(INSTALLED)  ## spoiled inputs, changed layouts, 500 steps, then runs 
 
 test-vllm: $(INSTALLED)  ## the engine tests on vLLM itself, which gets an environment of its own (3.5 GB)
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/test_vllm.sh
+
+gpu-check: $(INSTALLED)  ## what this machine's GPU has to show, in half an hour: tables in gpu_check.md
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/gpu_check.py
 
 sanitize: $(INSTALLED)  ## the op tests under the address and undefined-behaviour sanitizers
 	PYTHON="$(CURDIR)/$(BIN)/python" bash tools/sanitize.sh

@@ -70,11 +70,13 @@ def fused_value_loss(v: Tensor, old: Tensor, target: Tensor, weights: Tensor) ->
     value_loss(v, old, target, weights, CLIP).loss.backward()
 
 
-def groups_of_calls(tokens: int) -> dict[str, Calls]:
-    g = torch.Generator().manual_seed(0)
-    a, b, c = (torch.randn(tokens, generator=g) for _ in range(3))
+def groups_of_calls(tokens: int, device: str = "cpu") -> dict[str, Calls]:
+    """Of every op: a copy of what it reads and writes, this project's, and plain torch."""
+    g = torch.Generator(device).manual_seed(0)
+    a, b, c = (torch.randn(tokens, generator=g, device=device) for _ in range(3))
     x, y = torch.zeros_like(a), torch.zeros_like(a)
-    mask, starts = torch.rand(tokens, generator=g) < 0.9, torch.arange(0, tokens + 1, LENGTH)
+    mask = torch.rand(tokens, generator=g, device=device) < 0.9
+    starts = torch.arange(0, tokens + 1, LENGTH, device=device)
     weights = mask.float() / tokens
     rows = a.view(-1, LENGTH), b.view(-1, LENGTH)
     work = c.clone()

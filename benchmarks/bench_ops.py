@@ -14,6 +14,7 @@ only.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,11 +27,12 @@ from torch import Tensor
 
 from megatron_brorl.algo.loss import PolicyTokens
 from megatron_brorl.algo.policy_losses import PolicyLossSettings
-from megatron_brorl.ops.fused.linear import linear_log_probs, linear_ppo_loss
+from megatron_brorl.ops.fused.linear import CHUNK_ROWS, linear_log_probs, linear_ppo_loss
 
 SHAPES = [(4096, 256, 32000), (4096, 256, 151936), (4096, 896, 151936), (4096, 1536, 151936)]  # (T, H, V)
 LIMITS = (0.2, 0.28, 2.0)  # eps_low, eps_high, is_cap
-CHUNK = 512  # rows of the chunked versions, as in the fused op
+CHUNK = CHUNK_ROWS["cpu"]  # rows of TRL's sequences
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # of the implementations
 
 
 def full_loss(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ def backward(loss: Callable[..., Tensor]) -> Callable[..., float]:
 
 def fused(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> float:
     eps_low, eps_high, is_cap = LIMITS
-    weights = torch.full((len(h),), 1 / len(h))
+    weights = torch.full((len(h),), 1 / len(h), device=h.device)
     tokens = PolicyTokens(rollout, advantages, weights, old)
     loss = linear_ppo_loss(h, w, ids, tokens, PolicyLossSettings(eps_low, eps_high, is_cap=is_cap), 1.0).loss
     loss.backward()
@@ -65,6 +67,7 @@ def liger_like(h: Tensor, w: Tensor, *rest: Tensor) -> float:
     """Gradients chunk by chunk on the way forward, the weight's accumulated in float32 (Liger-Kernel's scheme)."""
     gradient = torch.func.grad_and_value(full_loss, argnums=(0, 1))
     grad_hidden, grad_weight = torch.empty_like(h), torch.zeros_like(w, dtype=torch.float32)
+    rows = CHUNK_ROWS[h.device.type]
 
     def accumulate(part: slice) -> float:  # a function, so that a chunk's gradients are gone before the next
         (gh, gw), value = gradient(h.detach()[part], w.detach(), *(x[part] for x in rest))
@@ -72,18 +75,19 @@ def liger_like(h: Tensor, w: Tensor, *rest: Tensor) -> float:
         grad_weight.add_(gw)
         return value.item()
 
-    total = sum(accumulate(slice(i, i + CHUNK)) for i in range(0, len(h), CHUNK))
+    total = sum(accumulate(slice(i, i + rows)) for i in range(0, len(h), rows))
     h.grad, w.grad = grad_hidden.detach().div_(len(h)), grad_weight.div_(len(h)).to(w.dtype)
     return total / len(h)
 
 
 def chunked(loss: Callable[..., Tensor]) -> Callable[..., float]:
-    """Forward and backward of one chunk after the other; autograd accumulates the gradients."""
+    """Forward and backward of one chunk after the other, each as large as the fused op's; autograd accumulates the
+    gradients."""
 
     def run(h: Tensor, w: Tensor, *rest: Tensor) -> float:
-        total = 0.0
-        for i in range(0, len(h), CHUNK):
-            part = slice(i, i + CHUNK)
+        total, rows = 0.0, CHUNK_ROWS[h.device.type]
+        for i in range(0, len(h), rows):
+            part = slice(i, i + rows)
             value = loss(h[part], w, *(x[part] for x in rest)) / len(h)
             value.backward()
             total += value.item()
@@ -120,25 +124,39 @@ def is_clipped(log_probs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
     return torch.where(advantages > 0, ratio > 1 + LIMITS[1], ratio < 1 - LIMITS[0])
 
 
-def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int]) -> dict[str, Any]:
-    """One row, to be called in a fresh process."""
-    name, dtype, (t, h, v), clipped, threads, repeat = args
-    torch.set_num_threads(threads)
-    g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(t, h, generator=g).to(DTYPES[dtype]).requires_grad_()
-    weight = (torch.randn(v, h, generator=g) / h**0.5).to(DTYPES[dtype]).requires_grad_()
-    ids = torch.randint(0, v, (t,), generator=g)
-    old = -torch.log(torch.tensor(float(v))) + 0.1 * torch.randn(t, generator=g)
-    rollout_gap, advantages = 0.1 * torch.randn(t, generator=g), torch.randn(t, generator=g)
+def make_inputs(
+    dtype: str, shape: tuple[int, int, int], clipped: float | None, device: str = "cpu"
+) -> tuple[Inputs, float]:
+    """hidden [T, H], weight [V, H], ids, old and rollout log-probs, advantages [T]; and the share of clipped tokens.
+
+    Drawn on the device. clipped: so many tokens have left the clip range; None: as many as the noise of old makes it.
+    """
+    t, h, v = shape
+    g = torch.Generator(device).manual_seed(0)
+    normal = partial(torch.randn, generator=g, device=device)
+    hidden = normal(t, h).to(DTYPES[dtype]).requires_grad_()
+    weight = (normal(v, h) / h**0.5).to(DTYPES[dtype]).requires_grad_()
+    ids = torch.randint(0, v, (t,), generator=g, device=device)
+    old = -math.log(v) + 0.1 * normal(t)
+    rollout_gap, advantages = 0.1 * normal(t), normal(t)
 
     # So many tokens as `clipped` says have left the clip range, where they have no gradient.
     with torch.no_grad():
         log_probs, _ = linear_log_probs(hidden, weight, ids, 1.0)
     if clipped is not None:
-        moved = torch.arange(t) < round(clipped * t)
-        moved = moved[torch.randperm(t, generator=g)]
+        moved = torch.arange(t, device=device) < round(clipped * t)
+        moved = moved[torch.randperm(t, generator=g, device=device)]
         old = log_probs - torch.where(moved, 0.5 * advantages.sign(), 0.0)
-    inputs = (hidden, weight, ids, old, old + rollout_gap, advantages)
+    share = float(is_clipped(log_probs, old, advantages).float().mean())
+    return (hidden, weight, ids, old, old + rollout_gap, advantages), share
+
+
+def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int]) -> dict[str, Any]:
+    """One row, to be called in a fresh process."""
+    name, dtype, shape, clipped, threads, repeat = args
+    torch.set_num_threads(threads)
+    inputs, share = make_inputs(dtype, shape, clipped)
+    (t, h, v), (hidden, weight) = shape, inputs[:2]
 
     # The first call warms up.
     call = IMPLEMENTATIONS[name]()
@@ -160,7 +178,7 @@ def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int])
         "seconds": statistics.median(seconds),
         "extra_mib": extra / 1024,
         "loss": loss,
-        "clipped": float(is_clipped(log_probs, old, advantages).float().mean()),
+        "clipped": share,
     }
 
 

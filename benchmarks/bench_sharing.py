@@ -10,6 +10,7 @@ the model.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
@@ -31,23 +32,25 @@ from megatron_brorl.types import Experience
 RESPONSE = 64
 
 
+def siblings(vocab: int, prompt: int, n: int, response: int) -> Experience:
+    """One prompt of so many tokens and its n siblings, drawn at random: only the amount of work counts."""
+    g = torch.Generator().manual_seed(0)
+    text = torch.randint(0, vocab, (prompt,), generator=g)
+    responses = tuple(torch.randint(0, vocab, (response,), generator=g) for _ in range(n))
+    sampled = tuple(torch.full((response,), -math.log(vocab)) for _ in range(n))
+    advantages = tuple(torch.randn(n, generator=g)[:, None].expand(n, response))
+    return Experience((text,) * n, responses, sampled, None, advantages)
+
+
 def measure(directory: str, processes: Grid, prompt: int, n: int, share: bool, repeat: int) -> dict[str, Any]:
     optim = OptimConfig()
     options = StageOptions(16384, backend("fused", device.default_device()), share_prompt=share)
     worker = Worker(read_shape(directory), processes, options, optim)
     worker.load_hf(directory)
 
-    # One prompt and its siblings, drawn at random: only the amount of work counts.
-    vocab = worker.shape.vocab
-    g = torch.Generator().manual_seed(0)
-    text = torch.randint(0, vocab, (prompt,), generator=g)
-    responses = tuple(torch.randint(0, vocab, (RESPONSE,), generator=g) for _ in range(n))
-    sampled = tuple(torch.full((RESPONSE,), -8.3) for _ in range(n))
-    advantages = tuple(torch.randn(n, generator=g)[:, None].expand(n, RESPONSE))
-    experience = Experience((text,) * n, responses, sampled, None, advantages)
-
     # The first update warms up.
-    tokens, seconds = worker.tokens(experience.prompts, responses), []
+    experience = siblings(worker.shape.vocab, prompt, n, RESPONSE)
+    tokens, seconds = worker.tokens(experience.prompts, experience.responses), []
     for update in range(1 + repeat):
         start = time.perf_counter()
         update_policy(worker, experience, [list(range(n))], AlgoConfig(), optim, 1.0, update)

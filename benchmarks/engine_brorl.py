@@ -1,4 +1,4 @@
-"""This project's rollout engine, for benchmarks/bench_rollout.py."""
+"""This project's rollout engine, for benchmarks/bench_rollout.py. On a CPU but where the job names another device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_brorl.model_shape import WEIGHTS, read_shape
 from megatron_brorl.models.hf_names import hf_shapes
-from megatron_brorl.ops.fused.decode import FusedDecode
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
@@ -47,14 +47,15 @@ def main() -> None:
     job = read_job()
     torch.set_num_threads(job["threads"])
     shape, dtype, sampler = read_shape(job["model"]), DTYPES[job["dtype"]], Sampler()
+    device = torch.device(job.get("device", "cpu"))
     engine = TorchEngine(
-        shape, hf_shapes(shape), torch.device("cpu"), dtype, len(job["lengths"]), sampler, FusedDecode()
+        shape, hf_shapes(shape), device, dtype, len(job["lengths"]), sampler, backend("fused", device).decode
     )
     weights = {name: tensor.to(dtype) for name, tensor in load_file(f"{job['model']}/{WEIGHTS}").items()}
     engine.update_weights(weights.items(), 0)
 
     def generate(prompt: list[int], lengths: list[int], seed: int) -> Sequence[Sequence[int]]:
-        sampler.lengths = torch.tensor(lengths)
+        sampler.lengths = torch.tensor(lengths, device=device)
         sampling = Sampling(1.0, 1.0, 0, max(lengths), (STOP,))
         request = Request(Prompt(str(seed), "", tuple(prompt), None, "exact"), seed, len(lengths))
         (group,) = engine.generate([request], sampling)
@@ -72,6 +73,8 @@ def main() -> None:
     for times in (1, 2):
         generate(prompt * times, [2] * len(job["lengths"]), 0)
         seen.append(sampler.seen)
+    if device.type == "cuda":
+        found["device_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
     answer(**found, refit_ms=1000 * statistics.median(refits), prompt_kv_bytes=seen[1] - seen[0])
 
 

@@ -1,4 +1,7 @@
-"""transformers' generate with num_return_sequences, for bench_rollout.py. Imports nothing of this project."""
+"""transformers' generate with num_return_sequences, for bench_rollout.py. Imports nothing of this project.
+
+On a CPU but where the job names another device.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,30 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WARM_TOKENS = 16  # nothing is compiled, and a whole call may take minutes
+JOB = read_job()
+DEVICE = torch.device(JOB.get("device", "cpu"))
 
 
 class Lengths(StoppingCriteria):
     """Row i is finished at its length; generate keeps the batch going until all rows are."""
 
     def __init__(self, lengths: list[int], prompt: int) -> None:
-        self.ends = torch.tensor(lengths) + prompt
+        self.ends = torch.tensor(lengths, device=DEVICE) + prompt
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return input_ids.shape[1] >= self.ends
 
 
 def main() -> None:
-    job = read_job()
-    torch.set_num_threads(job["threads"])
-    model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=DTYPES[job["dtype"]]).eval()
+    torch.set_num_threads(JOB["threads"])
+    model: Any = AutoModelForCausalLM.from_pretrained(JOB["model"], dtype=DTYPES[JOB["dtype"]]).eval().to(DEVICE)
 
     def generate(prompt: list[int], lengths: list[int], seed: int) -> list[list[int]]:
         torch.manual_seed(seed)
         stops = [Lengths(lengths, len(prompt))] if len(set(lengths)) > 1 else []
         ids = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            torch.tensor([prompt], device=DEVICE),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=DEVICE),
             do_sample=True,
             temperature=1.0,
             top_p=1.0,
@@ -49,7 +53,10 @@ def main() -> None:
         return [row[len(prompt) :][:n].tolist() for row, n in zip(ids, lengths, strict=True)]
 
     with torch.inference_mode():
-        answer(**time_rollouts(job, generate, WARM_TOKENS), version=f"transformers {transformers.__version__}")
+        found = time_rollouts(JOB, generate, WARM_TOKENS)
+    if DEVICE.type == "cuda":
+        found["device_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    answer(**found, version=f"transformers {transformers.__version__}")
 
 
 if __name__ == "__main__":
