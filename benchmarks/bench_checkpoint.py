@@ -34,7 +34,7 @@ from bench_step import prompts, write_tokenizer
 
 from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.cli.build import Program, Session
-from megatron_brorl.cli.train import _trainer
+from megatron_brorl.cli.train import build_trainer
 from megatron_brorl.config.load import load
 
 # Vocabularies have room for bench_step's words.
@@ -91,7 +91,7 @@ def measure(job: tuple[str, tuple[int, int, int, int], argparse.Namespace]) -> d
 
         rounds = []
         with Session(load(folder / "run.toml", []), program=Program(goes_on=True)) as session:
-            trainer, process = _trainer(session, time.time()), psutil.Process()
+            trainer, process = build_trainer(session, time.time()), psutil.Process()
             trainer.refit()
             trainer.train_step()
             # The first one takes the memory that the others have.

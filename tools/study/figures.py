@@ -46,8 +46,9 @@ def curves(
     drawn = Figure(figsize=(11, 0.9 + 3.3 * len(bins)), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     panels = drawn.subplots(len(bins), 2, squeeze=False)
     name = "pass@1" if figure == "pass_at_1" else f"pass@{design.evaluation.k}"
+    shown: tuple[Axis, Axis] = ("seconds", "rollouts")
     for of, row in zip(bins, panels, strict=True):
-        for axes, over in zip(row, ("seconds", "rollouts"), strict=True):
+        for axes, over in zip(row, shown, strict=True):
             _draw(axes, design, results, of, prompt_set, over, phase, figure)
             panel(axes, f"{of} prompts, {prompt_set}", name, _AXES[over][0])
             axes.xaxis.set_major_locator(MaxNLocator(nbins=6))

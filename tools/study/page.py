@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +220,9 @@ def _plateau(design: Design, results: Results) -> str:
     )
 
 
-def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:
+def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float:
     return sum(row[key] for row in rows) / len(rows)
 
 
-def _share(rows: Sequence[dict[str, Any]], key: str) -> str:
+def _share(rows: Sequence[Mapping[str, Any]], key: str) -> str:
     return "" if any(row[key] is None for row in rows) else f"{_mean(rows, key):.1%}"
