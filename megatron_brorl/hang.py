@@ -100,6 +100,7 @@ class Watch:
         self._thread = threading.get_ident()  # whose stack says whether it waits
         self._judges = rank < _OBSERVERS
         self._late = False  # its own wait is over, and was in vain
+        self._through, self._stays = False, rank > 0  # with its own part of the job; until the main rank is
         self._done, self._turns = threading.Event(), 0
         self._lock = threading.Lock()
 
@@ -119,6 +120,12 @@ class Watch:
         threading.Thread(target=self._serve, name="watch", daemon=True).start()
         _watches.append(self)
 
+    def see_through(self) -> None:
+        """Watch on until the main rank is through as well: it has files to write when the others have none."""
+        self._through = True
+        while self._stays and (self._folder / "0").exists():
+            time.sleep(self._turn_s / 10)
+
     def stop(self) -> None:
         """The end of this rank's part of the job."""
         self._done.set()
@@ -129,17 +136,18 @@ class Watch:
         os.close(self._file)
         self._out.close()
 
-        # What is left is of a job that hung.
-        (self._folder / str(self._rank)).unlink(missing_ok=True)
+        # What is left is of a job that hung. Its place goes last: from there on nobody sees whether it hangs.
         if not os.path.getsize(self._out.name):
             os.unlink(self._out.name)
-        for folder in (self._folder, self._stacks):
-            with contextlib.suppress(OSError):  # of other ranks, or of an earlier job
-                folder.rmdir()
+        with contextlib.suppress(OSError):  # of other ranks, or of an earlier job
+            self._stacks.rmdir()
+        with contextlib.suppress(OSError):
+            (self._folder / str(self._rank)).unlink(missing_ok=True)
+            self._folder.rmdir()
 
     def leave_to_others(self) -> None:
         """An error ends this process, which judges nobody any more; a hang on the way out is for the others to see."""
-        self._judges = False
+        self._judges = self._stays = False
 
     def end_late(self) -> None:
         """A collective of this rank has waited in vain: end the process with the line that names who is behind."""
@@ -185,8 +193,10 @@ class Watch:
             os.pwrite(self._file, json.dumps(asdict(place)).encode()[:_BYTES].ljust(_BYTES), 0)
 
     def _waits(self) -> bool:
+        if self._late or self._through:
+            return True
         frame = sys._current_frames().get(self._thread)
-        return self._late or (frame is not None and any(part in frame.f_code.co_filename for part in _WAITING))
+        return frame is not None and any(part in frame.f_code.co_filename for part in _WAITING)
 
     def _read(self) -> dict[int, Place]:
         found = {}

@@ -128,14 +128,14 @@ class Session:
         if timeout_s := self.config.run.progress_timeout_s:
             watch = hang.Watch(self.dir, self.grid.rank, self.grid.world, timeout_s, self.config.parallel.timeout_s)
             watch.start()
-            self._closing.append(watch.stop)
+            self._closing += [watch.stop, watch.see_through]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not self.program.goes_on:
-            hang.process_ends()
-            return  # and with it all that it holds
         if kind is not None:
+            hang.process_ends()
+            if not self.program.goes_on:
+                return  # and with it all that it holds
             self.stopped_by = self.stopped_by or "stopped by an error"  # what was sampled of its step is kept
         for close in reversed(self._closing):
             close()

@@ -26,6 +26,7 @@ from megatron_brorl.progress import progress
 from megatron_brorl.record import run_record
 from megatron_brorl.report.findings import findings
 from megatron_brorl.theory.agreement import agreement
+from megatron_brorl.timeline import span
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.console import evaluation_line, evaluation_metrics
 from megatron_brorl.train.keep_best import keep_last
@@ -93,11 +94,12 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         if session.is_main_rank:
             from megatron_brorl.cli.report import SUMMARY, show  # and matplotlib, which the other ranks do without
 
-            summary = _summary(session, trainer, after, peak, differs)
-            write_json(session.dir / SUMMARY, summary)
-            show(session.dir)
-            # Last, for what it raises undoes nothing of the run.
-            program.callbacks.tell("on_end", summary)
+            with span("report"):
+                summary = _summary(session, trainer, after, peak, differs)
+                write_json(session.dir / SUMMARY, summary)
+                show(session.dir)
+                # Last, for what it raises undoes nothing of the run.
+                program.callbacks.tell("on_end", summary)
         program.callbacks.check(f"the run is done, and {session.dir} has all of it")
     return 0
 

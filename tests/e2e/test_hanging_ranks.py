@@ -106,3 +106,33 @@ def test_it_is_named_and_the_run_goes_on(config, init, tmp_path, monkeypatch, ma
         assert "resumed from" in again.stderr
         assert [row["step"] for row in rows(tmp_path)] == [0, 1]
         assert not (tmp_path / ".progress").exists()
+
+
+def stopped_while_it_draws(arguments: list[str]) -> None:
+    """The command line, in which rank 0 stops when only its figures are left to be made."""
+    from megatron_brorl.cli import report
+    from megatron_brorl.cli.main import main
+
+    report.show = lambda directory: stops()
+    main(arguments)
+
+
+def test_the_main_rank_that_hangs_after_the_last_step_is_seen_by_those_that_are_through(
+    config, init, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(forks, "LAST_WORDS_S", 1.0)
+    command = ["train", "--processes", "2", str(config), f"model.path={init}", f"run.dir={tmp_path}", *STEPS]
+    few = ["train.steps=1", "run.progress_timeout_s=3"]
+    done = forks.command_line([*command, *few], ENVIRONMENT, main=stopped_while_it_draws)
+    assert done.returncode == 1, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("brorl: ")]
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith("brorl: rank 0 has not run for ")
+    assert "(run.progress_timeout_s): step 1, report, and the others wait for it; see the" in said[0]
+
+    # What the run came to is there, and the same command makes what is missing.
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    again = brorl(*command, "train.steps=1")
+    assert again.returncode == 0, again.stderr
+    assert [row["step"] for row in rows(tmp_path)] == [0]
+    assert not (tmp_path / ".progress").exists()
