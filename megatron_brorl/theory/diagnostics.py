@@ -131,7 +131,7 @@ def hold_out(groups: Sequence[tuple[Ints, npt.NDArray[np.bool_]]], held_out: Seq
     g = len(groups)
     means = sums[:, 0] / g
     low, high = weighted_counts(means, sums[:, 1] / g**2, largest[[0, 1, 1]] / g)
-    columns = np.stack([means, low, np.minimum(high, 1.0)], axis=1)  # [3, 3, H]
+    columns = np.minimum(np.stack([means, low, high], axis=1), 1.0)  # [3, 3, H]; a sum may be rounded up
     return HoldOut(held, *columns.reshape(9, -1))
 
 

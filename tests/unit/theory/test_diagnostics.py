@@ -105,7 +105,12 @@ def test_what_shows_no_repetition_has_an_interval_too():
     same = hold_out([(np.zeros(64, dtype=np.int64), right)], [2])
     assert (same.unsampled_mass[0], same.unsampled_mass_low[0]) == (0, 0)
     assert same.unsampled_mass_high[0] == pytest.approx(3.688879 / 64)
-    assert (hold_out([(np.arange(4), right[:4])], [2]).unsampled_mass_high == 1).all()
+    # Where all outcomes differ the mass is 1, and no rounding puts it beyond its interval.
+    for n in range(4, 65):
+        alone = hold_out([(np.arange(n), np.arange(n) % 2 == 0)] * 3, [2, n // 2])
+        assert alone.unsampled_mass == pytest.approx(1)
+        assert (alone.unsampled_mass <= alone.unsampled_mass_high).all()
+        assert (alone.unsampled_mass_high == 1).all()
 
 
 def test_hold_out_is_the_average_over_all_splits():
