@@ -106,8 +106,9 @@ class Watch:
 
     @staticmethod
     def clear(directory: Path) -> None:
-        """Forget the ranks of an earlier job; before any rank of this one starts its watch."""
-        shutil.rmtree(directory / FOLDER, ignore_errors=True)
+        """Forget the ranks of an earlier job; before any rank of this one starts its watch. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(directory / FOLDER)
         (directory / FOLDER).mkdir()
 
     def start(self) -> None:
@@ -123,8 +124,13 @@ class Watch:
     def see_through(self) -> None:
         """Watch on until the main rank is through as well: it has files to write when the others have none."""
         self._through = True
-        while self._stays and (self._folder / "0").exists():
+        while self._stays and self._main_rank_is_at_it():
             time.sleep(self._turn_s / 10)
+
+    def _main_rank_is_at_it(self) -> bool:
+        with contextlib.suppress(OSError):
+            return (self._folder / "0").stat().st_size > 0
+        return False
 
     def stop(self) -> None:
         """The end of this rank's part of the job."""
@@ -133,14 +139,18 @@ class Watch:
         with self._lock:
             faulthandler.cancel_dump_traceback_later()
         _watches.remove(self)
-        os.close(self._file)
         self._out.close()
 
-        # What is left is of a job that hung. Its place goes last: from there on nobody sees whether it hangs.
+        # What is left is of a job that hung.
         if not os.path.getsize(self._out.name):
             os.unlink(self._out.name)
         with contextlib.suppress(OSError):  # of other ranks, or of an earlier job
             self._stacks.rmdir()
+
+        # Last, for nobody sees from here on whether it hangs. A file that cannot be removed is empty at least.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file, 0)
+        os.close(self._file)
         with contextlib.suppress(OSError):
             (self._folder / str(self._rank)).unlink(missing_ok=True)
             self._folder.rmdir()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import threading
 import time
 
 import pytest
@@ -91,3 +93,30 @@ def test_a_watch_tells_its_place_and_leaves_nothing(tmp_path):
     hang.wait_failed(late=False)  # nobody has been told to end
     watch.stop()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_is_done_sees_the_main_rank_through(tmp_path):
+    """Until its place is empty, also where the disk does not let it be removed."""
+    Watch.clear(tmp_path)
+    watch = Watch(tmp_path, rank=1, world=2, timeout_s=8.0, late_s=1.0)
+    watch.start()
+    main = tmp_path / ".progress" / "0"
+    main.write_text("{}")
+    waits = threading.Thread(target=watch.see_through)
+    waits.start()
+    waits.join(0.5)
+    assert waits.is_alive()
+    main.write_text("")
+    waits.join(30)
+    assert not waits.is_alive()
+    watch.stop()
+
+
+def test_what_an_earlier_job_left_and_cannot_be_removed_is_an_error(tmp_path, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    (tmp_path / ".progress").mkdir()
+    monkeypatch.setattr(hang.shutil, "rmtree", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        Watch.clear(tmp_path)
