@@ -1,4 +1,5 @@
-// Sixteen floats at once, read from float32 or bfloat16.
+// Sixteen floats at once, read from float32 or bfloat16. They lie in vectors of the size that the processor has: a wider
+// one the compiler keeps in memory, and moves lane by lane.
 #pragma once
 
 #include <cstdint>
@@ -8,31 +9,79 @@
 
 namespace brorl {
 
+// Lanes of a vector, and how many vectors there are.
+#if defined(__AVX512F__)
+constexpr int kPartLanes = 16, kRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kPartLanes = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kPartLanes = 4, kRegisters = 32;
+#else
+constexpr int kPartLanes = 4, kRegisters = 16;
+#endif
+
 constexpr int64_t kWide = 16;
-typedef float Wide __attribute__((vector_size(64)));
+constexpr int kParts = kWide / kPartLanes;
+constexpr int kHeld = kRegisters * 3 / 4 / kParts;  // sums to keep in registers beside what they are added from
+
+typedef float FloatPart __attribute__((vector_size(4 * kPartLanes)));
+
+struct Wide {
+  FloatPart part[kParts];
+};
+
+// The Wide whose part i is of(i).
+template <typename Of>
+inline Wide of_parts(Of of) {
+  Wide x;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) x.part[i] = of(i);
+  return x;
+}
+
+inline Wide all_wide(float x) {
+  return of_parts([=](int) { return FloatPart{} + x; });
+}
+
+inline Wide operator*(float a, const Wide& b) {
+  return of_parts([&](int i) { return a * b.part[i]; });
+}
+
+inline Wide& operator+=(Wide& a, const Wide& b) { return a = of_parts([&](int i) { return a.part[i] + b.part[i]; }); }
+
+inline Wide larger(const Wide& a, const Wide& b) {
+  return of_parts([&](int i) { return a.part[i] > b.part[i] ? a.part[i] : b.part[i]; });
+}
 
 inline Wide load_wide(const float* p) {
-  Wide x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
+  return of_parts([=](int i) {
+    FloatPart x;
+    std::memcpy(&x, p + i * kPartLanes, sizeof x);
+    return x;
+  });
 }
 
 inline Wide load_wide(const c10::BFloat16* p) {
-  typedef uint16_t Half __attribute__((vector_size(32)));
-  typedef uint32_t Bits __attribute__((vector_size(64)));
-  Half half;
-  std::memcpy(&half, p, sizeof half);
-  const Bits bits = __builtin_convertvector(half, Bits) << 16;
-  Wide x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
+  typedef uint16_t Half __attribute__((vector_size(2 * kPartLanes)));
+  typedef uint32_t Bits __attribute__((vector_size(4 * kPartLanes)));
+  return of_parts([=](int i) {
+    Half half;
+    std::memcpy(&half, p + i * kPartLanes, sizeof half);
+    const Bits bits = __builtin_convertvector(half, Bits) << 16;
+    FloatPart x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+  });
 }
 
-inline void store_wide(float* p, Wide x) { std::memcpy(p, &x, sizeof x); }
+inline void store_wide(float* p, const Wide& x) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) std::memcpy(p + i * kPartLanes, &x.part[i], sizeof(FloatPart));
+}
 
 // The lanes taken together in pairs, by halves: join(join(...), join(...)). The compiler folds them one by one otherwise.
 template <typename Join>
-float fold_lanes(Wide x, Join join) {
+float fold_lanes(const Wide& x, Join join) {
   typedef float Half __attribute__((vector_size(32)));
   typedef float Quarter __attribute__((vector_size(16)));
   Half halves[2];
@@ -44,11 +93,11 @@ float fold_lanes(Wide x, Join join) {
   return join(join(q[0], q[2]), join(q[1], q[3]));
 }
 
-inline float sum_lanes(Wide x) {
+inline float sum_lanes(const Wide& x) {
   return fold_lanes(x, [](auto a, auto b) { return a + b; });
 }
 
-inline float largest_lane(Wide x) {
+inline float largest_lane(const Wide& x) {
   return fold_lanes(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 

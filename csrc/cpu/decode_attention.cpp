@@ -75,6 +75,37 @@ void page_values(
   }
 }
 
+// Both for all pages and all columns, with as many rows and places at once as registers hold.
+template <int R, typename T>
+void all_scores(const float* q, int64_t d, const T* const* pages, int64_t count, float* scores) {
+  if constexpr (R > kHeld) {
+    constexpr int kHalf = R / 2;
+    all_scores<kHalf>(q, d, pages, count, scores);
+    all_scores<R - kHalf>(q + kHalf * d, d, pages, count, scores + kHalf * kBlockKeys);
+  } else {
+    constexpr int kAtOnce = std::min(kHeld / R, 4);
+    int64_t p = 0;
+    for (; p + kAtOnce <= count; p += kAtOnce) page_scores<R, kAtOnce>(q, d, pages + p, scores + p * kPage);
+    for (; p < count; ++p) page_scores<R, 1>(q, d, pages + p, scores + p * kPage);
+  }
+}
+
+template <int R, typename T>
+void all_values(const float* weights, const T* const* pages, int64_t count, int64_t width, float* total) {
+  if constexpr (R > kHeld) {
+    constexpr int kHalf = R / 2;
+    all_values<kHalf>(weights, pages, count, width, total);
+    all_values<R - kHalf>(weights + kHalf * kBlockKeys, pages, count, width, total + kHalf * kWidest);
+  } else {
+    constexpr int kAtOnce = std::min(kHeld / R, 4);
+    int64_t at = 0;
+    for (; at + kAtOnce * kWide <= width; at += kAtOnce * kWide) {
+      page_values<R, kAtOnce>(weights, pages, count, at, width, total);
+    }
+    for (; at < width; at += kWide) page_values<R, 1>(weights, pages, count, at, width, total);
+  }
+}
+
 // The softmax of up to kTile queries so far.
 struct Tile {
   float largest[kTile], sum[kTile];
@@ -89,17 +120,13 @@ void attend_block(
     int64_t width) {
   const int64_t pages = (count + kPage - 1) / kPage;
   float* const scores = tile.scores + first * kBlockKeys;
-  constexpr int kAtOnce = R > 4 ? 2 : 4;
-  int64_t p = 0;
-  for (; p + kAtOnce <= pages; p += kAtOnce) page_scores<R, kAtOnce>(q, d, keys + p, scores + p * kPage);
-  for (; p < pages; ++p) page_scores<R, 1>(q, d, keys + p, scores + p * kPage);
+  all_scores<R>(q, d, keys, pages, scores);
   for (int r = 0; r < R; ++r) {
     float* const s = scores + r * kBlockKeys;
     for (int64_t j = count; j < pages * kPage; ++j) s[j] = -std::numeric_limits<float>::infinity();
-    Wide top = Wide{} + tile.largest[first + r];  // lane by lane: a maximum of floats does not vectorise by itself
+    Wide top = all_wide(tile.largest[first + r]);  // lane by lane: a maximum of floats does not vectorise by itself
     for (int64_t j = 0; j < pages * kPage; j += kWide) {
-      const Wide x = load_wide(s + j);
-      top = x > top ? x : top;
+      top = larger(load_wide(s + j), top);
     }
     const float largest = largest_lane(top);
     const float shrink = std::exp(tile.largest[first + r] - largest);
@@ -113,13 +140,7 @@ void attend_block(
     tile.sum[first + r] = tile.sum[first + r] * shrink + sum_lanes(sum);
     tile.largest[first + r] = largest;
   }
-  float* const total = tile.total + first * kWidest;
-  constexpr int kColumns = R > 4 ? 2 : 4;
-  int64_t at = 0;
-  for (; at + kColumns * kWide <= width; at += kColumns * kWide) {
-    page_values<R, kColumns>(scores, values, count, at, width, total);
-  }
-  for (; at < width; at += kWide) page_values<R, 1>(scores, values, count, at, width, total);
+  all_values<R>(scores, values, count, width, tile.total + first * kWidest);
 }
 
 template <typename T>

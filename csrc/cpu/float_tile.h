@@ -10,12 +10,8 @@
 
 namespace brorl {
 
-// As many sums as registers hold: AVX-512 has 32 of 16 floats.
-#ifdef __AVX512F__
-constexpr int kTileRows = 6, kTileWides = 4;
-#else
-constexpr int kTileRows = 2, kTileWides = 2;
-#endif
+// As many sums as registers hold: 6 x 4 of them with AVX-512, 6 x 1 with AVX2, 3 x 1 in pairs and fours of floats.
+constexpr int kTileWides = kHeld / 6 ? kHeld / 6 : 1, kTileRows = kHeld / kTileWides;
 constexpr int64_t kTileColumns = kTileWides * kWide;
 
 // The left operand: element (r, k) at data[r * row + k * column].

@@ -30,10 +30,10 @@ struct Softmax {
   // A row's scores become weights; returns by how much the row's earlier weights shrink.
   float add(int64_t r, int64_t width, float scale, bool first) {
     float* const row = scores + r * kKeys;
-    Wide top = Wide{} + kNone;
+    Wide top = all_wide(kNone);
     for (int64_t c = 0; c < width; c += kWide) {
-      const Wide x = load_wide(row + c) * scale;
-      top = x > top ? x : top;
+      const Wide x = scale * load_wide(row + c);
+      top = larger(x, top);
       store_wide(row + c, x);
     }
     const float before = first ? kNone : largest[r], found = largest_lane(top), now = before > found ? before : found;
