@@ -77,7 +77,7 @@ def _hold_out(axes: Axes, rows: list[Row]) -> None:
             ends = ("", "_low", "_high")
             values, low, high = (np.concatenate([_column([row], f"{prefix}{h}{e}") for h in held]) for e in ends)
 
-            bars = [values - low, high - values]
+            bars = np.maximum([values - low, high - values], 0.0)  # rounding may put an end inside
             axes.errorbar(held, values, yerr=bars, fmt="o-", color=BLUE, markersize=4, capsize=3)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_locator(FixedLocator(held))
