@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -121,16 +121,11 @@ class Watch:
         threading.Thread(target=self._serve, name="watch", daemon=True).start()
         _watches.append(self)
 
-    def see_through(self) -> None:
+    def see_through(self, main_rank_is_through: Callable[[], bool]) -> None:
         """Watch on until the main rank is through as well: it has files to write when the others have none."""
         self._through = True
-        while self._stays and self._main_rank_is_at_it():
+        while self._stays and not main_rank_is_through():
             time.sleep(self._turn_s / 10)
-
-    def _main_rank_is_at_it(self) -> bool:
-        with contextlib.suppress(OSError):
-            return (self._folder / "0").stat().st_size > 0
-        return False
 
     def stop(self) -> None:
         """The end of this rank's part of the job."""
@@ -147,9 +142,6 @@ class Watch:
         with contextlib.suppress(OSError):  # of other ranks, or of an earlier job
             self._stacks.rmdir()
 
-        # Last, for nobody sees from here on whether it hangs. A file that cannot be removed is empty at least.
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._file, 0)
         os.close(self._file)
         with contextlib.suppress(OSError):
             (self._folder / str(self._rank)).unlink(missing_ok=True)

@@ -128,7 +128,10 @@ class Session:
         if timeout_s := self.config.run.progress_timeout_s:
             watch = hang.Watch(self.dir, self.grid.rank, self.grid.world, timeout_s, self.config.parallel.timeout_s)
             watch.start()
-            self._closing += [watch.stop, watch.see_through]
+            job = str(self.dir)
+            self._closing += [watch.stop, lambda: watch.see_through(lambda: network.main_is_through(job))]
+            if self.is_main_rank:
+                self._closing.append(lambda: network.tell_through(job))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -15,9 +15,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
+import psutil
+
 from megatron_brorl.ranks import LAUNCHER, LISTENER, SAVED, STOPPING, Signals
 
 _LOOK_S = 0.1
+_STOPPED_S = 60.0  # that a rank may be stopped (SIGSTOP) when another has ended, and sees it no more; then it is killed
 _LAST_WORDS_S = 10.0  # for the other ranks to say what is wrong, when one has failed; then they are killed
 
 
@@ -40,10 +43,10 @@ def launch(processes: int, command: Sequence[str]) -> int:
         for process in _start(processes, command):
             ranks.append(process)
         signals.catch()
-        ended = _wait(ranks)
+        ended, stopped = _wait(ranks)
     finally:
         _kill(ranks)
-    return _verdict(ended, signals)
+    return _verdict(ended, stopped, signals)
 
 
 def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
@@ -76,10 +79,11 @@ def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[
             )
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Exit codes by rank, in the order in which the ranks ended."""
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[dict[int, int], list[int]]:
+    """Exit codes by rank, in the order in which they ended, and the ranks that were killed for being stopped."""
     ended: dict[int, int] = {}
-    deadline = float("inf")
+    stopped: list[int] = []
+    deadline, ran = float("inf"), time.monotonic()  # ran: when one that is left was last seen not to be stopped
     while len(ended) < len(ranks):
         found = [(code, rank) for rank, p in enumerate(ranks) if rank not in ended and (code := p.poll()) is not None]
         for code, rank in sorted(found):  # of two at once, the one that a signal ended is the cause
@@ -87,10 +91,23 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
             if code not in (0, SAVED):
                 deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
 
+        # Ranks watch one another until one ends.
+        left = [rank for rank in range(len(ranks)) if rank not in ended]
+        if not ended or not all(_is_stopped(ranks[rank].pid) for rank in left):
+            ran = time.monotonic()
+        elif left and time.monotonic() - ran > _STOPPED_S:
+            stopped, deadline = left, 0.0
+
         if time.monotonic() > deadline:
             _kill(ranks)
         time.sleep(_LOOK_S)
-    return ended
+    return ended, stopped
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -101,7 +118,7 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _verdict(ended: Mapping[int, int], signals: Signals) -> int:
+def _verdict(ended: Mapping[int, int], stopped: Sequence[int], signals: Signals) -> int:
     """The launcher's exit code, with a line where the ranks could not say themselves what happened."""
     # All done, or all saved: there is nothing to explain.
     codes = set(ended.values())
@@ -117,6 +134,8 @@ def _verdict(ended: Mapping[int, int], signals: Signals) -> int:
     if code < 0:
         memory = " (out of memory?)" if code == -signal.SIGKILL and not signals.first else ""
         what = f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
+        if rank in stopped:
+            what = f"rank {rank} was stopped (SIGSTOP) for {_STOPPED_S:.0f} s when others had ended, and is killed"
         code = 128 - code
     elif rank < 0:
         what = f"ranks {sorted(r for r, c in ended.items() if c == 0)} had ended before"

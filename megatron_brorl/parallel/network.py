@@ -51,6 +51,21 @@ def shared_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def tell_through(job: str) -> None:
+    """The main rank has done all that it had to do. By the store, for a disk may be away; job: run.dir."""
+    shared_store().set(f"through {job}", "")
+
+
+def main_is_through(job: str) -> bool:
+    """Whether it has said so, or is gone with the store that it keeps."""
+    try:
+        return shared_store().check([f"through {job}"])
+    except dist.DistNetworkError:
+        return True
+    except dist.DistStoreError:  # it does not answer: where it is stopped, the watch sees it
+        return False
+
+
 def _own_address(host: str, world: int) -> str:
     """The address on which this process listens, from now on by gloo too; host: of rank 0."""
     # Launchers say how many ranks are here; by hand, only a rank 0 that can be nowhere else tells.

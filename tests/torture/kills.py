@@ -167,7 +167,7 @@ def _ended(done: subprocess.CompletedProcess[str], what: str, directory: Path) -
     """How a start that was hurt ended, and what is wrong with that."""
     if "Traceback" in done.stderr:
         return "traceback", done.stderr[-3000:]
-    if _HANGS in done.stderr:
+    if done.returncode == 124 or (_HANGS in done.stderr and what != "freeze a rank"):  # which may end so
         stacks = "\n".join(path.read_text()[-3000:] for path in directory.glob("stacks/*"))
         return "hangs", f"{done.stderr[-1000:]}\n{stacks}"
     hit = "torture: " in done.stderr and "nobody there" not in done.stderr

@@ -29,6 +29,7 @@ from megatron_brorl.cli import launch
 from megatron_brorl.ranks import LISTENER
 from megatron_brorl.rollout.remote.process import PREFIX
 
+STOPPED_S = 8.0  # that a rank may be stopped when another has ended
 LAST_WORDS_S = 4.0  # what the launcher gives the other ranks once one has failed
 _PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 
@@ -85,7 +86,7 @@ def command_line(words: Sequence[str], environment: Mapping[str, str]) -> subpro
 
 def _launcher(arguments: list[str]) -> None:
     launch.subprocess = SimpleNamespace(Popen=_Rank)  # type: ignore[assignment]
-    launch._LAST_WORDS_S = LAST_WORDS_S
+    launch._LAST_WORDS_S, launch._STOPPED_S = LAST_WORDS_S, STOPPED_S
     forks._main(arguments)
 
 

@@ -96,17 +96,15 @@ def test_a_watch_tells_its_place_and_leaves_nothing(tmp_path):
 
 
 def test_a_rank_that_is_done_sees_the_main_rank_through(tmp_path):
-    """Until its place is empty, also where the disk does not let it be removed."""
     Watch.clear(tmp_path)
     watch = Watch(tmp_path, rank=1, world=2, timeout_s=8.0, late_s=1.0)
     watch.start()
-    main = tmp_path / ".progress" / "0"
-    main.write_text("{}")
-    waits = threading.Thread(target=watch.see_through)
+    told = threading.Event()
+    waits = threading.Thread(target=watch.see_through, args=(told.is_set,))
     waits.start()
     waits.join(0.5)
     assert waits.is_alive()
-    main.write_text("")
+    told.set()
     waits.join(30)
     assert not waits.is_alive()
     watch.stop()
