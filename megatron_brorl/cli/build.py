@@ -52,10 +52,11 @@ from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.train.critic_update import critic_optim
+from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context, stop_ids
-from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
+from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
 
 ROLLOUTS_FILE = "rollouts.jsonl"

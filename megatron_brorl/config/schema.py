@@ -326,6 +326,9 @@ class TheoryConfig:
     # Steps, a multiple of `every`; 0 = never. pass@1 of these prompts before and after the update.
     measure_every: int = at_least(0, default=0)
     measure_samples: int = at_least(1, default=64)  # per prompt, before and again after
+    # Steps, a multiple of `every`; 0 = never. Noise of the gradient over so many prompts and over their siblings, and
+    # what a prompt's update does to the others: two backward passes for each of them, and two copies of the gradient.
+    noise_every: int = at_least(0, default=0)
     log_rollouts: bool = False  # rewards, answers (as codes) and lengths to run.dir/rollouts.jsonl, for `brorl advise`
 
 

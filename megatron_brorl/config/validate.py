@@ -199,6 +199,17 @@ def _evaluation(config: Config) -> Iterator[Rule]:
         f"a measurement is compared with a prediction: must be a multiple of theory.every = {theory.every}",
     )
     yield (
+        not theory.noise_every or (theory.every > 0 and theory.noise_every % theory.every == 0),
+        "theory.noise_every",
+        f"the other figures of its prompts stand beside it: must be a multiple of theory.every = {theory.every}",
+    )
+    # Halves of siblings that were given by what other siblings brought are not independent.
+    yield (
+        not theory.noise_every or (config.rollout.adaptive == "off" and config.rollout.n >= 4),
+        "theory.noise_every",
+        'two halves of a prompt\'s rollouts are compared: needs rollout.adaptive = "off" and rollout.n of at least 4',
+    )
+    yield (
         all(1 <= k <= e.samples for k in e.pass_at),
         "evaluate.pass_at",
         f"pass@k takes k samples per prompt: each must be in [1, evaluate.samples = {e.samples}]",

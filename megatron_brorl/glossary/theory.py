@@ -50,6 +50,34 @@ THEORY = Section(
             "theory_bound/unsampled_low", _PER_STEP, "at most 0", "change from tokens that were not drawn, at least"
         ),
         Figure("theory_bound/unsampled_high", _PER_STEP, NUMBER, "the same, at most"),
+        # Of gradients, with theory.noise_every.
+        Figure(
+            "theory_estimate/own_effect",
+            _PER_STEP,
+            "any",
+            "change of a prompt's success rate by a plain gradient step on itself; prompts without a signal count as 0, "
+            "here and below; null: fewer than two prompts",
+        ),
+        Figure(
+            "theory_estimate/other_effect",
+            _PER_STEP,
+            "any",
+            "change of another prompt's success rate by that step: interference",
+            "below 0 over many steps: updates take right answers from other prompts",
+        ),
+        Figure(
+            "theory_estimate/between",
+            _PER_STEP,
+            "any",
+            "variance of a prompt's gradient over prompts, which more siblings do not lower: own minus other effect",
+        ),
+        Figure(
+            "theory_estimate/within",
+            _PER_STEP,
+            NUMBER,
+            "times 1 / (N - 1): its variance over a prompt's siblings; `brorl advise` weighs both",
+        ),
+        Figure("theory_estimate/noise_prompts", "prompts", NUMBER, "with a signal that these were measured on"),
         # Of final answers.
         Figure("theory_good_turing/distinct", "answers", NUMBER, "different ones in a group, mean over groups"),
         Figure("theory_good_turing/singletons", "answers", NUMBER, "that came once"),

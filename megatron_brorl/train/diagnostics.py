@@ -34,6 +34,7 @@ from megatron_brorl.theory.token_level import TokenLevel, token_level
 from megatron_brorl.train import adaptive
 from megatron_brorl.train.collect import Collected
 from megatron_brorl.train.evaluate import sample_answers
+from megatron_brorl.train.gradient_noise import noise_metrics
 from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.worker import Worker
@@ -57,6 +58,7 @@ class StepDiagnostics:
     worker: Worker
     rollouts: Rollouts
     sampling: Sampling
+    overlong_filter: bool = False  # config key algo.overlong_filter
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by phase
     _rates: npt.NDArray[np.float64] | None = None  # pass@1 of the chosen prompts before the update
     _predicted: dict[str, list[float]] = field(default_factory=dict)  # change of each one's pass@1 per unit of step
@@ -88,6 +90,8 @@ class StepDiagnostics:
             if self.config.positions:
                 metrics |= self._token_metrics()
         self.seconds["diagnose"] += time.monotonic() - begun
+        if self.config.noise_every and self.step % self.config.noise_every == 0:
+            metrics |= self._noise()
         return metrics
 
     def after_update(self, lr: float) -> dict[str, float]:
@@ -142,6 +146,15 @@ class StepDiagnostics:
         rates = {a.place: a.right / a.samples for a in answers}
         self.seconds["measure"] += time.monotonic() - begun
         return np.array([rates.get(place, np.nan) for place in range(len(prompts))])
+
+    def _noise(self) -> dict[str, float]:
+        """The noise of the gradient at the weights that sampled."""
+        begun = time.monotonic()
+        draws = self._uniforms(2, len(self.collected.groups))
+        limits = self.config.prompts, self.worker, self.sampling.temperature, self.overlong_filter
+        found = noise_metrics(self.collected, draws, *limits)
+        self.seconds["noise"] += time.monotonic() - begun
+        return found
 
     def _token_metrics(self) -> dict[str, float]:
         """Means over the chosen groups' shared tokens; also predicts for each of these groups."""
@@ -240,7 +253,7 @@ def diagnostics_where_due(
         return None
     rounds = adaptive.rounds_of(config.rollout)
     n = rounds.least if rounds else config.rollout.n
-    return StepDiagnostics(t, step, collected, n, worker, rollouts, sampling)
+    return StepDiagnostics(t, step, collected, n, worker, rollouts, sampling, config.algo.overlong_filter)
 
 
 def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:

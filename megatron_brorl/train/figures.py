@@ -16,6 +16,7 @@ from megatron_brorl.parallel import collectives
 from megatron_brorl.timeline import Timeline
 
 PHASES = ("generate", "score", "exchange", "train", "refit")
+_TRAINING = ("forward", "optimizer step", "gradient")  # spans of passes, of which two reduce gradients
 
 Columns = Mapping[str, npt.NDArray[np.float64]]  # a figure of every rank [ranks]
 
@@ -42,7 +43,7 @@ def own_figures(timeline: Timeline) -> dict[str, float]:
         "generate": t.seconds("generate") - t.total("generate", "idle"),
         "score": t.seconds("verdicts"),
         "exchange": t.seconds("exchange"),
-        "train": t.seconds("forward") + t.seconds("optimizer step") - t.seconds("reduce gradients"),
+        "train": sum(map(t.seconds, _TRAINING)) - t.seconds("reduce gradients"),
         "refit": t.seconds("refit"),
         "sampled_tokens": t.total("generate", "tokens"),
         "forward_s": t.seconds("forward"),

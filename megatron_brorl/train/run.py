@@ -20,6 +20,7 @@ from megatron_brorl.record import files as record_files
 from megatron_brorl.timeline import span
 from megatron_brorl.train import keep_best, state
 from megatron_brorl.train.callbacks import Callbacks
+from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
@@ -29,7 +30,7 @@ from megatron_brorl.train.samples import look_at
 from megatron_brorl.train.setup import evaluation_sampling
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.training_models import TrainingModels
-from megatron_brorl.train.worker import CriticWorker, Worker
+from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Prompt
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_brorl.checkpoints.training import Part
+from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.worker import CriticWorker, Stage, Worker
+from megatron_brorl.train.worker import Stage, Worker
 
 
 @dataclass(frozen=True)

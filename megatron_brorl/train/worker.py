@@ -25,7 +25,6 @@ from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models import hf_names
-from megatron_brorl.models.critic import body, build_critic
 from megatron_brorl.models.finite import require_finite
 from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.ops.backend import Backend
@@ -195,13 +194,21 @@ class Stage:
         `loss` must divide by the size of the global batch. Values come back on the last pipeline stage alone.
         """
         with span("optimizer step") as came_to:
-            self._reload()
-            self.model.zero_grad_buffer()
-            self.optimizer.zero_grad()
             batches = self.micro_batches(prompts, responses)
-            came_to["flops"] = TRAINING * forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
-            values = self._run(batches, loss, head)
+            came_to["flops"] = self._flops(batches)
+            values = self._backward(batches, loss, head)
             return self._step(lr), values
+
+    def _backward(self, batches: list[Packed], loss: LossFunction, head: MakeHead) -> list[Any]:
+        """The loss's gradient over all replicas in place of what was there; what `loss` returned."""
+        self._reload()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return self._run(batches, loss, head)
+
+    def _flops(self, batches: list[Packed]) -> float:
+        """Of this rank's part of training on them."""
+        return TRAINING * forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
 
     def _per_token(
         self,
@@ -349,35 +356,27 @@ class Worker(Stage):
         """One optimizer step on rows [tokens] each, as Stage._train says."""
         return self._train(prompts, responses, loss, self._head(temperature), lr)
 
+    def gradient(
+        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, temperature: float
+    ) -> tuple[list[Tensor], dist.ProcessGroup | None]:
+        """The gradient of the loss over rows [tokens] each of all replicas, float32, without a step; a collective.
+
+        This rank's parts of it [any], and the group over whose ranks every entry of it is in one part alone: a sum over
+        parts and group is one over the whole gradient, as that of its norm. The next backward pass overwrites them.
+        """
+        with span("gradient") as came_to:
+            batches = self.micro_batches(prompts, responses)
+            came_to["flops"] = self._flops(batches)
+            self._backward(batches, loss, self._head(temperature))
+            with device.bridge():
+                self.optimizer.prepare_grads()
+
+        # As Megatron takes the norm: without what tensor ranks or tied embeddings have twice.
+        found = [g for part in self.optimizer.chained_optimizers for g in part.get_main_grads_for_grad_norm()]
+        return found, self.optimizer.get_grad_stats_parallel_group()
+
     def _head(self, temperature: float) -> MakeHead:
         return lambda hidden, batch: self.actor.head(hidden, batch, temperature)
-
-
-class CriticWorker(Stage):
-    """The critic's stage on this rank; it begins as the actor's model with a value head of zeros."""
-
-    def __init__(self, shape: ModelShape, grid: Grid, options: StageOptions, optim: OptimConfig) -> None:
-        """optim is the critic's own."""
-        self.shape, self.outputs = shape, 1
-        self.critic = build_critic(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
-        super().__init__(self.critic, options, optim)
-
-    def load_hf(self, directory: str | Path) -> None:
-        """Fill the body from an actor's Hugging Face directory, and the value head with zeros."""
-        own = ["output_layer.weight"]
-        hugging_face.load(self.critic, body(self.shape), self.grid, directory, self.critic.fused_norms, own)
-        self.critic.zero_value_head()
-        self.optimizer.reload_model_params()
-
-    def values(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Tensor]:
-        """Values [G] float32 of the states before each response token, in row order, on every rank of the model's."""
-        return self._per_token(prompts, responses, self.critic.values, lambda values: values)
-
-    def train(
-        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, lr: float
-    ) -> tuple[Update, list[Any]]:
-        """One optimizer step on rows [tokens] each, as Stage._train says."""
-        return self._train(prompts, responses, loss, self.critic.values, lr)
 
 
 def _reduce_gradients(models: list[Any], _tokens: Any, **kwargs: Any) -> None:

@@ -20,7 +20,8 @@ from megatron_brorl.train.experience import make_experience
 from megatron_brorl.train.groups import mini_batches
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.training_models import TrainingModels
-from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
+from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).

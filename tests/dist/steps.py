@@ -33,7 +33,8 @@ from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.critic_update import critic_optim
-from megatron_brorl.train.worker import CriticWorker, StageOptions, Worker
+from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import OpenGroup
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).

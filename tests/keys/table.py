@@ -264,6 +264,7 @@ CASES = {
     "theory.max_position": Case(steps.step, 1, beside=THEORY),
     "theory.measure_every": Case(steps.step, 1, beside={**THEORY, "theory.measure_samples": 4}),
     "theory.measure_samples": Case(steps.step, 8, beside=MEASURED),
+    "theory.noise_every": Case(steps.step, 1, beside=THEORY),
     "theory.log_rollouts": Case(built.writers, True),
     "evaluate.every": Case(steps.run, 1),
     "evaluate.samples": Case(steps.evaluation, 2),
