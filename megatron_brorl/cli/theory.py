@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the rest imports torch, which takes a second that no other 
     from megatron_brorl.theory.advisor import Advice
     from megatron_brorl.theory.costs import Costs
     from megatron_brorl.theory.log import LoggedGroup
+    from megatron_brorl.theory.together import Together
 
 _SIMULATE = {
     "vocabulary": "tokens of the softmax",
@@ -100,6 +101,12 @@ def _add_advise(commands: Commands) -> None:
     for target in fields(Targets):
         command.add_argument(f"--{target.name}", type=float, default=target.default, help=f"target ({target.default})")
 
+    # Prompts and N weighed together, by the noise that a run has measured (theory.noise_every).
+    command.add_argument(
+        "--budget",
+        type=float,
+        help="of a step, for prompts and N together: seconds without the fixed part, or rollouts (what the log's took)",
+    )
     # A budget, the intervals, and where the results go.
     command.add_argument("--tokens", type=float, help="also spread this budget of tokens over the prompts of the log")
     command.add_argument("--objective", choices=["kept", "variance"], default="kept", help="of --tokens (kept)")
@@ -165,6 +172,7 @@ def _advise(args: argparse.Namespace) -> int:
     from megatron_brorl.report.advice import plot_advice
     from megatron_brorl.theory.advisor import advise
     from megatron_brorl.theory.log import read_log
+    from megatron_brorl.theory.together import text
 
     # Results must not replace the log that they come from.
     check_output(args.out / "advice.json", [("the log", args.log)])
@@ -189,6 +197,7 @@ def _advise(args: argparse.Namespace) -> int:
     except UserError as e:  # the advisor does not know the file's name
         raise UserError(f"{args.log}: {e}") from None
     plan = _plan(args, groups) if args.tokens is not None else None  # before anything is written
+    both = _together(args, groups, costs)
 
     # Targets and costs stand beside the figures, which mean nothing without them.
     make_folder(args.out)
@@ -200,6 +209,7 @@ def _advise(args: argparse.Namespace) -> int:
             "costs": {**asdict(costs), "from": how},
             "prompts_per_step": prompts,
             "outcomes": _outcomes(groups, args.right),
+            "together": None if both is None else asdict(both),
             "allocation": plan,
         },
     )
@@ -207,6 +217,7 @@ def _advise(args: argparse.Namespace) -> int:
 
     # The same for people, and where the rest is.
     print(advice_text(advice, targets, costs, prompts))
+    print(text(both, costs))
     print(f"times    {how}")
     if plan:  # of --tokens
         print(
@@ -234,6 +245,30 @@ def _costs(args: argparse.Namespace) -> tuple[Costs, str]:
     if "decode" not in given:
         raise UserError(f"--{next(iter(given))} needs --decode too")
     return Costs(**{"prefill": 0.0, "train": 0.0, **given}), "as given"
+
+
+def _together(args: argparse.Namespace, groups: list[LoggedGroup], costs: Costs) -> Together | None:
+    """Prompts and N for the budget; None where no run has measured the noise."""
+    import numpy as np
+
+    from megatron_brorl.theory.advisor import success_rates
+    from megatron_brorl.theory.together import prices, read_noise, together
+
+    if args.budget is not None and not 0 < args.budget < float("inf"):
+        raise UserError(f"--budget {args.budget:g}: must be above 0")
+    # The runs that are named, or the one whose folder has the log.
+    own = args.log.parent
+    runs = args.run or ([own] if (own / "metrics.jsonl").is_file() else [])
+
+    # What a prompt costs with any number of rollouts.
+    n = np.array([g.n for g in groups])
+    right = np.array([int((g.rewards >= args.right).sum()) for g in groups])
+    rates, _ = success_rates(right, n)
+    price = prices(costs, rates, max(args.n))
+
+    # Prompts of a step of the log, which has a group for each.
+    pilot = max(1, round(len(groups) / len({g.step for g in groups}))), int(n.max())
+    return together(read_noise(runs), price, pilot, args.budget, args.resamples, args.seed)
 
 
 def _outcomes(groups: list[LoggedGroup], right: float) -> dict[str, float] | None:

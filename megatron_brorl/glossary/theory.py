@@ -55,7 +55,7 @@ THEORY = Section(
             "theory_estimate/own_effect",
             _PER_STEP,
             "any",
-            "change of a prompt's success rate by a plain gradient step on itself; prompts without a signal count as 0, "
+            "change of a prompt's success rate by a plain gradient step on it; prompts without a signal count as 0, "
             "here and below; null: fewer than two prompts",
         ),
         Figure(

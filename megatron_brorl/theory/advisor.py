@@ -1,4 +1,4 @@
-"""How many rollouts per prompt? From the log of a pilot: what N = 8 ... 1024 would keep, leave unsampled and cost.
+"""How many rollouts per prompt? From the log of a pilot: what N = 2 ... 1024 would keep, leave unsampled and cost.
 
 Every figure is a mean over groups with a 95% bootstrap interval over prompts, and says how it is known:
 

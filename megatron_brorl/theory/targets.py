@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CANDIDATES = (8, 16, 32, 64, 128, 256, 512, 1024)
+CANDIDATES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True)

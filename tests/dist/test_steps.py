@@ -29,7 +29,7 @@ LAYOUTS = [
 UNEVEN = {"rollout": {"prompts": 3}}
 VARIANTS = {
     "whole": UNEVEN
-    | {"algo": {"mini_batches": 2}, "theory": {"prompts": 2, "positions": 20, "measure_every": 1, "measure_samples": 5}},
+    | {"algo": {"mini_batches": 2}, "theory": {"prompts": 2, "positions": 20, "measure_every": 1, "measure_samples": 5, "noise_every": 1}},
     "siblings": UNEVEN | {"algo": {"mini_batches": 3, "mini_batch_of": "siblings", "epochs": 2}},
     "one": UNEVEN,
     "critic": UNEVEN

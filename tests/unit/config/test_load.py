@@ -117,6 +117,21 @@ def test_file_then_overrides(tmp_path):
             [],
             "theory.measure_every = 3: a measurement is compared with a prediction: must be a multiple of theory.every",
         ),
+        (
+            "[theory]\nevery = 2\nnoise_every = 3",
+            [],
+            "theory.noise_every = 3: the other figures of its prompts stand beside it: must be a multiple of",
+        ),
+        (
+            "[rollout]\nn = 2\n[theory]\nnoise_every = 1",
+            [],
+            "theory.noise_every = 1: two halves of a prompt's rollouts",
+        ),
+        (
+            "[rollout]\nn = 16\nadaptive = 'kept'\n[theory]\nnoise_every = 1",
+            [],
+            "theory.noise_every = 1: two halves of a prompt's rollouts are compared: needs rollout.adaptive",
+        ),
         ("[rollout]\nn = 4\nadaptive = 'kept'", [], "rollout.n = 4: rollout.adaptive cuts a prompt's rollouts in two"),
         (
             "[rollout]\nn = 16\nadaptive = 'kept'\nadaptive_first = 15",

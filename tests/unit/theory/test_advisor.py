@@ -293,7 +293,7 @@ def test_figure_draws_the_advice():
     axes = build_figure(advice, Targets(), "s").axes
     found = advice.candidates
     assert [float(y) for y in axes[0].lines[0].get_ydata()] == [c.kept.mean for c in found]
-    assert [float(x) for x in axes[0].lines[1].get_xdata()] == [8, 16, 32]  # full markers: up to the pilot's 40
+    assert [float(x) for x in axes[0].lines[1].get_xdata()] == [2, 4, 8, 16, 32]  # full markers: up to the pilot's 40
     assert [float(y) for y in axes[1].lines[0].get_ydata()] == [c.coupling.mean for c in found]
     assert [float(y) for y in axes[3].lines[0].get_ydata()] == [c.seconds.mean for c in found]
 

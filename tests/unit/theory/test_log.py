@@ -114,6 +114,7 @@ def _advise(*arguments: object) -> int:
         (GOOD, ["--resamples", "3"], "--resamples 3"),
         (GOOD, ["--prompts", "0"], "--prompts 0"),
         (GOOD, ["--tokens", "1000"], "--tokens needs the length of every rollout"),
+        (GOOD, ["--budget", "0"], "--budget 0: must be above 0"),
         (GOOD, ["--run", "nowhere"], "no such file"),
     ],
 )
@@ -139,6 +140,9 @@ def test_advise_from_a_log(tmp_path, capsys):
         lengths = rng.integers(20, 90, size=24).tolist()
         rows.append({"prompt_id": i, "rewards": right.astype(int).tolist(), "answers": answers, "lengths": lengths})
     log = _write(tmp_path / "log.jsonl", *rows)
+    # As in the folder of a run that measured the noise.
+    noise = {"theory_estimate/between": 1.0, "theory_estimate/within": 40.0}
+    _write(tmp_path / "metrics.jsonl", *({"step": i, **noise} for i in range(3)))
     out = tmp_path / "out"
     options = ["--resamples", 40, "--n", 8, 16, 32, "--decode", 0.1, "--prefill", 1, "--tokens", 30_000]
     assert _advise(log, "--out", out, *options) == 0
@@ -146,6 +150,13 @@ def test_advise_from_a_log(tmp_path, capsys):
     found = json.loads((out / "advice.json").read_text())
     assert [c["n"] for c in found["candidates"]] == [8, 16, 32]
     assert found["costs"]["prefill"] == 1
+    # Three equal steps; nothing trains here, so that a prompt costs 1 + N / 10.
+    both = found["together"]
+    assert both["budget"] == pytest.approx(30 * (1 + 2.4))
+    choices = {(int(102 / (1 + n / 10) + 1e-9), n): n for n in range(2, 33)}
+    assert (both["prompts"], both["n"]) == min(choices, key=lambda c: (1 + 40 / (c[1] - 1)) / c[0])
+    assert (both["n_low"], both["n_high"], both["pilot"]) == (both["n"], both["n"], [30, 24])
+    assert f"together {both['prompts']} prompts of N = {both['n']} " in text
     assert f"{found['candidates'][1]['kept']['mean']:.1%}" in text
     assert (out / "advice.png").read_bytes().startswith(b"\x89PNG")
     singles = np.mean([sum(r["answers"].count(a) == 1 for a in set(r["answers"])) for r in rows])

@@ -16,8 +16,8 @@ from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.train.sft import sft_optim
 from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.sft import sft_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # inside Megatron
