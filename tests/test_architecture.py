@@ -73,6 +73,7 @@ def test_heavy_packages_stay_in_their_rooms():
         "megatron": lambda m: room(m) in ("parallel", "models", "checkpoints") or m == "megatron_brorl.train.worker",
         "tensorrt_llm": lambda m: m.startswith("megatron_brorl.rollout.remote.trtllm."),
         "vllm": lambda m: m.startswith("megatron_brorl.rollout.remote.vllm."),
+        "sglang": lambda m: m.startswith("megatron_brorl.rollout.remote.sglang."),
         "reasoning_gym": lambda m: room(m) == "rewards",
         "math_verify": lambda m: m == "megatron_brorl.rewards.math_verifier",
     }

@@ -1,4 +1,4 @@
-"""Engine processes on the contract double, for one test process."""
+"""Engine processes on a contract double, for one test process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import tiny
 import torch
 
-from megatron_brorl.config.engine_keys import TrtLlmConfig
+from megatron_brorl.config.engine_keys import SglangConfig, TrtLlmConfig
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal
@@ -49,12 +49,14 @@ def make_engine(
     config: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     leader: RemoteEngine | None = None,
+    engine: str = "trtllm",
 ) -> RemoteEngine:
     """An engine of its own, or another rank's share of the leader's."""
-    c = TrtLlmConfig(**{"start_timeout_s": 120.0, "cuda_graphs": False, **(config or {})})
+    section: Any = {"trtllm": TrtLlmConfig, "sglang": SglangConfig}[engine]
+    c = section(**{"start_timeout_s": 120.0, "cuda_graphs": False, **(config or {})})
     o = EngineOptions(
         **{
-            "engine": "trtllm",
+            "engine": engine,
             "model": str(model.directory),
             "vocab": model.shape.vocab,
             "context": 200,
@@ -65,7 +67,7 @@ def make_engine(
             **(options or {}),
         }
     )
-    folder = leader.folder if leader else make_folder(c.shared_memory, "trtllm.shared_memory")
+    folder = leader.folder if leader else make_folder(c.shared_memory, f"{engine}.shared_memory")
     devices = None if leader else [0]
     return RemoteEngine(process_settings(c), o, hf_shapes(model.shape), folder, devices, log)
 
@@ -85,3 +87,9 @@ def same(a: list[Rollout], b: list[Rollout]) -> bool:
         and x.finish == y.finish
         for x, y in pairs
     )
+
+
+def handles(tensor: torch.Tensor) -> Any:
+    """(function, seven arguments), of which the worker replaces the last: the form of torch's CUDA handles."""
+    function, arguments = tensor.__reduce_ex__(2)
+    return function, (*arguments, None)

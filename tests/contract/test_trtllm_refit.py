@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from contract.engines import draw, same
+from contract.engines import draw, handles, same
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import Sealed
@@ -86,12 +86,6 @@ def test_cuda_ipc_path_with_a_stand_in_for_the_handles(fault, model, start, monk
             assert not torch.allclose(rollout.log_probs, model.log_probs(rollout), atol=1e-3)
         engine.update_weights(model.stream(), 2)
         assert same(draw(engine), old)
-
-
-def handles(tensor):
-    """(function, seven arguments), of which the worker replaces the last: the form of torch's CUDA handles."""
-    function, arguments = tensor.__reduce_ex__(2)
-    return function, (*arguments, None)
 
 
 def test_fp8_refit_gives_the_quantised_model(api, model, start):

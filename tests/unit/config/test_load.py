@@ -44,7 +44,7 @@ def test_file_then_overrides(tmp_path):
         ("[rollout]\nn = 'four'", [], "rollout.n = 'four': must be of type int"),
         ("[rollout]\nn = true", [], "rollout.n = True: must be of type int"),
         ("[rollout]\nn = 1", [], "rollout.n = 1: a group baseline needs at least 2 rollouts per prompt"),
-        ("[rollout]\nengine = 'sglang'", [], "rollout.engine = 'sglang': must be one of 'torch'"),
+        ("[rollout]\nengine = 'tgi'", [], "rollout.engine = 'tgi': must be one of 'torch'"),
         ("[optim]\nbetas = [0.9]", [], "optim.betas = [0.9]: must have 2 values"),
         ("[optim]\nlr = nan", [], "optim.lr = nan: must be finite"),
         ("", ["sft.lr=inf"], "sft.lr = inf: must be finite"),
