@@ -201,7 +201,7 @@ def test_what_cannot_start_says_why(environment, options, message, model, begin,
     assert "\n" not in str(caught.value)
 
 
-def test_a_parameter_that_was_sent_nothing_is_told(tmp_path):
+def test_a_parameter_that_was_not_filled_is_told(tmp_path):
     """A head that is a parameter of its own here and is not among the names: complete by the list, and stale."""
     module = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 3), "head": torch.nn.Linear(3, 2, bias=False)})
     module.load_weights = lambda pairs: module.load_state_dict(dict(pairs), strict=False)
@@ -217,9 +217,14 @@ def test_a_parameter_that_was_sent_nothing_is_told(tmp_path):
     extension._reader.seen |= set(names)
     assert "1 tensors missing or unknown, for example body.bias" in tell(kind="finish", names=names[:1])
     module.load_weights([(name, torch.ones_like(module.get_parameter(name))) for name in names])
-    assert tell(kind="finish", names=names) == (
-        "ValueError: 1 parameters of the engine were sent nothing, for example head.weight"
-    )
+    wrong = "ValueError: 1 parameters of the engine were not filled or are NaN, for example "
+    assert tell(kind="finish", names=names) == wrong + "head.weight"
+
+    # A part of one that SGLang joins, or a NaN that was sent.
+    module["head"].weight.data.fill_(1.0)
+    assert tell(kind="finish", names=names) == ""
+    module["body"].weight.data[0, 1] = torch.nan
+    assert tell(kind="finish", names=names) == wrong + "body.weight"
 
 
 @pytest.fixture

@@ -67,6 +67,8 @@ class IpcSender:
         bucket.clear()
 
 
-def own_device() -> str:
-    """UUID of this process's CUDA device, as nvidia-smi writes it."""
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+def own_device(index: int | None = None) -> str:
+    """UUID of a CUDA device of this process, as nvidia-smi writes it, the current one by default; "cpu" without one."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).uuid}"

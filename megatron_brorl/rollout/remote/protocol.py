@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import Task
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -16,6 +17,19 @@ class Completion:
     token_ids: list[int]  # that were added; of one that was cut, where Capabilities.keeps_cut, else any
     finish: Literal["stop", "length", "cut"]  # cut: aborted
     reported: Sequence[Mapping[int, float]]  # log-probability by token id, of each token; empty: not asked for
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], reason: str | None, reported: Sequence[Mapping[int, float]]) -> Completion:
+        """reason: in the engine's words, in which "stop" and "length" mean what they mean here."""
+        return cls(list(token_ids), "stop" if reason == "stop" else "length" if reason == "length" else "cut", reported)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A rollout in flight, of an engine that knows it by a name."""
+
+    name: str
+    task: Task[Completion]
 
 
 class EngineLeaf(Protocol):

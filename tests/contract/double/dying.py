@@ -1,5 +1,5 @@
-"""How a test makes a double die: BRORL_DOUBLE_DIE=POINT:NUMBER:FILE ends the process by SIGKILL the NUMBERth time that it
-comes to POINT, once; it makes FILE."""
+"""How a test makes a double die: BRORL_DOUBLE_DIE=POINT:NUMBER:FILE ends the process by SIGKILL the NUMBERth time that
+it comes to POINT, once; it makes FILE."""
 
 from __future__ import annotations
 

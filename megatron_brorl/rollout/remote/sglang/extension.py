@@ -43,7 +43,7 @@ def _begin(model: Any, message: Mapping[str, Any]) -> None:
     of what it loaded."""
     global _reader
     on_gpu = torch.cuda.is_available()
-    _reader = BucketReader(torch.cuda.current_device() if on_gpu else 0, own_device() if on_gpu else "cpu")
+    _reader = BucketReader(torch.cuda.current_device() if on_gpu else 0, own_device())
     for _, x in _filled(model):
         x.fill_(float("nan"))
 
@@ -57,12 +57,15 @@ def _load(model: Any, message: Mapping[str, Any]) -> None:
 
 
 def _finish(model: Any, message: Mapping[str, Any]) -> None:
-    """Raises ValueError as BucketReader.check_complete, and where a parameter of the model was sent nothing."""
+    """Raises ValueError as BucketReader.check_complete, and where a parameter of the model has a NaN."""
     assert _reader
     _reader.check_complete(message["names"])
-    unsent = [name for name, x in _filled(model) if bool(x.isnan().all())]
-    if unsent:
-        raise ValueError(f"{len(unsent)} parameters of the engine were sent nothing, for example {min(unsent)}")
+    # SGLang joins what the trainer sends apart (queries, keys and values): one part of a parameter may be missing.
+    unfilled = [name for name, x in _filled(model) if bool(x.isnan().any())]
+    if unfilled:
+        raise ValueError(
+            f"{len(unfilled)} parameters of the engine were not filled or are NaN, for example {min(unfilled)}"
+        )
 
 
 def _filled(model: Any) -> list[tuple[str, Tensor]]:

@@ -28,7 +28,6 @@ import asyncio
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,21 +45,14 @@ from sglang.srt.managers.io_struct import (
 )
 
 from megatron_brorl.config.engine_keys import SglangConfig
+from megatron_brorl.rollout.remote import seeds
+from megatron_brorl.rollout.remote.cuda_ipc import own_device
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
-from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf
+from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf, Named
 from megatron_brorl.rollout.remote.sglang.extension import LOADER
 
-_PROBE_TOKENS = 16
 _SPARE = 8  # tokens of a context that SGLang gives nobody: at most 7
 _WEIGHTS, _CACHES = "weights", "kv_cache"  # tags of memory
-
-
-@dataclass(frozen=True)
-class _Handle:
-    """A rollout in flight."""
-
-    name: str
-    task: asyncio.Task[Completion]
 
 
 class Llm(EngineLeaf):
@@ -74,8 +66,8 @@ class Llm(EngineLeaf):
         foreign = _end_ids(Path(options.model)) - set(options.stop_ids)
         if foreign:
             raise ValueError(
-                f"SGLang stops at token {min(foreign)}, an eos_token_id of {options.model}, and it is no stop token here "
-                f"({', '.join(map(str, options.stop_ids))}): make the tokenizer and config.json agree"
+                f"SGLang stops at token {min(foreign)}, an eos_token_id of {options.model}, and it is no stop token "
+                f"here ({', '.join(map(str, options.stop_ids))}): make the tokenizer and config.json agree"
             )
 
     def arguments(self) -> dict[str, Any]:
@@ -117,15 +109,16 @@ class Llm(EngineLeaf):
                 "sglang.memory_fraction or sglang.tensor, set train.offload = true, or lower rollout.max_tokens"
             )
 
-        await self._find_seeds()
+        name = f"SGLang {sglang.__version__}"
+        await seeds.require_of_requests(self, name)
         return Capabilities(
-            engine=f"SGLang {sglang.__version__}",
+            engine=name,
             torch=torch.__version__,
             seeds="request",
             log_probs="tempered",
             keeps_cut=True,
             if_repeating="it takes a seed per rollout, and two of them agree",
-            devices=tuple(_device(i) for i in range(self.config.tensor)),
+            devices=tuple(own_device(i) for i in range(self.config.tensor)),
             kv_tokens=tokens,
             rows=o.max_rows,
             details={"cuda_graphs": self.config.cuda_graphs},
@@ -156,14 +149,14 @@ class Llm(EngineLeaf):
             "top_logprobs_num": top_k if log_probs and temperature else 0,
         }
 
-    def submit(self, ids: Sequence[int], params: dict[str, Any]) -> _Handle:
+    def submit(self, ids: Sequence[int], params: dict[str, Any]) -> Named:
         """See EngineLeaf."""
         name = f"{next(self._names):020d}"  # none begins with another
-        return _Handle(name, asyncio.create_task(self._complete(name, list(ids), params)))
+        return Named(name, asyncio.create_task(self._complete(name, list(ids), params)))
 
     async def _complete(self, name: str, ids: list[int], params: dict[str, Any]) -> Completion:
         found = await self._engine.async_generate(input_ids=ids, rid=name, **params)
-        token_ids, meta = list(found["output_ids"]), found["meta_info"]
+        meta = found["meta_info"]
         reported: list[Mapping[int, float]] = []
         if params["return_logprob"]:
             # (log-prob, token, None) of each token, and of the likeliest in its place.
@@ -171,14 +164,13 @@ class Llm(EngineLeaf):
             likeliest = meta.get("output_top_logprobs") or [[]] * len(drawn)
             for (value, token, _), others in zip(drawn, likeliest, strict=True):
                 reported.append({**{t: x for x, t, _ in others or []}, token: value})
-        reason = meta["finish_reason"]["type"]
-        return Completion(token_ids, reason if reason in ("stop", "length") else "cut", reported)
+        return Completion.of(found["output_ids"], meta["finish_reason"]["type"], reported)
 
-    async def completion(self, handle: _Handle) -> Completion:
+    async def completion(self, handle: Named) -> Completion:
         """See EngineLeaf."""
         return await handle.task
 
-    def abort(self, handle: _Handle) -> None:
+    def abort(self, handle: Named) -> None:
         """See EngineLeaf."""
         self._manager.abort_request(rid=handle.name)
 
@@ -237,21 +229,6 @@ class Llm(EngineLeaf):
     async def reseed(self, seed: int) -> None:
         """See EngineLeaf: each request has a seed of its own."""
 
-    async def _find_seeds(self) -> None:
-        """Raises ValueError unless a request's seed, and nothing else, decides which tokens are drawn."""
-        ids = [i % self.options.vocab for i in range(min(8, self.options.context // 2))]
-        tokens = min(_PROBE_TOKENS, self.options.context - len(ids))
-
-        async def drawn(seed: int) -> list[int]:
-            return (await self.completion(self.submit(ids, self.params(1.0, 1.0, 0, tokens, seed)))).token_ids
-
-        first, again, other = [await drawn(seed) for seed in (1, 1, 2)]
-        if first != again or first == other:
-            raise ValueError(
-                f"SGLang {sglang.__version__} takes no seed per request: siblings on different engines would repeat one "
-                "another"
-            )
-
 
 def _check(answer: tuple[bool, str]) -> None:
     """Raises ValueError in SGLang's words where it says that it did not do what was asked."""
@@ -268,8 +245,3 @@ def _end_ids(model: Path) -> set[int]:
         given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
         ids |= set(given) if isinstance(given, list) else set() if given is None else {given}
     return ids
-
-
-def _device(index: int) -> str:
-    """UUID of a worker's device, as cuda_ipc.own_device writes it; "cpu" without one."""
-    return f"GPU-{torch.cuda.get_device_properties(index).uuid}" if torch.cuda.is_available() else "cpu"

@@ -17,6 +17,7 @@ from tensorrt_llm._torch.virtual_memory import ExecutorMemoryType
 from tensorrt_llm.llmapi import CapacitySchedulerPolicy, CudaGraphConfig, KvCacheConfig, SchedulerConfig, llm_args
 
 from megatron_brorl.config.engine_keys import TrtLlmConfig
+from megatron_brorl.rollout.remote import seeds
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
 from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf
 from megatron_brorl.rollout.remote.trtllm import ray_node
@@ -29,7 +30,6 @@ from megatron_brorl.rollout.remote.trtllm.settings import (
 )
 
 EXTENSION = "megatron_brorl.rollout.remote.trtllm.extension.BrorlExtension"
-_PROBE_TOKENS = 16
 _SLEEP_CONFIG = hasattr(llm_args, "SleepConfig")  # 1.3; enable_sleep before
 # Quantised with the scales of each 128 x 128 block, from whatever full weights come (rollout.remote.fp8_blocks).
 _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -124,13 +124,13 @@ class Llm(EngineLeaf):
         """See EngineLeaf."""
         await self._llm
         value = await self._find_log_probs()
-        seeds = await self._find_seeds()
+        kind = await self._find_seeds()
         tokens = min(await self._llm.collective_rpc("brorl_kv_tokens"))
         rows = rows_at_a_time(tokens, self.options.context, self.rows, self.config.scheduler)
         return Capabilities(
             engine=f"TensorRT-LLM {tensorrt_llm.__version__} with {self.sampler}",
             torch=torch.__version__,
-            seeds=seeds,
+            seeds=kind,
             keeps_cut=False,  # nothing proves that they are what was drawn
             log_probs="processed" if self.mode else "tempered" if self.sampler == "TRTLLMSampler" else "raw",
             if_repeating="choose another trtllm.sampler",
@@ -187,8 +187,7 @@ class Llm(EngineLeaf):
         """See EngineLeaf."""
         output = (await handle).outputs[0]
         reported = [{k: getattr(v, "logprob", v) for k, v in entry.items()} for entry in output.logprobs or []]
-        reason = output.finish_reason
-        return Completion(list(output.token_ids), reason if reason in ("stop", "length") else "cut", reported)
+        return Completion.of(output.token_ids, output.finish_reason, reported)
 
     def abort(self, handle: Any) -> None:
         """See EngineLeaf."""
@@ -224,17 +223,11 @@ class Llm(EngineLeaf):
         """See EngineLeaf."""
         await self._llm.collective_rpc("brorl_reseed", args=(seed,))
 
-    async def _draw(self, seed: int) -> Completion:
-        """Tokens of the random model, so many that no two draws agree by chance, and their reported log-probs."""
-        ids = [i % self.options.vocab for i in range(8)]
-        params = self.params(1.0, 1.0, 0, _PROBE_TOKENS, seed)
-        return await self.completion(self.submit(ids, params))
-
     async def _find_log_probs(self) -> int:
         """The least SamplingParams.logprobs with which every sampled token's log-prob is reported."""
         for value in (0, 1):
             self.log_probs_value = value
-            drawn = await self._draw(1)
+            drawn = await seeds.draw(self, 1)
             if len(drawn.reported) == len(drawn.token_ids) and all(
                 token in entry for token, entry in zip(drawn.token_ids, drawn.reported, strict=True)
             ):
@@ -243,18 +236,17 @@ class Llm(EngineLeaf):
 
     async def _find_seeds(self) -> Literal["request", "generator"]:
         """What decides which tokens are drawn: a request's own seed, or that of the sampler's generator."""
-        first, again, other = [(await self._draw(seed)).token_ids for seed in (1, 1, 2)]
-        if first == again and first != other:
+        if await seeds.of_requests(self):
             return "request"
 
         drawn = []
         for seed in (3, 3, 4):
             await self.reseed(seed)
-            drawn.append((await self._draw(1)).token_ids)
+            drawn.append((await seeds.draw(self, 1)).token_ids)
         if drawn[0] == drawn[1] and drawn[0] != drawn[2]:
             return "generator"
 
         raise ValueError(
-            f"TensorRT-LLM {tensorrt_llm.__version__} with {self.sampler} takes no seed: siblings on different engines "
-            "would repeat one another; choose another trtllm.sampler"
+            f"TensorRT-LLM {tensorrt_llm.__version__} with {self.sampler} takes no seed: {seeds.REPEATED}; "
+            "choose another trtllm.sampler"
         )

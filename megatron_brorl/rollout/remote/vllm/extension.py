@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_brorl.rollout.remote.bucket_reader import BucketReader
+from megatron_brorl.rollout.remote.cuda_ipc import own_device
 from megatron_brorl.rollout.remote.options import WorkerBucket
 
 
@@ -67,9 +68,7 @@ class BrorlExtension:
 
     def brorl_device(self) -> str:
         """UUID of the worker's device, as cuda_ipc.own_device writes it; "cpu" without one."""
-        if self.device.type != "cuda":
-            return "cpu"
-        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+        return own_device(self.device.index)
 
     def brorl_tensor(self, name: str) -> list[float]:
         """The values of a parameter by vLLM's name, for tests."""

@@ -9,7 +9,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from megatron_brorl.config.engine_keys import VllmConfig
 from megatron_brorl.model_shape import read_shape
+from megatron_brorl.rollout.remote import seeds
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
-from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf
+from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf, Named
 
 EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.BrorlExtension"
-_PROBE_TOKENS = 16
 _SPARE_TOKENS = 2 * 512  # of pages that requests fill in part
-
-
-@dataclass(frozen=True)
-class _Handle:
-    """A rollout in flight."""
-
-    name: str
-    task: asyncio.Task[Completion]
 
 
 class Llm(EngineLeaf):
@@ -113,9 +104,10 @@ class Llm(EngineLeaf):
         o, arguments = self.options, self.arguments()
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-        await self._find_seeds()
+        name = f"vLLM {vllm.__version__}"
+        await seeds.require_of_requests(self, name)
         return Capabilities(
-            engine=f"vLLM {vllm.__version__}",
+            engine=name,
             torch=torch.__version__,
             seeds="request",
             log_probs="processed",
@@ -154,10 +146,10 @@ class Llm(EngineLeaf):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def submit(self, ids: Sequence[int], params: Any) -> _Handle:
+    def submit(self, ids: Sequence[int], params: Any) -> Named:
         """See EngineLeaf."""
         name = str(next(self._names))
-        return _Handle(name, asyncio.create_task(self._complete(name, list(ids), params)))
+        return Named(name, asyncio.create_task(self._complete(name, list(ids), params)))
 
     async def _complete(self, name: str, ids: list[int], params: SamplingParams) -> Completion:
         found: Any = None
@@ -177,14 +169,13 @@ class Llm(EngineLeaf):
         if params.logprobs is not None:
             flat = drawn.logprobs
             reported = [{token: x} for token, x in zip(flat.token_ids, flat.logprobs, strict=True)]
-        reason = drawn.finish_reason
-        return Completion(list(drawn.token_ids), reason if reason in ("stop", "length") else "cut", reported)
+        return Completion.of(drawn.token_ids, drawn.finish_reason, reported)
 
-    async def completion(self, handle: _Handle) -> Completion:
+    async def completion(self, handle: Named) -> Completion:
         """See EngineLeaf."""
         return await handle.task
 
-    def abort(self, handle: _Handle) -> None:
+    def abort(self, handle: Named) -> None:
         """See EngineLeaf."""
         task = asyncio.create_task(self._llm.abort(handle.name))
         self._aborting.add(task)
@@ -222,20 +213,3 @@ class Llm(EngineLeaf):
 
     async def reseed(self, seed: int) -> None:
         """See EngineLeaf: each request has a seed of its own."""
-
-    async def _find_seeds(self) -> None:
-        """Raises ValueError unless a request's seed, and nothing else, decides which tokens are drawn."""
-        ids = [i % self.options.vocab for i in range(min(8, self.options.context // 2))]
-        tokens = min(_PROBE_TOKENS, self.options.context - len(ids))
-
-        async def drawn(seed: int) -> list[int]:
-            params = self.params(1.0, 1.0, 0, tokens, seed)
-            params.stop_token_ids = []
-            return (await self.completion(self.submit(ids, params))).token_ids
-
-        first, again, other = [await drawn(seed) for seed in (1, 1, 2)]
-        if first != again or first == other:
-            raise ValueError(
-                f"vLLM {vllm.__version__} takes no seed per request: siblings on different engines would repeat one "
-                "another"
-            )
