@@ -2,13 +2,13 @@
 """What a GPU has to show of this project, in half an hour: kernels, speed, engines, a step, weights between processes.
 
     python tools/gpu_check.py [STAGE ...] [--device cpu] [--out FILE] [--limit S] [--scratch DIR]
-                              [--vllm-python PYTHON] [--trtllm-python PYTHON]
+                              [--vllm-python PYTHON] [--trtllm-python PYTHON] [--sglang-python PYTHON]
     python tools/gpu_check.py pack FILE.tar.gz [--wheels DIR]
 
 Stages: kernels (built, tested, under compute-sanitizer), speed (against products, copies and others' code), engine (the
 built-in one against transformers), step (shared prompts, offload, resume), ipc (weights by CUDA IPC), fp8 (Transformer
-Engine's recipes), remote (TensorRT-LLM and vLLM); all of them by default. Each runs in a process of its own and is
-ended after --limit seconds; what it had found by then is kept, and the next one goes on. Models and prompts are made
+Engine's recipes), remote (TensorRT-LLM, vLLM and SGLang); all of them by default. Each runs in a process of its own and
+is ended after --limit seconds; what it had found by then is kept, and the next one goes on. Models and prompts are made
 here, and no network is needed. What the machine lacks is a row "missing".
 
 Rows are appended to --out, one JSON object a line, and the tables to the same name with .md. Exit code 1 where a row
@@ -39,6 +39,7 @@ from gpu_stages.pack import pack  # noqa: E402
 from gpu_stages.report import heading, machine, table  # noqa: E402
 
 from megatron_brorl.errors import UserError  # noqa: E402
+from megatron_brorl.rollout.registry import ENGINES  # noqa: E402
 
 STAGES = ("kernels", "speed", "engine", "step", "ipc", "fp8", "remote")
 LIMIT_S = 480.0
@@ -65,8 +66,9 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a stage (%(default)s)")
     parser.add_argument("--scratch", type=Path, help="folder for models and logs; else one that is removed")
-    parser.add_argument("--vllm-python", help="interpreter of the environment that has vllm")
-    parser.add_argument("--trtllm-python", help="interpreter of the environment that has tensorrt_llm and ray")
+    for key, kind in ENGINES.items():
+        needed = " and ".join((kind.package, *kind.needs))
+        parser.add_argument(f"--{key}-python", help=f"interpreter of the environment that has {needed}")
     args = parser.parse_args(words)
     unknown = [name for name in args.stages if name not in STAGES]
     if unknown:
@@ -91,7 +93,7 @@ def _check(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as own:
         scratch = (args.scratch or Path(own)).resolve()
         scratch.mkdir(parents=True, exist_ok=True)
-        pythons = {key: word for key in ("vllm", "trtllm") if (word := getattr(args, f"{key}_python"))}
+        pythons = {key: word for key in ENGINES if (word := getattr(args, f"{key}_python"))}
         job = {"device": args.device, "scratch": str(scratch), "pythons": pythons}
         rows = run_stages(args.stages or STAGES, job, args.out, args.limit, command)
     return int(any(row["result"].startswith("failed") for row in rows))

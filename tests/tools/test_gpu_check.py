@@ -173,7 +173,7 @@ DRY = {
     "fp8": set(),
     "remote": set(),
 }
-LACKING = {"fp8": {"step, bf16", "step, FP8 blockwise"}, "remote": {"TensorRT-LLM", "vLLM"}}
+LACKING = {"fp8": {"step, bf16", "step, FP8 blockwise"}, "remote": {"TensorRT-LLM", "vLLM", "SGLang"}}
 
 
 @pytest.mark.slow
@@ -195,11 +195,12 @@ def test_every_stage_runs_dry(stage, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_remote_stage_on_the_double_of_tensorrt_llm(tmp_path, monkeypatch):
+def test_the_remote_stage_on_doubles(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "contract" / "double"))
     job = {"device": "cpu", "scratch": str(tmp_path), "pythons": {}}
     rows = gpu_check.run_stages(["remote"], job, tmp_path / "out.jsonl", 300.0, "a command")
     found = {row["what"]: row for row in rows}
     names = ("start", "refit", "log-probabilities against transformers", "sleep and wake", "rollouts")
-    assert {name: found[f"TensorRT-LLM: {name}"]["result"] for name in names} == dict.fromkeys(names, "ok")
-    assert found["TensorRT-LLM: sleep and wake"]["tokens"] == "the same"
+    for engine in ("TensorRT-LLM", "SGLang"):
+        assert {name: found[f"{engine}: {name}"]["result"] for name in names} == dict.fromkeys(names, "ok")
+        assert found[f"{engine}: sleep and wake"]["tokens"] == "the same"

@@ -33,7 +33,7 @@ class Job:
 
     device: str  # "cuda", or "cpu": the dry mode, with tiny sizes
     scratch: str  # folder for models and logs, the same for all stages
-    pythons: dict[str, str] = field(default_factory=dict)  # interpreters of engines: by "vllm" and "trtllm"
+    pythons: dict[str, str] = field(default_factory=dict)  # interpreters of engines, by rollout.engine
 
     @property
     def dry(self) -> bool:
