@@ -71,8 +71,10 @@ class Llm(EngineLeaf):
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Of SGLang's ServerArgs: what training needs; the rest is left to the engine."""
+        """Of SGLang's ServerArgs."""
         o, c = self.options, self.config
+
+        # What training needs is set here; the rest is left to the engine.
         return {
             "model_path": o.model,
             "skip_tokenizer_init": True,  # ids in, ids out
@@ -81,6 +83,7 @@ class Llm(EngineLeaf):
             "dtype": o.dtype,
             "load_format": "dummy",  # weights come from the trainer
             "custom_weight_loader": [LOADER],
+            # A prompt with its response may fill the whole context of ours.
             "context_length": o.context + _SPARE,
             "max_running_requests": o.max_rows,
             "max_total_tokens": o.max_kv_tokens or None,
@@ -109,6 +112,7 @@ class Llm(EngineLeaf):
                 "sglang.memory_fraction or sglang.tensor, set train.offload = true, or lower rollout.max_tokens"
             )
 
+        # Siblings must differ, whichever engine draws them.
         name = f"SGLang {sglang.__version__}"
         await seeds.require_of_requests(self, name)
         return Capabilities(
