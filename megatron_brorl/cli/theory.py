@@ -197,6 +197,7 @@ def _advise(args: argparse.Namespace) -> int:
     except UserError as e:  # the advisor does not know the file's name
         raise UserError(f"{args.log}: {e}") from None
     plan = _plan(args, groups) if args.tokens is not None else None  # before anything is written
+    # None where no run has measured the gradient's noise.
     both = _together(args, groups, costs)
 
     # Targets and costs stand beside the figures, which mean nothing without them.
@@ -217,6 +218,7 @@ def _advise(args: argparse.Namespace) -> int:
 
     # The same for people, and where the rest is.
     print(advice_text(advice, targets, costs, prompts))
+    # What stands for both where it is unknown says so.
     print(text(both, costs))
     print(f"times    {how}")
     if plan:  # of --tokens
@@ -263,6 +265,7 @@ def _together(args: argparse.Namespace, groups: list[LoggedGroup], costs: Costs)
     # What a prompt costs with any number of rollouts.
     n = np.array([g.n for g in groups])
     right = np.array([int((g.rewards >= args.right).sum()) for g in groups])
+    # Beyond the pilot's N the share that is trained on is that of the fitted distribution.
     rates, _ = success_rates(right, n)
     price = prices(costs, rates, max(args.n))
 

@@ -211,6 +211,7 @@ def _evaluation(config: Config) -> Iterator[Rule]:
         "theory.measure_every",
         f"a measurement is compared with a prediction: must be a multiple of theory.every = {theory.every}",
     )
+    # Diagnostics of a step are made where theory.every has it, or not at all.
     yield (
         not theory.noise_every or (theory.every > 0 and theory.noise_every % theory.every == 0),
         "theory.noise_every",

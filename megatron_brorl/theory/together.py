@@ -92,8 +92,10 @@ def together(
     # Without a noise between prompts, and within them, there is nothing to weigh.
     if len(noise) < FEWEST_STEPS or not (noise.mean(0) > 0).all():
         return None
+    # Both figures of a step are unbiased, their ratio is not: it is taken of the means.
     between, within = (float(x) for x in noise.mean(0))
     prompts_before, n_before = pilot
+
     # A pilot of larger groups than are compared is priced at the largest.
     per_prompt = float(price[min(n_before, len(price) + 1) - 2])
     budget = prompts_before * per_prompt if budget is None else budget
@@ -103,6 +105,7 @@ def together(
     draw = np.random.Generator(np.random.Philox(key=seed % 2**64)).multinomial
     times = draw(len(noise), np.full(len(noise), 1 / len(noise)), size=resamples) / len(noise)
     means = times @ noise  # [resamples, 2]
+    # A sample in which prompts do not differ takes as many rollouts as it can.
     others = [best(float(b), max(float(w), 0.0), price, budget)[1] for b, w in means]
     low, high = np.percentile(others, [2.5, 97.5], method="nearest")
 

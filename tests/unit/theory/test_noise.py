@@ -101,7 +101,7 @@ def test_they_are_of_the_kind_of_which_the_variance_is():
 def test_some_of_the_prompts_stand_for_all():
     """All choices of three out of four with a signal, in every order, among six: on average what all four give."""
     rng = np.random.default_rng(0)
-    gradients = [(rng.normal(size=3), rng.normal(size=3)) for _ in range(4)]
+    gradients = [(rng.normal(size=4), rng.normal(size=4)) for _ in range(4)]
     whole = gradient_noise(halves(gradients, 5), 4, 6)
     choices = [[gradients[i] for i in ids] for ids in permutations(range(4), 3)]
     parts = [gradient_noise(halves(choice, 5), 4, 6) for choice in choices]
