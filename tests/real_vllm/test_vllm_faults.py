@@ -51,17 +51,18 @@ def test_killed_while_it_generates(which, model, expected, start, capfd):
     assert "starting it again with the weights of version 0" in capfd.readouterr().err
 
 
-def test_killed_in_an_update(model, expected, start):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_hurt_in_an_update(number, model, expected, start):
     """The update is sent once more, to a new process: it has these weights, and none of those before."""
-    engine = start(model)
+    engine = start(model, config={"heartbeat_timeout_s": 5.0})
     ask, first = engine.supervisor._ask, engine.supervisor.pid
 
-    def killed_before_the_end(message):
+    def hurt_before_the_end(message):
         if message.kind == "finish" and engine.supervisor.pid == first:
-            os.kill(first, signal.SIGKILL)
+            os.kill(first, number)
         ask(message)
 
-    engine.supervisor._ask = killed_before_the_end
+    engine.supervisor._ask = hurt_before_the_end
     engine.update_weights(model.stream(), 0)
     assert engine.supervisor.pid != first
     assert tokens(draw(engine, 512)) == expected
