@@ -10,17 +10,25 @@ import re
 from pathlib import Path
 
 # What Python's multiprocessing makes: segments, and semaphores of spawned processes.
-_NAMES = re.compile(r"/dev/shm/(?:psm_|sem\.mp-)[^\s/]+")
+_NAMES = ("psm_*", "sem.mp-*")
+# By number: who has made a semaphore has it mapped by another name, which is gone.
+_NUMBER = re.compile(r"^\S+ \S+ \S+ \S+ (\d+) +/dev/shm/", re.MULTILINE)
 
 
 def segments(group: int) -> set[Path]:
     """Those that living processes of this process group have mapped."""
-    found: set[str] = set()
+    numbers: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
             if os.getpgid(int(process.name)) == group:
-                found.update(_NAMES.findall((process / "maps").read_text()))
-    return {Path(name) for name in found}
+                numbers.update(_NUMBER.findall((process / "maps").read_text()))
+
+    found = set()
+    for path in (path for name in _NAMES for path in Path("/dev/shm").glob(name)):
+        with contextlib.suppress(OSError):  # another process removed it
+            if str(path.stat().st_ino) in numbers:
+                found.add(path)
+    return found
 
 
 def unlink_segments(group: int) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from megatron_brorl.rollout.remote.segments import segments, unlink_segments
 
 MAKES = """
+from multiprocessing import get_context
 from multiprocessing.shared_memory import SharedMemory
-memory = SharedMemory(create=True, size=64)
-print(memory.name, flush=True)
+memory, lock = SharedMemory(create=True, size=64), get_context("spawn").Lock()
+print(memory.name, "sem." + lock._semlock.name.removeprefix("/"), flush=True)
 input()
 """
 
@@ -29,12 +30,13 @@ def test_what_a_killed_group_shared_goes_and_nobody_elses():
             text=True,
             start_new_session=True,
         ) as child:
-            theirs = Path("/dev/shm", child.stdout.readline().strip())
-            assert segments(child.pid) == {theirs}
-            assert theirs.exists()
+            theirs = {Path("/dev/shm", name) for name in child.stdout.readline().split()}
+            assert len(theirs) == 2
+            assert all(path.exists() for path in theirs)
+            assert segments(child.pid) == theirs
             unlink_segments(child.pid)
             os.killpg(child.pid, signal.SIGKILL)
-        assert not theirs.exists()
+        assert not any(path.exists() for path in theirs)
         assert segments(child.pid) == set()
         assert Path("/dev/shm", own.name).exists()
     finally:
