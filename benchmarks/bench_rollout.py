@@ -9,19 +9,24 @@ Models have random weights (MODELS in bench_common). Every engine runs in a proc
 prompts and threads, at temperature 1 without top-p or top-k, and every sibling gets the same forced length in all of
 them: 64 = all the same, 8-256 = evenly spread from 8 to 256 in a shuffled order. No end token is looked for. The first
 call warms up; tokens_per_s is that of the median of the others, each with a prompt of its own. It counts the tokens
-asked for, and the time includes the prompt's. Only brorl computes log-probabilities as well.
+asked for, and the time includes the prompt's. Only brorl computes log-probabilities as well, and two rows behind
+--vllm-python, for lengths that are all the same: vllm_leaf is vLLM asked as training asks it, a request with a seed and
+log-probabilities per sibling, and vllm_remote the engine of `rollout.engine = "vllm"`, asked in the same way. What this
+project's process and messages cost is between these two. start: seconds until the engine can be asked.
 
-peak_mib: resident set of the engine's process at its peak, runtime and weights included. gemm_peak_share: 2 operations
-for each weight of the layers' matrices and the LM head per token asked for (nothing for the prompt, attention or
-sampling), against a product of 4096 x 4096 matrices of the same dtype, the faster of one before and one after the rows.
-others_cpu_share: what other processes took of the machine meanwhile; above some percent, measure again.
-Of brorl alone: refit_ms, a whole update_weights; prompt_kv_bytes, what the keys and values alive in the second decoding
-step grow by when the prompt is twice as long, and prompt_kv_copies, that over the size of one copy of the prompt's keys
-and values (exact for prompts of a multiple of 16 tokens: they live in pages). Linux only.
+peak_mib: resident set of the engine's processes at its peak, runtime and weights included. gemm_peak_share: two
+operations for each weight of the layers' matrices and the LM head per token asked for (nothing for the prompt,
+attention or sampling), against a product of 4096 x 4096 matrices of the same dtype, the faster of one before and one
+after the rows. others_cpu_share: what other processes took of the machine meanwhile; above some percent, measure again.
+Of this project's engines: refit_ms, a whole update_weights. Of brorl alone: prompt_kv_bytes, what the keys and values
+alive in the second decoding step grow by when the prompt is twice as long, and prompt_kv_copies, that over the size of
+one copy of the prompt's keys and values (exact for prompts of a multiple of 16 tokens: they live in pages). Linux only.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 import statistics
 import sys
@@ -32,9 +37,11 @@ from typing import Any
 from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, write_model, write_rows
 from measure import EngineFailed, ask
 
+from megatron_brorl.config.engine_keys import VllmConfig
 from megatron_brorl.model_shape import ModelShape, read_shape
 
 ENGINES = ("brorl", "transformers", "openvino", "vllm")
+OURS = ("vllm_leaf", "vllm_remote")  # vLLM as this project asks it
 
 
 def sibling_lengths(spec: str, n: int) -> list[int]:
@@ -78,8 +85,8 @@ def measure(
             "others_cpu_share": found["others_cpu_share"],
             "version": found.get("version"),
         }
+        row |= {key: found[key] for key in ("refit_ms", "start_s") if key in found}
         if "prompt_kv_bytes" in found:
-            row["refit_ms"] = found["refit_ms"]
             row["prompt_kv_bytes"] = found["prompt_kv_bytes"]
             row["prompt_kv_copies"] = found["prompt_kv_bytes"] / kv_bytes(shape, job["dtype"], prompt)
         rows.append(row)
@@ -91,7 +98,8 @@ def show(rows: list[dict[str, Any]]) -> None:
     ours = next((r["tokens_per_s"] for r in rows if r["engine"] == "brorl"), None)
     for r in rows:
         ratio = f"{ours / r['tokens_per_s']:.2f}x" if ours else "-"
-        extra = f"  refit {r['refit_ms']:.1f} ms, prompt KV {r['prompt_kv_copies']:.2f}x" if "refit_ms" in r else ""
+        forms = {"refit_ms": "refit {:.1f} ms", "prompt_kv_copies": "prompt KV {:.2f}x", "start_s": "start {:.1f} s"}
+        extra = "  " + ", ".join(form.format(r[key]) for key, form in forms.items() if key in r)
         print(
             f"{r['model']:<6}{r['dtype']:<6}{r['prompt']:>6}{r['n']:>5}{r['lengths']:>8}  {r['engine']:<13}"
             f"{r['tokens_per_s']:>9.0f}{ratio:>9}{r['peak_mib']:>9.0f}{r['gemm_peak_share']:>10.1%}"
@@ -115,6 +123,9 @@ def main() -> None:
         args.models, args.n, args.prompts, args.lengths = ["t4"], 64, [64], ["16"]
     pythons = dict.fromkeys(args.engines, sys.executable)
     pythons |= {e: p for e in ENGINES[2:] if (p := getattr(args, f"{e}_python"))}
+    if args.vllm_python:
+        pythons |= dict(zip(OURS, (args.vllm_python, sys.executable), strict=True))
+    section = dataclasses.asdict(VllmConfig(python=args.vllm_python or ""))
     cases = [(dtype, p, spec) for dtype in args.dtypes for p in args.prompts for spec in args.lengths]
     peaks = {dtype: alone(peak_flops, dtype, args.threads) for dtype in args.dtypes}
     found = []
@@ -132,12 +143,14 @@ def main() -> None:
                     "threads": args.threads,
                     "prompts": prompts(shape.vocab, prompt, 1 + args.repeat),
                     "lengths": lengths,
+                    "section": section,
                     # Room for everything, prompts in every sibling too: no engine may have to preempt.
                     "kv_gib": kv_bytes(shape, dtype, args.n * (prompt + max(lengths))) // 2**30 + 1,
                 }
                 head = {"prompt": prompt, "n": args.n, "lengths": spec, "dtype": dtype}
+                chosen = {e: p for e, p in pythons.items() if e not in OURS or len(set(lengths)) == 1}
                 try:
-                    found += measure(pythons, shape, model, job, head, Path(scratch))
+                    found += measure(chosen, shape, model, job, head, Path(scratch))
                 except EngineFailed as e:
                     sys.exit(f"bench_rollout: {e}")
     for dtype in args.dtypes:
@@ -147,8 +160,8 @@ def main() -> None:
             if row["dtype"] == dtype:
                 row["gemm_peak_share"] /= peak
     print("model dtype prompt    N  tokens  engine         tokens/s  brorl is peak MiB peak share  others")
-    for i in range(0, len(found), len(pythons)):
-        show(found[i : i + len(pythons)])
+    for _, table in itertools.groupby(found, lambda r: (r["model"], r["dtype"], r["prompt"], r["lengths"])):
+        show(list(table))
     write_rows(args.json, found)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from measure import answer, read_job, time_rollouts
+from measure import REFITS, answer, read_job, time_rollouts
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.types import Prompt
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-REFITS = 5
 STOP = 1  # the token that ends a sibling at its length
 
 

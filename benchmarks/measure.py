@@ -18,12 +18,31 @@ from typing import Any
 
 # (prompt, a length for each sibling, seed) -> the new tokens of each sibling
 Generate = Callable[[list[int], list[int], int], Sequence[Sequence[int]]]
+REFITS = 5  # of which the median counts
 
 
 def status_kib(key: str) -> int:
     """A figure of /proc/self/status, such as VmRSS or VmHWM."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
+
+
+def family_peak_mib() -> float:
+    """Peaks of the resident sets of this process and of all that it has started and that run, added up."""
+    parents, peaks = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            lines = dict(x.split(":", 1) for x in (folder / "status").read_text(encoding="utf-8").splitlines())
+        except OSError:  # it has ended meanwhile
+            continue
+        parents[int(folder.name)] = int(lines["PPid"])
+        peaks[int(folder.name)] = int(lines.get("VmHWM", "0").split()[0]) / 1024
+
+    # Ours are those from which parents lead here.
+    def is_ours(pid: int) -> bool:
+        return pid == os.getpid() or (pid in parents and is_ours(parents[pid]))
+
+    return sum(peak for pid, peak in peaks.items() if is_ours(pid))
 
 
 def forget_peak() -> None:

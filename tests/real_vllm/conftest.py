@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from vllm_engines import Model, make_engine
-
-ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("BRORL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+from vllm_engines import PYTHON, Model, make_engine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from megatron_brorl.rollout.remote.options import EngineOptions, process_setting
 from megatron_brorl.rollout.remote.process import make_folder
 from megatron_brorl.types import Prompt, Rollout
 
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("BRORL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
 PROMPT = Prompt("a", "", (5, 6, 7), None, "exact")
 SAMPLING = Sampling(1.0, 1.0, 0, 24, (2,))
 GREEDY = Sampling(0.0, 1.0, 0, 24, ())

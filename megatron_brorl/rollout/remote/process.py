@@ -19,6 +19,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.ranks import LAUNCHER
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.options import EngineOptions
+from megatron_brorl.rollout.remote.segments import unlink_segments
 
 PREFIX = "brorl-engine-"
 _MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")  # workers would take themselves for ranks of the launcher's
@@ -120,6 +121,7 @@ class EngineProcess:
         """End it and what it started, which a process that died by itself may have left behind."""
         if not self._killed:
             self._killed = True  # once: later its number may be another's
+            unlink_segments(self._process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -30,6 +30,7 @@ from megatron_brorl.rollout.remote.log_probs import sampled_log_probs
 from megatron_brorl.rollout.remote.messages import Message, ProtocolError, decode, encode
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions
 from megatron_brorl.rollout.remote.protocol import EngineLeaf
+from megatron_brorl.rollout.remote.segments import unlink_segments
 
 HEARTBEAT_S = 0.5
 
@@ -201,6 +202,7 @@ def _end_with_parent(directory: Path) -> None:
             pass
     shutil.rmtree(directory, ignore_errors=True)
     if os.getpgrp() == os.getpid():
+        unlink_segments(os.getpid())
         os.killpg(0, signal.SIGKILL)  # and with it what the engine has started
     os._exit(0)
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import vllm
@@ -29,6 +29,7 @@ from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf, Named
 
 EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.BrorlExtension"
 _SPARE_TOKENS = 2 * 512  # of pages that requests fill in part
+_WATCH_S = 1.0  # between two questions whether vLLM's own processes are alive
 
 
 class Llm(EngineLeaf):
@@ -106,6 +107,7 @@ class Llm(EngineLeaf):
 
         name = f"vLLM {vllm.__version__}"
         await seeds.require_of_requests(self, name)
+        self._watching = asyncio.create_task(self._watch())
         return Capabilities(
             engine=name,
             torch=torch.__version__,
@@ -157,9 +159,7 @@ class Llm(EngineLeaf):
             async for output in self._llm.generate(TokensPrompt(prompt_token_ids=ids), params, name):
                 found = output
         except EngineDeadError as e:
-            # Nothing can be asked of this process any more: the trainer starts another.
-            print(f"vLLM's engine core is gone: {e}", file=sys.stderr, flush=True)
-            os._exit(1)
+            _end(f"vLLM's engine core is gone: {e}")
 
         # Aborted before it began, a request has no output.
         if found is None:
@@ -170,6 +170,22 @@ class Llm(EngineLeaf):
             flat = drawn.logprobs
             reported = [{token: x} for token, x in zip(flat.token_ids, flat.logprobs, strict=True)]
         return Completion.of(drawn.token_ids, drawn.finish_reason, reported)
+
+    async def _watch(self) -> None:
+        """Ask vLLM's engine core for a sign of life, again and again.
+
+        It answers between two steps or calls, each of which waits for all workers: where one of them stands still, this
+        process would send its heartbeats for ever, and a call of a refit has no other limit.
+        """
+        limit = self.config.heartbeat_timeout_s
+        while True:
+            try:
+                await asyncio.wait_for(self._llm.is_paused(), limit)
+            except TimeoutError:
+                _end(f"vLLM's engine core or a worker is silent for {limit:g} s (vllm.heartbeat_timeout_s)")
+            except EngineDeadError as e:
+                _end(f"vLLM's engine core is gone: {e}")
+            await asyncio.sleep(_WATCH_S)
 
     async def completion(self, handle: Named) -> Completion:
         """See EngineLeaf."""
@@ -213,3 +229,9 @@ class Llm(EngineLeaf):
 
     async def reseed(self, seed: int) -> None:
         """See EngineLeaf: each request has a seed of its own."""
+
+
+def _end(why: str) -> NoReturn:
+    """End this process, of which nothing can be asked any more: the trainer tells why, and starts another."""
+    print(why, file=sys.stderr, flush=True)
+    os._exit(1)
