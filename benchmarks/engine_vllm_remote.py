@@ -46,9 +46,9 @@ def main() -> None:
         return [r.token_ids.tolist() for r in group]
 
     found = {**time_rollouts(job, generate), "peak_mib": family_peak_mib()}
-    version = engine.capabilities.engine
+    name = engine.capabilities.engine
     engine.close()
-    answer(**found, start_s=start_s, refit_ms=1000 * statistics.median(refits), version=version)
+    answer(**found, start_s=start_s, refit_ms=1000 * statistics.median(refits), version=name)
 
 
 if __name__ == "__main__":
