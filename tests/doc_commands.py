@@ -182,7 +182,7 @@ def _script(words: tuple[str, ...], toml: Path) -> str | None:
     neighbours = [path.parent / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", text, re.M)]
     text += "".join(file.read_text() for file in neighbours if file.is_file())
     for option in (word for word in rest if word.startswith("--")):
-        if not re.search(rf"[\"' ]{re.escape(option.partition('=')[0])}\b", text):
+        if not re.search(rf"[\"' \[]{re.escape(option.partition('=')[0])}\b", text):
             return f"{words[place]} knows no {option}"
     overrides = [word for word in rest if re.match(r"[a-z]+\.[a-z_]+=", word)]
     return _configuration(str(path.with_suffix(".toml")), overrides, toml) if overrides else None

@@ -1,5 +1,5 @@
-"""Shared memory beside an engine's folder: what its processes make there by names of their own (vLLM's queues between
-engine and workers are such) stays when they are killed, for nobody else knows of it.
+"""Shared memory beside an engine's folder: what its processes make there by names of their own, such as queues between
+an engine and its workers, stays when they are killed, for nobody else knows of it.
 """
 
 from __future__ import annotations
