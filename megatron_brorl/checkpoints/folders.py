@@ -44,10 +44,21 @@ def stored_step(directory: Path) -> int | None:
     return step if type(step) is int else None
 
 
+def repair(root: Path, step: int, keep: int) -> None:
+    """Do what a save of this step has left undone that was killed once its folder was in place. Raises OSError."""
+    named = pointed(root / LATEST)
+    if named is None or named < step:
+        point(root / LATEST, name_of(step))
+    if named is None or named <= step:  # else a later one is the newest
+        rotate(root, step, keep)
+    remove_unfinished(root)
+
+
 def remove_unfinished(root: Path) -> None:
     """Delete what a save that was killed left."""
-    for path in root.glob(".step_*.writing"):
-        if step_of(path.name.removeprefix(".").removesuffix(".writing")) is None:
+    for path in root.glob(".*.writing"):
+        name = path.name.removeprefix(".").removesuffix(".writing")
+        if step_of(name) is None and name not in (LATEST, BEST):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

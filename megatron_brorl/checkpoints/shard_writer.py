@@ -102,7 +102,7 @@ class Shards:
     def write(self, directory: Path) -> tuple[dict[str, str], list[Any]]:
         """This rank's files, each by a thread of its own: their SHA-256 by name, and what `index` is to know of them.
 
-        Raises OSError, or torch's RuntimeError, where the disk refuses one.
+        Raises OSError where the disk refuses one.
         """
         planned, self._planned.buckets = self._planned.buckets, []
         names = [f"{self._planned.prefix}{number}.distcp" for number in range(len(planned))]

@@ -17,7 +17,7 @@ class Refusals:
     """What the disk refused this rank, in order."""
 
     def __init__(self) -> None:
-        self.errors: list[BaseException] = []
+        self.errors: list[OSError] = []
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
@@ -26,18 +26,13 @@ class Refusals:
             yield
         except OSError as e:
             self.errors.append(e)
-        except RuntimeError as e:
-            if "PytorchStreamWriter" not in str(e):  # torch.save's way to tell a full disk
-                raise
-            self.errors.append(e)
 
     def told(self) -> str:
         """The first, in words; "" where nothing was refused."""
         if not self.errors:
             return ""
         first = self.errors[0]
-        text = first.strerror if isinstance(first, OSError) else None
-        return text or " ".join(str(first).split())[:200] or type(first).__name__
+        return first.strerror or " ".join(str(first).split())[:200] or type(first).__name__
 
 
 class Hashing:
@@ -45,11 +40,16 @@ class Hashing:
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw, self._digest = raw, hashlib.sha256()
+        self.refusal: OSError | None = None  # the first of a write
 
     def write(self, data: bytes) -> int:
         """As of the file."""
         self._digest.update(data)
-        return self._raw.write(data)
+        try:
+            return self._raw.write(data)
+        except OSError as e:
+            self.refusal = self.refusal or e
+            raise
 
     def tell(self) -> int:
         """As of the file."""
@@ -71,7 +71,12 @@ def fill(path: Path, filler: Callable[[Hashing], Filled]) -> tuple[str, Filled]:
     """
     with open(path, "wb") as raw:
         stream = Hashing(raw)
-        filled = filler(stream)
+        try:
+            filled = filler(stream)
+        except RuntimeError:  # torch.save's, of what a refused write has left of its archive
+            if stream.refusal:
+                raise stream.refusal from None
+            raise
         raw.flush()
         os.fsync(raw.fileno())
         # What is read again comes from the disk and not from memory, where the system lets us ask for that.

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints.background import Background
 from megatron_brorl.checkpoints.best import Best
 from megatron_brorl.checkpoints.training import NotWritten
@@ -150,7 +151,8 @@ class Run:
         """Go on from a checkpoint whose fingerprint the caller has checked; a collective."""
         self.state = state.restore(directory, self.state, self.models(), self.train_source, self.config, self.grid)
         if self.grid.rank == 0:
-            keep_best.repair(directory.parent, self.state.best)
+            keep_best.repair(directory.parent, self.state.best)  # before older ones go, of which it may be one
+            folders.repair(directory.parent, self.state.step, self.config.train.keep_checkpoints)
 
     def seconds(self) -> float:
         """Wall-clock seconds of the job so far, up to the checkpoint for processes that were killed."""

@@ -74,6 +74,7 @@ def begin_save(
     fingerprint: what must not change when the run is resumed. seconds: of the job so far. copies: where to take
     it, if the run goes on before it is written. new_best: what this checkpoint is the best in, so far.
     """
+    # What a resumed run cannot find out by itself, beside weights, optimizers and carried rollouts.
     known = new_best or state.best
     run = {
         "updates": state.updates,
@@ -120,6 +121,7 @@ def restore(
 
     The caller has checked the fingerprint. state: of a run that has not begun, for the settings of its stall.
     """
+    # Read and checked before any weight is touched.
     run = saved(directory)
     checkpoint.load(directory, models.checkpoint_parts())
     restored = RunState(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.errors import UserError
@@ -126,6 +127,27 @@ def test_leftovers_of_a_killed_save_go(save, tmp_path):
     (tmp_path / ".step_00000007.writing" / "x").mkdir(parents=True)
     save(1)
     assert names(tmp_path) == ["latest", "step_00000001"]
+
+
+def test_what_a_killed_save_left_undone_is_done(save, tmp_path):
+    """Killed while it wrote `latest`: its folder is whole, and older ones are still there."""
+    save(1)
+    save(2)
+    (tmp_path / "latest").write_text("step_00000001\n")
+    for name in (".latest.writing", ".best.writing", ".mine.writing"):
+        (tmp_path / name).write_text("step_0")
+    folders.repair(tmp_path, 2, keep=1)
+    assert names(tmp_path) == [".mine.writing", "latest", "step_00000002"]
+    assert (tmp_path / "latest").read_text() == "step_00000002\n"
+
+
+def test_a_pointer_to_a_later_step_is_left_alone(save, tmp_path):
+    """Whoever goes on from an older one has said so."""
+    save(1)
+    save(2)
+    folders.repair(tmp_path, 1, keep=1)
+    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
+    assert (tmp_path / "latest").read_text() == "step_00000002\n"
 
 
 def test_a_renamed_checkpoint_never_rolls_a_run_back(save, tmp_path):
