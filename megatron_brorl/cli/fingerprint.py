@@ -27,7 +27,7 @@ BEFORE_THE_KEY: Fingerprint = {
     "data": {"verifier": "exact", "mixture": [], "system_prompt": "", "columns": dataclasses.asdict(ColumnsConfig())},
     "reward": {"combination": []},
     "algo": {"policy_loss": "clip", "tau_pos": 1.0, "tau_neg": 1.05, "pass_k": 0, "focal_gamma": 0.0},
-    "optim": {"decay_norms_and_biases": True},
+    "optim": {"decay_norms_and_biases": True, "lr_counts": "asked"},
     "rollout": {"max_oversample": 1.0},
 }
 

@@ -67,7 +67,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Training in FP8 by Transformer Engine's layers, on GPUs that have it (models.fp8 checks)."""
+    """Training in FP8: by Transformer Engine's layers, on GPUs that have it (models.fp8 checks), and by our LM head."""
 
     # tensorwise scales by the current maximum, delayed by past ones, blockwise per 128 x 128; mxfp8 needs Blackwell
     recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"
@@ -75,6 +75,9 @@ class Fp8Config:
     parameters: bool = False  # the weights of linears are stored in FP8, beside the optimizer's fp32 masters
     bf16_layers: int = at_least(0, default=0)  # at each end of the model that stay in bf16; not with recipe = "delayed"
     amax_history: int = at_least(1, default=1024)  # steps that recipe = "delayed" looks back
+    # Products of the actor's hidden states with its LM head: blockwise rounds them per 1 x 128 and the weight per
+    # 128 x 128 to e4m3 (on Hopper, CUDA 12.9 and torch 2.10; a CPU emulates it). Gradients stay in model.dtype
+    head: Literal["none", "blockwise"] = "none"
 
 
 @dataclass(frozen=True)
@@ -261,9 +264,12 @@ class OpsConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     lr: float = at_least(0, default=1e-6)  # learning rate
-    # The rollouts per step that lr is for: it is multiplied by the square root of rollout.prompts x rollout.n over this
+    # The rollouts per step that lr is for: it is multiplied by the square root of a step's rollouts over this
     # (Krizhevsky 2014; BroRL, section 4.2.1); 0 = lr as it stands.
     lr_for_rollouts: int = at_least(0, default=0)
+    # Which rollouts of a step lr_for_rollouts is compared with. "asked": rollout.prompts x rollout.n, the same in every
+    # step; "kept": those that the step trains on, which is the paper's batch: after dynamic sampling
+    lr_counts: Literal["asked", "kept"] = "asked"
     warmup_steps: int = at_least(0, default=0)  # of the learning rate, linear, in optimizer steps
     betas: tuple[float, float] = within("[0, 1)", default=(0.9, 0.999))  # of AdamW's two moments
     eps: float = 1e-8  # of AdamW's denominator

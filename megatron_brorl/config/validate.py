@@ -351,6 +351,10 @@ def _recipe(config: Config) -> Iterator[Rule]:
         'algo.old_log_probs = "rollout" takes the engine for the trainer: no mismatch could show; set it to "actor"',
     )
 
+    # A step's rollouts have nothing to be compared with.
+    counts = config.optim.lr_counts
+    yield counts == "asked" or config.optim.lr_for_rollouts > 0, "optim.lr_counts", "needs optim.lr_for_rollouts"
+
     # The reference policy.
     for key, value in dataclasses.asdict(config.reference).items():
         # Key by key, so that the message names the one that was set.

@@ -32,10 +32,15 @@ def learning_rate(optim: OptimConfig, update: int) -> float:
     return optim.lr * min(1.0, (update + 1) / optim.warmup_steps) if optim.warmup_steps else optim.lr
 
 
-def scaled(optim: OptimConfig, rollouts: int) -> OptimConfig:
-    """With the learning rate for a step of so many rollouts: lr sqrt(B / B_0), B_0 = optim.lr_for_rollouts."""
+def scaled(optim: OptimConfig, asked: int, kept: int) -> OptimConfig:
+    """With the learning rate for a step of B rollouts: lr sqrt(B / B_0), B_0 = optim.lr_for_rollouts.
+
+    asked: rollouts that every step asks for. kept: rollouts that this one trains on. B is one of them, by
+    optim.lr_counts.
+    """
     if not optim.lr_for_rollouts:
         return optim
+    rollouts = kept if optim.lr_counts == "kept" else asked
     return replace(optim, lr=optim.lr * math.sqrt(rollouts / optim.lr_for_rollouts))
 
 

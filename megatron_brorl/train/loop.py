@@ -23,7 +23,7 @@ from megatron_brorl.train.diagnostics import diagnostics_where_due
 from megatron_brorl.train.experience import make_experience, token_gain
 from megatron_brorl.train.figures import cluster_figures
 from megatron_brorl.train.finite import check_steps, nonfinite_steps
-from megatron_brorl.train.groups import group_metrics, log_rows, mini_batches
+from megatron_brorl.train.groups import group_metrics, log_rows, mini_batches, trained
 from megatron_brorl.train.keep_best import new_best
 from megatron_brorl.train.run import Run
 from megatron_brorl.train.setup import training_sampling
@@ -154,7 +154,8 @@ class Trainer(Run):
         # Advantages -> updates.
         batches = mini_batches(rollouts, outcomes.kept, c.algo.mini_batches, c.algo.mini_batch_of) * c.algo.epochs
         with span("update"):
-            updated = update_models(self.models(), experience, batches, c, s)
+            kept = int(trained(outcomes, c.algo.overlong_filter).sum())  # of all ranks, for the learning rate's rule
+            updated = update_models(self.models(), experience, batches, kept, c, s)
         # Rows that were left out before the update, and those that it left out itself.
         updated["nonfinite_rows"] += metrics["nonfinite_rows"]
         metrics |= updated | collected.metrics | diagnosed

@@ -12,11 +12,17 @@ from megatron_brorl.types import Experience
 
 
 def update_models(
-    models: TrainingModels, experience: Experience, batches: list[list[int]], config: Config, state: RunState
+    models: TrainingModels,
+    experience: Experience,
+    batches: list[list[int]],
+    kept: int,
+    config: Config,
+    state: RunState,
 ) -> dict[str, float]:
     """The critic's optimizer steps and then the actor's, one per batch of rows; `state` counts both.
 
-    A collective, which returns metrics. While the critic warms up, the actor has none.
+    kept: rollouts of all ranks that the step trains on. A collective, which returns metrics. While the critic warms up,
+    the actor has none.
     """
     c, metrics = config, {}
     if models.critic:
@@ -26,8 +32,8 @@ def update_models(
         if state.step < c.critic.warmup_steps:
             batches = []
 
-    # A rate for so many rollouts as a step asks for.
-    optim = scaled(c.optim, c.rollout.prompts * c.rollout.n)
+    # A rate for so many rollouts.
+    optim = scaled(c.optim, c.rollout.prompts * c.rollout.n, kept)
     keep = Keeper(c, state.step + 1).keep if c.train.keep_nonfinite else None
     given = (models.actor, experience, batches, c.algo, optim, c.rollout.temperature, state.updates)
     updated = update_policy(*given, keep)

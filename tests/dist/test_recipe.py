@@ -114,8 +114,13 @@ def prompts_of_a_round(missing, asked, kept, most):
 @pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (4, {"tensor": 2})])
 def test_refills_and_what_is_carried_over(worlds, directory, size, parallel, most):
-    """Three siblings of two prompts, so that many groups agree: sampled anew until two are kept, at most thrice."""
-    changes = {"rollout": {"prompts": 2, "n": 3, "refills": 2, "max_oversample": float(most)}}
+    """Three siblings of two prompts, so that many groups agree: sampled anew until two are kept, at most thrice.
+
+    The learning rate is that of the rollouts of the groups that are trained on."""
+    changes = {
+        "rollout": {"prompts": 2, "n": 3, "refills": 2, "max_oversample": float(most)},
+        "optim": {"lr": 1e-3, "lr_for_rollouts": 24, "lr_counts": "kept"},
+    }
     results = worlds(size).run("steps:run_steps", directory, parallel, changes, 8, {})
     rounds, taken, waiting, saw = 0, 0, [], set()
     asked = kept_lately = 0.0
@@ -142,6 +147,7 @@ def test_refills_and_what_is_carried_over(worlds, directory, size, parallel, mos
             assert f["kept_share"] == pytest.approx(len(kept[:2]) / len(closed))
             assert f["rollouts"] == 3 * len(closed)
             assert f["updates"] == (1 if kept else 0)
+            assert f["lr"] == pytest.approx(1e-3 * math.sqrt(3 * len(kept[:2]) / 24))
     assert len(saw) >= 6  # more than one round, and something that waited
 
 

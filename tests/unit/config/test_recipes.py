@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
+from megatron_brorl.rewards import registry
+from megatron_brorl.rewards.extract import extract
 from megatron_brorl.train.actor_update import scaled
 
 if sys.version_info >= (3, 11):
@@ -19,7 +24,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-RECIPES = Path(__file__).parents[3] / "examples" / "recipes"
+ROOT = Path(__file__).parents[3]
+RECIPES = ROOT / "examples" / "recipes"
 # What a machine or a run decides, and not the method.
 NOT_OF_THE_METHOD = {
     "rollout": {"engine", "max_num_seqs", "pull", "durable", "kv_cache_mib", "timeout_s", "max_lost_share"},
@@ -42,6 +48,7 @@ def without_effect(config: Config) -> set[str]:
         "rollout.max_carried_steps": not config.rollout.partial_tokens,
         "rollout.adaptive_first": config.rollout.adaptive == "off",
         "rollout.max_oversample": not config.rollout.refills,
+        "optim.lr_counts": not config.optim.lr_for_rollouts,
         "shaping.cosine_min shaping.cosine_max shaping.cosine_on_steps shaping.cosine_off_steps": (
             not shaping.cosine_coef
         ),
@@ -73,9 +80,54 @@ def test_a_recipe_states_what_matters_and_names_its_sources(name):
 def test_the_recipes_differ_as_published():
     prorl, brorl, dapo, ppo = (load(RECIPES / f"{name}.toml") for name in ("prorlv2", "brorl", "dapo", "ppo"))
     assert (prorl.rollout.n * prorl.rollout.prompts, brorl.rollout.n * brorl.rollout.prompts) == (8192, 65536)
-    rates = [scaled(c.optim, c.rollout.n * c.rollout.prompts).lr for c in (prorl, brorl)]
+    rates = [scaled(c.optim, 0, c.rollout.n * c.rollout.prompts).lr for c in (prorl, brorl)]  # of full batches
     assert rates == pytest.approx([1e-6, 1e-6 * math.sqrt(8)])
     assert prorl.algo.mini_batches == brorl.algo.mini_batches  # as many, each of more rollouts
     assert dapo.rollout.prompts * dapo.rollout.n / dapo.algo.mini_batches == 512
     assert ppo.algo.advantage == "gae"
     assert isinstance(ppo, Config)
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    table = tomllib.loads((RECIPES / f"{name}.toml").read_text(encoding="utf-8"))
+    return {f"{section}.{key}": value for section, keys in table.items() for key, value in keys.items()}
+
+
+def test_the_table_has_every_key_in_which_brorl_differs_from_prorlv2():
+    """docs/recipes.md: key, both values as TOML has them ("-": not stated, because it has no effect), a reason."""
+    prorl, brorl = keys_of("prorlv2"), keys_of("brorl")
+    differing = {
+        key: tuple("-" if (v := side.get(key)) is None else json.dumps(v) for side in (prorl, brorl))
+        for key in prorl.keys() | brorl.keys()
+        if prorl.get(key) != brorl.get(key)
+    }
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_]+\.[a-z_0-9]+)` \| `?([^|`]+)`? \| `?([^|`]+)`? \| ([^|]+) \|$", page, flags=re.M)
+    assert {key: (before, after) for key, before, after, _ in rows} == differing
+    assert len(rows) == len(differing)
+    assert all(len(reason.split()) >= 4 for *_, reason in rows)
+
+
+def test_one_length_of_a_response():
+    """Of training; an evaluation at 32,768 tokens leaves a prompt as much and is the recipe's own otherwise."""
+    brorl, example = load(RECIPES / "brorl.toml"), load(ROOT / "examples" / "brorl_1.5b.toml")
+    assert brorl.rollout.max_tokens == example.rollout.max_tokens == 16384 - 1024
+    assert example.model.context == 16384
+    longer = load(RECIPES / "evaluate_32k.toml")
+    assert (longer.model.context, longer.rollout.max_tokens) == (32768, 32768 - 1024)
+    assert longer.evaluate == replace(brorl.evaluate, every=longer.evaluate.every)
+    assert longer.reward == brorl.reward
+    names = (f.name for f in fields(longer.rollout))
+    unlike = {name for name in names if getattr(longer.rollout, name) != getattr(brorl.rollout, name)}
+    assert unlike <= {"max_tokens", "refills", "max_oversample", "n", "prompts"}  # what an evaluation has no use for
+
+
+@pytest.mark.parametrize("name", ["prorlv2", "brorl", "dapo", "ppo", "evaluate_32k"])
+def test_a_long_program_counts(name):
+    """One of 65,000 characters, as long as 15,360 tokens of four characters can make it, is found whole."""
+    config = load(RECIPES / f"{name}.toml")
+    entry = registry.entry("code", "code", config.reward)
+    program = "x = 1\n" * 10_240  # 61,440 characters
+    found = extract(f"```python\n{program}```", entry.find, entry.max_chars)
+    assert found.answer is not None
+    assert len(found.answer) == len(program.strip())
