@@ -6,18 +6,14 @@
 #include <pybind11/stl.h>
 #include <torch/library.h>
 
-#include "policy/advantages.h"
+#include "common/device_ops.h"
+#include "common/philox.h"
 #include "cpu/bfloat16_gemm.h"
 #include "cpu/decode_attention.h"
-#include "common/gemm.h"
 #include "cpu/layer_ops.h"
-#include "policy/moments.h"
-#include "common/philox.h"
-#include "policy/ppo_tokens.h"
-#include "sampling/sample_tokens.h"
 #include "cpu/segment_attention.h"
-#include "policy/softmax.h"
-#include "policy/value_loss.h"
+#include "decoding/decode_attention.h"
+#include "sampling/sample_tokens.h"
 
 TORCH_LIBRARY(brorl, library) {
   library.def("gemm_(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()");
@@ -62,18 +58,6 @@ TORCH_LIBRARY(brorl, library) {
   library.def("whiten_(Tensor(a!) values, float mean, float std, Tensor? mask) -> ()");
 }
 
-// Functions that run on the CPU and, where built with kernels, on CUDA.
-#define BRORL_IMPLEMENT(library)                                  \
-  library.impl("gemm_", &brorl::gemm_);                           \
-  library.impl("softmax_statistics", &brorl::softmax_statistics); \
-  library.impl("softmax_gradient_", &brorl::softmax_gradient_);   \
-  library.impl("ppo_tokens", &brorl::ppo_tokens);                 \
-  library.impl("value_loss", &brorl::value_loss);                 \
-  library.impl("gae_", &brorl::gae);                              \
-  library.impl("group_advantages", &brorl::group_advantages);     \
-  library.impl("moments", &brorl::moments);                       \
-  library.impl("whiten_", &brorl::whiten);
-
 TORCH_LIBRARY_IMPL(brorl, CPU, library) {
   BRORL_IMPLEMENT(library)
   library.impl("sample_tokens", &brorl::sample_tokens_cpu);
@@ -92,6 +76,7 @@ TORCH_LIBRARY_IMPL(brorl, CPU, library) {
 TORCH_LIBRARY_IMPL(brorl, CUDA, library) {
   BRORL_IMPLEMENT(library)
   library.impl("sample_tokens", &brorl::sample_tokens_cuda);
+  library.impl("decode_attention_", &brorl::decode_attention_cuda_);
 }
 #endif
 

@@ -44,10 +44,4 @@ __global__ void merge_parts(const T* parts, int64_t count, T* result) {
   if (threadIdx.x == 0) *result = of_thread[0];
 }
 
-// What a launcher returns: nullptr, or what CUDA says of the last launch.
-inline const char* launch_error() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
 }  // namespace brorl

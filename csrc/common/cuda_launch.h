@@ -20,6 +20,9 @@ inline Stream current_stream(const at::Tensor& x) {
   return static_cast<Stream>(guard.getStream(x.device()).native_handle());
 }
 
+// Whether an op is to start kernels: it is registered for the CPU and for one kind of device.
+inline bool on_device(const at::Tensor& x) { return !x.is_cpu(); }
+
 // Launchers return nullptr, or what CUDA says went wrong.
 inline void check_launch(const char* op, const char* error) {
   TORCH_CHECK(error == nullptr, op, ": CUDA refused the launch: ", error);

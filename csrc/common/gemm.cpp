@@ -43,7 +43,7 @@ void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accum
     return;
   }
 #ifdef BRORL_CUDA
-  if (narrow && out.is_cuda()) {
+  if (narrow && on_device(out)) {
     const c10::DeviceGuard guard(out.device());
     check_launch("gemm_", bfloat16_gemm_launch(
         out.mutable_data_ptr<float>(), out.stride(0), operand<uint16_t>(a), operand<uint16_t>(b), out.size(0),

@@ -13,6 +13,7 @@
 
 #include "common/fast_exp.h"
 #include "common/float_lanes.h"
+#include "decoding/decode_shapes.h"
 
 namespace brorl {
 namespace {
@@ -264,17 +265,6 @@ struct Step {
   }
 };
 
-void check(const Tensor& x, const char* name, at::IntArrayRef sizes, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(x.sizes() == sizes, name, " must be ", sizes, ", got ", x.sizes());
-  TORCH_CHECK_TYPE(x.scalar_type() == dtype, name, " must be ", dtype, ", got ", x.scalar_type());
-  TORCH_CHECK_VALUE(x.is_contiguous(), name, " must be contiguous");
-}
-
-void check_dtype(const Tensor& x, const char* name) {
-  const auto dtype = x.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16, name, " must be float32 or bfloat16, got ", dtype);
-}
-
 // Pages and prompts are places in memory, so a wrong one must not pass.
 void check_places(
     const Tensor& tables, const Tensor& lengths, const Tensor& prompt_tables, const Tensor& prompt_lengths,
@@ -328,33 +318,9 @@ void decode_attention_(
     const Tensor& cos, const Tensor& sin, const Tensor& keys, const Tensor& values, const Tensor& tables,
     const Tensor& lengths, const Tensor& prompt_tables, const Tensor& prompt_lengths, const Tensor& prompts,
     double scale, const Tensor& out) {
-  check_dtype(qkv, "qkv");
-  const auto dtype = qkv.scalar_type();
-  TORCH_CHECK_VALUE(
-      qkv.dim() == 2 && keys.dim() == 4 && keys.size(3) == kPage && values.dim() == 4 && tables.dim() == 2 &&
-          prompt_tables.dim() == 2 && prompt_lengths.dim() == 1 && out.dim() == 2,
-      "qkv must be [B, (heads + 2 K) d], keys [pages, K, d, 16], values [pages, K, 16, d], tables [B, n], "
-      "prompt_tables [S, n], prompt_lengths [S], out [B, heads d]");
-  const int64_t rows = qkv.size(0), pages = keys.size(0), kv_heads = keys.size(1), d = keys.size(2);
-  const int64_t width = values.size(3), heads = d ? out.size(1) / d : 0;
-  TORCH_CHECK_VALUE(
-      d > 0 && d % 2 == 0 && d <= width && width % kWide == 0 && width <= kWidest, "a head has ", d, " in ", width,
-      " places: an even size in a multiple of 16 up to ", kWidest, " is needed");
-  TORCH_CHECK_VALUE(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, heads, " heads do not share ", kv_heads);
-  check(qkv, "qkv", {rows, (heads + 2 * kv_heads) * d}, dtype);
-  check(cos, "cos", {rows, d / 2}, at::kFloat);
-  check(sin, "sin", {rows, d / 2}, at::kFloat);
-  check(keys, "keys", {pages, kv_heads, d, kPage}, dtype);
-  check(values, "values", {pages, kv_heads, kPage, width}, dtype);
-  check(tables, "tables", {rows, tables.size(1)}, at::kInt);
-  check(lengths, "lengths", {rows}, at::kLong);
-  check(prompt_tables, "prompt_tables", {prompt_lengths.size(0), prompt_tables.size(1)}, at::kInt);
-  check(prompt_lengths, "prompt_lengths", prompt_lengths.sizes(), at::kLong);
-  check(prompts, "prompts", {rows}, at::kLong);
-  check(out, "out", {rows, heads * d}, dtype);
-  if (q_norm) check(*q_norm, "q_norm", {d}, at::kFloat);
-  if (k_norm) check(*k_norm, "k_norm", {d}, at::kFloat);
-  check_places(tables, lengths, prompt_tables, prompt_lengths, prompts, pages);
+  const DecodeShapes s = check_decode_step(
+      qkv, q_norm, k_norm, cos, sin, keys, values, tables, lengths, prompt_tables, prompt_lengths, prompts, out);
+  check_places(tables, lengths, prompt_tables, prompt_lengths, prompts, s.pages);
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     Step<T>{
@@ -362,22 +328,22 @@ void decode_attention_(
         k_norm ? k_norm->const_data_ptr<float>() : nullptr, cos.const_data_ptr<float>(), sin.const_data_ptr<float>(),
         keys.mutable_data_ptr<T>(), values.mutable_data_ptr<T>(), tables.const_data_ptr<int32_t>(),
         prompt_tables.const_data_ptr<int32_t>(), lengths.const_data_ptr<int64_t>(),
-        prompt_lengths.const_data_ptr<int64_t>(), prompts.const_data_ptr<int64_t>(), out.mutable_data_ptr<T>(), rows,
-        heads, kv_heads, d, width, tables.size(1), prompt_tables.size(1), float(scale), float(eps)}
+        prompt_lengths.const_data_ptr<int64_t>(), prompts.const_data_ptr<int64_t>(), out.mutable_data_ptr<T>(),
+        s.rows, s.heads, s.kv_heads, s.d, s.width, tables.size(1), prompt_tables.size(1), float(scale), float(eps)}
         .run();
   };
-  dtype == at::kFloat ? run(0.0f) : run(c10::BFloat16(0));
+  qkv.scalar_type() == at::kFloat ? run(0.0f) : run(c10::BFloat16(0));
 }
 
 void add_rms_norm_(
     const Tensor& x, const std::optional<Tensor>& delta, const Tensor& weight, double eps, const Tensor& out) {
-  check_dtype(x, "x");
+  check_decode_dtype(x, "x");
   const auto dtype = x.scalar_type();
   TORCH_CHECK_VALUE(x.dim() == 2, "x must be [B, H], got ", x.sizes());
-  check(x, "x", x.sizes(), dtype);
-  if (delta) check(*delta, "delta", x.sizes(), dtype);
-  check(weight, "weight", {x.size(1)}, dtype);
-  check(out, "out", x.sizes(), dtype);
+  check_decode(x, "x", x.sizes(), dtype);
+  if (delta) check_decode(*delta, "delta", x.sizes(), dtype);
+  check_decode(weight, "weight", {x.size(1)}, dtype);
+  check_decode(out, "out", x.sizes(), dtype);
   const Tensor added = delta ? *delta : Tensor();
   dtype == at::kFloat ? norm_rows<float>(x, added, weight, eps, out)
                       : norm_rows<c10::BFloat16>(x, added, weight, eps, out);

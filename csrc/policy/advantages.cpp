@@ -154,7 +154,7 @@ void compute_gae(
   auto *a = advantages.mutable_data_ptr<S>(), *out = returns.mutable_data_ptr<S>();
   const int64_t segments = starts.size(0) - 1;
 #ifdef BRORL_CUDA
-  if (rewards.is_cuda()) {
+  if (on_device(rewards)) {
     const c10::DeviceGuard guard(rewards.device());
     check_launch("gae", gae_launch(
         r, v, start, kept, last, gamma, lambda, segments, a, out, current_stream(rewards)));
@@ -184,7 +184,7 @@ void compute_groups(
   S* const a = advantages.mutable_data_ptr<S>();
   const int64_t groups = starts.size(0) - 1;
 #ifdef BRORL_CUDA
-  if (rewards.is_cuda()) {
+  if (on_device(rewards)) {
     const c10::DeviceGuard guard(rewards.device());
     check_launch("group_advantages", group_advantages_launch(
         r, start, kept, by_std, groups, a, current_stream(rewards)));

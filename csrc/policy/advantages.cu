@@ -2,8 +2,9 @@
 // from the next advantage to this one, and maps compose, so a tile costs five shuffles instead of 32 steps.
 #include "policy/advantages_cuda.h"
 
-#include "policy/advantages_math.h"
 #include "common/block_reduce.h"
+#include "common/launch.h"
+#include "policy/advantages_math.h"
 
 namespace brorl {
 namespace {
@@ -65,9 +66,10 @@ __global__ void __launch_bounds__(kThreads) group_kernel(
   bool equal = true;  // all of this lane's rewards
   for (int64_t i = begin; i < end; i += kWarp) {
     if (mask && !mask[i]) continue;
-    if (count == 0) first = rewards[i];
-    equal = equal && rewards[i] == first;
-    sum += double(rewards[i]);
+    const S reward = rewards[i];
+    if (count == 0) first = reward;
+    equal = equal && reward == first;
+    sum += double(reward);
     count += 1;
   }
   // Equal in the group where equal in each lane and to the first lane that has any.
@@ -77,7 +79,8 @@ __global__ void __launch_bounds__(kThreads) group_kernel(
   count = warp_sum(count);
   const double mean = warp_sum(sum) / count;  // not used where count is 0
   for (int64_t i = begin; i < end && by_std; i += kWarp) {
-    if (!mask || mask[i]) m2 += (double(rewards[i]) - mean) * (double(rewards[i]) - mean);
+    const double deviation = !mask || mask[i] ? double(rewards[i]) - mean : 0;
+    m2 += deviation * deviation;
   }
   const double divisor = group_divisor(warp_sum(m2), count, by_std);
   for (int64_t i = begin; i < end; i += kWarp) {
@@ -92,9 +95,9 @@ const char* launch_gae(
     double lambda, int64_t segments, S* advantages, S* returns, cudaStream_t stream) {
   if (!segments) return nullptr;
   const int64_t blocks = (segments + kWarpsPerBlock - 1) / kWarpsPerBlock;
-  gae_kernel<S><<<unsigned(blocks), kThreads, 0, stream>>>(
-      rewards, values, starts, mask, bootstrap, gamma, lambda, segments, advantages, returns);
-  return launch_error();
+  return launch_kernel(
+      gae_kernel<S>, blocks, kThreads, stream, rewards, values, starts, mask, bootstrap, gamma, lambda, segments,
+      advantages, returns);
 }
 
 template <typename S>
@@ -103,8 +106,8 @@ const char* launch_groups(
     cudaStream_t stream) {
   if (!groups) return nullptr;
   const int64_t blocks = (groups + kWarpsPerBlock - 1) / kWarpsPerBlock;
-  group_kernel<S><<<unsigned(blocks), kThreads, 0, stream>>>(rewards, starts, mask, by_std, groups, advantages);
-  return launch_error();
+  return launch_kernel(
+      group_kernel<S>, blocks, kThreads, stream, rewards, starts, mask, by_std, groups, advantages);
 }
 
 }  // namespace

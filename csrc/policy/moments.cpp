@@ -49,7 +49,7 @@ void compute(const Tensor& values, const Tensor& weights, const Tensor& result) 
   const W* const w = pointer<W>(weights);
   double* const found = result.mutable_data_ptr<double>();
 #ifdef BRORL_CUDA
-  if (values.is_cuda()) {
+  if (on_device(values)) {
     const c10::DeviceGuard guard(values.device());
     const int64_t blocks = (values.numel() + kMomentsPerBlock - 1) / kMomentsPerBlock;
     const Tensor parts = at::empty({blocks, 3}, result.options());
@@ -68,7 +68,7 @@ void whiten_memory(const Tensor& values, double mean, double inverse_std, const 
   S* const v = values.mutable_data_ptr<S>();
   const int64_t n = values.numel();
 #ifdef BRORL_CUDA
-  if (values.is_cuda()) {
+  if (on_device(values)) {
     const c10::DeviceGuard guard(values.device());
     check_launch("whiten_", whiten_launch(v, mean, inverse_std, pointer<bool>(mask), n, current_stream(values)));
     return;

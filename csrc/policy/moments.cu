@@ -2,6 +2,7 @@
 #include "policy/moments_cuda.h"
 
 #include "common/block_reduce.h"
+#include "common/launch.h"
 #include "policy/moments_math.h"
 
 namespace brorl {
@@ -49,11 +50,11 @@ const char* launch_moments(
   const int64_t blocks = (n + kMomentsPerBlock - 1) / kMomentsPerBlock;
   auto* const found = reinterpret_cast<Moments*>(parts);
   if (blocks) {
-    moments_kernel<S, W><<<unsigned(blocks), kThreads, 0, stream>>>(values, weights, n, found);
-    if (const char* error = launch_error()) return error;
+    const char* const error =
+        launch_kernel(moments_kernel<S, W>, blocks, kThreads, stream, values, weights, n, found);
+    if (error) return error;
   }
-  merge_parts<Moments><<<1, kThreads, 0, stream>>>(found, blocks, reinterpret_cast<Moments*>(result));
-  return launch_error();
+  return launch_kernel(merge_parts<Moments>, 1, kThreads, stream, found, blocks, reinterpret_cast<Moments*>(result));
 }
 
 template <typename S>
@@ -61,8 +62,7 @@ const char* launch_whiten(
     S* values, double mean, double inverse_std, const bool* mask, int64_t n, cudaStream_t stream) {
   if (!n) return nullptr;
   const int64_t blocks = (n + kThreads - 1) / kThreads;
-  whiten_kernel<S><<<unsigned(blocks), kThreads, 0, stream>>>(values, mean, inverse_std, mask, n);
-  return launch_error();
+  return launch_kernel(whiten_kernel<S>, blocks, kThreads, stream, values, mean, inverse_std, mask, n);
 }
 
 }  // namespace

@@ -70,7 +70,7 @@ std::tuple<Tensor, Tensor, Tensor> ppo_tokens(
         estimator(kl_estimator)};
     for (size_t k = 0; k < constants.size(); ++k) settings.constants[k] = S(constants[k]);
 #ifdef BRORL_CUDA
-    if (log_probs.is_cuda()) {
+    if (on_device(log_probs)) {
       const c10::DeviceGuard guard(log_probs.device());
       check_launch("ppo_tokens", ppo_tokens_launch(pointers, settings, rows, current_stream(log_probs)));
       return;

@@ -1,7 +1,7 @@
 // One thread per token: the work is nothing beside that of the logits.
 #include "policy/ppo_tokens_cuda.h"
 
-#include <cuda_runtime.h>
+#include "common/launch.h"
 
 namespace brorl {
 namespace {
@@ -20,9 +20,7 @@ template <typename S>
 const char* ppo_tokens_launch(
     PpoTokenPointers<S> pointers, PpoSettings<S> settings, int64_t rows, CUstream_st* stream) {
   if (rows == 0) return nullptr;
-  tokens_kernel<<<unsigned((rows + kThreads - 1) / kThreads), kThreads, 0, stream>>>(pointers, settings, rows);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return launch_kernel(tokens_kernel<S>, (rows + kThreads - 1) / kThreads, kThreads, stream, pointers, settings, rows);
 }
 
 template const char* ppo_tokens_launch<float>(PpoTokenPointers<float>, PpoSettings<float>, int64_t, CUstream_st*);

@@ -50,7 +50,7 @@ Tensor softmax_statistics(const Tensor& logits, const Tensor& ids, int64_t start
     using S = decltype(zero);
     const S* const data = logits.const_data_ptr<S>();
 #ifdef BRORL_CUDA
-    if (logits.is_cuda()) {
+    if (on_device(logits)) {
       const c10::DeviceGuard guard(logits.device());
       check_launch("softmax_statistics", softmax_statistics_launch<S>(
           data, target, out, rows, vocab, start, temperature, current_stream(logits)));
@@ -91,7 +91,7 @@ void softmax_gradient_(
     const S* const u = first.const_data_ptr<S>();
     const S* const c = second.defined() ? second.const_data_ptr<S>() : nullptr;
 #ifdef BRORL_CUDA
-    if (logits.is_cuda()) {
+    if (on_device(logits)) {
       const c10::DeviceGuard guard(logits.device());
       check_launch("softmax_gradient_", softmax_gradient_launch<S>(
           data, target, found, u, c, rows, vocab, start, temperature, narrow, current_stream(logits)));

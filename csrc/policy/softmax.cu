@@ -2,8 +2,8 @@
 #include "policy/softmax_cuda.h"
 
 #include <cuda_bf16.h>
-#include <cuda_runtime.h>
 
+#include "common/launch.h"
 #include "policy/softmax_math.h"
 
 namespace brorl {
@@ -109,11 +109,6 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
   }
 }
 
-const char* launched() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
 }  // namespace
 
 template <typename S>
@@ -121,8 +116,8 @@ const char* softmax_statistics_launch(
     const S* logits, const int64_t* ids, double* statistics, int64_t rows, int64_t vocab, int64_t start,
     double temperature, CUstream_st* stream) {
   if (rows == 0) return nullptr;
-  statistics_kernel<S><<<unsigned(rows), kThreads, 0, stream>>>(logits, ids, statistics, vocab, start, 1 / temperature);
-  return launched();
+  return launch_kernel(
+      statistics_kernel<S>, rows, kThreads, stream, logits, ids, statistics, vocab, start, 1 / temperature);
 }
 
 template <typename S>
@@ -132,14 +127,14 @@ const char* softmax_gradient_launch(
   if (rows == 0) return nullptr;
   if constexpr (sizeof(S) == sizeof(float)) {
     if (narrow) {
-      gradient_kernel<S, true><<<unsigned(rows), kThreads, 0, stream>>>(
-          logits, ids, statistics, log_prob_gradient, entropy_gradient, vocab, start, 1 / temperature);
-      return launched();
+      return launch_kernel(
+          gradient_kernel<S, true>, rows, kThreads, stream, logits, ids, statistics, log_prob_gradient,
+          entropy_gradient, vocab, start, 1 / temperature);
     }
   }
-  gradient_kernel<S, false><<<unsigned(rows), kThreads, 0, stream>>>(
-      logits, ids, statistics, log_prob_gradient, entropy_gradient, vocab, start, 1 / temperature);
-  return launched();
+  return launch_kernel(
+      gradient_kernel<S, false>, rows, kThreads, stream, logits, ids, statistics, log_prob_gradient, entropy_gradient,
+      vocab, start, 1 / temperature);
 }
 
 #define BRORL_INSTANTIATE(S)                                                                                     \

@@ -68,7 +68,7 @@ void compute(
   S* const out = gradient.mutable_data_ptr<S>();
   double* const found = sums.mutable_data_ptr<double>();
 #ifdef BRORL_CUDA
-  if (values.is_cuda()) {
+  if (on_device(values)) {
     const c10::DeviceGuard guard(values.device());
     const int64_t blocks = (rows + kValueTokensPerBlock - 1) / kValueTokensPerBlock;
     const Tensor parts = at::empty({blocks, kSums}, sums.options());

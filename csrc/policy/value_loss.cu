@@ -2,6 +2,7 @@
 #include "policy/value_loss_cuda.h"
 
 #include "common/block_reduce.h"
+#include "common/launch.h"
 #include "policy/value_loss_math.h"
 
 namespace brorl {
@@ -58,12 +59,13 @@ const char* launch(
   const int64_t blocks = (rows + kValueTokensPerBlock - 1) / kValueTokensPerBlock;
   auto* const found = reinterpret_cast<ValueSums*>(parts);
   if (blocks) {
-    value_loss_kernel<S><<<unsigned(blocks), kThreads, 0, stream>>>(
-        values, old_values, returns, weights, S(clip), rows, gradient, found);
-    if (const char* error = launch_error()) return error;
+    const char* const error = launch_kernel(
+        value_loss_kernel<S>, blocks, kThreads, stream, values, old_values, returns, weights, S(clip), rows, gradient,
+        found);
+    if (error) return error;
   }
-  merge_parts<ValueSums><<<1, kThreads, 0, stream>>>(found, blocks, reinterpret_cast<ValueSums*>(sums));
-  return launch_error();
+  return launch_kernel(
+      merge_parts<ValueSums>, 1, kThreads, stream, found, blocks, reinterpret_cast<ValueSums*>(sums));
 }
 
 }  // namespace

@@ -2,36 +2,30 @@
 //
 // Each warp has one consecutive share of the row and keeps its sum, so a draw first finds the share, then a share of the
 // share, down to one token. Cuts are found by bisection on the bits of the logits, with integer weights: no sort, and no
-// atomics, so a row gives the same token on every run and beside any neighbours.
+// atomics, so a row gives the same token on every run and beside any neighbours. Bisection goes over a shortlist that a
+// second look at the row gathers, and over the row itself only where what is to be kept does not fit there.
 #include "sampling/sample_tokens_cuda.h"
 
 #include <cfloat>
 #include <cmath>
 
-#include <cuda_runtime.h>
-
+#include "common/launch.h"
 #include "common/philox.h"
+#include "sampling/sample_block.h"
 
 namespace brorl {
 namespace {
 
-using Weight = unsigned long long;
-
-constexpr int kThreads = 512, kWarps = kThreads / 32, kAtOnce = 8;
+constexpr int kAtOnce = 8;  // logits that a thread reads before it uses them
+constexpr int kRank = 256;  // a shortlist begins at no lower rank: that gives a thread of 512 less than one on average
 constexpr int kBlocks = 2;  // per multiprocessor; left to itself, the compiler aims for three and spills
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Settings {
   double temperature, top_p;
   float inverse_temperature;
-  float unit;  // weight of the most likely token; a power of two such that a row's sum fits 63 bits
-  int top_k;
-};
-
-struct Scratch {
-  double parts[kWarps];
-  Weight weights[kWarps][3];
-  float largest[kWarps];
+  float unit;      // weight of the most likely token; a power of two such that a row's sum fits 63 bits
+  int top_k;       // 0: off
+  int token_bits;  // of the vocabulary, an even number
 };
 
 // Adding 0 turns -0 into 0, so that equal logits have equal images.
@@ -51,106 +45,63 @@ __device__ __forceinline__ float of_image(uint32_t image) {
 // As fast_exp on the CPU, 0 below the normal float32 range.
 __device__ __forceinline__ float exp_or_zero(float x) { return x < -87.3f ? 0.0f : expf(x); }
 
-template <typename X>
-__device__ __forceinline__ X warp_sum(X x) {
-  for (int step = 16; step; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
-  return x;
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-  for (int step = 16; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
-  return x;
-}
-
-// The sums of a, b and c over the block, in place, for every thread.
-__device__ __forceinline__ void block_sum(Weight& a, Weight& b, Weight& c, Scratch& scratch) {
-  Weight* own = scratch.weights[threadIdx.x / 32];
-  a = warp_sum(a), b = warp_sum(b), c = warp_sum(c);
-  if (threadIdx.x % 32 == 0) own[0] = a, own[1] = b, own[2] = c;
-  __syncthreads();
-  a = b = c = 0;
-  for (int i = 0; i < kWarps; ++i) a += scratch.weights[i][0], b += scratch.weights[i][1], c += scratch.weights[i][2];
-  __syncthreads();
-}
-
-// The share of this thread's warp in the tokens [begin, end).
-struct Share {
-  int from, to, size;
-  __device__ __forceinline__ Share(int begin, int end) {
-    size = (end - begin + kWarps - 1) / kWarps;
-    from = min(int64_t(end), begin + int64_t(size) * (threadIdx.x / 32));
-    to = min(int64_t(end), int64_t(from) + size);
+// What bisection goes over: each(f) calls f(logit, image, token) for this thread's part.
+struct Largest {
+  float logit;
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+    f(logit, image(logit), 0);
   }
 };
 
-// scratch.parts = the sum of mass(token) over each warp's share of [begin, end).
-template <typename Mass>
-__device__ __forceinline__ void sum_shares(Mass mass, int begin, int end, Scratch& scratch) {
-  const Share share(begin, end);
-  double sum = 0;
-  for (int64_t j = share.from + int(threadIdx.x % 32); j < share.to; j += 32) sum += mass(int(j));
-  sum = warp_sum(sum);
-  if (threadIdx.x % 32 == 0) scratch.parts[threadIdx.x / 32] = sum;
-  __syncthreads();
-}
-
-__device__ __forceinline__ double total(const Scratch& scratch) {
-  double sum = 0;
-  for (int i = 0; i < kWarps; ++i) sum += scratch.parts[i];
-  return sum;
-}
-
-// The first token of [0, vocab) at which the running sum of mass exceeds `target`; sum_shares has been done for the
-// whole row. A share without mass is never taken, and rounding cannot lead past the last one with mass.
-template <typename Mass>
-__device__ __forceinline__ int find(Mass mass, int vocab, double target, Scratch& scratch) {
-  int begin = 0, end = vocab;
-  for (;;) {
-    int chosen = 0;
-    double running = 0, before = 0;
-    for (int i = 0; i < kWarps; ++i) {
-      const double part = scratch.parts[i];
-      if (part == 0) continue;
-      chosen = i;
-      before = running;
-      running += part;
-      if (running > target) break;
+struct Shortlist {
+  const Scratch& scratch;
+  int count;
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+    for (int i = 0; i < count; ++i) {
+      const uint32_t here = scratch.images[i][threadIdx.x];
+      f(of_image(here), here, scratch.tokens[i][threadIdx.x]);
     }
-    target -= before;
-    const int size = Share(begin, end).size;
-    begin += chosen * size;
-    end = min(int64_t(end), int64_t(begin) + size);
-    if (end - begin <= 1) return begin;
-    __syncthreads();  // the parts are read before they are written again
-    sum_shares(mass, begin, end, scratch);
   }
-}
+};
 
 template <typename T>
 struct Row {
   const T* logits;
   int vocab;
-  float inverse_temperature, peak;
+  float inverse_temperature, peak, unit;
   // Kept are tokens with an image above the threshold, and those equal to it up to this token.
   uint32_t threshold;
   int last_tie;
 
   __device__ __forceinline__ float logit(int j) const { return widen(logits[j]); }
   __device__ __forceinline__ float exponential(float z) const { return exp_or_zero((z - peak) * inverse_temperature); }
+  __device__ __forceinline__ Weight weight(float z) const { return __float2ull_rn(exponential(z) * unit); }
+  __device__ __forceinline__ bool keeps(uint32_t here, int j) const {
+    return here > threshold || (here == threshold && j <= last_tie);
+  }
   __device__ __forceinline__ float mass(int j) const {
     const float z = logit(j);
-    const uint32_t here = image(z);
-    return here > threshold || (here == threshold && j <= last_tie) ? exponential(z) : 0.0f;
+    return keeps(image(z), j) ? exponential(z) : 0.0f;
+  }
+
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+    for (int64_t j = threadIdx.x; j < vocab; j += kThreads) {
+      const float z = logit(int(j));
+      f(z, image(z), int(j));
+    }
   }
 };
 
-// Find the row's largest logit, and in scratch.parts the mass of each warp's share (greedy: whether it holds the
-// largest). False where the row has NaN, +inf or nothing above -inf.
+// Find the largest logit of the row and of this thread's part, and in scratch.parts the mass of each warp's share
+// (greedy: whether it holds the largest). False where the row has NaN, +inf or nothing above -inf.
 template <typename T>
-__device__ __forceinline__ bool read_once(Row<T>& row, bool greedy, Scratch& scratch) {
+__device__ __forceinline__ bool read_once(Row<T>& row, bool greedy, float& largest, Scratch& scratch) {
   const Share share(0, row.vocab);
   const float scale = row.inverse_temperature;
-  float largest = -INFINITY;
+  largest = -INFINITY;
   double sum = 0;  // relative to the largest logit of this thread so far
   for (int64_t j = share.from + int(threadIdx.x % 32); j < share.to; j += 32 * kAtOnce) {
     float z[kAtOnce], most = largest;
@@ -178,24 +129,24 @@ __device__ __forceinline__ bool read_once(Row<T>& row, bool greedy, Scratch& scr
   return true;
 }
 
-// The largest image such that the tokens at or above it weigh at least `goal`, two bits at a time; `above`: what those
-// above it weigh.
-template <typename T, typename Weigh>
-__device__ __forceinline__ uint32_t bisect(const Row<T>& row, Weigh weigh, Weight goal, Weight& above, Scratch& scratch) {
+// Of keys of `bits` bits, the largest such that the items at or above it weigh at least `goal`, two bits at a time;
+// `above`: what those above it weigh. Bits below `low` are not looked at.
+template <typename Items, typename Key, typename Weigh>
+__device__ __forceinline__ uint32_t bisect(
+    const Items& items, Key key_of, Weigh weigh, int bits, int low, Weight goal, Weight& above, Scratch& scratch) {
   uint32_t found = 0;
   above = 0;
-  for (int shift = 30; shift >= 0; shift -= 2) {
+  for (int shift = bits - 2; shift >= low; shift -= 2) {
     const uint32_t first = found + (1u << shift), second = found + (2u << shift), third = found + (3u << shift);
     Weight a = 0, b = 0, c = 0;
-    for (int64_t j = threadIdx.x; j < row.vocab; j += kThreads) {
-      const float z = row.logit(int(j));
-      const uint32_t here = image(z);
-      if (here < first) continue;
-      const Weight w = weigh(z, here);
+    items.each([&](float z, uint32_t here, int j) {
+      const uint32_t key = key_of(here, j);
+      if (key < first) return;
+      const Weight w = weigh(z, here, j);
       a += w;
-      if (here >= second) b += w;
-      if (here >= third) c += w;
-    }
+      if (key >= second) b += w;
+      if (key >= third) c += w;
+    });
     block_sum(a, b, c, scratch);
     if (c >= goal) {
       found = third;
@@ -210,31 +161,100 @@ __device__ __forceinline__ uint32_t bisect(const Row<T>& row, Weigh weigh, Weigh
   return found;
 }
 
-// Raise the row's threshold to the last of the most likely tokens whose mass reaches top_p of what is kept; of equal
-// logits the first tokens come first.
-template <typename T>
-__device__ __forceinline__ void keep_nucleus(Row<T>& row, const Settings& settings, Scratch& scratch) {
-  const uint32_t least = row.threshold;
-  const float unit = settings.unit;
-  const auto weigh = [&](float z, uint32_t here) {
-    return here >= least ? Weight(__float2ull_rn(row.exponential(z) * unit)) : Weight(0);
-  };
-  Weight whole = 0, none = 0, nothing = 0;
-  for (int64_t j = threadIdx.x; j < row.vocab; j += kThreads) {
-    const float z = row.logit(int(j));
-    whole += weigh(z, image(z));
-  }
-  block_sum(whole, none, nothing, scratch);
-  const double share = ceil(settings.top_p * double(whole));
-  const Weight goal = share < 1 ? 1 : (share < double(whole) ? Weight(share) : whole);
+// The largest image such that the items at or above it weigh at least `goal`; one below theirs where all weigh less.
+template <typename T, typename Items, typename Weigh>
+__device__ __forceinline__ uint32_t cut_image(
+    const Items& items, Weigh weigh, Weight goal, Weight& above, Scratch& scratch) {
+  constexpr int low = sizeof(T) == 2 ? 16 : 0;  // of a bfloat16 the rest follows from the sign
+  const auto key = [](uint32_t here, int) { return here; };
+  const uint32_t found = bisect(items, key, weigh, 32, low, goal, above, scratch);
+  return low && !(found >> 31) ? found | 0xffffu : found;
+}
+
+// The first token up to which the items weigh at least `goal`, which they do together.
+template <typename Items, typename Weigh>
+__device__ __forceinline__ int first_token(
+    const Items& items, Weigh weigh, Weight goal, const Settings& settings, Scratch& scratch) {
+  const uint32_t last = 0xffffffffu >> (32 - settings.token_bits);
+  const auto key = [=](uint32_t, int j) { return last - uint32_t(j); };
   Weight above;
-  const uint32_t threshold = bisect(row, weigh, goal, above, scratch);
-  const Weight each = weigh(of_image(threshold), threshold);
-  const Weight ties = (goal - above + each - 1) / each;
+  return int(last - bisect(items, key, weigh, settings.token_bits, 0, goal, above, scratch));
+}
+
+template <typename Items, typename Weigh>
+__device__ __forceinline__ Weight sum(const Items& items, Weigh weigh, Scratch& scratch) {
+  Weight whole = 0, none = 0, nothing = 0;
+  items.each([&](float z, uint32_t here, int j) { whole += weigh(z, here, j); });
+  block_sum(whole, none, nothing, scratch);
+  return whole;
+}
+
+// Of the tokens with the threshold's image, which are to be kept up to the n-th of them: that one.
+template <typename T>
+__device__ __forceinline__ int nth_tie(
+    const Row<T>&, const Shortlist& list, uint32_t threshold, Weight n, const Settings& settings, Scratch& scratch) {
+  return first_token(
+      list, [=](float, uint32_t here, int) { return Weight(here == threshold); }, n, settings, scratch);
+}
+
+template <typename T>
+__device__ __forceinline__ int nth_tie(
+    const Row<T>&, const Row<T>& row, uint32_t threshold, Weight n, const Settings&, Scratch& scratch) {
   const auto is_tie = [&](int j) { return image(row.logit(j)) == threshold ? 1.0 : 0.0; };
   sum_shares(is_tie, 0, row.vocab, scratch);
-  row.last_tie = find(is_tie, row.vocab, double(ties - 1), scratch);
+  return find(is_tie, row.vocab, double(n - 1), scratch);
+}
+
+// Gather each thread's tokens at or above the rank-th of the threads' largest logits: all of no lower rank are among
+// them, but for logits of -inf, which have no weight. `whole`: the weight of the row, where top-k is off. False where a
+// thread has more of them than it can hold.
+template <typename T>
+__device__ __forceinline__ bool gather(
+    const Row<T>& row, float largest, const Settings& settings, Shortlist& list, Weight& whole, Scratch& scratch) {
+  const Weight rank = settings.top_k ? settings.top_k : kRank;
+  if (rank > kRank) return false;
+  Weight above, own = 0, none = 0, nothing = 0;
+  const auto one = [](float, uint32_t, int) { return Weight(1); };
+  const uint32_t least = cut_image<T>(Largest{largest}, one, rank, above, scratch);
+  row.each([&](float z, uint32_t here, int j) {
+    if (!settings.top_k) own += row.weight(z);
+    if (here < least || z == -INFINITY) return;
+    if (list.count < kHeld) {
+      scratch.images[list.count][threadIdx.x] = here;
+      scratch.tokens[list.count][threadIdx.x] = j;
+    }
+    ++list.count;
+  });
+  block_sum(own, none, nothing, scratch);
+  whole = own;
+  return !__syncthreads_or(list.count > kHeld);
+}
+
+// Raise the row's threshold to the last token that top-k and top-p keep, which is looked for among `items`: the row, or
+// its shortlist (not `all` of it). top-p keeps the most likely tokens whose weight reaches its share of `whole`, or of
+// what top-k keeps; of equal logits the first tokens come first. False where the items do not weigh so much.
+template <typename T, typename Items>
+__device__ __forceinline__ bool cut(
+    Row<T>& row, const Items& items, bool all, Weight whole, const Settings& settings, Scratch& scratch) {
+  Weight above;
+  if (settings.top_k) {
+    const auto one = [](float, uint32_t, int) { return Weight(1); };
+    row.threshold = cut_image<T>(items, one, settings.top_k, above, scratch);
+  }
+  if (settings.top_p == 1) return true;
+  const uint32_t least = row.threshold;
+  const auto weigh = [&](float z, uint32_t here, int) { return here >= least ? row.weight(z) : Weight(0); };
+  const Weight held = all && !settings.top_k ? whole : sum(items, weigh, scratch);
+  if (settings.top_k) whole = held;
+  const double share = ceil(settings.top_p * double(whole));
+  const Weight goal = share < 1 ? 1 : (share < double(whole) ? Weight(share) : whole);
+  if (held < goal) return false;
+
+  const uint32_t threshold = cut_image<T>(items, weigh, goal, above, scratch);
+  const Weight each = row.weight(of_image(threshold));
+  row.last_tie = nth_tie(row, items, threshold, (goal - above + each - 1) / each, settings, scratch);
   row.threshold = threshold;
+  return true;
 }
 
 template <typename T>
@@ -243,26 +263,33 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sample_row(
     Settings settings, int64_t* ids, float* log_probs) {
   __shared__ Scratch scratch;
   const int64_t r = blockIdx.x;
-  Row<T> row{logits + r * stride, vocab, settings.inverse_temperature, 0, 0, vocab};
-  const bool greedy = settings.temperature == 0;
+  Row<T> row{logits + r * stride, vocab, settings.inverse_temperature, 0, settings.unit, 0, vocab};
+  const bool greedy = settings.temperature == 0, cuts = !greedy && (settings.top_k || settings.top_p < 1);
   int64_t id = -1;
-  float log_prob = NAN;
-  if (read_once(row, greedy, scratch)) {
-    const auto mass = [&](int j) { return greedy ? double(row.logit(j) == row.peak) : double(row.mass(j)); };
-    const bool top_k = !greedy && settings.top_k && settings.top_k < vocab, top_p = !greedy && settings.top_p < 1;
-    if (top_k) {
-      Weight above;
-      row.threshold = bisect(row, [](float, uint32_t) { return Weight(1); }, settings.top_k, above, scratch);
-    }
-    if (top_p) keep_nucleus(row, settings, scratch);
-    if (top_k || top_p) {
-      __syncthreads();  // the parts are read before they are written again
-      sum_shares(mass, 0, vocab, scratch);
-    }
-    const double sum = total(scratch);
+  float log_prob = NAN, largest;
+  if (read_once(row, greedy, largest, scratch)) {
     const double uniform = greedy ? 0 : philox_uniform(keys[r], index[r], position[r]);
-    id = find(mass, vocab, uniform * sum, scratch);
-    const double nats = (double(row.logit(int(id))) - row.peak) / settings.temperature - log(sum);
+    Shortlist list{scratch, 0};
+    Weight whole = 0;
+    double sum_kept;
+    const bool listed = cuts && gather(row, largest, settings, list, whole, scratch);
+    if (listed && cut(row, list, false, whole, settings, scratch)) {
+      const auto weigh = [&](float z, uint32_t here, int j) { return row.keeps(here, j) ? row.weight(z) : Weight(0); };
+      const Weight kept = sum(list, weigh, scratch), before = Weight(uniform * double(kept));
+      id = first_token(list, weigh, before < kept ? before + 1 : kept, settings, scratch);
+      sum_kept = double(kept) / settings.unit;
+    } else {
+      const auto mass = [&](int j) { return greedy ? double(row.logit(j) == row.peak) : double(row.mass(j)); };
+      if (cuts) {
+        row.threshold = 0;
+        cut(row, row, true, whole, settings, scratch);
+        __syncthreads();  // the parts are read before they are written again
+        sum_shares(mass, 0, vocab, scratch);
+      }
+      sum_kept = total(scratch);
+      id = find(mass, vocab, uniform * sum_kept, scratch);
+    }
+    const double nats = (double(row.logit(int(id))) - row.peak) / settings.temperature - log(sum_kept);
     log_prob = greedy ? 0.0f : float(nats);
   }
   if (threadIdx.x == 0) {
@@ -282,16 +309,15 @@ const char* sample_tokens_launch(
   const double inverse = temperature > 0 ? 1 / temperature : 1;  // bounded below, so that 0 times it stays 0
   const Settings settings{
       temperature, top_p, inverse < FLT_MAX ? float(inverse) : FLT_MAX, float(std::ldexp(1.0, 62 - bits)),
-      int(top_k < vocab ? top_k : 0)};
+      int(top_k < vocab ? top_k : 0), bits < 2 ? 2 : bits + bits % 2};
   if (bfloat16) {
-    sample_row<<<unsigned(rows), kThreads, 0, stream>>>(
-        static_cast<const uint16_t*>(logits), int(vocab), stride, keys, index, position, settings, ids, log_probs);
-  } else {
-    sample_row<<<unsigned(rows), kThreads, 0, stream>>>(
-        static_cast<const float*>(logits), int(vocab), stride, keys, index, position, settings, ids, log_probs);
+    return launch_kernel(
+        sample_row<uint16_t>, rows, kThreads, stream, static_cast<const uint16_t*>(logits), int(vocab), stride, keys,
+        index, position, settings, ids, log_probs);
   }
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return launch_kernel(
+      sample_row<float>, rows, kThreads, stream, static_cast<const float*>(logits), int(vocab), stride, keys, index,
+      position, settings, ids, log_probs);
 }
 
 }  // namespace brorl

@@ -98,7 +98,7 @@ class Session:
                 "parallel.distributed_optimizer = true: Megatron-Core can checkpoint it only with Transformer Engine's "
                 "Adam on a GPU; set it to false"
             )
-        self.ops = backend(config.ops.implementation, device.default_device())
+        self.ops = backend(config.ops.implementation, device.default_device(), config.fp8.head)
         fp8.check(config.fp8, self.shape, config.parallel.tensor)  # and what FP8 asks of device and shape
 
         # Prompts that leave room for a response.

@@ -116,7 +116,7 @@ def worker_of(kept: SkippedUpdate) -> Worker:
     options = StageOptions(
         tokens_per_micro_batch=1,  # nothing is packed
         dtype=DTYPES[c.model.dtype],
-        ops=backend(c.ops.implementation, device.default_device()),
+        ops=backend(c.ops.implementation, device.default_device(), c.fp8.head),
         recompute=c.train.recompute,
         fields=ATTENTION_ALONE if c.train.recompute_attention else {},
     )

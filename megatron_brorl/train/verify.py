@@ -29,7 +29,8 @@ def tolerance(config: Config) -> float:
     section = getattr(config, r.engine, None)  # of an engine in a process of its own
     if t.verify_tolerance:
         return t.verify_tolerance
-    if config.fp8.recipe != "none" or (section and (section.quantization != "none" or section.kv_dtype == "fp8")):
+    in_fp8 = config.fp8.recipe != "none" or config.fp8.head != "none"
+    if in_fp8 or (section and (section.quantization != "none" or section.kv_dtype == "fp8")):
         return 2.0
     return 1e-3 if r.dtype == config.model.dtype == "fp32" else 0.5
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from kernel_device import DEVICE, EMULATED, MARKS
 from sampling_cases import CASES, Case, check, normal
 
-from megatron_brorl.ops.fused import native
 from megatron_brorl.ops.fused import sampling as fused_sampling
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(not native.CUDA, reason="the extension was built without CUDA kernels (BRORL_CUDA=0)"),
-]
+pytestmark = MARKS
+ROWS = 10  # of an emulated case
+if EMULATED:  # rows are drawn apart, and there one after another
+    CASES = {name: dataclasses.replace(case, logits=case.logits[:ROWS]) for name, case in CASES.items()}
 
 
 def on_gpu(case: Case, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    moved = (x.cuda() for x in (case.logits if logits is None else logits, *case.stream))
+    moved = (x.to(DEVICE) for x in (case.logits if logits is None else logits, *case.stream))
     ids, log_probs = fused_sampling.sample_tokens(*moved, case.temperature, case.top_p, case.top_k)
     return ids.cpu(), log_probs.cpu()
 
@@ -25,7 +26,7 @@ def on_gpu(case: Case, logits: torch.Tensor | None = None) -> tuple[torch.Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name, dtype):
-    check(fused_sampling.sample_tokens, CASES[name], "cuda", dtype)
+    check(fused_sampling.sample_tokens, CASES[name], DEVICE, dtype)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -45,15 +46,15 @@ def test_rows_depend_on_nothing_else(name):
     case = CASES[name]
     ids, log_probs = on_gpu(case)
     rows, vocab = case.logits.shape
-    wide = torch.full((2 * rows, vocab + 9), float("nan"), device="cuda")
-    wide[::2, 3:-6] = case.logits.cuda()
+    wide = torch.full((2 * rows, vocab + 9), float("nan"), device=DEVICE)
+    wide[::2, 3:-6] = case.logits.to(DEVICE)
     for logits in (case.logits, wide[::2, 3:-6]):
         again = on_gpu(case, logits)
         assert torch.equal(again[0], ids)
         assert torch.equal(again[1], log_probs)
-    keys, index, position = (x[5:6].cuda() for x in case.stream)
+    keys, index, position = (x[5:6].to(DEVICE) for x in case.stream)
     settings = (case.temperature, case.top_p, case.top_k)
-    token, log_prob = fused_sampling.sample_tokens(case.logits[5:6].cuda(), keys, index, position, *settings)
+    token, log_prob = fused_sampling.sample_tokens(case.logits[5:6].to(DEVICE), keys, index, position, *settings)
     assert (token.item(), log_prob.item()) == (ids[5].item(), log_probs[5].item())
 
 
@@ -67,6 +68,6 @@ def test_a_row_without_a_distribution_gets_no_token(temperature, top_p, top_k):
 
 def test_opcheck():
     case = CASES["both"]
-    moved = (x.cuda() for x in (case.logits, *case.stream))
+    moved = (x.to(DEVICE) for x in (case.logits, *case.stream))
     arguments = (*moved, case.temperature, case.top_p, case.top_k)
     torch.library.opcheck(torch.ops.brorl.sample_tokens.default, arguments)

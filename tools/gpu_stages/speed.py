@@ -12,6 +12,7 @@ from bench_common import DTYPES
 from bench_ops import IMPLEMENTATIONS, LIMITS, Inputs, make_inputs
 from bench_sampler import SETTINGS, implementations
 
+from gpu_stages import decoding
 from gpu_stages.common import Job, Row, apart, attempt, has, judged, left_out, missing, ok, peak_mib, seconds
 from gpu_stages.roofline import bandwidth_of, device_name, mfu
 
@@ -31,6 +32,8 @@ def run(job: Job) -> Iterator[Row]:
     for setting in SETTINGS:
         what = f"sample_tokens{setting}"
         yield attempt(what, partial(_draw, what, setting, job))
+    what = "decode attention"
+    yield attempt(what, partial(decoding.row, what, job))
 
 
 def _losses(job: Job) -> Iterator[Row]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,31 +11,36 @@ from megatron_brorl.algo.advantage import Moments
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.decode import DecodeOps
 from megatron_brorl.ops.fused import advantages, linear, native, sampling, value
-from megatron_brorl.ops.fused.decode import FusedDecode
-from megatron_brorl.ops.reference.decode import ReferenceDecode
+from megatron_brorl.ops.fused.decode import FusedDecode, KernelDecode
+from megatron_brorl.ops.fused.head_product import check_fp8
 
 
 class FusedBackend:
     """csrc's ops where it has kernels for the device."""
 
-    linear_log_probs = staticmethod(linear.linear_log_probs)
-    linear_ppo_loss = staticmethod(linear.linear_ppo_loss)
-    linear_logits = staticmethod(linear.linear_logits)
     value_loss = staticmethod(value.value_loss)
     gae = staticmethod(advantages.gae)
     group_advantages = staticmethod(advantages.group_advantages)
     sample_tokens = staticmethod(sampling.sample_tokens)
 
-    def __init__(self, device: torch.device) -> None:
-        """csrc has decoding and layers for CPUs alone. Raises UserError where it was not built for the device."""
+    def __init__(self, device: torch.device, fp8: bool = False) -> None:
+        """csrc has layers for CPUs alone. fp8: logits by products in FP8 (ops.fused.head_product).
+
+        Raises UserError where csrc was not built for the device, or the device has no such product.
+        """
         on_cpu = device.type == "cpu"
         if not on_cpu and not native.CUDA:
             raise UserError(
                 'ops.implementation = "fused": the extension was built without CUDA kernels; install again with '
                 'BRORL_CUDA=1 and CUDA_HOME set, or set it to "reference"'
             )
+        if fp8:
+            check_fp8(device)
+        self.linear_log_probs = partial(linear.linear_log_probs, fp8=fp8)
+        self.linear_ppo_loss = partial(linear.linear_ppo_loss, fp8=fp8)
+        self.linear_logits = partial(linear.linear_logits, fp8=fp8)
         self.fused_layers = on_cpu
-        self.decode: DecodeOps = FusedDecode() if on_cpu else ReferenceDecode()
+        self.decode: DecodeOps = FusedDecode() if on_cpu else KernelDecode()
 
     def moments(self, values: Tensor) -> Moments:
         """Of values of any shape; waits for the device."""

@@ -1,6 +1,8 @@
-"""The ops of a decoding step by csrc/cpu/decode_attention.* and layer_ops.*: up to eight queries read a prompt's pages
-together, new keys and values go to their places in memory, and nothing is gathered. On CPUs, in float32 and bfloat16,
-for heads of up to 256.
+"""The ops of a decoding step by csrc: several queries read a prompt's pages together, new keys and values go to their
+places in memory, and nothing is gathered. In float32 and bfloat16, for heads of up to 256.
+
+csrc/cpu/decode_attention.* and layer_ops.* are for CPUs, eight queries at a time; csrc/decoding has the attention as
+kernels, sixteen at a time, which do not wait for the device.
 
 Importing this file loads the extension. Raises ValueError, TypeError or IndexError for tensors that do not fit.
 """
@@ -12,10 +14,13 @@ from torch import Tensor
 
 from megatron_brorl.ops.decode import HeadNorms, Rows
 from megatron_brorl.ops.fused import native
+from megatron_brorl.ops.reference.decode import ReferenceDecode
 
 
 class FusedDecode:
-    """See ops.decode.DecodeOps."""
+    """See ops.decode.DecodeOps; on CPUs."""
+
+    recordable = True
 
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Rows, scale: float, heads: int
@@ -37,6 +42,16 @@ class FusedDecode:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See DecodeOps: [B, 2 F] -> [B, F]."""
         return torch.ops.brorl.silu_mul(gate_up)
+
+
+class KernelDecode(ReferenceDecode):
+    """See ops.decode.DecodeOps; on devices with kernels, where torch has what is beside attention.
+
+    Pages and lengths that no tensor has room for are not refused there: nobody waits to look at them.
+    """
+
+    recordable = True
+    attend = FusedDecode.attend
 
 
 @torch.library.register_fake("brorl::decode_attention_")

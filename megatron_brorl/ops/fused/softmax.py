@@ -23,6 +23,7 @@ class Shard:
     live: int  # its logits; the rows of the LM head beyond are padding
     temperature: float
     group: dist.ProcessGroup | None  # the ranks that hold the vocabulary together; None: this one holds all of it
+    fp8: bool = False  # whether the product to logits is in FP8
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:

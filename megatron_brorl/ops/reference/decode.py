@@ -13,6 +13,8 @@ from megatron_brorl.ops.decode import PAGE, HeadNorms, Rows
 class ReferenceDecode:
     """See ops.decode.DecodeOps; gathers every row's pages, the prompt's too."""
 
+    recordable = False
+
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Rows, scale: float, heads: int
     ) -> Tensor:

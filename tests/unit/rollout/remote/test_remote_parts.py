@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_brorl.ops.fp8_blocks import BLOCK
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.rollout.duplicates import LEAST_NATS, improbable
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote import process
-from megatron_brorl.rollout.remote.fp8_blocks import BLOCK, dequantize, quantize
+from megatron_brorl.rollout.remote.fp8_blocks import dequantize, quantize
 from megatron_brorl.rollout.remote.log_probs import log_prob_limits, sampled_log_probs
 from megatron_brorl.rollout.remote.messages import Message, ProtocolError, decode, encode
 from megatron_brorl.rollout.remote.shared_weights import HostWeights, TensorRecord

@@ -1,0 +1,90 @@
+"""Compiles the emulation and loads it: torch then has a device "emulated" on which csrc's .cu files run.
+
+A process that loads it keeps it, so tests do that in processes of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import subprocess
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+DEVICE = "emulated"
+VARIABLE = "BRORL_EMULATED"  # the csrc of which tests/gpu is to run the kernels without a GPU
+CHUNK_ROWS = 64  # of logits at a time: several chunks in cases of a hundred rows
+LAUNCHED = "common/gemm.cu"  # calls cuBLAS and has no kernel
+# A fortified longjmp, which some compilers have by default, refuses to go from one stack to another.
+FLAGS = ["-std=c++17", "-fPIC", "-w", "-Wno-psabi", "-U_FORTIFY_SOURCE"]
+WATCHED = ["-fsanitize=thread,bounds", "--param=tsan-instrument-func-entry-exit=0"]  # for memory.cpp
+OF_TORCH = ["device.cpp", "ops.cpp"]  # include torch's headers; they do little, and compile sooner without -O2
+
+
+def _compiled(source: Path, csrc: Path, folder: Path) -> Path:
+    """The object of one source, which is kept for the next time by the text of all that it may include."""
+    # Kernels see the stand-ins first and nothing of torch; the other files see torch.
+    kernel = source.suffix == ".cu"
+    of_torch = source.name in OF_TORCH
+    include = [f"-isystem{p}" for p in cpp_extension.include_paths()] if of_torch else [f"-I{HERE / 'stand_in'}"]
+    kind = ["-O0", "-fopenmp", "-DBRORL_CUDA=1"] if of_torch else ["-O2", *(WATCHED if kernel else [])]
+    flags = [*FLAGS, *kind, *include, f"-I{HERE}", f"-I{csrc}"]
+
+    # Names of folders are left out of the key: a copy of csrc gives the same objects.
+    ours = [*csrc.rglob("*.h"), *(csrc.rglob("*.cpp") if of_torch else [])]
+    headers = sorted([*HERE.rglob("*.h"), *(ours if kernel or source.name == "ops.cpp" else [])])
+    told = [*FLAGS, *kind, torch.__version__, source.name, source.read_text(encoding="utf-8")]
+    key = hashlib.sha256("\0".join([*told, *(p.read_text(encoding="utf-8") for p in headers)]).encode()).hexdigest()
+    target = folder / f"{source.stem}-{key[:16]}.o"
+    if not target.exists():
+        part = target.with_suffix(".part")
+        subprocess.run(["c++", *flags, "-x", "c++", "-c", str(source), "-o", str(part)], check=True)
+        part.rename(target)
+    return target
+
+
+def built(csrc: Path = ROOT / "csrc") -> Path:
+    """The library of the emulation with the kernels in `csrc`."""
+    folder = ROOT / "build" / "emulation"
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels = [p for p in sorted(csrc.rglob("*.cu")) if str(p.relative_to(csrc)) != LAUNCHED]
+    with (folder / "lock").open("w") as lock, ThreadPoolExecutor(2) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test processes that come at a time
+        # Of functions that both have, those of the kernels count, which are watched: the linker takes the first.
+        objects = list(pool.map(lambda p: _compiled(p, csrc, folder), [*kernels, *sorted(HERE.glob("*.cpp"))]))
+        key = hashlib.sha256("\0".join(p.name for p in objects).encode()).hexdigest()
+        library = folder / f"emulation-{key[:16]}.so"
+        if not library.exists():
+            places = [f"-L{p}" for p in cpp_extension.library_paths()]
+            wanted = ["-ltorch_cpu", "-lc10", "-fopenmp", "-Wl,--no-undefined"]
+            part = library.with_suffix(".part")
+            subprocess.run(["c++", "-shared", *map(str, objects), *places, *wanted, "-o", str(part)], check=True)
+            part.rename(library)
+    return library
+
+
+@functools.cache
+def load(csrc: str = str(ROOT / "csrc")) -> ctypes.CDLL:
+    """The library, with csrc's ops on the device "emulated" from now on. To be called once in a process."""
+    from megatron_brorl.ops.fused import linear, native
+
+    # torch looks for a module of the device's name, and asks it whether it has random numbers to be kept.
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    module = types.ModuleType(f"torch.{DEVICE}")
+    module.__dict__["is_available"] = lambda: False
+    torch._register_device_module(DEVICE, module)
+    path = built(Path(csrc))
+    torch.ops.load_library(path)
+    native.DEVICES = (*native.DEVICES, DEVICE)
+    linear.CHUNK_ROWS[DEVICE] = CHUNK_ROWS
+    library = ctypes.CDLL(str(path))
+    library.emulation_count.restype = ctypes.c_uint64
+    return library

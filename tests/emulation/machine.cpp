@@ -1,0 +1,196 @@
+#include "machine.h"
+
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace emulation {
+
+Index threadIdx, blockIdx;
+
+namespace {
+
+constexpr unsigned kMost = 1024, kLanes = 32;  // threads of a block, of a warp
+constexpr size_t kStack = 64 << 10;
+
+// A place where threads wait for one another. Values of two rounds: some may read while others bring the next.
+struct Meeting {
+  std::vector<unsigned> waiting;
+  Place place;
+  unsigned mask;
+  unsigned round;
+  uint64_t values[2][kLanes];
+};
+
+struct Fiber {
+  ucontext_t birth;
+  jmp_buf place;
+  bool born;
+};
+
+Fiber fibers[kMost];
+jmp_buf host;
+ucontext_t mother;
+std::vector<unsigned> ready;  // threads that can go on
+unsigned size, ended;         // threads of the block; those at the kernel's end
+bool inside;
+const std::function<void()>* body;
+Meeting of_block, of_warps[kMost / kLanes];
+std::string failure;
+std::minstd_rand chance;
+
+// From the running thread to one of those that can go on; to the host where there is none. Most often to one of a warp
+// that has just met, whose stacks are in cache: one warp is then far ahead of others, in an order that changes.
+[[noreturn]] void leave() {
+  if (ready.empty()) _longjmp(host, 1);
+  const uint64_t dice = chance();
+  const size_t among = dice % 64 ? std::min<size_t>(ready.size(), kLanes) : ready.size();
+  const size_t i = ready.size() - 1 - (dice * among >> 31);
+  threadIdx.x = ready[i];
+  ready[i] = ready.back();
+  ready.pop_back();
+  _longjmp(fibers[threadIdx.x].place, 1);
+}
+
+void wait() {
+  if (!_setjmp(fibers[threadIdx.x].place)) leave();
+}
+
+// A fiber lives on from kernel to kernel: making one takes longer than a block.
+void live() {
+  if (!_setjmp(fibers[threadIdx.x].place)) setcontext(&mother);
+  for (;;) {
+    (*body)();
+    ++ended;
+    wait();
+  }
+}
+
+void bear(unsigned thread) {
+  static char* const stacks = static_cast<char*>(
+      mmap(nullptr, kMost * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  Fiber& fiber = fibers[thread];
+  getcontext(&fiber.birth);
+  fiber.birth.uc_stack.ss_sp = stacks + thread * kStack;
+  fiber.birth.uc_stack.ss_size = kStack;
+  makecontext(&fiber.birth, live, 0);
+  threadIdx.x = thread;
+  fiber.born = true;
+  swapcontext(&mother, &fiber.birth);
+}
+
+// All threads of the block, warp by warp in random order: thread 0, which often sums up what others wrote, comes as
+// often before them as after.
+void deal() {
+  static unsigned warps[kMost / kLanes];
+  unsigned* const end = warps + (size + kLanes - 1) / kLanes;
+  std::iota(warps, end, 0);
+  std::shuffle(warps, end, chance);
+  ready.clear();
+  for (const unsigned* warp = warps; warp != end; ++warp) {
+    for (unsigned i = *warp * kLanes; i < std::min(size, (*warp + 1) * kLanes); ++i) ready.push_back(i);
+  }
+}
+
+void meet(Meeting& meeting, unsigned expected, unsigned mask, Place place) {
+  if (meeting.waiting.empty()) {
+    meeting.place = place;
+    meeting.mask = mask;
+  } else if (meeting.place.line != place.line || meeting.place.file != place.file || meeting.mask != mask) {
+    fail("threads that must meet are at different places or have different masks", place);
+  }
+  meeting.waiting.push_back(threadIdx.x);
+  if (meeting.waiting.size() == expected) {
+    if (&meeting == &of_block) {
+      deal();  // nobody else can be ready
+    } else {
+      ready.insert(ready.end(), meeting.waiting.begin(), meeting.waiting.end());
+    }
+    meeting.waiting.clear();
+    ++meeting.round;
+  }
+  wait();
+}
+
+void run_block(unsigned block) {
+  blockIdx.x = block;
+  ended = 0;
+  deal();
+  if (!_setjmp(host)) leave();
+
+  // Nobody can go on: at the end, or waiting for threads that do not come.
+  if (!failure.empty() || ended == size) return;
+  for (const Meeting& meeting : of_warps) {
+    if (!meeting.waiting.empty()) {
+      failure = "lanes wait for others of their mask that do not come: " + std::string(meeting.place.file) + ":" +
+          std::to_string(meeting.place.line);
+      return;
+    }
+  }
+  failure = std::to_string(of_block.waiting.size()) + " of " + std::to_string(size) + " threads wait at a barrier: " +
+      of_block.place.file + ":" + std::to_string(of_block.place.line);
+}
+
+// After a failure threads stand anywhere: they are not gone on with.
+void forget() {
+  for (Fiber& fiber : fibers) fiber.born = false;
+  of_block.waiting.clear();
+  for (Meeting& meeting : of_warps) meeting.waiting.clear();
+}
+
+}  // namespace
+
+bool running() { return inside; }
+
+void fail(const char* what, Place place) {
+  failure = std::string(what) + ": " + place.file + ":" + std::to_string(place.line) + ", block " +
+      std::to_string(blockIdx.x) + ", thread " + std::to_string(threadIdx.x);
+  _longjmp(host, 1);
+}
+
+bool meet_block(bool vote, Place place) {
+  uint64_t& votes = of_block.values[(of_block.round + 1) % 2][1];
+  if (of_block.waiting.empty()) votes = 0;
+  votes |= vote;
+  meet(of_block, size, 0, place);
+  return votes != 0;
+}
+
+const uint64_t* meet_warp(unsigned mask, uint64_t value, Place place) {
+  const unsigned lane = threadIdx.x % kLanes;
+  if (!(mask >> lane & 1)) fail("a lane is not in the mask that it gives", place);
+  Meeting& warp = of_warps[threadIdx.x / kLanes];
+  uint64_t* const values = warp.values[(warp.round + 1) % 2];
+  values[lane] = value;
+  meet(warp, unsigned(__builtin_popcount(mask)), mask, place);
+  return values;
+}
+
+const char* run(int64_t blocks, int threads, const std::function<void()>& kernel) {
+  failure.clear();
+  if (blocks < 1 || blocks > INT32_MAX || threads < 1 || threads > int(kMost)) return "invalid configuration argument";
+  size = unsigned(threads);
+  body = &kernel;
+  for (unsigned i = 0; i < size; ++i) {
+    if (!fibers[i].born) bear(i);
+  }
+
+  // Blocks share nothing, so their order must not matter either.
+  std::vector<unsigned> order(blocks);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), chance);
+  inside = true;
+  for (size_t i = 0; i < order.size() && failure.empty(); ++i) run_block(order[i]);
+  inside = false;
+  if (failure.empty()) return nullptr;
+  forget();
+  return failure.c_str();
+}
+
+}  // namespace emulation

@@ -1,0 +1,104 @@
+// Compilers call the functions below at each load and store of what is compiled with -fsanitize=thread, and at an index
+// outside of an array with -fsanitize=bounds. These take the place of the sanitizers' own.
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "machine.h"
+
+namespace emulation {
+namespace {
+
+constexpr size_t kPage = 4096, kArena = size_t(1) << 38;
+
+// Bytes that kernels loaded and stored since the last emulation_count: all of them, however often.
+struct Allocation {
+  char *begin, *end;
+  uint64_t loaded, stored;
+};
+
+char* reserved(size_t bytes) {
+  return static_cast<char*>(
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+}
+
+char* const arena = reserved(kArena);
+uint32_t* const owners = reinterpret_cast<uint32_t*>(reserved(kArena / kPage * sizeof(uint32_t)));  // 0: nobody
+std::vector<Allocation> allocations(1);
+size_t next_page = 1;
+
+size_t pages(size_t bytes) { return (bytes + kPage - 1) / kPage; }
+
+bool in_arena(const void* p) { return p >= arena && p < arena + kArena; }
+
+Allocation& owner(const void* p) { return allocations[owners[(static_cast<const char*>(p) - arena) / kPage]]; }
+
+void touch(const void* p, size_t bytes, bool store) {
+  if (!in_arena(p) || !running()) return;
+  const char* const begin = static_cast<const char*>(p);
+  Allocation& of = owner(p);
+  if (!of.begin || begin < of.begin || begin + bytes > of.end) {
+    fail(store ? "a store outside of any tensor" : "a load outside of any tensor", {"a kernel", 0});
+  }
+  (store ? of.stored : of.loaded) += bytes;
+}
+
+}  // namespace
+
+void* allocate(size_t bytes) {
+  if (!bytes) return nullptr;
+  char* const begin = arena + next_page * kPage;
+  std::memset(begin, 0xff, bytes);
+  allocations.push_back({begin, begin + bytes, 0, 0});
+  for (size_t i = 0; i < pages(bytes); ++i) owners[next_page + i] = uint32_t(allocations.size() - 1);
+  next_page += pages(bytes) + 1;
+  return begin;
+}
+
+void release(void* begin) {
+  if (!begin) return;
+  const Allocation& of = owner(begin);
+  const size_t count = pages(of.end - of.begin);
+  std::memset(owners + (of.begin - arena) / kPage, 0, count * sizeof(uint32_t));
+  madvise(begin, count * kPage, MADV_DONTNEED);
+}
+
+}  // namespace emulation
+
+extern "C" {
+
+// Bytes that kernels loaded from (stored to) the tensor at p since the last call.
+uint64_t emulation_count(const void* p, bool stored) {
+  emulation::Allocation& of = emulation::owner(p);
+  uint64_t& count = stored ? of.stored : of.loaded;
+  const uint64_t result = count;
+  count = 0;
+  return result;
+}
+
+#define ACCESS(bytes)                                                          \
+  void __tsan_read##bytes(void* p) { emulation::touch(p, bytes, false); }      \
+  void __tsan_write##bytes(void* p) { emulation::touch(p, bytes, true); }      \
+  void __tsan_unaligned_read##bytes(void* p) { emulation::touch(p, bytes, false); } \
+  void __tsan_unaligned_write##bytes(void* p) { emulation::touch(p, bytes, true); }
+ACCESS(1)
+ACCESS(2)
+ACCESS(4)
+ACCESS(8)
+ACCESS(16)
+void __tsan_read_range(void* p, size_t bytes) { emulation::touch(p, bytes, false); }
+void __tsan_write_range(void* p, size_t bytes) { emulation::touch(p, bytes, true); }
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_init() {}
+void __tsan_vptr_update(void*, void*) {}
+
+void __ubsan_handle_out_of_bounds(void* data, void*) {
+  const auto* const place = static_cast<const emulation::Place*>(data);  // begins as clang's and GCC's SourceLocation
+  emulation::fail("an index outside of an array", *place);
+}
+}

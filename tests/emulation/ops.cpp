@@ -1,0 +1,42 @@
+// csrc's side of torch once more, with BRORL_CUDA, for tensors of the emulated device: in one piece, which compiles in a
+// third of the time.
+#include "common/gemm.h"
+#include "decoding/decode_attention.cpp"
+#include "policy/advantages.cpp"
+#include "policy/moments.cpp"
+#include "policy/ppo_tokens.cpp"
+#include "policy/softmax.cpp"
+#include "policy/value_loss.cpp"
+#include "sampling/sample_tokens.cpp"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+#include "common/device_ops.h"
+
+namespace {
+
+// What is cuBLAS's on a GPU (csrc/common/gemm.cu is tested by ops/test_cublas_gemm.py): products in float32.
+at::Tensor widened(const at::Tensor& x) {
+  const auto cpu = at::from_blob(x.data_ptr(), x.sizes(), x.strides(), x.options().device(at::kCPU));
+  return x.scalar_type() == at::kBFloat16 ? cpu.to(at::kFloat) : cpu;
+}
+
+}  // namespace
+
+namespace brorl {
+
+void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
+  at::Tensor sum = widened(out);
+  accumulate ? at::addmm_out(sum, sum, widened(a), widened(b)) : at::mm_out(sum, widened(a), widened(b));
+}
+
+}  // namespace brorl
+
+TORCH_LIBRARY_IMPL(brorl, PrivateUse1, library) {
+  BRORL_IMPLEMENT(library)
+  library.impl("sample_tokens", &brorl::sample_tokens_cuda);
+  library.impl("decode_attention_", &brorl::decode_attention_cuda_);
+}

@@ -1,0 +1,14 @@
+"""Tests of tests/gpu on the kernels in a csrc, emulated; a process of its own: `run_cases.py CSRC PYTEST_ARGUMENTS`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from emulation import build
+
+os.environ[build.VARIABLE] = sys.argv[1]
+os.environ.pop("PYTEST_ADDOPTS", None)
+os.chdir(build.ROOT)
+sys.exit(pytest.main(["-q", "-o", "addopts=--strict-markers", "-p", "no:cacheprovider", *sys.argv[2:]]))

@@ -1,0 +1,104 @@
+"""csrc's CUDA kernels, executed without a GPU: the cases of tests/gpu, and kernels with planted faults.
+
+Each file runs in a process of its own, for torch cannot be rid of a device again. Objects are kept in build/emulation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import forks
+import pytest
+from emulation import build
+
+sys.path.insert(0, str(build.ROOT / "tools"))
+
+import kernel_audit
+
+HERE = Path(__file__).parent
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler, c++"),
+]
+
+
+def cases(csrc: Path, file: str, *which: str) -> subprocess.CompletedProcess[str]:
+    build.built(csrc)  # here, where nothing waits for the compiler with a deadline
+    return forks.script(HERE / "run_cases.py", csrc, f"tests/gpu/{file}", *which)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "test_advantages_cuda.py",
+        "test_value_loss_cuda.py",
+        "test_decode_cuda.py",
+        pytest.param("test_linear_ppo_loss_cuda.py", marks=pytest.mark.full),
+        pytest.param("test_sample_tokens_cuda.py", marks=pytest.mark.full),
+    ],
+)
+def test_the_cases_of_a_gpu(file):
+    done = cases(build.ROOT / "csrc", file)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    assert re.search(r"^\d+ passed(, \d+ warnings?)? in ", done.stdout, re.M), done.stdout[-5000:]
+
+
+# What is planted, by what text of which file; which case must see it, and what it must say.
+ROW_OF_WARPS = "  __syncthreads();\n  if (threadIdx.x == 0) {\n    for (int warp = 1;"
+LAST_TILE = "const int64_t t = end - kWarp + lane;\n    const bool counts = t >= begin &&"
+FAULTS = {
+    "a barrier removed": (
+        *("policy/softmax.cu", ROW_OF_WARPS, ROW_OF_WARPS.replace("  __syncthreads();\n", "")),
+        *("test_linear_ppo_loss_cuda.py", "test_every_term_agrees and settings1", "AssertionError"),
+    ),
+    "a barrier that some threads pass by": (
+        *("policy/softmax.cu", ROW_OF_WARPS, ROW_OF_WARPS.replace("  __sync", "  if (threadIdx.x != 7) __sync")),
+        *(
+            "test_linear_ppo_loss_cuda.py",
+            "test_every_term_agrees and settings1",
+            "511 of 512 threads wait at a barrier",
+        ),
+    ),
+    "an index off by one": (
+        *("policy/softmax.cu", "merge(part, of_warps[warp], ", "merge(part, of_warps[warp + 1], "),
+        *("test_linear_ppo_loss_cuda.py", "test_every_term_agrees and settings1", "an index outside of an array"),
+    ),
+    "a load before the first token": (
+        *("policy/advantages.cu", LAST_TILE, LAST_TILE.replace("t >= begin", "t >= begin - 1")),
+        *("test_advantages_cuda.py", "test_gae and plain", "a load outside of any tensor"),
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(name, tmp_path):
+    source, text, instead, file, case, says = FAULTS[name]
+    shutil.copytree(build.ROOT / "csrc", tmp_path / "csrc")
+    path = tmp_path / "csrc" / source
+    before = path.read_text(encoding="utf-8")
+    assert before.count(text) == 1
+    assert instead != text
+    path.write_text(before.replace(text, instead), encoding="utf-8")
+    done = cases(tmp_path / "csrc", file, "-k", case)
+    assert done.returncode == 1, done.stdout[-5000:] + done.stderr
+    assert says in done.stdout
+
+
+@pytest.mark.full
+def test_kernels_move_the_bytes_that_the_audit_says():
+    """Loads and stores of the tensors that grow with the elements, counted one by one."""
+    build.built()
+    done = forks.script(HERE / "count_bytes.py")
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout)
+    told = {k.name: [k.loaded, k.stored] for k in kernel_audit.KERNELS}
+    assert counted.keys() == told.keys()
+    for name, (loaded, stored) in told.items():
+        # abs: what is stored once for a row, 32 bytes for 4,096 logits, is no byte of an element.
+        assert counted[name] == pytest.approx([loaded, stored], rel=0.02, abs=0.01), name

@@ -1,0 +1,22 @@
+"""Where the tests of the CUDA kernels run: on a GPU, or on the device that tests/emulation puts in its place."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from emulation import build
+
+from megatron_brorl.ops.fused import native
+
+CSRC = os.environ.get(build.VARIABLE)  # the kernels to be emulated
+EMULATED = CSRC is not None
+DEVICE = build.DEVICE if EMULATED else "cuda"
+if CSRC is not None:
+    build.load(CSRC)
+MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not EMULATED and not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not EMULATED and not native.CUDA, reason="the extension was built with BRORL_CUDA=0"),
+]

@@ -1,0 +1,49 @@
+"""The built-in engine on a GPU: CUDA graphs of its steps against plain ones, and against transformers."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from kernel_device import EMULATED, MARKS
+
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.backend import backend
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.types import Prompt
+
+pytestmark = [*MARKS, pytest.mark.skipif(EMULATED, reason="needs graphs of a GPU")]
+
+
+def test_graphs_repeat_what_plain_steps_do(tmp_path):
+    model, device = tiny.make_model(tmp_path, "qwen3", False), torch.device("cuda")
+    shape, ops = read_shape(tmp_path), backend("fused", device)
+    asked = [Request(Prompt(str(i), "", (20 + i, 30, 40), None, "exact"), i, 40) for i in range(4)]
+    groups = []
+    for graphs in (True, False):
+        engine = TorchEngine(shape, hf_shapes(shape), device, torch.float32, 100, ops.sample_tokens, ops.decode)
+        assert engine.recorder is not None
+        if not graphs:
+            engine.recorder = None
+        engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=0)
+        groups.append(engine.generate(asked, Sampling(1.0, 0.95, 0, 60, (2, 5, 7))))
+
+    rollouts = [[r for group in groups_ for r in group] for groups_ in groups]
+    same = [torch.equal(a.token_ids, b.token_ids) for a, b in zip(*rollouts, strict=True)]
+    assert sum(same) >= 0.98 * len(same)  # the rest is floating-point order
+    for request, group in zip(asked, groups[0], strict=True):
+        for rollout in group:
+            ids = torch.tensor([*request.prompt.token_ids, *rollout.token_ids.tolist()])
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0, len(request.prompt.token_ids) - 1 : -1]
+            assert float((rollout.log_probs - log_probs_of(logits, rollout.token_ids)).abs().max()) < 1e-3
+
+
+def log_probs_of(logits, ids):
+    """Log-probabilities [T] of ids under top-p 0.95."""
+    p, order = logits.double().softmax(-1).sort(-1, descending=True)
+    kept = p.cumsum(-1) - p < 0.95
+    rest = torch.zeros_like(p).scatter_(-1, order, p * kept)
+    return (rest / rest.sum(-1, keepdim=True)).gather(-1, ids[:, None]).squeeze(-1).log()
