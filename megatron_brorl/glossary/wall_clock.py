@@ -122,6 +122,21 @@ KV_CACHE = Section(
             "1: rollouts wait; raise `rollout.kv_cache_mib`, where there is memory",
         ),
         Figure("kv_cache/mean", "share of pages", SHARE, "the same in the mean over turns of decoding"),
+        Figure(
+            "kv_cache/rows",
+            "rollouts",
+            NUMBER,
+            "decoded together on a device, mean over turns: so many share one reading of the weights",
+            "far below `rollout.max_num_seqs`: the last long responses are decoded by few; see `rollout.pull`",
+        ),
+        Figure(
+            "kv_cache/prompt_hits",
+            "share of prompt tokens",
+            SHARE,
+            "found computed, by siblings or behind a beginning that prompts share; where one engine has all siblings "
+            "at least 1 - 1 / N",
+            "far below that: siblings are on several engines, or rollouts begin again for want of pages",
+        ),
     ),
     group="kv_cache",
     timed=True,

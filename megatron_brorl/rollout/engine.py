@@ -36,6 +36,8 @@ class KvUsage:
     peak: float
     mean: float  # over turns
     turns: int  # tokens that were drawn for all rows in flight
+    prompt_tokens: int  # of every row that came in
+    prompt_found: int  # of these, computed for another row and still there
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ def own_figures(timeline: Timeline) -> dict[str, float]:
         "kv_peak": max((u["kv_peak"] for u in usage), default=0.0),
         "kv_sum": sum(u["kv_mean"] * u["kv_turns"] for u in usage),
         "kv_turns": sum(u["kv_turns"] for u in usage),
+        "prompt_tokens": sum(u["prompt_tokens"] for u in usage),
+        "prompt_found": sum(u["prompt_found"] for u in usage),
     }
 
 
@@ -105,8 +107,15 @@ def throughput(ranks: Columns, trained_tokens: float, peak: float | None) -> dic
 
 def kv_cache(ranks: Columns) -> dict[str, float]:
     """The share of the engine's pages that hold keys and values, where it says so: at most, and in the mean over the
-    turns of all ranks."""
+    turns of all ranks. Rows are rollouts decoded together: each draws one token a turn. Prompt hits: of the prompt
+    tokens of all rows, those that another row had in memory."""
     turns = float(ranks["kv_turns"].sum())
     if not turns:
         return {}
-    return {"kv_cache/peak": float(ranks["kv_peak"].max()), "kv_cache/mean": float(ranks["kv_sum"].sum()) / turns}
+    drawn = float(ranks["sampled_tokens"][ranks["kv_turns"] > 0].sum())
+    return {
+        "kv_cache/peak": float(ranks["kv_peak"].max()),
+        "kv_cache/mean": float(ranks["kv_sum"].sum()) / turns,
+        "kv_cache/rows": drawn / turns,
+        "kv_cache/prompt_hits": float(ranks["prompt_found"].sum() / ranks["prompt_tokens"].sum()),
+    }

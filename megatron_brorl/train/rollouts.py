@@ -214,6 +214,7 @@ def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, flo
     found = {"tokens": float(max(tokens, 0))}  # below 0 where rollouts that went on were lost
     if usage:
         found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.turns)}
+        found |= {"prompt_tokens": float(usage.prompt_tokens), "prompt_found": float(usage.prompt_found)}
     return found
 
 

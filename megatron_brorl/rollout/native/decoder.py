@@ -22,6 +22,8 @@ from megatron_brorl.ops.decode import PAGE, DecodeOps, HeadNorms, Rows
 from megatron_brorl.rollout.native.linear import Linear
 from megatron_brorl.rollout.native.pages import PagePool, pages_for
 
+QUERIES = 1024  # of a passage behind others that attend at a time
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -42,8 +44,9 @@ class Passage:
     """Tokens to compute at once, and where the keys and values of the last of them go."""
 
     ids: Sequence[int]
-    start: int  # tokens before this one are computed but not stored
+    start: int  # of `ids`; those before this one are computed but not stored
     pages: Tensor  # for tokens from `start` on, [pages] int32
+    before: Tensor  # [n] int32: the full pages of what stands before `ids`
 
 
 class Decoder:
@@ -61,6 +64,9 @@ class Decoder:
         self.embedding = _fused(weights, "", facts.embedding).to(dtype)
         self.device = self.embedding.device
         self.head = Linear(self.embedding if shape.tied else _fused(weights, "", facts.head).to(dtype))
+        self.embedding_scale = (
+            None if shape.embedding_scale is None else self.embedding.new_tensor(shape.embedding_scale)
+        )
         self.norm = self._scale(_fused(weights, "", facts.final_norm)).to(dtype)
 
         self.layers = [self._layer(weights, f"model.layers.{i}.", i) for i in range(shape.layers)]
@@ -130,8 +136,8 @@ class Decoder:
 
     def _embed(self, ids: Tensor) -> Tensor:
         """[B] -> [B, H]."""
-        x, scale = self.embedding[ids], self.shape.embedding_scale
-        return x if scale is None else x * x.new_tensor(scale)
+        x, scale = self.embedding[ids], self.embedding_scale
+        return x if scale is None else x * scale
 
     def _activate(self, gate_up: Tensor) -> Tensor:
         """[B, 2 ffn] -> [B, ffn]."""
@@ -170,16 +176,19 @@ class Decoder:
         return self._through(self._embed(ids), attend)
 
     def prefill(self, pool: PagePool, passages: Sequence[Passage]) -> Tensor:
-        """Compute passages from their first tokens on; returns the hidden states [passages, H] after their last."""
+        """Compute passages with as much before each of them; returns the hidden states [passages, H] after their last
+        tokens."""
         s, device = self.shape, self.device
+        before = torch.stack([p.before for p in passages]).long().to(device)  # [passages, n]
+        offset = before.shape[1] * PAGE
 
         # Passages side by side, padded on the right.
         lengths = torch.tensor([len(p.ids) for p in passages])
         ids = pad_sequence([torch.tensor(p.ids) for p in passages], batch_first=True).to(device)
         batch, width = ids.shape
 
-        # Every passage starts at position 0, so that one table of angles serves all of them.
-        places = torch.arange(width, device=device)
+        # Every passage starts at the same position, so that one table of angles serves all of them.
+        places = torch.arange(offset, offset + width, device=device)
         whole = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(places)]
         # For the layers that have the second rotation.
         local = whole
@@ -206,7 +215,11 @@ class Decoder:
                 _store(pool.keys[i], pool.values[i], p, key, value)
 
             # Padding stands on the right, so causality alone keeps it away from the real tokens.
-            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            if offset:
+                k, v = (torch.cat(x, dim=2) for x in zip(_load(pool, i, before, s.head_dim), (k, v), strict=True))
+                out = _behind(q, k, v, offset, self.scale)
+            else:
+                out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             return out.transpose(1, 2).reshape(batch * width, -1)  # [B * tokens, heads d], tokens for rows
 
         # All tokens through all layers; only the last token of a passage is drawn from.
@@ -229,3 +242,22 @@ def _store(keys: Tensor, values: Tensor, passage: Passage, key: Tensor, value: T
     k, v = padded.unflatten(2, (-1, PAGE)).unbind()  # [K, pages, 16, d]
     keys[pages] = k.permute(1, 0, 3, 2)
     values[pages, :, :, :dim] = v.transpose(0, 1)
+
+
+def _load(pool: PagePool, layer: int, pages: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, K, 16 n, d] of full pages [B, n]."""
+    keys, values = pool.keys[layer][pages], pool.values[layer][pages]  # [B, n, K, d, 16], [B, n, K, 16, d']
+    return keys.permute(0, 2, 1, 4, 3).flatten(2, 3), values[..., :dim].transpose(1, 2).flatten(2, 3)
+
+
+def _behind(q: Tensor, k: Tensor, v: Tensor, offset: int, scale: float) -> Tensor:
+    """Attention of the tokens of q [B, heads, tokens, d] behind `offset` others, each to these and to those of q up to
+    itself; k and v [B, K, offset + tokens, d]. Some queries at a time, for a mask of all would outgrow the keys."""
+    parts = []
+    for begin in range(0, q.shape[2], QUERIES):
+        some = q[:, :, begin : begin + QUERIES]
+        seen = offset + begin + some.shape[2]
+        mask = torch.ones(some.shape[2], seen, dtype=torch.bool, device=q.device).tril(offset + begin)
+        of_keys = k[:, :, :seen], v[:, :, :seen]
+        parts.append(scaled_dot_product_attention(some, *of_keys, mask, scale=scale, enable_gqa=True))
+    return torch.cat(parts, dim=2)

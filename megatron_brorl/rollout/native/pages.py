@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import psutil
 import torch
 from torch import Tensor
@@ -19,9 +21,11 @@ class PagePool:
     """Pages of all layers; page p is keys[layer][p] and values[layer][p]."""
 
     def __init__(self, shape: ModelShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        """pages: how many. Untouched ones take no memory on a CPU: the system gives it page by page."""
+        """pages: how many to give out, beside one that is nobody's. Untouched ones take no memory on a CPU: the system
+        gives it page by page."""
         s, width = shape, pages_for(shape.head_dim) * PAGE
-        self.size = pages
+        self.size = self.scratch = pages
+        pages += 1
         self.keys = [
             torch.empty(pages, s.kv_heads, s.head_dim, PAGE, dtype=dtype, device=device) for _ in range(s.layers)
         ]
@@ -32,26 +36,60 @@ class PagePool:
         """All pages are free."""
         # The last page that was given back is the next to be taken: its memory is there already.
         self._free = torch.arange(self.size - 1, -1, -1, dtype=torch.int32)
+        self._clean = self.size  # of these
+        # Pages that keep what they hold until somebody needs them, the first to be lost first; they count as free.
+        self._parked: dict[int, tuple[Tensor, Callable[[], object]]] = {}
+        self._parkings = 0
         self.free = self.size
         # Of the turns since: how many there were, and the pages in use, at most and added up.
         self.turns = self.most_used = self.used_sum = 0
+        # Prompt tokens of the rows that came in since, and those of them that others had computed.
+        self.prompt_tokens = self.prompt_found = 0
 
     def count_turn(self) -> None:
         """Note how many pages are in use."""
         used = self.size - self.free
         self.turns, self.most_used, self.used_sum = self.turns + 1, max(self.most_used, used), self.used_sum + used
 
+    def count_prompt(self, tokens: int, found: int) -> None:
+        """Note a row that came in; found: tokens of its prompt that it need not compute."""
+        self.prompt_tokens += tokens
+        self.prompt_found += found
+
     def take(self, count: int) -> Tensor:
         """count pages [count] int32 on the CPU; there must be so many."""
         assert count <= self.free
-        taken = self._free[self.free - count : self.free].flip(0)
+        while self._clean < count:
+            pages, lost = self._parked.pop(next(iter(self._parked)))
+            lost()
+            self._put(pages)
+        taken = self._free[self._clean - count : self._clean].flip(0)
+        self._clean -= count
         self.free -= count
         return taken
 
     def give(self, pages: Tensor) -> None:
         """Take pages [any number] int32 back."""
-        self._free[self.free : self.free + len(pages)] = pages.flip(0)
+        self._put(pages)
         self.free += len(pages)
+
+    def park(self, pages: Tensor, lost: Callable[[], object]) -> int:
+        """Take pages [any number] int32 back that may be asked for again; lost: told when they are given to others.
+
+        Returns their name for unpark.
+        """
+        self._parkings += 1
+        self._parked[self._parkings] = pages, lost
+        self.free += len(pages)
+        return self._parkings
+
+    def unpark(self, name: int) -> None:
+        """Give parked pages out again, with what they hold."""
+        self.free -= len(self._parked.pop(name)[0])
+
+    def _put(self, pages: Tensor) -> None:
+        self._free[self._clean : self._clean + len(pages)] = pages.flip(0)
+        self._clean += len(pages)
 
 
 def page_bytes(shape: ModelShape, dtype: torch.dtype) -> int:

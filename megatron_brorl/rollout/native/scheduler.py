@@ -18,6 +18,7 @@ from megatron_brorl.rollout.continuation import extended, siblings
 from megatron_brorl.rollout.engine import Held, Request, Sampling, Supply
 from megatron_brorl.rollout.native.decoder import Decoder, Passage
 from megatron_brorl.rollout.native.pages import PagePool, pages_for
+from megatron_brorl.rollout.native.prefixes import BLOCK, Prefixes
 from megatron_brorl.types import FinishReason, Rollout
 
 PREFILL_TOKENS = 8192  # computed at once, padding included
@@ -62,6 +63,7 @@ class Scheduler:
         self.tables = torch.zeros(slots, pages_for(self.max_tokens), dtype=torch.int32)  # pages of a row's own tokens
 
         # Per prompt: it is in memory once for all requests that have it, from its first row to its last.
+        self.prefixes = Prefixes(pool)
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         longest = max(longest, supply.prompt_tokens if supply else 0)
         self.prompt_tables = torch.zeros(0, pages_for(longest), dtype=torch.int32)
@@ -69,6 +71,7 @@ class Scheduler:
         self.prompt_hidden: dict[int, Tensor] = {}
         self.rows_left: list[int] = []  # that have not ended; at 0 the prompt's pages are free again
         self.prompt_numbers: dict[tuple[int, ...], int] = {}  # by tokens
+        self.prompts: list[tuple[int, ...]] = []  # tokens by number
         self.prompt_of: list[int] = []  # the number of each request's
         self._number_prompts(requests)
 
@@ -95,6 +98,7 @@ class Scheduler:
             self.prompt_of.append(number)
             if number == len(self.rows_left):
                 self.rows_left.append(0)
+                self.prompts.append(r.prompt.token_ids)
             self.rows_left[number] += r.n
         new = len(self.rows_left) - len(self.prompt_lengths)
         self.prompt_tables = torch.cat(
@@ -113,7 +117,7 @@ class Scheduler:
             prompt, number = self.requests[first.request].prompt.token_ids, self.prompt_of[first.request]
             begun = len(first.so_far.token_ids)
             resident = int(self.prompt_lengths[number]) > 0
-            of_prompt, own = 0 if resident else pages_for(len(prompt)), pages_for(begun)
+            of_prompt, own = 0 if resident else self.prefixes.pages_needed(prompt), pages_for(begun)
 
             # One page for everybody's next tokens stays free, so that nobody has to make room at once.
             # A row alone needs no such reserve: the pool holds any one row.
@@ -123,20 +127,26 @@ class Scheduler:
             self.waiting.popleft()
 
             # It has its pages and a slot; what it goes on from is computed below, with that of all others.
+            found = len(prompt)  # tokens that others have computed
             if not resident:
-                pages = self.pool.take(of_prompt)
-                self.prompt_tables[number, :of_prompt] = pages
+                pages, found = self.prefixes.enter(prompt)
+                self.prompt_tables[number, : len(pages)] = pages
                 self.prompt_lengths[number] = len(prompt)
-                passages.append(Passage(prompt, 0, pages))
+                passages.append(Passage(prompt[found:], 0, pages[found // PAGE :], pages[: found // PAGE]))
                 owner.append(("prompt", number))
             slot = self._enter(first, begun)
-            # A row that was cut or made room has tokens of its own. Its prompt is computed with them once more,
-            # but stored is only what follows the prompt.
+            # A row that was cut or made room has tokens of its own. What its prompt shares with no other is computed
+            # with them once more, but stored is only what follows the prompt.
             if begun:
+                shared = (len(prompt) - 1) // BLOCK * BLOCK
+                found = min(found, shared)
                 pages = self.pool.take(own)
                 self.tables[slot, :own] = pages
-                passages.append(Passage((*prompt, *first.so_far.token_ids.tolist()), len(prompt), pages))
+                ids = (*prompt, *first.so_far.token_ids.tolist())
+                before = self.prompt_tables[number, : shared // PAGE]
+                passages.append(Passage(ids[shared:], len(prompt) - shared, pages, before))
                 owner.append(("row", slot))
+            self.pool.count_prompt(len(prompt), found)
             new.append(slot)
 
         # The caller appends what comes back to its rows: where none came in, that is a matrix without rows.
@@ -287,7 +297,8 @@ class Scheduler:
     def _forget_prompt(self, prompt: int) -> None:
         if self.prompt_hidden.pop(prompt, None) is None:
             return
-        self.pool.give(self.prompt_tables[prompt, : pages_for(int(self.prompt_lengths[prompt]))])
+        length = int(self.prompt_lengths[prompt])
+        self.prefixes.leave(self.prompts[prompt], self.prompt_tables[prompt, : pages_for(length)].clone())
         self.prompt_lengths[prompt] = 0
 
 
@@ -300,10 +311,17 @@ def _waiting(requests: Sequence[Request], sampling: Sampling, first: int = 0) ->
 
 
 def _batches(passages: Sequence[Passage]) -> list[list[int]]:
-    """Passages of like length together, up to PREFILL_TOKENS a batch."""
+    """Passages with as much before them and of like length together, up to PREFILL_TOKENS a batch with what they see.
+
+    Those with less before them come first: theirs is what others have before them.
+    """
     batches: list[list[int]] = [[]]
-    for i in sorted(range(len(passages)), key=lambda i: len(passages[i].ids)):
-        if batches[-1] and (len(batches[-1]) + 1) * len(passages[i].ids) > PREFILL_TOKENS:
+    sizes = [(len(p.before), len(p.ids)) for p in passages]
+    for i in sorted(range(len(passages)), key=lambda i: sizes[i]):
+        before, tokens = sizes[i]
+        others = batches[-1]
+        full = (len(others) + 1) * (before * PAGE + tokens) > PREFILL_TOKENS
+        if others and (full or sizes[others[0]][0] != before):
             batches.append([])
         batches[-1].append(i)
     return [b for b in batches if b]

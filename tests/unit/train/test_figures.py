@@ -32,9 +32,12 @@ RANKS = {
     "kv_peak": [0.5, 0.75, 0.0, 0.25],
     "kv_sum": [10.0, 30.0, 0.0, 5.0],
     "kv_turns": [40.0, 60.0, 0.0, 20.0],
+    "prompt_tokens": [160.0, 100.0, 0.0, 60.0],
+    "prompt_found": [150.0, 60.0, 0.0, 30.0],
     "wall_train": [50.0, 50.0, 50.0, 50.0],
     "wall_step": [80.0, 80.0, 80.0, 80.0],
 }
+PROMPTS = {"prompt_tokens": 16.0, "prompt_found": 12.0}  # of a call of generate
 COLUMNS = {name: np.array(values) for name, values in RANKS.items()}
 
 
@@ -62,14 +65,16 @@ def test_throughput_of_a_device():
 
 
 def test_kv_cache_over_ranks():
-    assert figures.kv_cache(COLUMNS) == {"kv_cache/peak": 0.75, "kv_cache/mean": 45 / 120}
+    found = figures.kv_cache(COLUMNS)
+    assert (found.pop("kv_cache/rows"), found.pop("kv_cache/prompt_hits")) == (6000 / 120, 240 / 320)
+    assert found == {"kv_cache/peak": 0.75, "kv_cache/mean": 45 / 120}
     assert figures.kv_cache({**COLUMNS, "kv_turns": np.zeros(4)}) == {}
 
 
 def test_own_seconds_leave_the_wait_for_others_out():
     spans = [
-        Span("generate", 0.0, 3.0, {"tokens": 50.0, "kv_peak": 0.5, "kv_mean": 0.25, "kv_turns": 10.0}),
-        Span("generate", 3.0, 4.0, {"tokens": 30.0, "kv_peak": 0.25, "kv_mean": 0.125, "kv_turns": 40.0}),
+        Span("generate", 0.0, 3.0, {"tokens": 50.0, "kv_peak": 0.5, "kv_mean": 0.25, "kv_turns": 10.0, **PROMPTS}),
+        Span("generate", 3.0, 4.0, {"tokens": 30.0, "kv_peak": 0.25, "kv_mean": 0.125, "kv_turns": 40.0, **PROMPTS}),
         Span("forward", 4.0, 6.0, {"flops": 7.0}),
         Span("reduce gradients", 8.0, 11.0, {}),
         Span("optimizer step", 6.0, 12.0, {"flops": 21.0}),
@@ -79,6 +84,7 @@ def test_own_seconds_leave_the_wait_for_others_out():
     assert (own["generate"], own["sampled_tokens"]) == (4.0, 80.0)
     assert (own["update_s"], own["update_flops"], own["forward_s"], own["forward_flops"]) == (6.0, 21.0, 2.0, 7.0)
     assert (own["kv_peak"], own["kv_sum"], own["kv_turns"]) == (0.5, 7.5, 50.0)
+    assert (own["prompt_tokens"], own["prompt_found"]) == (32.0, 24.0)
 
 
 class Writer:

@@ -29,3 +29,21 @@ def test_how_full_the_cache_was(model):
         assert usage.mean == pytest.approx(sum(pages) / 40 / 7)
     engine.sleep()
     assert engine.kv_usage() is None
+
+
+@pytest.mark.parametrize("rows", [8, 2])
+def test_prompts_that_siblings_found(model, rows):
+    """Two siblings behind 3 tokens and three behind 5: one of each computes them, also where not all fit at a time."""
+    shape = read_shape(model[0])
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, rows, sample_tokens)
+    engine.update_weights([(n, p) for n, p in model[1].state_dict().items() if n in engine.names], version=0)
+    short, long = Prompt("p", "", (3, 4, 5), None, "exact"), Prompt("q", "", (3, 4, 5, 6, 7), None, "exact")
+    for _ in range(2):  # a second call counts anew
+        done = engine.generate([Request(short, 1, 2), Request(long, 2, 3)], Sampling(1.0, 1.0, 0, 4, ()))
+        usage = engine.kv_usage()
+        assert (usage.prompt_tokens, usage.prompt_found) == (2 * 3 + 3 * 5, 3 + 2 * 5)
+    # One that has begun computes its prompt with its own tokens.
+    begun = done[0][0]
+    engine.generate([Request(short, 1, 2, begun=(begun,))], Sampling(1.0, 1.0, 0, 8, ()))
+    usage = engine.kv_usage()
+    assert (usage.prompt_tokens, usage.prompt_found) == (6, 3)

@@ -1,0 +1,148 @@
+"""Beginnings that prompts share: against a brute force over token lists, and the engine against transformers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import tiny
+import torch
+
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.fused import sampling as fused_sampling
+from megatron_brorl.ops.fused.decode import FusedDecode
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.native import decoder
+from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for
+from megatron_brorl.rollout.native.prefixes import BLOCK, Prefixes
+from megatron_brorl.types import Prompt
+
+COUNTS = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5]
+
+
+def branching(draw, length):
+    """Tokens that are the same over a block, of two kinds: prompts part at blocks."""
+    kinds = [draw.randrange(2) for _ in range(-(-length // BLOCK))]
+    return tuple(7 + kinds[i // BLOCK] for i in range(length))
+
+
+@pytest.fixture
+def pool(model):
+    return PagePool(read_shape(model[0]), 200, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("pages", [5000, 26])
+def test_what_is_found_is_what_was_computed(pool, pages):
+    """A random walk of prompts that come and go, where pages are short too. Of every page it is noted what was written
+    to it; what is found must hold the prompt's own tokens from the first one on."""
+    pool.size = pages
+    pool.reset()
+    prefixes, draw, held = Prefixes(pool), random.Random(pages), []
+    written: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to its last
+    found_some = lost_some = 0
+    entered = set()  # beginnings of whole blocks that were ever computed
+    for _ in range(600):
+        prompt = branching(draw, draw.choice(COUNTS))
+        before = {p for _, given in held for p in given.tolist()}
+        if pool.free >= prefixes.pages_needed(prompt) and draw.random() < 0.6:
+            free = pool.free - prefixes.pages_needed(prompt)
+            given, found = prefixes.enter(prompt)
+            assert pool.free == free
+            assert len(given) == pages_for(len(prompt)) == len(set(given.tolist()))
+            assert found % BLOCK == 0
+            assert found < len(prompt)
+            page = given.tolist()
+            for i in range(found // 16):
+                assert written[page[i]] == prompt[: 16 * (i + 1)]
+            # Nobody else's pages are written to.
+            assert not before & set(page[found // 16 :])
+            written |= {page[i]: prompt[: 16 * (i + 1)] for i in range(found // 16, len(page))}
+            # All that was ever computed is found, unless its pages were needed.
+            best = max((n for n in range(0, len(prompt), BLOCK) if prompt[:n] in entered), default=0)
+            assert found == best if pages == 5000 else found <= best
+            found_some, lost_some = found_some + (found > 0), lost_some + (found < best)
+            entered |= {prompt[:n] for n in range(0, len(prompt), BLOCK)}
+            held.append((prompt, given))
+        elif held:
+            prefixes.leave(*held.pop(draw.randrange(len(held))))
+    assert found_some > 100
+    assert lost_some == 0 if pages == 5000 else lost_some > 20
+    for prompt, given in held:
+        prefixes.leave(prompt, given)
+    assert pool.free == pages
+    assert sorted(pool.take(pages).tolist()) == list(range(pages))  # each once
+
+
+def instruction(counts, shared, seed=0):
+    """Prompts of `counts` tokens that begin with the same `shared` ones."""
+    g = torch.Generator().manual_seed(seed)
+    begin = torch.randint(3, tiny.VOCAB, (shared,), generator=g).tolist()
+    return [
+        Prompt(f"p{i}", "", (*begin, *torch.randint(3, tiny.VOCAB, (n - shared,), generator=g).tolist()), None, "exact")
+        for i, n in enumerate(counts)
+    ]
+
+
+def engine_of(model, rows=64, memory=0):
+    shape = read_shape(model[0])
+    engine = TorchEngine(
+        shape,
+        hf_shapes(shape),
+        torch.device("cpu"),
+        torch.float32,
+        rows,
+        fused_sampling.sample_tokens,
+        FusedDecode(),
+        memory,
+    )
+    engine.update_weights([(n, p) for n, p in model[1].state_dict().items() if n in engine.names], version=0)
+    return engine
+
+
+@pytest.mark.parametrize("family", [("qwen2", True), ("gemma3", False)], ids=str)
+@pytest.mark.parametrize(("rows", "queries"), [(64, 1024), (3, 1024), (64, 7)])
+def test_log_probs_behind_a_shared_beginning_are_transformers(tmp_path, family, rows, queries, monkeypatch):
+    """Of prompts that come in together, and of those that find what others left; with few queries at a time too."""
+    monkeypatch.setattr(decoder, "QUERIES", queries)
+    model = tmp_path, tiny.make_model(tmp_path, *family)
+    asked = instruction((150, 170, 131, 215, 140), 130)
+    engine = engine_of(model, rows)
+    groups = engine.generate([Request(p, 5, 4) for p in asked], Sampling(1.0, 1.0, 0, 12, (2,)))
+    usage = engine.kv_usage()
+    # Two blocks are computed once; a prompt's own part once for its four siblings.
+    assert usage.prompt_found == sum(3 * len(p.token_ids) for p in asked) + 4 * 2 * BLOCK
+    for prompt, group in zip(asked, groups, strict=True):
+        for rollout in group:
+            ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids.tolist()]])
+            with torch.no_grad():
+                logits = model[1](ids).logits[0, len(prompt.token_ids) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(-1, rollout.token_ids[:, None])[:, 0]
+            torch.testing.assert_close(rollout.log_probs, expected, atol=2e-4, rtol=0)
+
+
+def test_rows_that_go_on_use_what_is_there(model):
+    """Cut after 5 tokens and gone on with: greedy tokens are those of an unbroken call, the shared part is found."""
+    asked = instruction((140, 150), 128)
+    engine = engine_of(model)
+    greedy = Sampling(0.0, 1.0, 0, 20, ())
+    whole = engine.generate([Request(p, 1, 1) for p in asked], greedy)
+    cut = engine.generate([Request(p, 1, 1) for p in asked], Sampling(0.0, 1.0, 0, 20, (), budget=5))
+    on = engine.generate([Request(p, 1, 1, 0, (r,)) for p, (r,) in zip(asked, cut, strict=True)], greedy)
+    assert engine.kv_usage().prompt_found == 128  # the second prompt's
+    for (a,), (b,) in zip(whole, on, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+
+
+def test_short_memory_changes_nothing_but_what_is_found(model):
+    asked = [Request(p, 3, 6) for p in instruction((150, 170, 131, 215), 130)]
+    sampling = Sampling(0.0, 1.0, 0, 40, ())
+    ample = engine_of(model)
+    short = engine_of(model, memory=24 * page_bytes(ample.shape, torch.float32))
+    for a, b in zip(ample.generate(asked, sampling), short.generate(asked, sampling), strict=True):
+        assert [r.token_ids.tolist() for r in a] == [r.token_ids.tolist() for r in b]
+    pool = short._pool
+    assert pool.free == pool.size  # all rows and prompts have left
+    with torch.inference_mode():  # as its tensors were made
+        assert sorted(pool.take(pool.size).tolist()) == list(range(pool.size))
