@@ -12,6 +12,7 @@ from megatron_brorl.glossary.tables import OF_A_STEP, OF_TIME, find
 from megatron_brorl.report.held_out import Evaluation, against, change, evaluations
 from megatron_brorl.report.run_files import RunFiles, read_run
 from megatron_brorl.report.series import by_task, curves, heat, spread
+from megatron_brorl.report.spent import checkpoints, generation, times_to_target
 from megatron_brorl.report.verdict import verdict
 
 
@@ -28,6 +29,7 @@ def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RunFiles], li
     found["meanings"] = meanings(sorted({name for run in found["runs"] for name in run["curves"]["values"]}))
     if several:
         found["against"] = against(runs, held_out)
+        found["time_to"] = times_to_target([run["checkpoints"] for run in found["runs"]])
     return found, runs, held_out
 
 
@@ -47,6 +49,9 @@ def _run(name: str, run: RunFiles, found: Sequence[Evaluation], several: bool) -
         "evaluations": [e.as_dict() for e in found],
         "change": changed,
         "curves": curves(run.rows),  # every figure
+        # What it took.
+        "checkpoints": checkpoints(run, found),
+        "generation": generation(run),
         # What it was made with.
         "config": {f"{section}.{key}": value for section, keys in run.config.items() for key, value in _keys(keys)},
         "starts": run.starts,

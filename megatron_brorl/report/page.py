@@ -25,7 +25,7 @@ from megatron_brorl.report.content import content
 from megatron_brorl.report.embedded import embed
 
 FILES = Path(__file__).parent / "page"
-SCRIPTS = ("dom.js", "charts.js", "sections.js", "prompts.js", "browser.js", "app.js")
+SCRIPTS = ("dom.js", "charts.js", "sections.js", "spent.js", "prompts.js", "browser.js", "app.js")
 MOST_MB = 5.0  # of a page, in millions of bytes
 
 

@@ -9,11 +9,15 @@ const POLL_MS = 3000;
 const SINGLE = [
   ["verdict", "Verdict", verdict, (run) => [run.verdict, run.evaluations, run.change, run.missing, run.memory_mib]],
   ["curves", "Curves", curves, (run) => [run.curves, run.evaluations, run.by_task]],
+  ["spent", "Checkpoints", spent, (run) => [run.checkpoints, run.generation]],
   ["prompts", "Prompts", prompts, (run) => [run.spread, run.heat, run.curves, run.missing]],
   ["rollouts", "Rollouts", rollouts, () => content.rollouts],
   ["configuration", "Configuration", configuration, (run) => [run.config, run.starts, run.missing]],
 ];
-const SEVERAL = [["comparison", "Comparison", comparison, () => content.runs]];
+const SEVERAL = [
+  ["comparison", "Comparison", comparison, () => content.runs],
+  ["spent", "Checkpoints", several_spent, () => [content.time_to, content.runs.map((run) => [run.checkpoints, run.generation])]],
+];
 const before = new Map(); // id of a part -> what it was drawn from
 
 // Whether somebody types or reads there: what is new can wait until that is over.

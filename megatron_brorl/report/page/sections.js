@@ -212,7 +212,9 @@ function comparison(parent, content) {
   versus(parent, content);
   const ks = [...new Set(runs.flatMap((run) => run.evaluations.flatMap((e) => e.passes.map((p) => p.k))))].sort((a, b) => a - b);
   const figures = [...new Set(runs.flatMap((run) => Object.keys(run.curves.values)))].sort();
-  const choices = [...ks.map((k) => [`pass@${k}`, `held-out pass@${k}`]), ...figures.map((f) => [f, f])];
+  const tasks = [...new Set(runs.flatMap((run) => run.evaluations.flatMap((e) => Object.keys(e.tasks))))].sort();
+  const by = tasks.length > 1 ? tasks.map((t) => [`pass@1 of ${t}`, `held-out pass@1 of ${t}`]) : [];
+  const choices = [...ks.map((k) => [`pass@${k}`, `held-out pass@${k}`]), ...by, ...figures.map((f) => [f, f])];
   const place = make("div", { class: "charts" });
   const show = (name) => {
     state.compared = name;
@@ -246,6 +248,10 @@ function versus(parent, content) {
 }
 
 function of_run(run, name, over) {
+  if (name.startsWith("pass@1 of ")) {
+    const task = name.slice(10), es = run.evaluations.filter((e) => task in e.tasks);
+    return { name: run.name, x: es.map((e) => (over ? elapsed(run, e.steps) : e.steps)), y: es.map((e) => e.tasks[task]) };
+  }
   if (name.startsWith("pass@")) {
     const k = Number(name.slice(5));
     const es = run.evaluations.map((e) => [e.steps, e.passes.find((p) => p.k === k)]).filter(([, p]) => p);

@@ -32,6 +32,8 @@ def test_by_name_group_and_part_of_a_name(capsys):
         "ranks/{phase}_idle",
         "kv_cache/peak",
         "kv_cache/mean",
+        "kv_cache/rows",
+        "kv_cache/prompt_hits",
     ]
     assert names(said(capsys, "staleness")) == ["staleness_mean", "staleness_max"]
     everything = said(capsys)

@@ -133,6 +133,7 @@ def _rollout(group: int, name: str, sibling: int, right: bool, moment: Moment) -
 def _metrics(step: int, rights: Any, n: int, pass_at_1: float | None) -> dict[str, float]:
     held_out = {} if pass_at_1 is None else {"pass_at_1": pass_at_1, "pass_at_1_low": 0.0, "pass_at_1_high": 1.0}
     return {
+        "rollouts": float(n * len(rights)),
         "reward": float(rights.mean() / n),
         "kept_share": float(((rights > 0) & (rights < n)).mean()),
         "all_right_share": float((rights == n).mean()),

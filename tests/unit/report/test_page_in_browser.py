@@ -11,6 +11,7 @@ from chromium import PROGRAM, Chromium
 from made_run import HOSTILE, make_run
 
 from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.report.content import content
 from megatron_brorl.report.page import page
 from megatron_brorl.report.server import open_server
 
@@ -102,6 +103,32 @@ def test_whatever_is_missing_there_is_no_empty_panel(browser, tmp_path, options,
     text = browser.value("document.body.innerText")
     assert said in text
     assert not re.search(r"\b(NaN|nan|undefined|null|Infinity)\b", text)
+    assert browser.errors == []
+
+
+def test_what_two_runs_spent_is_on_their_page(browser, tmp_path):
+    folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", rates=(0.1, 0.9))]
+    file = tmp_path / "page.html"
+    file.write_text(page(folders))
+    browser.open(f"file://{file}")
+    label = "[aria-label='Time to a target']"
+    rows = f'[...document.querySelectorAll("{label} tr")].map((r) => [...r.children].map((c) => c.textContent))'
+    found, _, _ = content(folders)
+    wanted = [["end of", "pass@1", "a", "b"]]
+    for name, to in zip("ab", found["time_to"], strict=True):
+        held = ["never" if r is None else f"{r['seconds']:.0f} s, {r['rollouts']:,.0f} rollouts" for r in to["runs"]]
+        wanted.append([name, f"{to['target']:.1%}", *held])
+    assert browser.value(rows) == wanted
+    assert "never" in wanted[2]
+    # 24 groups of 32 in 4 steps of 2 s of sampling.
+    alone = "[aria-label='Generation alone'] tbody tr"
+    cells = f'[...document.querySelector("{alone}").children].map((c) => c.textContent)'
+    assert browser.value(cells)[:3] == ["a", "32", "96"]
+    # Tasks of both runs can be drawn over one another.
+    select = "document.getElementById('compared')"
+    browser.value(f"(s => {{ s.value = 'pass@1 of gcd'; s.dispatchEvent(new Event('change')); }})({select})")
+    browser.value(ALL_DRAWN)
+    browser.wait("document.querySelector('#comparison .charts').innerText.includes('pass@1 of gcd over steps')")
     assert browser.errors == []
 
 
