@@ -206,7 +206,7 @@ def test_the_recipe_is_the_paper_s():
     """B1 table 1 and its rule for the learning rate: eight times the samples, sqrt(8) times the rate."""
     config = load(ROOT / "examples" / "brorl_1.5b.toml")
     assert (config.rollout.n, config.rollout.prompts, config.model.context) == (512, 128, 16384)
-    lr = scaled(config.optim, config.rollout.n * config.rollout.prompts).lr
-    assert lr == pytest.approx(1e-6 * (512 * 128 / (16 * 512)) ** 0.5, rel=1e-3)
+    asked = config.rollout.n * config.rollout.prompts  # and refills keep as many
+    assert scaled(config.optim, 0, asked).lr == pytest.approx(1e-6 * (512 * 128 / (16 * 512)) ** 0.5, rel=1e-3)
     assert config.rollout.max_num_seqs * 64 == config.rollout.n * config.rollout.prompts
-    assert config.rollout.max_tokens + 2048 == config.model.context
+    assert config.rollout.max_tokens + 1024 == config.model.context

@@ -138,6 +138,7 @@ def run_rows(
                 "prompts": [f"p{seed}.{i}" for i in range(len(right))],
                 "right": right,
                 "samples": [8] * len(right),
+                **dict.fromkeys(("advised_n", "advised_low", "advised_high", "advised_prompts")),
                 "load_average": 0.5,
                 "began": 0.0,
                 "machine": "a machine",

@@ -6,6 +6,7 @@ import pytest
 from made_study import made, run_rows
 from study.design import Comparison
 from study.end_points import (
+    Place,
     Results,
     area,
     chosen_rates,
@@ -13,6 +14,7 @@ from study.end_points import (
     differences,
     final_shares,
     height,
+    seconds_to_end,
     support,
     tuning_table,
 )
@@ -73,6 +75,18 @@ def test_differences_are_read_where_the_shorter_run_ends(tmp_path):
     assert differences(design, final, Results(rows)) == pytest.approx(expected)
     # At 200 rollouts both are straight lines from 0: half of seed / 8 and of 1 / 2 high, the mean half of that.
     assert differences(design, areas, Results(rows)) == pytest.approx({s: s / 32 - 1 / 4 for s in (1, 2, 3)})
+
+
+def test_seconds_until_a_run_has_what_another_ends_with(tmp_path):
+    """n8 ends at 1/4 after 10 s. n64 is at seed / 8 after 5 s and at 1 after 12, which n8 never is."""
+    _, rows = study(tmp_path)
+    hard = {arm: [Place("test", arm, "hard", seed) for seed in (1, 2, 3)] for arm in ("n8", "n64")}
+    found = [seconds_to_end(Results(rows), one, other) for one, other in zip(hard["n64"], hard["n8"], strict=True)]
+    # Seed 1: 1/8 of the 7/8 between 5 and 12 s; seed 2: at 5 s; seed 3: two thirds of the way to 3/8.
+    assert found == [(pytest.approx(5 + 7 / 7), 10), (5, 10), (pytest.approx(10 / 3), 10)]
+    assert seconds_to_end(Results(rows), hard["n8"][0], hard["n64"][0]) == (None, 12)
+    easy = [Place("test", arm, "easy", 1) for arm in ("n64", "n8")]
+    assert seconds_to_end(Results(rows), *easy) == (0, 10)  # from the start on
 
 
 def test_a_run_that_is_missing_or_failed_is_named(tmp_path):

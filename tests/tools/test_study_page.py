@@ -43,6 +43,9 @@ def test_the_page(study, tmp_path):
         "| n64 - n8: final pass@1 over seconds, trained, hard+easy | +25.0% (+9.5% to +40.5%) | 6.93 | 2 | 0.02 | "
         "**0.04** | +18.8%, +25.0%, +31.2% |"
     ) in text
+    # n64 has from the start on what n8 ends with, 2 of 16, and ends above it.
+    assert "| n64 holds what n8 ends with | hard | 0.0 (10.0) | 0.0 (10.0) | 0.0 (10.0) |" in text
+    assert "| n8 holds what n64 ends with | easy | never (10.0) | never (10.0) | never (10.0) |" in text
     # One of the first prompt's and none of the second's right answers are left with n8: lost 1.
     assert text.count("| hard | n8 | ") == 1 + 3
     assert "| hard | n8 | 2 | 2 | 1 | 1 | 0 |" in text

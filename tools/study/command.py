@@ -57,6 +57,7 @@ def plan(design: Design) -> str:
     total, seconds = sum(counts.values()), design.budget.seconds
     lines = [f"design {design.name}, sha256 {sha256(design)}", f"warm starts: {len(w.tune) + len(w.test)}"]
     lines += [f"{name}: {count} runs" for name, count in counts.items()]
+    lines += [f"pilots: {len(w.test) * len(design.prompts.bins)} of {m.steps} steps" for m in design.maps if m.pilot]
     lines.append(f"{total} runs of {seconds:g} s of training: {total * seconds / 60:.0f} minutes, without evaluations")
     return "\n".join(lines)
 
@@ -111,6 +112,15 @@ def run_all(design: Design, directory: Path) -> None:
         run_each(order.tuning(design))
         rates = chosen_rates(design, _table(design, directory))
         run_each(order.testing(design, rates))
+        # The advisor is asked before it could know how the arms come out.
+        for pilot in order.pilots(design, rates):
+            if not results.is_done(directory, pilot.name):
+                log = directory / "logs" / f"{pilot.name}.log"
+                processes.fresh(places.work(directory, pilot.name))
+                ranks.run("pilot.sample", (design, directory, pilot), log)
+                ranks.run("pilot.advise", (directory, pilot), log, ranks=1)
+                ranks.run("pilot.note", (design, directory, pilot, commit), log, ranks=1)
+                print(f"pilot: {pilot.name}", flush=True)
         for plateau in design.plateau:
             for seed in plateau.warm_starts:
                 for of in plateau.bins:

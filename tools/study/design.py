@@ -139,6 +139,21 @@ class Plateau:
 
 
 @dataclass(frozen=True)
+class Map:
+    """Which of some arms is best at which budget and difficulty, and how near to it the advisor comes.
+
+    The best arm of a cell is that of the other warm starts: the best of the same runs would be so by luck too.
+    """
+
+    arms: tuple[str, ...]  # that are candidates, on all bins
+    at: tuple[float, ...]  # shares of the budget at which curves are read
+    over: Axis = "seconds"
+    prompt_set: PromptSet = "trained"
+    pilot: str = ""  # the arm whose first steps the advisor is asked with, apart from its runs; "" = it is not asked
+    steps: int = 8  # of a pilot
+
+
+@dataclass(frozen=True)
 class Design:
     name: str
     question: str
@@ -152,6 +167,7 @@ class Design:
     tuning: Tuning
     comparisons: tuple[Comparison, ...]
     plateau: tuple[Plateau, ...] = ()  # none or one
+    maps: tuple[Map, ...] = ()  # none or one
     order_seed: int = 0  # of the order of runs
     processes: int = 2  # ranks of a run
     level: float = 0.05  # that the family of comparisons is held to
@@ -187,7 +203,10 @@ def read(path: Path) -> Design:
 
 def canonical(design: Design) -> str:
     """The design with all defaults, as JSON that does not depend on how its file is written."""
-    return json.dumps(dataclasses.asdict(design), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    table = dataclasses.asdict(design)
+    if not design.maps:  # younger than the first designs, whose hashes stay
+        del table["maps"]
+    return json.dumps(table, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def sha256(design: Design) -> str:
@@ -209,11 +228,12 @@ def _fault(d: Design) -> str:
         *(("comparisons", name, arms) for c in d.comparisons for name in (c.before, c.after)),
         *(("plateau", name, arms) for p in d.plateau for name in (p.arm, *p.arms)),
         *(("plateau.bins", name, bins) for p in d.plateau for name in p.bins),
+        *(("maps", name, arms) for m in d.maps for name in (*m.arms, *filter(None, [m.pilot]))),
     ]
     for key, name, known in uses:
         if name not in known:
             return f"{key}: {name!r} is none of {', '.join(known)}"
-    return _numbers(d) or _comparisons(d)
+    return _numbers(d) or _comparisons(d) or _maps(d)
 
 
 def _numbers(d: Design) -> str:
@@ -265,6 +285,21 @@ def _comparisons(d: Design) -> str:
         return "plateau: one at most"
     if d.plateau and set(d.plateau[0].warm_starts) - set(d.warm_starts.test):
         return "plateau.warm_starts: seeds of warm_starts.test alone"
+    return ""
+
+
+def _maps(d: Design) -> str:
+    if len(d.maps) > 1:
+        return "maps: one at most"
+    for m in d.maps:
+        if len(m.arms) < 2 or any(d.arm(name).bins for name in m.arms):
+            return "maps: two arms at least, each tested on all bins"
+        if not m.at or not all(0 < share <= 1 for share in m.at):
+            return "maps.at: shares of the budget, above 0 and at most 1"
+        if len(d.warm_starts.test) < 2:
+            return "maps: the best arm is that of the other warm starts, and there is one alone"
+        if m.steps < 1:
+            return "maps.steps: must be at least 1"
     return ""
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.report.spent import reached
 from study.design import Axis, Comparison, Design, PromptSet
 from study.order import Phase
 
@@ -124,6 +125,15 @@ def _difference(c: Comparison, results: Results, of: str, seed: int) -> float:
     end = min(points[-1][0] for points in curves)
     before, after = (height(p, end) if c.end_point == "final" else area(p, end) for p in curves)
     return after - before
+
+
+def seconds_to_end(results: Results, place: Place, other: Place) -> tuple[float | None, float]:
+    """When a run first holds the pass@1 on trained prompts that another one ends with, and when that one ends.
+
+    None where it never does; curves are linear between evaluations. Raises UserError where one of them is not done.
+    """
+    own, to = (curve(results.of(results.at(p), "trained"), "seconds") for p in (place, other))
+    return reached([x for x, _ in own], [y for _, y in own], to[-1][1]), to[-1][0]
 
 
 @dataclass(frozen=True)

@@ -11,4 +11,4 @@ device.leave_out_compiler()  # before Megatron is imported
 
 import reasoning_gym  # noqa: E402, F401
 
-from study import trial, warm_start  # noqa: E402, F401
+from study import pilot, trial, warm_start  # noqa: E402, F401

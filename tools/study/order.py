@@ -12,7 +12,7 @@ from typing import Literal
 
 from study.design import Arm, Design
 
-Phase = Literal["tune", "test", "plateau"]
+Phase = Literal["tune", "test", "plateau", "pilot"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,17 @@ def testing(design: Design, rates: Mapping[str, float]) -> list[Run]:
             for of in design.prompts.bins
         ],
     )
+
+
+def pilots(design: Design, rates: Mapping[str, float]) -> list[Run]:
+    """A pilot for every warm start of the test and bin, where the map asks the advisor; rates: by arm."""
+    return [
+        Run("pilot", asked.pilot, of.name, seed, rate_of(design.arm(asked.pilot), rates))
+        for asked in design.maps
+        if asked.pilot
+        for seed in design.warm_starts.test
+        for of in design.prompts.bins
+    ]
 
 
 def rate_of(arm: Arm, rates: Mapping[str, float]) -> float:

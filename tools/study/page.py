@@ -11,9 +11,18 @@ from megatron_brorl.cli.files import write_text
 from megatron_brorl.errors import UserError
 from megatron_brorl.report.benchmarks import table
 from megatron_brorl.report.style import save
-from study import figures
+from study import figures, map_page
 from study.design import Comparison, Design, sha256
-from study.end_points import Results, chosen_rates, differences, final_shares, support, tuning_table
+from study.end_points import (
+    Place,
+    Results,
+    chosen_rates,
+    differences,
+    final_shares,
+    seconds_to_end,
+    support,
+    tuning_table,
+)
 from study.inference import MixedFit, PairedT, holm, mixed_model, paired_t
 from study.plateau import gain, parts_done, reached
 
@@ -36,9 +45,12 @@ def write(design: Design, rows: Sequence[dict[str, Any]], directory: Path, comma
         save(figures.differences(drawn), directory / "differences.png")
         parts += [
             _differences(design, tests),
+            _times(design, results),
             "![Differences by warm start](differences.png)\n",
             _runs(design, results),
         ]
+        if design.maps:
+            parts.append(map_page.section(design, results))
         if design.evaluation.support:
             parts.append(_support(design, results))
         if design.mixed_model:
@@ -145,6 +157,29 @@ def _differences(design: Design, tests: Sequence[Test]) -> str:
         f"## Differences\n\nPaired by warm start, {len(tests)} declared comparisons; bold: at most {design.level:g} "
         f"after Holm's correction. Both curves are read up to where the shorter one ends.\n\n{table(rows)}"
     )
+
+
+def _times(design: Design, results: Results) -> str:
+    """How soon one arm of a compared pair holds what the other one ends with, both ways round."""
+    pairs = [(c.after, c.before, of) for c in design.comparisons if c.phase == "test" for of in c.bins]
+    both = dict.fromkeys(pair for a, b, of in pairs for pair in ((a, b, of), (b, a, of)))
+    rows = [["", "bin", *(f"warm start {seed}" for seed in design.warm_starts.test)]]
+    for one, other, of in both:
+        cells = [_seconds(results, one, other, of, seed) for seed in design.warm_starts.test]
+        rows.append([f"{one} holds what {other} ends with", of, *cells])
+    return (
+        "## Time to a target\n\nSeconds until a run first has the pass@1 on trained prompts that another one ends "
+        "with, on straight lines between evaluations; in brackets when that one ended. No declared comparison: curves "
+        f"are noisy, and a few points long.\n\n{table(rows)}"
+    )
+
+
+def _seconds(results: Results, one: str, other: str, of: str, seed: int) -> str:
+    try:
+        first, end = seconds_to_end(results, *(Place("test", arm, of, seed) for arm in (one, other)))
+    except (UserError, ValueError):  # not done, or ended by an error before its first evaluation
+        return "-"
+    return f"never ({end:.1f})" if first is None else f"{first:.1f} ({end:.1f})"
 
 
 def _runs(design: Design, results: Results) -> str:

@@ -18,7 +18,7 @@ SCHEMA = pa.schema(
         ("design_sha256", pa.string()),
         ("config_sha256", pa.string()),  # of the run's whole configuration, as it was built
         ("run", pa.string()),
-        ("phase", pa.string()),  # tune, test, plateau
+        ("phase", pa.string()),  # tune, test, plateau, pilot
         ("arm", pa.string()),
         ("bin", pa.string()),  # difficulty of the prompts that it trains on
         ("warm_start", pa.int64()),  # its seed
@@ -35,7 +35,7 @@ SCHEMA = pa.schema(
         ("rollouts", pa.float64()),
         ("tokens", pa.float64()),  # sampled, and each group's prompt once
         ("kept_share", pa.float64()),  # of groups since the point before; null at the start
-        ("prompt_set", pa.string()),  # trained, unseen, support
+        ("prompt_set", pa.string()),  # trained, unseen, support; advice: of a pilot, a row without a point of a curve
         ("pass_at_1", pa.float64()),
         ("k", pa.int32()),
         ("pass_at_k", pa.float64()),  # unbiased; null where a prompt has fewer samples
@@ -43,6 +43,10 @@ SCHEMA = pa.schema(
         ("prompts", pa.list_(pa.string())),  # ids
         ("right", pa.list_(pa.int32())),  # of each
         ("samples", pa.list_(pa.int32())),
+        ("advised_n", pa.int32()),  # by `brorl advise`, for prompts and N together; null where it knows none
+        ("advised_low", pa.int32()),  # its 95% interval
+        ("advised_high", pa.int32()),
+        ("advised_prompts", pa.int32()),
         ("load_average", pa.float64()),  # of a minute, when the run began
         ("began", pa.float64()),  # Unix time
         ("machine", pa.string()),

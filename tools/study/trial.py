@@ -33,7 +33,7 @@ from study.warm_start import SUPPORT, TRAINED, UNTRAINED
 def make(design: Design, directory: Path, run: Run, commit: str) -> None:
     """Train, and write the run's rows. Where the training fails the rows say how, up to there."""
     place, begun, load = place_of(directory, run.warm_start), time.time(), os.getloadavg()[0]
-    config = design.run_config(_overrides(design, run, place, directory))
+    config = design.run_config(overrides(design, run, place, directory))
     with Session(config) as session:
         trainer = build_trainer(session, begun)
         if run.after:
@@ -48,8 +48,8 @@ def make(design: Design, directory: Path, run: Run, commit: str) -> None:
 
         # What every row repeats.
         if session.is_main_rank:
-            common = _common(design, run, config, commit) | {"error": error, "load_average": load, "began": begun}
-            results.write_run(directory, run.name, [common | point for point in points])
+            repeated = common(design, run, config, commit) | {"error": error, "load_average": load, "began": begun}
+            results.write_run(directory, run.name, [repeated | point for point in points])
 
 
 def _train(
@@ -140,7 +140,8 @@ class _Clock:
         return {**self.spent, "cpu_seconds": self._cpu, "steps": s.step - step, "updates": s.updates - updates}
 
 
-def _overrides(design: Design, run: Run, place: Place, directory: Path) -> list[str]:
+def overrides(design: Design, run: Run, place: Place, directory: Path) -> list[str]:
+    """Of the configuration that all runs share: what makes it this run's."""
     arm = design.arm(run.arm)
     own = {
         "model.path": place.model,
@@ -166,7 +167,7 @@ def _checkpoint(directory: Path, run: str) -> Path:
     return found
 
 
-def _common(design: Design, run: Run, config: Config, commit: str) -> dict[str, Any]:
+def common(design: Design, run: Run, config: Config, commit: str) -> dict[str, Any]:
     """Which run it is, of what, with what, on what machine."""
     whole = json.dumps(dataclasses.asdict(config), sort_keys=True, default=str)
     versions = {
