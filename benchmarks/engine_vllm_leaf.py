@@ -10,12 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-from measure import answer, family_peak_mib, read_job, time_rollouts
+from measure import answer, end_family, family_peak_mib, read_job, time_rollouts
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of another environment than this project's
 from vllm_job import engine_options
 
 from megatron_brorl.rollout.registry import ENGINES
+from megatron_brorl.rollout.remote.segments import unlink_segments
 
 job = read_job()
 os.environ.update({name: x.format(folder=job["scratch"]) for name, x in ENGINES["vllm"].environment.items()})
@@ -43,6 +44,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if os.getpgrp() != os.getpid():
+        os.setsid()  # a group of its own, whose shared memory is told from others'
     main()
-    sys.stdout.flush()
-    os._exit(0)  # its worker processes end with it
+    # vLLM's core and worker outlive the process that has started them.
+    unlink_segments(os.getpid())
+    end_family()
+    os._exit(0)

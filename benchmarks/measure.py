@@ -6,9 +6,11 @@ may run in another environment than this project's, so the scripts import nothin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +31,18 @@ def status_kib(key: str) -> int:
 
 def family_peak_mib() -> float:
     """Peaks of the resident sets of this process and of all that it has started and that run, added up."""
+    return sum(_family().values())
+
+
+def end_family() -> None:
+    """Kill all that this process has started: who holds its standard output holds up whoever reads that."""
+    for pid in _family().keys() - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _family() -> dict[int, float]:
+    """Peak of the resident set, MiB, by number of the process."""
     parents, peaks = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -42,7 +56,7 @@ def family_peak_mib() -> float:
     def is_ours(pid: int) -> bool:
         return pid == os.getpid() or (pid in parents and is_ours(parents[pid]))
 
-    return sum(peak for pid, peak in peaks.items() if is_ours(pid))
+    return {pid: peak for pid, peak in peaks.items() if is_ours(pid)}
 
 
 def forget_peak() -> None:

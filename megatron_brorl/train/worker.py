@@ -222,6 +222,7 @@ class Stage:
         if not result:
             return result
 
+        # On the last stage, micro-batch by micro-batch; packing has changed the order of rows.
         def collect(batch: Packed, made: Any) -> tuple[Tensor, Any]:
             per_token = of_head(made)
             for row, values in batch.split(per_token.float().cpu()):

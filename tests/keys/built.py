@@ -147,6 +147,13 @@ def fp8_fields(config: Config, place: Place) -> Any:
     return fp8.settings(config.fp8)
 
 
+def logits(config: Config, place: Place) -> Any:
+    """What the LM head makes of hidden states."""
+    hidden, weight = torch.arange(20.0).view(2, 10), torch.arange(30.0).view(3, 10).cos()
+    with _session(config) as session:
+        return session.ops.linear_logits(hidden, weight).tolist()
+
+
 def packed(config: Config, place: Place) -> Any:
     """Tokens of each micro-batch of eight siblings."""
     prompt = torch.arange(3, 43)

@@ -89,9 +89,18 @@ def test_mismatch_masks():
 def test_learning_rate_grows_with_the_root_of_the_batch():
     """eta_0 sqrt(B / B_0): 512 x 16 -> 128 x 512 rollouts is 8 times the batch (BroRL, section 4.2.1)."""
     optim = OptimConfig(lr=1e-6, lr_for_rollouts=512 * 16, warmup_steps=4)
-    assert scaled(optim, 128 * 512).lr == pytest.approx(1e-6 * math.sqrt(8), rel=1e-12)
-    assert scaled(optim, 512 * 16).lr == 1e-6
-    assert scaled(OptimConfig(lr=1e-6), 128 * 512).lr == 1e-6
-    assert [learning_rate(scaled(optim, 4 * 8192), i) for i in range(6)] == pytest.approx(
+    assert scaled(optim, 128 * 512, 7).lr == pytest.approx(1e-6 * math.sqrt(8), rel=1e-12)
+    assert scaled(optim, 512 * 16, 7).lr == 1e-6
+    assert scaled(OptimConfig(lr=1e-6), 128 * 512, 7).lr == 1e-6
+    assert [learning_rate(scaled(optim, 4 * 8192, 7), i) for i in range(6)] == pytest.approx(
         [0.5e-6, 1e-6, 1.5e-6, 2e-6, 2e-6, 2e-6]
     )
+
+
+def test_learning_rate_of_the_filtered_batch():
+    """The same rule with the rollouts that are left: 62.5% of 128 groups of 512 are 80 of them, 40,960 rollouts."""
+    optim = OptimConfig(lr=1e-6, lr_for_rollouts=512 * 16, lr_counts="kept")
+    assert scaled(optim, 128 * 512, 80 * 512).lr == pytest.approx(1e-6 * math.sqrt(5), rel=1e-12)
+    assert scaled(optim, 128 * 512, 128 * 512).lr == pytest.approx(1e-6 * math.sqrt(8), rel=1e-12)
+    assert scaled(optim, 128 * 512, 0).lr == 0  # nothing is trained on
+    assert scaled(OptimConfig(lr=1e-6, lr_counts="kept"), 128 * 512, 80 * 512).lr == 1e-6
