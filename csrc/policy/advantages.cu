@@ -55,38 +55,75 @@ __global__ void __launch_bounds__(kThreads) gae_kernel(
   }
 }
 
+// A lane's rewards of a group: every 32nd from `begin`. The first kHeld stay in registers, so that a group of up to 512
+// is read once; of a larger one the rest is read at each look.
+template <typename S>
+struct LaneRewards {
+  static constexpr int kHeld = 16;
+  const S* rewards;
+  const bool* mask;
+  int64_t begin, end;
+  S held[kHeld];
+  unsigned counted = 0;  // a bit for each that is held
+
+  __device__ __forceinline__ LaneRewards(const S* rewards, const bool* mask, int64_t begin, int64_t end)
+      : rewards(rewards), mask(mask), begin(begin), end(end) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int64_t i = begin + k * kWarp;
+      const bool counts = i < end && (!mask || mask[i]);
+      held[k] = counts ? rewards[i] : S(0);
+      counted |= unsigned(counts) << k;
+    }
+  }
+
+  // f(reward, whether it counts, its index), in order.
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      if (begin + k * kWarp < end) f(held[k], bool(counted >> k & 1), begin + k * kWarp);
+    }
+    for (int64_t i = begin + kHeld * kWarp; i < end; i += kWarp) {
+      const bool counts = !mask || mask[i];
+      f(counts ? rewards[i] : S(0), counts, i);
+    }
+  }
+};
+
 template <typename S>
 __global__ void __launch_bounds__(kThreads) group_kernel(
     const S* rewards, const int64_t* starts, const bool* mask, bool by_std, int64_t groups, S* advantages) {
   const int64_t group = warp_index();
   if (group >= groups) return;  // a whole warp
-  const int64_t begin = starts[group] + threadIdx.x % kWarp, end = starts[group + 1];
+  const LaneRewards<S> own(rewards, mask, starts[group] + threadIdx.x % kWarp, starts[group + 1]);
   double count = 0, sum = 0, m2 = 0;
   S first = 0;
   bool equal = true;  // all of this lane's rewards
-  for (int64_t i = begin; i < end; i += kWarp) {
-    if (mask && !mask[i]) continue;
-    const S reward = rewards[i];
+  own.each([&](S reward, bool counts, int64_t) {
+    if (!counts) return;
     if (count == 0) first = reward;
     equal = equal && reward == first;
     sum += double(reward);
     count += 1;
-  }
+  });
   // Equal in the group where equal in each lane and to the first lane that has any.
   const unsigned filled = __ballot_sync(kWholeWarp, count > 0);
   const S common = __shfl_sync(kWholeWarp, first, filled ? __ffs(int(filled)) - 1 : 0);
   equal = __all_sync(kWholeWarp, count == 0 || (equal && first == common));
   count = warp_sum(count);
   const double mean = warp_sum(sum) / count;  // not used where count is 0
-  for (int64_t i = begin; i < end && by_std; i += kWarp) {
-    const double deviation = !mask || mask[i] ? double(rewards[i]) - mean : 0;
-    m2 += deviation * deviation;
+  if (by_std) {
+    own.each([&](S reward, bool counts, int64_t) {
+      const double deviation = counts ? double(reward) - mean : 0;
+      m2 += deviation * deviation;
+    });
   }
   const double divisor = group_divisor(warp_sum(m2), count, by_std);
-  for (int64_t i = begin; i < end; i += kWarp) {
-    const bool zero = count <= 1 || equal || (mask && !mask[i]);
-    advantages[i] = zero ? S(0) : S((double(rewards[i]) - mean) / divisor);
-  }
+  const bool flat = count <= 1 || equal;
+  own.each([&](S reward, bool counts, int64_t i) {
+    advantages[i] = flat || !counts ? S(0) : S((double(reward) - mean) / divisor);
+  });
 }
 
 template <typename S>

@@ -289,8 +289,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sample_row(
       sum_kept = total(scratch);
       id = find(mass, vocab, uniform * sum_kept, scratch);
     }
-    const double nats = (double(row.logit(int(id))) - row.peak) / settings.temperature - log(sum_kept);
-    log_prob = greedy ? 0.0f : float(nats);
+    if (greedy) {
+      log_prob = 0;
+    } else if (threadIdx.x == 0) {
+      log_prob = float((double(row.logit(int(id))) - row.peak) / settings.temperature - log(sum_kept));
+    }
   }
   if (threadIdx.x == 0) {
     ids[r] = id;

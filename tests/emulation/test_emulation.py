@@ -51,6 +51,7 @@ def test_the_cases_of_a_gpu(file):
 # What is planted, by what text of which file; which case must see it, and what it must say.
 ROW_OF_WARPS = "  __syncthreads();\n  if (threadIdx.x == 0) {\n    for (int warp = 1;"
 LAST_TILE = "const int64_t t = end - kWarp + lane;\n    const bool counts = t >= begin &&"
+OF_THREAD = "  of_thread[threadIdx.x] = own;"
 FAULTS = {
     "a barrier removed": (
         *("policy/softmax.cu", ROW_OF_WARPS, ROW_OF_WARPS.replace("  __syncthreads();\n", "")),
@@ -67,6 +68,10 @@ FAULTS = {
     "an index off by one": (
         *("policy/softmax.cu", "merge(part, of_warps[warp], ", "merge(part, of_warps[warp + 1], "),
         *("test_linear_ppo_loss_cuda.py", "test_every_term_agrees and settings1", "an index outside of an array"),
+    ),
+    "shared memory that nobody wrote": (
+        *("common/block_reduce.h", OF_THREAD, OF_THREAD.replace("  of", "  if (threadIdx.x < count) of")),
+        *("test_advantages_cuda.py", "test_moments and few", "AssertionError"),
     ),
     "a load before the first token": (
         *("policy/advantages.cu", LAST_TILE, LAST_TILE.replace("t >= begin", "t >= begin - 1")),

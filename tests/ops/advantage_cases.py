@@ -114,7 +114,7 @@ def group_case(sizes: list[int], masked: float, binary: bool = False) -> GroupCa
     return GroupCase(rewards.double(), starts, mask)
 
 
-SIZES = [0, 1, 2, 3, 0, 31, 32, 33, 1, 512, 100]
+SIZES = [0, 1, 2, 3, 0, 31, 32, 33, 1, 512, 513, 100, 700]  # about a warp, and what one holds of a group
 GROUP_CASES = {
     "plain": group_case(SIZES, 0),
     "lost": group_case(SIZES, 0.3),
@@ -160,6 +160,7 @@ MOMENT_CASES: dict[str, tuple[Tensor, Tensor | None]] = {
     "few": (sample(5), None),
     "a block and one": (sample(2049), None),
     "shaped": (sample(6000).view(20, 3, 100), None),
+    "more blocks than a block has threads": (sample(600_000, 2.0), None),
     "far from zero": (sample(30000, 1e6), None),
     "constant": (torch.full((5000,), 0.1, dtype=torch.float64), None),
     "weighted": (sample(9000, 3.0), sample(9000, seed=1).abs()),

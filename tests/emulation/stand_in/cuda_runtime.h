@@ -17,7 +17,7 @@ using cudaStream_t = CUstream_st*;
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __shared__ static  // blocks run one after another
+#define __shared__ static thread_local  // blocks run one after another; nothing else here lies there, see machine.cpp
 
 using emulation::blockIdx;
 using emulation::threadIdx;
