@@ -49,6 +49,7 @@ class Kernel:
     why: str
 
 
+TENSOR_CORES = "brorl::(anonymous namespace)::TensorCores"
 KERNELS = (
     Kernel("tokens_kernel", "tokens_kernel<float>", 256, "token", 28, 40, 68, "7 inputs; 2 gradients, 8 columns"),
     Kernel("statistics_kernel", "statistics_kernel<float>", 512, "logit", 4, 0, 4, "reads the logits once"),
@@ -59,33 +60,33 @@ KERNELS = (
     Kernel("whiten_kernel", "whiten_kernel<float>", 256, "element", 5, 4, 9, "value and mask; the value in place"),
     Kernel("gae_kernel", "gae_kernel<float>", 256, "token", 9, 8, 17, "reward, value, mask; advantage, return"),
     Kernel(
-        *("group_kernel", "group_kernel<float>", 256, "rollout", 15, 4, 9),
-        "three passes over rewards and masks; all but the first out of L1, for a group of 512 is 2.5 KiB",
+        *("group_kernel", "group_kernel<float>", 256, "rollout", 5, 4, 9),
+        "reward and mask; advantage. A lane holds 16 rewards, a warp a group of 512; beyond, three looks",
     ),
     Kernel(
         *("sample_row", "sample_row<unsigned short>", 512, "logit", 2.1335, 0, 2),
         "once for the sums of 16 shares, then the share that is drawn from: 1/16, 1/256, ...",
     ),
     Kernel(
-        *("sample_row, top-k", "sample_row<unsigned short>", 512, "logit", 4.03, 0, 2),
+        *("sample_row, top-k", "sample_row<unsigned short>", 512, "logit", 4, 0, 2),
         "and once for a shortlist, out of which it cuts and draws",
     ),
     Kernel(
-        *("sample_row, top-p", "sample_row<unsigned short>", 512, "logit", 4.03, 0, 2),
+        *("sample_row, top-p", "sample_row<unsigned short>", 512, "logit", 4, 0, 2),
         "the same, where the shortlist of 256 or more holds what is kept",
     ),
     Kernel(
-        *("sample_row, top-p, flat", "sample_row<unsigned short>", 512, "logit", 24.3, 0, 2),
+        *("sample_row, top-p, flat", "sample_row<unsigned short>", 512, "logit", 24.27, 0, 2),
         "where it does not: 8 passes that bisect two bits at a time, one for ties, one for what is kept",
     ),
     # Attention of a decoding step, heads of 128 in bfloat16; a token is one of a kv head.
     Kernel(
-        *("own_kernel", "own_kernel<unsigned short, 128>", 256, "own token", 512, 1, 512),
+        *("own_kernel", f"own_kernel<{TENSOR_CORES}<16, 128> >", 256, "own token", 512, 1, 512),
         "key and value once for all query heads; stored are those of one new token in 512",
     ),
     Kernel(
-        *("prompt_kernel", "prompt_kernel<unsigned short, 128>", 256, "prompt token", 512, 0, 512),
-        "of 16 queries, for which it is read once; other tiles of siblings find it in L2",
+        *("prompt_kernel", f"prompt_kernel<{TENSOR_CORES}<32, 128> >", 256, "prompt token", 1024, 0, 512),
+        "of 32 queries, 16 a warp, so twice, the second time out of L1; other tiles of siblings find it in L2",
     ),
 )
 

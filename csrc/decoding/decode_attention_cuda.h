@@ -10,7 +10,7 @@ struct CUstream_st;
 namespace brorl {
 
 constexpr int64_t kChunkPages = 32;     // of keys and values that one block of threads attends to
-constexpr int64_t kQueriesAtOnce = 16;  // of a kv head: query heads of one row, times rows of one prompt
+constexpr int64_t kQueriesAtOnce = 16;  // query heads of a kv head that a block takes at least
 
 // The tensors of cpu/decode_attention.h; T of qkv, keys, values and out is float, or the bits of bfloat16.
 template <typename T>

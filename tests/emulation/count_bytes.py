@@ -71,10 +71,10 @@ def counted() -> dict[str, list[float]]:
         draw = (wide, ids, ids, ids, *settings)
         found[f"sample_row{name}"] = bytes_of(lambda d=draw: OPS.sample_tokens(*d), wide.numel(), wide)
 
-    # A decoding step of two kv heads, three query heads on each: rows of 512 tokens, and two tiles of a prompt's rows.
+    # A decoding step of two kv heads, three query heads on each: rows of 512 tokens; ten rows of a prompt, a tile.
     found["own_kernel"] = decoded(rows=2, own=512, prompt=0, elements=2 * 2 * 512)
-    loaded, _ = decoded(rows=10, own=1, prompt=4096, elements=2 * 2 * 4096)
-    own = 10 * 2 * 16 * 512 / (2 * 2 * 4096)  # a page of each row
+    loaded, _ = decoded(rows=10, own=1, prompt=4096, elements=2 * 4096)
+    own = 10 * 2 * (16 * 256 + 256) / (2 * 4096)  # of each row a page of keys and a value
     found["prompt_kernel"] = [loaded - own, 0.0]
     return found
 

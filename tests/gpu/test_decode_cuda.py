@@ -32,9 +32,10 @@ def test_agrees_with_float64(number, with_norms, dtype):
     check(case, case.run(KernelDecode()))
 
 
-def test_repeats_bit_for_bit_whoever_is_beside_it():
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_repeats_bit_for_bit_whoever_is_beside_it(dtype):
     """Again, and each row alone: what a row attends to is cut in the same way wherever it stands."""
-    case = moved(make(2, torch.float32))
+    case = moved(make(2, dtype))
     whole = case.run(KernelDecode())
     assert torch.equal(case.run(KernelDecode()), whole)
     of_row = ("cos", "sin", "tables", "lengths", "prompts")
