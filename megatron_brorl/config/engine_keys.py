@@ -37,7 +37,7 @@ class TrtLlmConfig:
     transport: Literal["auto", "cuda_ipc", "host"] = "auto"
     shared_memory: str = "/dev/shm"  # folder in memory; holds the weights once per node, twice during an update
     start_timeout_s: float = above(0, default=1200.0)  # seconds until a process answers first
-    # A process that does not answer for so many seconds is started again
+    # A process that is silent for so many seconds, or takes longer for a part of a refit, is started again
     heartbeat_timeout_s: float = at_least(5, default=60.0, why=": an engine process reports twice a second")
     max_restarts: int = at_least(
         0, default=3
@@ -61,8 +61,8 @@ class VllmConfig:
     transport: Literal["auto", "cuda_ipc", "host"] = "auto"
     shared_memory: str = "/dev/shm"  # folder in memory; holds the weights once per node, twice during an update
     start_timeout_s: float = above(0, default=1200.0)  # seconds until a process answers first
-    # A process that does not answer for so many seconds is started again, as is one whose core or worker does not: more
-    # than the engine's longest step takes
+    # A process that is silent for so many seconds, or takes longer for a part of a refit, is started again, as is one
+    # whose core or worker is silent: more than the engine's longest step takes
     heartbeat_timeout_s: float = at_least(5, default=60.0, why=": an engine process reports twice a second")
     max_restarts: int = at_least(
         0, default=3
@@ -87,7 +87,7 @@ class SglangConfig:
     transport: Literal["auto", "cuda_ipc", "host"] = "auto"
     shared_memory: str = "/dev/shm"  # folder in memory; holds the weights once per node, twice during an update
     start_timeout_s: float = above(0, default=1200.0)  # seconds until a process answers first
-    # A process that does not answer for so many seconds is started again
+    # A process that is silent for so many seconds, or takes longer for a part of a refit, is started again
     heartbeat_timeout_s: float = at_least(5, default=60.0, why=": an engine process reports twice a second")
     max_restarts: int = at_least(
         0, default=3

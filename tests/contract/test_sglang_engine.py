@@ -163,6 +163,26 @@ def test_killed(point, model, begin, monkeypatch, tmp_path, capfd):
     assert "starting it again" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("point", ["load", "end", "sleep"])
+def test_a_worker_that_stands_still_in_a_refit(point, model, begin, monkeypatch, tmp_path, capfd):
+    """The process in front of it answers and beats on; the call ends all the same, and a new engine has the weights."""
+    flag = tmp_path / "stopped"
+    monkeypatch.setenv("BRORL_DOUBLE_HANG", f"{point}:1:{flag}")
+    flag.touch()  # not yet
+    engine = begin(config={"heartbeat_timeout_s": 5.0})
+    engine.update_weights(model.stream(), 0)
+    expected, pid = draw(engine, 20), engine.supervisor.pid
+    flag.unlink()
+    engine.sleep()
+    assert flag.exists() == (point == "sleep")
+    engine.update_weights(model.stream(), 1)
+    assert flag.exists()
+    assert engine.supervisor.pid != pid
+    assert [r.token_ids.tolist() for r in draw(engine, 20)] == [r.token_ids.tolist() for r in expected]
+    part = "finish" if point == "end" else point
+    assert f"has not done '{part}' after 5 s (sglang.heartbeat_timeout_s)" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("readable", [True, False])
 def test_cuda_ipc_path_with_a_stand_in_for_the_handles(readable, model, begin, monkeypatch):
     """Tensors are pickled whole where CUDA would pickle handles; where the engine cannot read them, everything is sent

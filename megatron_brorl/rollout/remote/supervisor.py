@@ -119,7 +119,8 @@ class Supervisor:
                 return
             try:
                 self._ask(Message("sleep"))
-            except EngineError:
+            except EngineError as e:
+                self._say(f"{e}; it is ended, and another one started when it is needed")
                 self._process.kill()  # which gives its memory back too
             self._asleep = True
             if self.weights:
@@ -214,10 +215,15 @@ class Supervisor:
         self._ask(Message("finish", {"names": [record.name for record in weights.records], "version": weights.version}))
 
     def _ask(self, message: Message) -> None:
-        """Send and wait for "done". Raises EngineError."""
+        """Send and wait for "done". Raises EngineError.
+
+        A process whose worker stands still sends its heartbeats for ever: a call ends after that time in any case.
+        """
         if self.failure:
             raise EngineError(self.failure)
         self._link.send(message)
+        limit = self.settings.heartbeat_timeout_s
+        deadline = time.monotonic() + limit
         while True:
             for answer in self._link.poll(_POLL_S):
                 if answer.kind == "error":
@@ -225,5 +231,8 @@ class Supervisor:
                 if answer.kind == "done":
                     return
             why = self._problem()
+            if not why and time.monotonic() > deadline:
+                key = f"{self.options.engine}.heartbeat_timeout_s"
+                why = f"engine process {self.pid} has not done '{message.kind}' after {limit:g} s ({key})"
             if why:
                 raise EngineError(why)
