@@ -105,10 +105,10 @@ def extension(name: str, processor: str, flags: list[str]) -> Any:
         name,
         sorted(str(p) for p in Path("csrc").rglob("*.cpp")),
         depends=sorted(str(p) for p in (*Path("csrc").rglob("*.h"), *Path("csrc").rglob("*.cu"))),
-        include_dirs=[str(Path(__file__).parent.absolute() / "csrc")],
+        include_dirs=[str(Path(__file__).parent.absolute() / "csrc"), *([f"{CUDA_HOME}/include"] if CUDA else [])],
         define_macros=[*told, *([("BRORL_CUDA", "1")] if CUDA else [])],
         library_dirs=[str(p) for p in LIBRARY_FOLDERS] if CUDA else [],
-        libraries=["cudart", "cublas"] if CUDA else [],
+        libraries=["c10_cuda", "cudart", "cublas"] if CUDA else [],
         extra_compile_args=FLAGS + flags,
         extra_link_args=["-fopenmp", *(x for x in FLAGS if x.startswith("-fsanitize"))],
     )

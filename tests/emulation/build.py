@@ -31,10 +31,11 @@ OF_TORCH = ["device.cpp", "ops.cpp"]  # include torch's headers; they do little,
 
 def _compiled(source: Path, csrc: Path, folder: Path) -> Path:
     """The object of one source, which is kept for the next time by the text of all that it may include."""
-    # Kernels see the stand-ins first and nothing of torch; the other files see torch.
+    # The stand-ins come before csrc. Kernels are compiled without torch's headers, as nvcc compiles them.
     kernel = source.suffix == ".cu"
     of_torch = source.name in OF_TORCH
-    include = [f"-isystem{p}" for p in cpp_extension.include_paths()] if of_torch else [f"-I{HERE / 'stand_in'}"]
+    include = [f"-I{HERE / 'stand_in'}"]
+    include += [f"-isystem{p}" for p in cpp_extension.include_paths()] if of_torch else []
     kind = ["-O0", "-fopenmp", "-DBRORL_CUDA=1"] if of_torch else ["-O2", *(WATCHED if kernel else [])]
     flags = [*FLAGS, *kind, *include, f"-I{HERE}", f"-I{csrc}"]
 

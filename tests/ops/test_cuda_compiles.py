@@ -7,9 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -40,6 +42,20 @@ def test_compiles_without_spills(source, tmp_path):
 @pytest.mark.skipif(not Path(CUDA_HOME, "include", "cublas_v2.h").is_file(), reason="this CUDA toolkit has no cuBLAS")
 def test_the_call_of_cublas_compiles(tmp_path):
     command = [NVCC, *NVCC_FLAGS, "-c", str(ROOT / "csrc" / HOST), "-o", str(tmp_path / "out.o")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NVCC is None, reason="needs the headers of the CUDA toolkit")
+def test_the_torch_side_of_a_cuda_build_compiles():
+    """Parse the files that depend on BRORL_CUDA. CPU wheels have torch's CUDA headers except cuda_cmake_macros.h."""
+    sources = sorted(str(p) for p in (ROOT / "csrc").rglob("*.cpp") if "BRORL_CUDA" in p.read_text(encoding="utf-8"))
+    defines = ["-DBRORL_CUDA=1", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE", "-DTORCH_EXTENSION_NAME=_C"]
+    defines += ['-DBRORL_PROCESSOR="x"', '-DBRORL_TORCH="x"']
+    system = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], f"{CUDA_HOME}/include"]
+    include = [f"-I{ROOT / 'csrc'}", *(f"-isystem{p}" for p in system)]
+    command = ["c++", "-std=c++20", "-fopenmp", "-fsyntax-only", "-Wno-psabi", *defines, *include, *sources]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
