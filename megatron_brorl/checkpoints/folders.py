@@ -15,6 +15,7 @@ from megatron_brorl.json_files import read_object
 LATEST, BEST = "latest", "best"  # pointers: files whose first line is the name of a checkpoint
 RUN = "run.json"
 STEP = "step"  # key of run.json: steps done
+LAYOUT = "optimizer_layout"  # key of run.json: sizes that a distributed optimizer's state is bound to, or null
 STEPPED = "optimizers_that_have_stepped"  # key of run.json: names of parts
 
 

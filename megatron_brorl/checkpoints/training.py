@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor, dict_utils
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_brorl.checkpoints import best, folders, manifest, unpickle, verified_files
+from megatron_brorl.checkpoints import best, distributed_optimizer, folders, manifest, unpickle, verified_files
 from megatron_brorl.checkpoints.best import Best
-from megatron_brorl.checkpoints.folders import LATEST, RUN, STEP, STEPPED, read_run
+from megatron_brorl.checkpoints.folders import LATEST, LAYOUT, RUN, STEP, STEPPED, read_run
 from megatron_brorl.checkpoints.host_copies import HostCopies
 from megatron_brorl.checkpoints.hugging_face import replace_directory
 from megatron_brorl.checkpoints.shard_writer import Shards, plan
@@ -70,17 +70,26 @@ class Part:
             model[self.prefix + name].data = weight
         if not with_optimizer:
             return {"model": model}
-        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading)}
+        if distributed_optimizer.is_distributed(self.optimizer):
+            optimizer = distributed_optimizer.sharded_state(self.optimizer, model, self.prefix, loading)
+        else:
+            optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading)
+        return {"model": model, "optimizer": optimizer}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave and Megatron filled; an optimizer without a state gets the module's weights."""
+    def restore(self, state: dict[str, Any], directory: Path) -> None:
+        """Load what `state` returned and Megatron filled. An optimizer without a saved state gets the module's weights.
+
+        directory: named in errors.
+        """
         model = {k.removeprefix(self.prefix): v for k, v in state["model"].items()}
         if self.weights is not None:
             for name, weight in self.weights.items():
                 weight.copy_(model[name])
             return
         self.module.load_state_dict(model)
-        if "optimizer" in state:
+        if "optimizer" in state and distributed_optimizer.is_distributed(self.optimizer):
+            distributed_optimizer.restore(self.optimizer, state["optimizer"], directory)
+        elif "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
             self.optimizer.reload_model_params()
@@ -192,7 +201,8 @@ def begin(
     # All ranks write into one directory, which is there before any of them takes memory for it.
     begun = Save(root / folders.name_of(step), keep, dict(files or {}))
     if dist.get_rank() == 0:
-        begun.files[RUN] = json.dumps({**run, STEP: step, STEPPED: stepped}, indent=1).encode()
+        known = {**run, STEP: step, STEPPED: stepped, LAYOUT: _optimizer_layout(parts)}
+        begun.files[RUN] = json.dumps(known, indent=1).encode()
         with begun.refusals.caught():
             _make(begun.aside, needed)
     begun.agree()
@@ -296,9 +306,17 @@ def find(root: Path) -> Path | None:
 def load(directory: Path, parts: Sequence[Part]) -> None:
     """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one.
 
-    Raises UserError where a weight is not finite.
+    With the distributed optimizer, only the data-parallel size may differ. Raises UserError if the layout is another
+    or a weight is not finite.
     """
-    stepped = read_run(directory)[STEPPED]
+    run = read_run(directory)
+    stepped = run[STEPPED]
+    saved, now = run.get(LAYOUT), _optimizer_layout(parts)
+    if stepped and saved != now:
+        raise UserError(
+            f"{directory}: its optimizer state was saved with {_describe(saved)} and this run has {_describe(now)}; "
+            "use the saved settings, or convert its weights (brorl convert to-hf) and start a new run from them"
+        )
     with device.bridge():
         try:
             with unpickle.restricted(), _quiet():
@@ -316,11 +334,28 @@ def load(directory: Path, parts: Sequence[Part]) -> None:
             )
             raise UserError(f"{directory}: {why}; {remedy}") from None
         for part in parts:
-            part.restore(state[part.name] if part.name else state)
+            part.restore(state[part.name] if part.name else state, directory)
     for part in parts:
         part.require_finite(
             str(directory), f"delete it and {directory.parent / LATEST} to go on from an older checkpoint"
         )
+
+
+def _optimizer_layout(parts: Sequence[Part]) -> dict[str, int] | None:
+    """Return the layout that the optimizer state is bound to, or None if it can be loaded under any."""
+    if not any(part.optimizer and distributed_optimizer.is_distributed(part.optimizer) for part in parts):
+        return None
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+
+
+def _describe(layout: dict[str, int] | None) -> str:
+    if layout is None:
+        return "parallel.distributed_optimizer = false"
+    sizes = ", ".join(f"parallel.{name} = {size}" for name, size in layout.items())
+    return f"parallel.distributed_optimizer = true, {sizes}"
 
 
 @contextlib.contextmanager

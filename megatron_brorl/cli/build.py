@@ -93,11 +93,6 @@ class Session:
 
         # What this machine must have; told before data is read, which may take long.
         check_installed(() if benchmarks else config.run.log)  # an evaluation has no steps to show
-        if config.parallel.distributed_optimizer and not device.on_gpu():
-            raise UserError(
-                "parallel.distributed_optimizer = true: Megatron-Core can checkpoint it only with Transformer Engine's "
-                "Adam on a GPU; set it to false"
-            )
         self.ops = backend(config.ops.implementation, device.default_device(), config.fp8.head)
         fp8.check(config.fp8, self.shape, config.parallel.tensor)  # and what FP8 asks of device and shape
 

@@ -58,7 +58,7 @@ class ParallelConfig:
     pipeline: int = at_least(1, default=1)  # stages of layers, one behind another (pipeline parallelism)
     context: int = at_least(1, default=1)  # ranks that the tokens of every sequence are cut over (context parallelism)
     sequence: bool = False  # Megatron's sequence parallelism (needs tensor > 1)
-    distributed_optimizer: bool = False  # ZeRO-1; its checkpoints need a GPU
+    distributed_optimizer: bool = False  # ZeRO-1; a resumed run needs the same tensor and pipeline sizes
     overlap_grad_reduce: bool = False  # gradients are summed over data-parallel ranks while the backward pass goes on
     overlap_param_gather: bool = False  # ZeRO-1's weights are gathered while the next forward pass goes on
     # A collective that waits longer ends the run; ranks that wait for another's rollouts wait rollout.timeout_s more.

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import fakes
+import torch
 from dist.jobs import grid_of
-from dist.steps import _Silent, configured, make_trainer
+from dist.steps import _go_on, _Silent, configured, make_trainer
 
 from megatron_brorl.checkpoints.training import Save
+from megatron_brorl.errors import UserError
 
 
 def both_ways(
@@ -52,3 +54,29 @@ def both_ways(
     finally:
         Save.write = write  # type: ignore[method-assign]
     return figures, there, busy
+
+
+def saves_over_dirty_memory(_rank: int, directory: str, changes: dict[str, Any], roots: list[str]) -> None:
+    """Save one state twice; the second time new tensors of `torch.empty` are full of sevens."""
+    trainer = make_trainer(directory, grid_of(), configured(changes), fakes.Engine())
+    trainer.seconds = lambda: 7.5  # type: ignore[method-assign]
+    trainer.refit()
+    trainer.train_step()
+    empty = torch.empty
+    for root, dirty in zip(roots, (False, True), strict=True):
+        trainer.config = replace(trainer.config, run=replace(trainer.config.run, dir=root))
+        try:
+            if dirty:
+                torch.empty = lambda *a, **k: empty(*a, **k).fill_(7)  # type: ignore[assignment]
+            trainer.save()
+        finally:
+            torch.empty = empty  # type: ignore[assignment]
+
+
+def refused(_rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], root: str) -> str:
+    """Return the error with which a trainer of another layout answers the checkpoint under `root`."""
+    try:
+        _go_on(directory, grid_of(**parallel), configured(changes | {"run": {"seed": 3, "dir": root}}), [], 0)
+    except UserError as e:
+        return str(e)
+    return ""

@@ -13,9 +13,18 @@ import fakes
 import torch
 from dist.jobs import grid_of, make_worker
 
-from megatron_brorl.config.schema import Config, EvaluateConfig, OptimConfig, ParallelConfig, RolloutConfig, RunConfig, TrainConfig
+from megatron_brorl.config.schema import (
+    Config,
+    EvaluateConfig,
+    OptimConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops import philox
 from megatron_brorl.ops.backend import backend
@@ -53,7 +62,14 @@ def configured(changes: dict[str, dict[str, Any]]) -> Config:
 
 def _options(config: Config, grid: Grid) -> StageOptions:
     ops = backend(config.ops.implementation, torch.device("cpu"))
-    return StageOptions(config.train.tokens_per_micro_batch, ops, share_prompt=grid.context == 1)
+    return StageOptions(
+        config.train.tokens_per_micro_batch,
+        ops,
+        DTYPES[config.model.dtype],
+        share_prompt=grid.context == 1,
+        distributed_optimizer=config.parallel.distributed_optimizer,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+    )
 
 
 def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any, grace_s: float = 30.0) -> Trainer:

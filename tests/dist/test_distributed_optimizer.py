@@ -1,0 +1,71 @@
+"""Checkpoints of the distributed optimizer: bit-exact resume, another data-parallel size, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import tiny
+import torch
+from dist.test_steps import VARIANTS, assert_same
+
+ZERO = {"parallel": {"distributed_optimizer": True}}
+OVERLAP = {"parallel": {"distributed_optimizer": True, "overlap_grad_reduce": True}}
+BF16 = {"model": {"dtype": "bf16"}}
+CASES = [
+    pytest.param(2, {}, ZERO | VARIANTS["critic"], id="dp2-critic"),
+    pytest.param(2, {}, ZERO | BF16, id="dp2-bf16"),
+    pytest.param(2, {}, OVERLAP, id="dp2-overlap"),
+    pytest.param(2, {"tensor": 2}, ZERO, id="tp2"),
+    pytest.param(4, {"pipeline": 2}, ZERO | VARIANTS["critic"], id="dp2-pp2-critic"),
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    made = tmp_path_factory.mktemp("model")
+    tiny.make_model(made, "qwen2", True)
+    return str(made)
+
+
+@pytest.mark.parametrize(("size", "parallel", "changes"), CASES)
+def test_resume_is_bit_exact(worlds, directory, tmp_path, size, parallel, changes):
+    """Adam's step count differs between a run of 4 steps and one that starts again at 2, unless it is restored."""
+    whole = worlds(size).run("steps:run_steps", directory, parallel, changes, 4, {})
+    cut = worlds(size).run("steps:resumed", directory, parallel, changes, 4, 2, str(tmp_path))
+    for (metrics, weights, _), (got, got_weights) in zip(whole, cut, strict=True):
+        assert [repr(m) for m in got] == [repr(m) for m in metrics]
+        assert all(torch.equal(weights[name], got_weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(("size", "other"), [(2, 1), (2, 4), (1, 2)])
+def test_resume_with_another_number_of_replicas(worlds, directory, tmp_path, size, other):
+    changes = ZERO | VARIANTS["critic"]
+    whole = worlds(size).run("steps:run_steps", directory, {}, changes, 4, {})
+    worlds(size).run("steps:resumed", directory, {}, changes, 2, 2, str(tmp_path))
+    got = worlds(other).run("steps:go_on", directory, {}, changes, 2, str(tmp_path))
+    assert_same(got, (whole[0][0][2:], whole[0][1], None))
+
+
+def test_equal_states_are_equal_files(worlds, directory, tmp_path):
+    """Whatever was in memory where Megatron allocates the padding between parameters."""
+    roots = [str(tmp_path / name) for name in ("clean", "dirty")]
+    worlds(2).run("saving_jobs:saves_over_dirty_memory", directory, OVERLAP, roots)
+    clean, dirty = ({p.name: p.read_bytes() for p in (tmp_path / n).rglob("*.distcp")} for n in ("clean", "dirty"))
+    assert clean
+    assert clean == dirty
+
+
+@pytest.mark.parametrize(
+    ("now", "changes", "words"),
+    [
+        ({"tensor": 2}, ZERO, "parallel.tensor = 1, parallel.pipeline = 1 and this run has .*parallel.tensor = 2"),
+        ({"pipeline": 2}, ZERO, "parallel.pipeline = 1 and this run has .*parallel.pipeline = 2"),
+        ({}, {}, "and this run has parallel.distributed_optimizer = false"),
+    ],
+)
+def test_another_layout_is_refused(worlds, directory, tmp_path, now, changes, words):
+    worlds(2).run("steps:resumed", directory, {}, ZERO, 1, 1, str(tmp_path))
+    for refused in worlds(2).run("saving_jobs:refused", directory, now, changes, str(tmp_path)):
+        assert "step_00000001" in refused
+        assert re.search(words, refused)
