@@ -131,11 +131,26 @@ ENGINE = Section(
             "growing: `train.verify_reshard = 'always'` finds out which; `algo.is_cap` bounds the damage",
         ),
         Figure(
+            "reshard_gap_mean",
+            "nats",
+            NUMBER,
+            "mean log-probability difference of the worst engine on random prompts after the weight sync; see "
+            "`train.verify_reshard`",
+            "above `train.verify_tolerance`: engine processes are restarted once, then the run ends",
+        ),
+        Figure(
+            "reshard_gap_p99",
+            "nats",
+            NUMBER,
+            "99% quantile of the same differences over all engines",
+            "above 4 times `train.verify_tolerance`: as for the mean",
+        ),
+        Figure(
             "reshard_gap_max",
             "nats",
             NUMBER,
-            "the same on a probe of random prompts after the refit; see `train.verify_reshard`",
-            "above `train.verify_tolerance` engines that are processes are started anew, once; then the run ends",
+            "maximum of the same differences",
+            "above 10 times `train.verify_tolerance`: as for the mean; below that, rounding in bf16",
         ),
         Figure(
             "refit_again",

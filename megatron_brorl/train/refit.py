@@ -17,9 +17,9 @@ from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.train import verify
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.training_models import TrainingModels
-from megatron_brorl.train.verify import verify_reshard
 from megatron_brorl.train.worker import Worker
 
 TRIES = 2
@@ -49,7 +49,8 @@ def refit_engines(models: TrainingModels, rollouts: Rollouts, version: int, conf
     metrics = {"refit_again": float(refit(models.actor, engine, version, rollouts.durable))}
     when = config.train.verify_reshard
     if when == "always" or (when == "auto" and config.rollout.engine in ENGINES):
-        metrics["reshard_gap_max"], again = verify_reshard(models.actor, engine, version, config)
+        gap, again = verify.verify_reshard(models.actor, engine, version, config)
+        metrics |= verify.metrics(gap)
         metrics["refit_again"] += again
     models.offload()
     dist.barrier()  # an engine takes memory for keys and values when one of its ranks generates: all have made room

@@ -182,7 +182,7 @@ def verified(_rank: int, directory: str, parallel: dict[str, Any], wrong: bool) 
                 p.mul_(1.01)
     config = Config(train=TrainConfig(verify_tolerance=1e-4))
     try:
-        return verify_reshard(worker, Watchdog(engine, 60.0), 0, config)[0]
+        return verify_reshard(worker, Watchdog(engine, 60.0), 0, config)[0].max
     except UserError as e:
         return str(e)
 

@@ -108,7 +108,7 @@ def test_a_stale_head_is_found_by_the_probe(model, start, tmp_path, monkeypatch,
     refit(worker, right, 0)
     gap, again = verify_reshard(worker, Watchdog(right, 60.0), 0, CONFIG)
     assert (gap, again) == (reshard_gap(worker, Watchdog(right, 60.0), 0), 0)
-    assert gap < 1e-4
+    assert gap.max < 1e-4
     right.close()
 
     # What is not is started anew once, with the same weights, and is as wrong.
