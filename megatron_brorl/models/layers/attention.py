@@ -19,7 +19,7 @@ from megatron_brorl.models.layers.block_mask import block_mask
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel.batch import Group
-from megatron_brorl.parallel.context import own_tokens
+from megatron_brorl.parallel.context import own_tokens, segment_lengths
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Segments(PackedSeqParams):
     mask: BlockMask | None = None  # of groups, made where it is first needed
     table: Tensor | None = None  # of groups, likewise (models.layers.fused_attention.segment_table)
     context: dist.ProcessGroup | None = None  # over which every segment is cut (parallel.context); T is this rank's
+    boundaries: PackedSeqParams | None = None  # of groups, made where it is first needed
 
     @property
     def shared(self) -> bool:
@@ -47,6 +48,23 @@ class Segments(PackedSeqParams):
         halves = self.local if self.local and layer in self.local_layers else (self.cos, self.sin)
         cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(1).to(x.dtype) for half in halves)
         return rope.rotate(x, cos, sin)
+
+    def variable_length(self, where: torch.device) -> PackedSeqParams:
+        """Return Transformer Engine's description of plain segments, made once for all layers."""
+        if self.boundaries is None:
+            lengths = segment_lengths(self.groups)
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(where)
+            # Queries and keys are the same tokens. Context parallelism divides the whole stream, padding included.
+            self.boundaries = PackedSeqParams(
+                qkv_format="thd",  # [tokens, heads, d], without a batch dimension
+                cu_seqlens_q=ends,
+                cu_seqlens_kv=ends,
+                cu_seqlens_q_padded=ends,
+                cu_seqlens_kv_padded=ends,
+                max_seqlen_q=max(lengths),
+                max_seqlen_kv=max(lengths),
+            )
+        return self.boundaries
 
     def attend_on_gpu(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """query [T, heads, d], key and value [T, kv_heads, d] -> [T, 1, heads * d]."""

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
-
-from megatron_brorl.parallel.context import segment_lengths
 
 
 class PackedTeAttention(TEDotProductAttention):
@@ -36,23 +32,9 @@ class PackedTeAttention(TEDotProductAttention):
             streams = (x.squeeze(1) for x in (query, key, value))
             return packed_seq_params.attend_on_gpu(*streams, self.config.softmax_scale)  # YaRN's factor is in it
 
-        # One boundary per segment, as Transformer Engine wants them.
-        lengths = segment_lengths(packed_seq_params.groups)
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
-
-        # Queries and keys are the same tokens: this is self-attention.
-        packing = PackedSeqParams(
-            qkv_format="thd",  # [tokens, heads, d]: no dimension for a batch
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            cu_seqlens_q_padded=ends,  # of the whole stream, which context parallelism divides; padding is a token too
-            cu_seqlens_kv_padded=ends,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-        )
-
         streams = (x.squeeze(1) for x in (query, key, value))
-        # Megatron's extra dimension of 1 goes away for this layout and comes back after it.
+        # This layout has no batch dimension, which Megatron expects as a dimension of 1.
+        packing = packed_seq_params.variable_length(query.device)
         out = super().forward(*streams, attention_mask, packed_seq_params=packing, **kwargs)
         return out.reshape(len(query), 1, -1)
 
