@@ -33,7 +33,7 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], prefix: str, load
     would give two models of a run the same keys.
     """
     if loading:
-        _initialise(optimizer)
+        initialise(optimizer)
     state: dict[str, Any] = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_FORMAT)
 
     # Megatron leaves the padding between parameters uninitialised, but equal states must give equal files.
@@ -73,8 +73,12 @@ def restore(optimizer: Any, state: dict[str, Any], directory: Path) -> None:
                 values["step"] = values["step"].clone()
 
 
-def _initialise(optimizer: Any) -> None:
-    """Allocate the state of an optimizer that has not stepped, which Megatron needs as the target of loading."""
+def initialise(optimizer: Any) -> None:
+    """Allocate the state of an optimizer that has not stepped: zeros, as Adam would in its first step.
+
+    Megatron needs it for loading. Saving it before the first step also saves the float32 masters, which cannot be made
+    again from rounded weights.
+    """
     for part in optimizer.chained_optimizers:
         part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.Adam):

@@ -145,11 +145,13 @@ def load(
     directory: str | Path,
     fused_norms: bool,
     own: Sequence[str] = (),
-) -> None:
+    keep: bool = False,
+) -> dict[str, Tensor]:
     """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype.
 
     fused_norms: whether the actor's norms are in Transformer Engine's linear layers. own: parameters that no directory
-    holds, which stay as they are. Raises UserError where the directory does not hold the model of its config.json.
+    has, which stay as they are. keep: return this rank's part of each tensor in the dtype of the file, by the module's
+    own parameter names. Raises UserError if the directory does not have the model of its config.json.
     """
     checkpoint = Checkpoint(Path(directory))
     checkpoint.check(hf_names.hf_shapes(shape))
@@ -157,7 +159,9 @@ def load(
         checkpoint.check_tied(shape)
     parameters = {k: v for k, v in hf_names.global_parameters(actor).items() if k not in own}
 
-    # Each rank reads the entries that its stage holds, and keeps its part of them.
+    # Each rank reads the entries of its stage and copies its part of them.
+    local_names = {id(parameter): name for name, parameter in actor.named_parameters()}
+    kept: dict[str, Tensor] = {}
     with torch.no_grad():
         for entry in hf_names.entries(shape, grid.pipeline, fused_norms):
             targets = [parameters.pop(entry.megatron)] if entry.stage == grid.pp_rank else []
@@ -167,9 +171,12 @@ def load(
                 part = to_local(entry, checkpoint.read(entry), shape.kv_heads, grid.tp_rank, grid.tensor)
                 for target in targets:
                     target.copy_(part)
+                    if keep:
+                        kept[local_names[id(target)]] = part.to(target.device)
 
     if parameters:
         raise AssertionError(f"parameters without a Hugging Face name: {sorted(parameters)}")
+    return kept
 
 
 def save(

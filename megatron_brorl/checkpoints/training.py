@@ -193,7 +193,10 @@ def begin(
     """
     check(parts, step)
 
-    # An optimizer that has not stepped yet has no state that Megatron could save.
+    # Without the distributed optimizer, Megatron cannot save the state of an optimizer that has not stepped.
+    for part in parts:
+        if part.optimizer and distributed_optimizer.is_distributed(part.optimizer):
+            distributed_optimizer.initialise(part.optimizer)
     stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
     states = _states(parts, stepped)
     needed = collectives.all_reduce_sum({"bytes": _bytes(states)})["bytes"]  # of all ranks

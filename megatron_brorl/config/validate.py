@@ -178,6 +178,11 @@ def _fp8(config: Config) -> Iterator[Rule]:
     on = f.recipe != "none"
     yield not on or config.model.dtype == "bf16", "model.dtype", "fp8.recipe works beside bf16: must be 'bf16'"
     yield on or not f.parameters, "fp8.parameters", "needs an fp8.recipe"
+    yield (
+        not f.parameters or config.parallel.distributed_optimizer,
+        "fp8.parameters",
+        "needs parallel.distributed_optimizer = true, which alone can keep float32 masters that are not rounded to FP8",
+    )
     yield on or not f.bf16_layers, "fp8.bf16_layers", "needs an fp8.recipe"
     yield f.recipe != "delayed" or not f.bf16_layers, "fp8.bf16_layers", 'must be 0 with fp8.recipe = "delayed"'
 

@@ -14,8 +14,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.parallel import device
 
-_LEAST_ENGINE = (2, 9)  # that Megatron-Core 0.16 is made for ...
-_BEYOND_ENGINE = (2, 12)  # ... and the first that it is not
+MIN_TE_VERSION = (2, 9)  # of Megatron-Core 0.16
 
 
 def problem(
@@ -28,11 +27,8 @@ def problem(
     """
     # What Transformer Engine and the GPU can do.
     gpu = "{}.{}".format(*capability)
-    if _version(engine) < _LEAST_ENGINE:
+    if _version(engine) < MIN_TE_VERSION:
         return f"Transformer Engine {engine} is too old for Megatron-Core 0.16: install 2.9 or newer"
-    if config.recipe == "delayed" and _version(engine) >= _BEYOND_ENGINE:
-        # Megatron-Core gives DelayedScaling an override_linear_precision, which 2.20 no longer takes.
-        return f"Megatron-Core 0.16 is made for Transformer Engine below 2.12 (here: {engine}): use 'tensorwise'"
 
     # The GPU: each recipe has a first generation that computes it, block scaling a first CUDA too.
     if capability < (8, 9):
@@ -85,6 +81,8 @@ def settings(config: Fp8Config) -> dict[str, Any]:
         "fp8_param": config.parameters,
         "fp8_amax_history_len": config.amax_history,
         "fp8_amax_compute_algo": "max",
+        # Data-parallel ranks may have different numbers of micro-batches, so an all-reduce over them would hang.
+        "tp_only_amax_red": True,
         "first_last_layers_bf16": config.bf16_layers > 0,
         "num_layers_at_start_in_bf16": config.bf16_layers,
         "num_layers_at_end_in_bf16": config.bf16_layers,

@@ -28,9 +28,10 @@ class CriticWorker(Stage):
     def load_hf(self, directory: str | Path) -> None:
         """Fill the body from an actor's Hugging Face directory, and the value head with zeros."""
         own = ["output_layer.weight"]
-        hugging_face.load(self.critic, body(self.shape), self.grid, directory, self.critic.fused_norms, own)
+        norms = self.critic.fused_norms
+        read = hugging_face.load(self.critic, body(self.shape), self.grid, directory, norms, own, keep=self._keeps_read)
         self.critic.zero_value_head()
-        self.optimizer.reload_model_params()
+        self._fill_masters(read)
 
     def values(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Tensor]:
         """Values [G] float32 of the states before each response token, in row order, on every rank of the model's."""

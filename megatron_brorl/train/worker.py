@@ -151,6 +151,21 @@ class Stage:
         self._finish_gather()
         self._reload()
 
+    @property
+    def _keeps_read(self) -> bool:
+        """Whether float32 masters are filled from the tensors of a file: only the distributed optimizer can do that."""
+        return self.options.distributed_optimizer and self.options.dtype != torch.float32
+
+    def _fill_masters(self, read: Mapping[str, Tensor]) -> None:
+        """Fill the optimizer's float32 masters from tensors by the module's parameter names, else from its weights.
+
+        Weights in FP8 or bfloat16 are rounded already, so masters made from them would differ from the file.
+        """
+        if read:
+            self.optimizer.reload_model_params(state_dict={**dict(self.module.named_parameters()), **read})
+        else:
+            self.optimizer.reload_model_params()
+
     def require_finite(self, what: str, then: str) -> None:
         """Raise UserError, on every rank, where a weight is NaN or infinite; a collective. what, then: around its
         name."""
@@ -315,9 +330,11 @@ class Worker(Stage):
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the weights from a Hugging Face directory (and the optimizer's fp32 masters from them)."""
-        hugging_face.load(self.actor, self.shape, self.grid, directory, self.actor.fused_norms)
+        read = hugging_face.load(
+            self.actor, self.shape, self.grid, directory, self.actor.fused_norms, keep=self._keeps_read
+        )
         if self.optim is not None:
-            self.optimizer.reload_model_params()
+            self._fill_masters(read)
 
     def hf_tensors(self) -> Iterator[Sealed]:
         """The full weights as (Hugging Face name, tensor), with checksums, the same on every rank; a collective."""

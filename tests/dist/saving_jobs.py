@@ -80,3 +80,33 @@ def refused(_rank: int, directory: str, parallel: dict[str, Any], changes: dict[
     except UserError as e:
         return str(e)
     return ""
+
+
+def masters(_rank: int, directory: str, root: str) -> list[dict[str, tuple[int, torch.Tensor]]]:
+    """Float32 masters of a bfloat16 model after loading its directory, and after a checkpoint before the first step.
+
+    Each is this rank's part: parameter name -> (where it starts in the flat parameter, values).
+    """
+    changes = {"parallel": {"distributed_optimizer": True}, "model": {"dtype": "bf16"}}
+    config = configured(changes | {"run": {"seed": 3, "dir": root}})
+
+    def found(trainer: Any) -> dict[str, tuple[int, torch.Tensor]]:
+        optimizer = trainer.worker.optimizer.chained_optimizers[0]
+        names = {id(p): name for name, p in trainer.worker.actor.named_parameters()}
+        parts = {}
+        groups = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
+        for parameters, shards in groups:
+            for p, shard in zip(parameters, shards, strict=True):
+                start = optimizer._get_model_param_range_map(p)["param"].start
+                parts[names[id(p)]] = (start, shard.detach().clone())
+        return parts
+
+    first = make_trainer(directory, grid_of(), config, fakes.Engine())
+    first.save()
+    second = make_trainer(directory, grid_of(), config, fakes.Engine())
+    with torch.no_grad():
+        for group in second.worker.optimizer.chained_optimizers[0].shard_fp32_from_float16_groups:
+            for shard in group:
+                shard.zero_()
+    second.restore(Path(root) / "checkpoints" / "step_00000000")
+    return [found(first), found(second)]

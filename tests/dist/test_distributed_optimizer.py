@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from dist.test_steps import VARIANTS, assert_same
+from safetensors.torch import load_file
 
 ZERO = {"parallel": {"distributed_optimizer": True}}
 OVERLAP = {"parallel": {"distributed_optimizer": True, "overlap_grad_reduce": True}}
@@ -69,3 +70,21 @@ def test_another_layout_is_refused(worlds, directory, tmp_path, now, changes, wo
     for refused in worlds(2).run("saving_jobs:refused", directory, now, changes, str(tmp_path)):
         assert "step_00000001" in refused
         assert re.search(words, refused)
+
+
+def test_masters_are_the_values_of_the_file(worlds, directory, tmp_path):
+    """The weights are rounded to bfloat16, the masters are not; so they are after a checkpoint before the first step."""
+    names = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "decoder.layers.1.mlp.linear_fc2.weight": "model.layers.1.mlp.down_proj.weight",
+        "decoder.final_layernorm.weight": "model.norm.weight",
+    }
+    stored = load_file(f"{directory}/model.safetensors")
+    found = worlds(2).run("saving_jobs:masters", directory, str(tmp_path))
+    for when in (0, 1):
+        for megatron, hf in names.items():
+            flat = torch.full_like(stored[hf].flatten(), float("nan"))
+            for start, values in (rank[when][megatron] for rank in found if megatron in rank[when]):
+                flat[start : start + len(values)] = values
+            assert torch.equal(flat, stored[hf].flatten())
+            assert hf == "model.norm.weight" or not torch.equal(flat, flat.bfloat16().float())

@@ -86,7 +86,7 @@ CASES = {
     "parallel.timeout_s": Case(built.waits, 30.0),
     "fp8.recipe": Case(built.fp8_fields, "blockwise", before="tensorwise", beside={"model.dtype": "bf16"}),
     "fp8.format": Case(built.fp8_fields, "e4m3", beside=FP8),
-    "fp8.parameters": Case(built.fp8_fields, True, beside=FP8),
+    "fp8.parameters": Case(built.fp8_fields, True, beside=FP8 | {"parallel.distributed_optimizer": True}),
     "fp8.bf16_layers": Case(built.fp8_fields, 1, beside=FP8),
     "fp8.amax_history": Case(built.fp8_fields, 16, beside=FP8),
     "fp8.head": Case(built.logits, "blockwise"),

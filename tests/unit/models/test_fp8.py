@@ -31,7 +31,7 @@ def shape(**changes: int) -> ModelShape:
         ("tensorwise", L40, "12.4", "2.11", ""),
         ("blockwise", H100, "12.9", "2.9.0+abc", ""),
         ("blockwise", H100, "13.0", "2.20.2", ""),
-        ("delayed", H100, "13.0", "2.20.2", "Transformer Engine below 2.12 (here: 2.20.2): use 'tensorwise'"),
+        ("delayed", H100, "13.0", "2.20.2", ""),
         ("mxfp8", B200, "13.0", "2.9", ""),
         ("delayed", A100, "12.9", "2.9", "compute capability 8.9 (this GPU: 8.0)"),
         ("blockwise", H100, "12.8", "2.9", "CUDA 12.9 (here: 9.0 and 12.8): use 'tensorwise'"),
@@ -64,7 +64,8 @@ def test_megatron_knows_every_field():
     for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"):
         given = fp8.settings(Fp8Config(recipe=recipe, bf16_layers=0 if recipe == "delayed" else 1))
         assert given.keys() <= known.keys()
-        TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, **given)
+        made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, **given)
+        assert made.tp_only_amax_red  # Replicas have different numbers of micro-batches.
     assert fp8.settings(Fp8Config()) == {}
 
 
@@ -85,7 +86,17 @@ def test_not_on_this_machine():
         (["model.dtype=bf16", "fp8.recipe=delayed", "fp8.bf16_layers=1"], 'must be 0 with fp8.recipe = "delayed"'),
         (["train.recompute=true", "train.recompute_attention=true"], "recomputes attention too"),
         (
-            ["model.dtype=bf16", "fp8.recipe=tensorwise", "fp8.parameters=true", "train.offload=true"],
+            ["model.dtype=bf16", "fp8.recipe=tensorwise", "fp8.parameters=true"],
+            "fp8.parameters = True: needs parallel.distributed_optimizer = true",
+        ),
+        (
+            [
+                "model.dtype=bf16",
+                "fp8.recipe=tensorwise",
+                "fp8.parameters=true",
+                "parallel.distributed_optimizer=true",
+                "train.offload=true",
+            ],
             "FP8 parameters (fp8.parameters) cannot be moved",
         ),
     ],

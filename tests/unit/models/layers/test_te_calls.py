@@ -86,14 +86,17 @@ def test_attention_is_called_as_megatron_s_wrapper_takes_it():
     assert given <= set(names)
 
 
-# Transformer Engine 2.20.2: of transformer_engine.common.recipe by inspect.signature, of FusedAdam from its source.
+# Transformer Engine 2.20.2: transformer_engine.common.recipe by inspect.signature, FusedAdam from its source. The
+# recipes are pydantic dataclasses, which ignore unknown arguments: calling DelayedScaling with Megatron's
+# override_linear_precision works with the recipe modules of 2.9.0, 2.12.0, 2.17.0, 2.18.0, 2.19.0 and 2.20.2
+# (2026-11-25).
 SIGNATURES = {
     "DelayedScaling": "margin fp8_format amax_history_len amax_compute_algo scaling_factor_compute_algo reduce_amax "
     "fp8_dpa fp8_mha backward_override",
     "Float8CurrentScaling": "use_power_2_scales fp8_format fp8_gemm_fprop fp8_gemm_dgrad fp8_gemm_wgrad fp8_dpa "
     "fp8_mha backward_override",
     "Float8BlockScaling": "use_f32_scales fp8_format x_block_scaling_dim w_block_scaling_dim grad_block_scaling_dim",
-    "MXFP8BlockScaling": "margin fp8_format",
+    "MXFP8BlockScaling": "margin fp8_format fp8_dpa fp8_mha backward_override enable_2d_quantization",
     "FusedAdam": "params lr betas eps weight_decay amsgrad bias_correction adam_w_mode capturable master_weights "
     "master_weight_dtype exp_avg_dtype exp_avg_sq_dtype use_decoupled_grad store_param_remainders set_grad_none",
 }
@@ -122,8 +125,7 @@ def test_recipes_take_what_megatron_gives_them(recipe):
     assert {"fp8_format"} <= found[0] <= set(SIGNATURES[recipe].split())
 
 
-def test_delayed_scaling_of_newer_engines_is_refused_for_a_reason():
-    """models.fp8.problem refuses it: this argument would end the run with a TypeError."""
+def test_delayed_scaling_takes_what_megatron_gives_it_but_for_an_ignored_argument():
     (given,) = _keywords(_wrappers()["TEDelayedScaling"], "__init__")
     assert given - set(SIGNATURES["DelayedScaling"].split()) == {"override_linear_precision"}
 
