@@ -17,7 +17,7 @@
 #   bash examples/brorl_1.5b.sh [section.key=value ...]                           one rank per GPU of this node
 #   sbatch examples/brorl_1.5b.sh [section.key=value ...]                         8 nodes of 8 GPUs, from the repository
 #
-# With --smoke each of them runs one step of a tiny model of the same architecture on CPUs, with the built-in engine.
+# With --smoke each of them runs two steps of a tiny model of the same architecture on CPUs, with the built-in engine.
 """:"
 set -euo pipefail
 HOME_DIR=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)} # Slurm runs a copy of this file
@@ -36,36 +36,66 @@ exec python "$FILE" --processes "$PROCESSES" "$@"
 : <<'# the end of the Python part'
 ":"""
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "brorl_1.5b.toml"
-SMOKE = """
-run.dir=runs/brorl_1.5b_smoke model.dtype=fp32 model.context=0 parallel.distributed_optimizer=false data.chat=false
-data.held_out_prompts=16 rollout.engine=torch rollout.refills=0 rollout.n=64 rollout.prompts=12 rollout.max_tokens=8
-rollout.dtype=fp32 reward.extract=full reward.strict=false reward.cut_off_factor=1.0 algo.mini_batches=2
-optim.lr=1e-3 train.steps=1 train.share_prompt=true train.tokens_per_micro_batch=2048 train.checkpoint_every=0
-evaluate.samples=2
+# With --smoke the run is that of the file but for these keys.
+SMOKE_SIZES = """
+run.dir=runs/brorl_1.5b_smoke data.held_out_prompts=16 rollout.n=64 rollout.prompts=12 rollout.max_tokens=24
+algo.mini_batches=2 train.steps=2 train.tokens_per_micro_batch=4096 train.checkpoint_every=1 evaluate.samples=2
 """.split()
-SHAPE = "--untied --hidden 96 --layers 4 --heads 12 --kv-heads 2 --ffn 560 --context 4096 --vocab 256 --texts 300".split()
+SMOKE_ON_A_CPU = ["rollout.engine=torch"]  # TensorRT-LLM needs a GPU
+SHAPE = "--untied --hidden 96 --layers 4 --heads 12 --kv-heads 2 --ffn 560 --context 16384 --vocab 600 --texts 300".split()
+CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+# Its own settings: enough to answer between tags, so that some rollouts are right.
+WARM_START = """
+model.dtype=fp32 model.context=0 parallel.distributed_optimizer=false data.tasks=[] data.held_out_prompts=8
+sft.steps=50 sft.examples_per_step=24 sft.lr=5e-3
+""".split()
+OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC", "SLURM")
+
+
+def make_tiny_model(directory: Path) -> None:
+    """Write a small Qwen2 model with a chat template that answers two of the tasks between <answer> and </answer>."""
+    from reasoning_gym import create_dataset
+
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_JOB)}
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as aside:
+        raw, trained = Path(aside, "raw"), Path(aside, "sft")
+        make = [str(ROOT / "tools" / "make_tiny_model.py"), str(CONFIG), str(raw), *SHAPE]
+        subprocess.run([sys.executable, *make], stdout=subprocess.DEVNULL, env=environment, check=True)
+        settings = json.loads((raw / "tokenizer_config.json").read_text())
+        (raw / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": CHAT}))
+
+        rows = [row for name in ("syllogism", "gcd") for row in create_dataset(name, size=400, seed=1)]
+        solved = [{"prompt": r["question"], "answer": f"<answer>{r['answer']}</answer>"} for r in rows]
+        (raw / "solved.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
+        paths = [f"model.path={raw}", f"run.dir={trained}", f'data.train=["{raw}/solved.jsonl"]']
+        sft = ["-m", "megatron_brorl", "sft", "--processes", "1", str(CONFIG), *paths, *WARM_START]
+        subprocess.run([sys.executable, *sft], stdout=subprocess.DEVNULL, env=environment, check=True)
+        (trained / "model").rename(directory)
 
 
 def tiny_model(directory: Path) -> None:
-    """A random Qwen2 model with a tokenizer for the tasks, made by the first rank while the others wait for it."""
+    """Make the model of --smoke on the first rank while the others wait."""
     if int(os.environ.get("RANK", "0")) == 0 and not directory.exists():
-        aside = directory.with_name(f"{directory.name}.{os.getpid()}")
-        tool = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), str(CONFIG), str(aside), *SHAPE]
-        if subprocess.run(tool, stdout=subprocess.DEVNULL).returncode:
-            sys.exit(2)
-        aside.rename(directory)
-    deadline = time.monotonic() + 300
+        print(f"brorl_1.5b: making {directory}, a tiny model for --smoke", flush=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            make_tiny_model(directory)
+        except subprocess.CalledProcessError:
+            sys.exit("brorl_1.5b: cannot make the tiny model (its messages are above)")
+    deadline = time.monotonic() + 600
     while not directory.exists():
         if time.monotonic() > deadline:
-            sys.exit(f"brorl_1.5b: rank 0 made no {directory} in 300 s")
+            sys.exit(f"brorl_1.5b: rank 0 made no {directory} in 600 s")
         time.sleep(0.1)
 
 
@@ -80,7 +110,7 @@ def main() -> None:
         run_dir = next((a.partition("=")[2] for a in arguments if a.startswith("run.dir=")), "runs/brorl_1.5b_smoke")
         model = Path(run_dir).with_name(f"{Path(run_dir).name}_model")
         tiny_model(model)
-        options = [*SMOKE, f"model.path={model}"]
+        options = [*SMOKE_SIZES, *SMOKE_ON_A_CPU, f"model.path={model}"]
     brorl(["train", str(CONFIG), *options, *arguments])
 
 

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import asdict
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
-import forks
 import psutil
 import pytest
 from e2e.runs import ENVIRONMENT, rows
@@ -54,6 +56,37 @@ def test_one_file_is_bash_and_python():
     assert run("bash", "-n", SCRIPT).stderr == ""
 
 
+def script():
+    """Return the Python part of the example as a module."""
+    spec = spec_from_loader("script", SourceFileLoader("script", str(SCRIPT)))
+    made = module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def values(config):
+    return {f"{name}.{k}": v for name, section in asdict(config).items() for k, v in section.items()}
+
+
+def test_the_smoke_run_differs_in_sizes_and_in_what_a_cpu_lacks():
+    example = script()
+    real = values(load(example.CONFIG))
+    smoke = values(load(example.CONFIG, [*example.SMOKE_SIZES, *example.SMOKE_ON_A_CPU]))
+    sizes = {setting.partition("=")[0] for setting in example.SMOKE_SIZES} - {"run.dir"}
+    assert {key for key in real if real[key] != smoke[key]} == sizes | {"run.dir", "rollout.engine"}
+    assert all(0 < smoke[key] < real[key] for key in sizes)
+
+
+@pytest.fixture(scope="module")
+def smoke_model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("smoke") / "model"
+    script().make_tiny_model(directory)
+    return directory
+
+
+FEWER = ["rollout.n=16", "rollout.prompts=6", "reward.workers=1", "data.held_out_prompts=4"]
+
+
 # As a job of Slurm's: below.
 @pytest.mark.parametrize(
     "how",
@@ -62,39 +95,46 @@ def test_one_file_is_bash_and_python():
         pytest.param(("bash",), id="bash", marks=pytest.mark.full),
     ],
 )
-def test_a_smoke_step_completes(how, tmp_path):
-    directory = tmp_path / "run"
-    done = run(*how, SCRIPT, "--smoke", f"run.dir={directory}")
-    assert done.returncode == 0, done.stderr
-    (line,) = rows(directory)
-    assert line["rollouts"] == 12 * 64
-    assert line["updates"] >= 1
-    assert (directory / "model" / "model.safetensors").is_file()
-    shape = json.loads((directory / "model" / "config.json").read_text())
+def test_a_smoke_run_that_is_killed_resumes_bit_for_bit(how, smoke_model, tmp_path, request):
+    """Killed after the checkpoint of its first step; the distributed optimizer's state is part of it."""
+    found = {}
+    for name in ("whole", "killed"):
+        directory = tmp_path / name
+        shutil.copytree(smoke_model, tmp_path / f"{name}_model")
+        command = [*how, str(SCRIPT), "--smoke", f"run.dir={directory}", *FEWER]
+        if name == "killed":
+            env = {**ENVIRONMENT, "PATH": PATH}
+            with open(tmp_path / "output", "w") as output:
+                job = subprocess.Popen(command, env=env, cwd=ROOT, stdout=output, stderr=output)
+            request.addfinalizer(lambda job=job: _end(job))
+            deadline = time.monotonic() + 300
+            while not (directory / "checkpoints" / "latest").is_file():
+                assert job.poll() is None, (tmp_path / "output").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            for process in [*psutil.Process(job.pid).children(recursive=True), job]:
+                process.kill()
+            job.wait()
+            assert (directory / "checkpoints" / "latest").read_text().strip() == "step_00000001"
+        done = run(*command)
+        assert done.returncode == 0, done.stderr
+        found[name] = rows(directory), (directory / "model" / "model.safetensors").read_bytes()
+    assert found["killed"] == found["whole"]
+    lines, _ = found["whole"]
+    assert len(lines) == 2
+    assert sum(line["updates"] for line in lines) >= 1
+    shape = json.loads((tmp_path / "whole" / "model" / "config.json").read_text())
     assert shape["architectures"] == ["Qwen2ForCausalLM"]
     assert not shape["tie_word_embeddings"]
 
 
-# The smoke step is run whole above.
-SMALLER = [
-    *("rollout.n=4", "rollout.prompts=2", "algo.mini_batches=1", "data.held_out_prompts=2", "reward.workers=1"),
-    'data.tasks=[{name="gcd"}, {name="chain_sum"}]',
-]
-TINY = [
-    *("--untied", "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64"),
-    *("--context", "4096", "--vocab", "256", "--texts", "50"),
-]
-
-
-def test_a_preempted_job_saves_and_goes_back_to_the_queue(tmp_path, request):
-    """Until then the job is one of brorl_1.5b.sh as any other: two ranks, started by srun, train and export a model."""
+def test_a_preempted_job_saves_and_goes_back_to_the_queue(smoke_model, tmp_path, request):
+    """Two ranks, started by srun, train, are preempted, and export a model after the job has started again."""
     log, directory = tmp_path / "log", tmp_path / "run"
-    made = [tmp_path / "run_model", *SMALLER, *TINY]
-    done = forks.script(ROOT / "tools" / "make_tiny_model.py", ROOT / "examples" / "brorl_1.5b.toml", *made)
-    assert done.returncode == 0, done.stderr
+    shutil.copytree(smoke_model, tmp_path / "run_model")
     env = {**ENVIRONMENT, "PATH": PATH, "STANDIN_TASKS": "2", "STANDIN_LOG": str(log)}
     command = ["sbatch", str(ROOT / "examples" / "slurm" / "preemptible.sbatch"), "--smoke", f"run.dir={directory}"]
-    command += SMALLER
+    command += FEWER
     with open(tmp_path / "output", "w") as output:
         job = subprocess.Popen([*command, "train.steps=5000"], env=env, cwd=ROOT, stdout=output, stderr=output)
     request.addfinalizer(lambda: _end(job))

@@ -107,15 +107,15 @@ def test_the_scripts_alone(slurm, sbatch, repository):
 @pytest.mark.parametrize("job", [SCRIPT, "examples/slurm/single_node.sbatch", "examples/slurm/multi_node.sbatch"])
 def test_a_job_completes_a_step(job, sbatch, repository):
     sbatch("--wait", job, "--smoke", "run.dir=runs/smoke", "rollout.prompts=12")
-    (line,) = rows(repository / "runs" / "smoke")
-    assert line["rollouts"] == 12 * 64
-    assert line["updates"] >= 1
+    lines = rows(repository / "runs" / "smoke")
+    assert len(lines) == 2
+    assert sum(line["updates"] for line in lines) >= 1
 
 
 def test_an_array_runs_every_seed_and_a_model_is_evaluated(sbatch, repository):
     sbatch("--wait", "--array=0-1", "examples/slurm/seeds.sbatch", "--smoke")
     runs = [repository / "runs" / f"brorl_1.5b_seed_{seed}" for seed in range(2)]
-    assert [len(rows(run)) for run in runs] == [1, 1]
+    assert [len(rows(run)) for run in runs] == [2, 2]
     assert rows(runs[0])[0]["reward"] != rows(runs[1])[0]["reward"]
     spec = spec_from_loader("script", SourceFileLoader("script", str(ROOT / SCRIPT)))
     assert spec is not None
@@ -123,7 +123,14 @@ def test_an_array_runs_every_seed_and_a_model_is_evaluated(sbatch, repository):
     assert spec.loader is not None
     spec.loader.exec_module(script)
     model = f"model.path={runs[0] / 'model'}"
-    sbatch("--wait", "examples/slurm/evaluate.sbatch", *script.SMOKE, model, "run.dir=runs/evaluation")
+    sbatch(
+        "--wait",
+        "examples/slurm/evaluate.sbatch",
+        *script.SMOKE_SIZES,
+        *script.SMOKE_ON_A_CPU,
+        model,
+        "run.dir=runs/evaluation",
+    )
     found = json.loads((repository / "runs" / "evaluation" / "evaluation.json").read_text())
     assert found["prompts"] == 16
 
@@ -154,7 +161,7 @@ def test_a_job_that_has_no_time_for_a_step_saves_and_ends_as_if_it_had(slurm, sb
     task = f'data.tasks=[{{name = "chain_sum", config = {small}}}]'
     script = repository / SCRIPT
     text = script.read_text()
-    script.write_text(text.replace("train.steps=1 ", "train.steps=5000 "))
+    script.write_text(text.replace("train.steps=2 ", "train.steps=5000 "))
     number = sbatch("--time=1", *job, task, "run.dir=runs/short")
     short, whole = repository / "runs" / "short", repository / "runs" / "whole"
     until(lambda: "Restarts=1" in slurm.command("scontrol", "show", "job", number).stdout, repository)
