@@ -102,7 +102,10 @@ class ModelShape:
 def read_shape(directory: str | Path) -> ModelShape:
     """Read `directory`/config.json. Raises UserError where it is missing or describes an unsupported model."""
     directory = Path(directory).absolute()
+    refuse_gguf(directory)
     path = directory / CONFIG
+    if directory.is_file():
+        raise UserError(f"{directory}: is a file; give the Hugging Face directory that it belongs to (model.path)")
     if not directory.is_dir():
         raise UserError(f"{directory}: no such Hugging Face directory (model.path)")
     if not path.is_file():
@@ -110,8 +113,34 @@ def read_shape(directory: str | Path) -> ModelShape:
     return parse_shape(read_object(path), str(path))
 
 
+def refuse_gguf(path: Path) -> None:
+    """Raise UserError where `path` is a GGUF file, or a directory whose only weights are GGUF files."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    if any(file.suffix == ".safetensors" for file in files):
+        return
+    found = [file for file in files if file.is_file() and _is_gguf(file)]
+    if found:
+        raise UserError(
+            f"{found[0]}: weights in the GGUF format are not read; first convert them to a Hugging Face directory: "
+            f"transformers' AutoModelForCausalLM and AutoTokenizer.from_pretrained(DIR, gguf_file={found[0].name!r}) "
+            "and save_pretrained(NEW_DIR) of both"
+        )
+
+
+def _is_gguf(file: Path) -> bool:
+    """Whether the name or the first bytes of a file say so; Ollama's files have no suffix."""
+    if file.suffix.lower() == ".gguf":
+        return True
+    try:
+        with file.open("rb") as f:
+            return f.read(4) == b"GGUF"
+    except OSError:  # whoever needs this file reports the error
+        return False
+
+
 def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
     """Turn the content of a config.json into a ModelShape. Raises UserError naming the key that does not fit."""
+    # Several architectures may be listed; the first one is the model's.
     config = ConfigJson(raw, where)
     architecture = (config.get("architectures", list, []) or [None])[0]
     if not isinstance(architecture, str) or architecture not in FAMILIES:

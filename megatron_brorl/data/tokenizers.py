@@ -9,6 +9,7 @@ from typing import Protocol
 from megatron_brorl.data.chat import Message
 from megatron_brorl.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import refuse_gguf
 
 __all__ = ["Tokenizer", "load_tokenizer", "train_sentencepiece"]
 
@@ -80,6 +81,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         return HuggingFaceTokenizer(directory)
     if pieces:
         return SentencePieceTokenizer(directory)
+    refuse_gguf(directory)
     raise UserError(
         f"{directory}: no tokenizer.json and no tokenizer.model there; copy the tokenizer files of the model into it"
     )

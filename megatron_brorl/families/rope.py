@@ -36,6 +36,7 @@ def read_rope(
     name: how messages call the object. theta: the base where the object has none. Raises UserError for a type that
     is not among `supported`, for a partial rotation, and for one object per kind of layer.
     """
+    # ModelShape keeps the base apart from the scaling.
     rope = dict(rope)
     theta = positive(rope.pop("rope_theta", None), theta, f"{config.where}: {name}.rope_theta")
     older = rope.pop("type", None)  # an older name of rope_type
