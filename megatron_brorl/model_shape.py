@@ -16,7 +16,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
 FAMILIES = {f.architecture: f for f in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, gemma3.FAMILY)}
 # Keys that change what a model of any family computes or where its weights are.
-_NOWHERE = (
+_OF_EVERY_FAMILY = (
     Requirement("text_config", (None, {}), "give the directory of the text model alone"),
     Requirement("per_layer_config", (None, {}), "all layers must be alike"),
     Requirement("transformers_weights", (None,), "the weights must be model.safetensors or its shards"),
@@ -155,7 +155,7 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
 
     # Refuse what the code does not compute before any size is read.
     by_type = Requirement("model_type", (family.model_type, None), f"architectures says {architecture}")
-    for requirement in (by_type, *_NOWHERE, *family.requires):
+    for requirement in (by_type, *_OF_EVERY_FAMILY, *family.requires):
         config.require(requirement)
 
     # A key that is read without a default must be present.

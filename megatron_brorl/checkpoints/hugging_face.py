@@ -18,6 +18,7 @@ from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.checkpoints.model_card import CARD
 from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES, Tensors
 from megatron_brorl.data.sentencepiece_export import write_for_transformers
+from megatron_brorl.data.stop_ids import GENERATION, stop_ids, transformers_stop_ids
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.json_files import read_object
@@ -27,7 +28,6 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.layout import Entry, to_local
 
 HEAD = "lm_head.weight"
-GENERATION = "generation_config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
@@ -231,21 +231,32 @@ def _is_within(path: Path, directory: Path) -> bool:
 
 
 def complete(source: Path, target: Path) -> None:
-    """Write to `target`, a copy of `source`, what transformers needs to read and to stop as the trainer does.
+    """Write to `target`, a copy of `source`, what transformers needs to read it and to stop as the trainer does.
 
-    That is tokenizer.json for a sentencepiece model, and generation_config.json, unless `source` has them. What cannot
-    be written is told on stderr in one line. Nothing is done where there is no tokenizer.
+    That is tokenizer.json for a sentencepiece model, and a generation_config.json with all ids that end a response. A
+    file of `source` that names them is left as it is. Prints one line on stderr for what cannot be written. Nothing is
+    done where there is no tokenizer.
     """
     write_for_transformers(source, target)
-    if (source / GENERATION).is_file() or not any((source / name).is_file() for name in TOKENIZERS):
+    if not any((source / name).is_file() for name in TOKENIZERS):
         return
+    told = read_object(source / GENERATION) if (source / GENERATION).is_file() else None
     try:
         tokenizer = load_tokenizer(source)
+        ids = stop_ids(source, tokenizer)
     except UserError as e:
         print(f"warning: no {GENERATION} written: {e}", file=sys.stderr, flush=True)
         return
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-    told = {f"{name}_token_id": token_id for name, token_id in ids.items() if token_id is not None}
+    if told is not None and transformers_stop_ids(source) == set(ids):
+        return
+
+    # Without a generation_config.json, transformers takes the ids of config.json, which a new file would hide.
+    if told is None:
+        config = read_object(source / CONFIG) if (source / CONFIG).is_file() else {}
+        known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+        found = {key: value if config.get(key) is None else config[key] for key, value in known.items()}
+        told = {key: value for key, value in found.items() if value is not None}
+    told["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids)
     (target / GENERATION).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 

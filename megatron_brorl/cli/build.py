@@ -31,6 +31,7 @@ from megatron_brorl.config.schema import Config, OptimConfig
 from megatron_brorl.data import digest
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
+from megatron_brorl.data.stop_ids import stop_ids
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import Lines, MetricsWriter
@@ -55,7 +56,7 @@ from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.rollouts import Rollouts
-from megatron_brorl.train.setup import context, stop_ids
+from megatron_brorl.train.setup import context
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_brorl.data.stop_ids import transformers_stop_ids
 from megatron_brorl.types import Prompt
 
 # Whatever of a directory decides how a text becomes tokens.
@@ -17,12 +18,13 @@ TOKENIZER_FILES = (
 
 
 def of_tokenizer(directory: Path) -> str:
-    """SHA-256 of the names and contents of a directory's tokenizer files, and of what says where responses end."""
+    """Return the SHA-256 of a directory's tokenizer files, by name and content, and of the ids that end a response."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
         path = directory / name
         if path.is_file():
             digest.update(f"{name}:{hashlib.sha256(path.read_bytes()).hexdigest()};".encode())
+    digest.update(f"stop:{sorted(transformers_stop_ids(directory))}".encode())  # config.json may name them too
     return digest.hexdigest()
 
 

@@ -13,6 +13,7 @@ from megatron_brorl.config.data_keys import DataConfig
 from megatron_brorl.data.chat import Message, check_messages
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.prompts import render
+from megatron_brorl.data.stop_ids import stop_ids
 from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
@@ -24,7 +25,6 @@ from megatron_brorl.parallel import device
 from megatron_brorl.rewards.scoring import without_stop
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.train.setup import stop_ids
 from megatron_brorl.types import Prompt, Rollout
 
 

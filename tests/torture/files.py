@@ -25,6 +25,7 @@ from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
 from megatron_brorl.cli.preflight import Machines, plan
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.prompts import Verifiers, read_rows, render
+from megatron_brorl.data.stop_ids import stop_ids
 from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.model_shape import CONFIG, WEIGHTS, read_shape
@@ -35,7 +36,6 @@ from megatron_brorl.record.schema import GROUPS, ROLLOUTS
 from megatron_brorl.report import rollouts as recorded
 from megatron_brorl.report.comparison import read_answers
 from megatron_brorl.theory.log import read_log
-from megatron_brorl.train.setup import stop_ids
 from megatron_brorl.train.state import saved
 
 Exercise = Callable[[], object]
