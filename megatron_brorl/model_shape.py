@@ -174,6 +174,7 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
         "tied": config.get("tie_word_embeddings", bool, False),
         "init_std": config.get("initializer_range", float, 0.02),
     }
+    # What a family reads differently replaces the values above.
     shape = ModelShape(**{**fields, **family.rest(config)})
 
     # Every attention implementation here needs query groups of equal size.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from megatron_brorl.checkpoints.model_card import CARD
 from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES, Tensors
 from megatron_brorl.data.sentencepiece_export import write_for_transformers
 from megatron_brorl.data.stop_ids import GENERATION, stop_ids, transformers_stop_ids
-from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.json_files import read_object
 from megatron_brorl.model_shape import CONFIG, WEIGHTS, ModelShape, read_shape
@@ -116,14 +117,20 @@ class Checkpoint:
 
 
 def _weight_files(directory: Path) -> list[str]:
-    """The names of the files that hold the weights. Raises UserError where there are none."""
+    """Return the names of the files that hold the weights. Raises UserError where there are none."""
     if (directory / WEIGHTS).is_file():
         return [WEIGHTS]
     if not (directory / INDEX).is_file():
         raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}{_other_weights(directory)}")
+    files = _shards(directory / INDEX)
+    for file in files:
+        if not (directory / file).is_file():
+            raise UserError(f"{directory / file}: missing, but named in {INDEX}; download the checkpoint again")
+    return files
 
-    # Check all names before a shard is opened.
-    index = directory / INDEX
+
+def _shards(index: Path) -> list[str]:
+    """Return the files that an index names. Raises UserError for what is no index."""
     weight_map = read_object(index, "download the checkpoint again").get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: not a safetensors index: weight_map is no object")
@@ -134,11 +141,7 @@ def _weight_files(directory: Path) -> list[str]:
             raise UserError(
                 f"{index}: {shown(name)} lies in {shown(file)}: must be the name of a file next to the index"
             )
-    files = sorted(set(weight_map.values()))
-    for file in files:
-        if not (directory / file).is_file():
-            raise UserError(f"{directory / file}: missing, but named in {INDEX}; download the checkpoint again")
-    return files
+    return sorted(set(weight_map.values()))
 
 
 def _other_weights(directory: Path) -> str:
@@ -250,14 +253,20 @@ def complete(source: Path, target: Path) -> None:
     if told is not None and transformers_stop_ids(source) == set(ids):
         return
 
-    # Without a generation_config.json, transformers takes the ids of config.json, which a new file would hide.
-    if told is None:
-        config = read_object(source / CONFIG) if (source / CONFIG).is_file() else {}
-        known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
-        found = {key: value if config.get(key) is None else config[key] for key, value in known.items()}
-        told = {key: value for key, value in found.items() if value is not None}
+    told = _other_special_ids(source, tokenizer) if told is None else told
     told["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids)
     (target / GENERATION).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def _other_special_ids(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what a new generation_config.json says besides EOS.
+
+    transformers would take the ids of config.json from a directory without that file; the new file hides them.
+    """
+    config = read_object(source / CONFIG) if (source / CONFIG).is_file() else {}
+    known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+    found = {key: value if config.get(key) is None else config[key] for key, value in known.items()}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
     local = tuple(i for i, kind in enumerate(kinds) if kind == _KINDS[0])
 
     # Local layers are never scaled, the others at most linearly. rope_scaling overwrites keys of the full layers.
+    # A base outside of the objects counts where the object has none.
     ropes = ConfigJson(config.get("rope_parameters", dict, {}), config.where)
     full = {**ropes.get(_KINDS[1], dict, {}), **config.get("rope_scaling", dict, {})}
     theta, scaling = read_rope(config, full, _KINDS[1], config.get("rope_theta", float, 1e6), ("default", "linear"))
@@ -58,6 +59,8 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
 
     # Windows are not computed, so that the context ends where the shortest one does.
     context = config.get("max_position_embeddings", int)
+
+    # The scale of attention scores does not follow from head_dim.
     scalar = positive(raw.get("query_pre_attn_scalar"), 256.0, f"{config.where}: query_pre_attn_scalar")
     return {
         "context": min(context, config.get("sliding_window", int, 4096)) if local else context,
@@ -65,7 +68,7 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
         "rope_scaling": scaling,  # of full layers
         "local_layers": local,
         "local_rope_theta": local_theta,
-        "attention_scale": scalar**-0.5,  # not of head_dim
+        "attention_scale": scalar**-0.5,
         "embedding_scale": config.get("hidden_size", int) ** 0.5,  # on the way in alone, not in the tied head
         "activation": "gelu_tanh",
     }

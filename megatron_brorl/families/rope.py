@@ -39,10 +39,23 @@ def read_rope(
     # ModelShape keeps the base apart from the scaling.
     rope = dict(rope)
     theta = positive(rope.pop("rope_theta", None), theta, f"{config.where}: {name}.rope_theta")
-    older = rope.pop("type", None)  # an older name of rope_type
+    # Earlier versions called the type "type".
+    older = rope.pop("type", None)
     kind = rope.setdefault("rope_type", older or "default")
+    _check(config, rope, name, supported)
+    if kind == "default":
+        return theta, None
 
-    # A key that changes the rotation must not be ignored.
+    # The context of pretraining may be in three places, of which transformers takes the first.
+    if kind in ("llama3", "yarn"):
+        original = config.raw.get(_ORIGINAL) or rope.get(_ORIGINAL)
+        rope[_ORIGINAL] = original or config.get("max_position_embeddings", int)
+    return theta, rope
+
+
+def _check(config: ConfigJson, rope: dict[str, Any], name: str, supported: Sequence[str]) -> None:
+    """Raise UserError for a key of a rope object that changes the rotation in a way that is not computed."""
+    kind = rope["rope_type"]
     if not isinstance(kind, str) or kind not in supported:
         raise UserError(
             f"{config.where}: {name}.rope_type = {shown(kind)} is not supported; use {', '.join(supported)}"
@@ -52,11 +65,3 @@ def read_rope(
     nested = [key for key, value in rope.items() if isinstance(value, dict)]
     if nested:
         raise UserError(f"{config.where}: {name}.{nested[0]}: a rotation per kind of layer is not supported here")
-    if kind == "default":
-        return theta, None
-
-    # The context of pretraining may be in three places, of which transformers takes the first.
-    if kind in ("llama3", "yarn"):
-        original = config.raw.get(_ORIGINAL) or rope.get(_ORIGINAL)
-        rope[_ORIGINAL] = original or config.get("max_position_embeddings", int)
-    return theta, rope
