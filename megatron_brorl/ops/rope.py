@@ -83,6 +83,7 @@ def _yarn(inv_freq: Tensor, s: dict[str, float], shape: ModelShape) -> tuple[Ten
         return shape.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
 
     # Dimensions below `low` turn often and stay as they are; those above `high` are interpolated.
+    # The paper's own bounds, 32 rotations and 1, are the defaults.
     low, high = dimension(s.get("beta_fast") or 32), dimension(s.get("beta_slow") or 1)
     if s.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
