@@ -127,6 +127,7 @@ GEMMA: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 300.0,
     },
     "scaling with a base": {"rope_scaling": {**LINEAR, "rope_theta": 300.0}, "rope_theta": 7e5},
+    "parameters for no kind of layer": {"rope_parameters": {**LINEAR, "rope_theta": 5e5}},
     "window": {"sliding_window": 128, "query_pre_attn_scalar": 24},
 }
 CASES = [
