@@ -100,9 +100,11 @@ class HuggingFaceTokenizer:
         return text, ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(
-            self._inner.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return self.decode_all([i for i in ids if int(i) not in (self.eos_id, self.pad_id)])
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        known = [int(i) for i in ids]
+        return str(self._inner.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _render(self, messages: Sequence[Message]) -> str:
         try:

@@ -60,11 +60,14 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens are left out, and so are ids that the tokenizer does not have.
+        """Return the text of a response: the end-of-sequence and padding tokens are left out, all others are written.
 
-        A model whose vocabulary is padded samples the latter. They are tokens like any other to engine, trainer and
-        exported model, which therefore agree on every log-probability; they only add nothing to a text.
+        Special tokens such as <think> or </answer> are part of the text that verifiers read. Ids beyond the tokenizer's
+        vocabulary, which a model with a padded vocabulary may sample, add no text.
         """
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Like decode(), with the end-of-sequence and padding tokens written out. Stop strings are searched in it."""
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
