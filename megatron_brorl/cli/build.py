@@ -293,7 +293,7 @@ class Session:
             sample=self.ops.sample_tokens,
             ops=self.ops.decode,
             memory=c.rollout.kv_cache_mib * 2**20,
-            decode=self.tokenizer.decode,
+            decode=self.tokenizer.decode_all,
         )
 
     def _remote_engine(self) -> RolloutEngine:
@@ -307,6 +307,7 @@ class Session:
             vocab=self.shape.vocab,
             stop_ids=self.stop_ids,
             kv_tokens=self._kv_tokens,
+            decode=self.tokenizer.decode_all,
         )
         self._closing.append(engine.close)
         return engine

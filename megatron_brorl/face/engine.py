@@ -85,7 +85,7 @@ class Engine:
             sample=ops.sample_tokens,
             ops=ops.decode,
             memory=kv_cache_mib * 2**20,
-            decode=tokenizer.decode,
+            decode=tokenizer.decode_all,
         )
         engine.update_weights(((name, checkpoint.tensor(name)) for name in names), 0)
         return cls(engine, tokenizer, stop_ids(path, tokenizer))
