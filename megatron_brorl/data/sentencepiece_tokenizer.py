@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import sentencepiece
@@ -25,6 +26,7 @@ class SentencePieceTokenizer:
     def __init__(self, directory: Path) -> None:
         """Raises UserError where tokenizer.model is none, or has no end-of-sequence token."""
         self.directory = directory
+        self.template_date = None
         path = directory / "tokenizer.model"
         self._model = sentencepiece.SentencePieceProcessor()
         try:
@@ -50,7 +52,9 @@ class SentencePieceTokenizer:
         ids = self.encode(before + text + after)
         return [self.bos_id, *ids] if self.leads_with_bos and self.bos_id is not None else ids
 
-    def apply_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+    def apply_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[str, list[int]]:
         raise UserError(
             f"{self.directory}: data.chat = true, but a sentencepiece tokenizer has no chat template; "
             "set data.chat = false and write the frame of the prompt into data.template"

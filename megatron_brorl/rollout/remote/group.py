@@ -98,6 +98,7 @@ def join(
         range(local, local + tensor) if leads else None,  # numbered within the node
         Path(config.run.dir) / "engines" / f"rank_{rank}.log",
         Node(local, per_node, Path(folders[rank - local]), exchange),
+        # Rollouts end at stop strings by the trainer's tokenizer, as those of the built-in engine do.
         decode,
     )
 
