@@ -119,7 +119,7 @@ class HuggingFaceTokenizer:
         return text, ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.decode_all([i for i in ids if int(i) not in (self.eos_id, self.pad_id)])
+        return self.decode_all([i for i in ids if int(i) not in (self.bos_id, self.eos_id, self.pad_id)])
 
     def decode_all(self, ids: Sequence[int]) -> str:
         known = [int(i) for i in ids]

@@ -69,7 +69,7 @@ class SentencePieceTokenizer:
         return bytes(self._model.serialized_model_proto())
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.decode_all([i for i in ids if int(i) not in (self.eos_id, self.pad_id)])
+        return self.decode_all([i for i in ids if int(i) not in (self.bos_id, self.eos_id, self.pad_id)])
 
     def decode_all(self, ids: Sequence[int]) -> str:
         known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]  # sentencepiece raises on unknown ids

@@ -69,14 +69,14 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a response: the end-of-sequence and padding tokens are left out, all others are written.
+        """Return the text of a response: tokens that frame a sequence (BOS, EOS, padding) are left out.
 
-        Special tokens such as <think> or </answer> are part of the text that verifiers read. Ids beyond the tokenizer's
-        vocabulary, which a model with a padded vocabulary may sample, add no text.
+        Other special tokens such as <think> or </answer> are part of the text that verifiers read. Ids beyond the
+        tokenizer's vocabulary, which a model with a padded vocabulary may sample, add no text.
         """
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """Like decode(), with the end-of-sequence and padding tokens written out. Stop strings are searched in it."""
+        """Like decode(), with BOS, EOS and padding written out. Stop strings are searched in it."""
 
 
 def load_tokenizer(directory: Path, today: datetime.date | None = None) -> Tokenizer:

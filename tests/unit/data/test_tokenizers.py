@@ -151,15 +151,17 @@ def test_control_pieces_of_sentencepiece_are_part_of_a_response(tmp_path: Path) 
         assert not {4, 5, 6, 7} & set(tokenizer.encode("<think></answer>"))  # a text is data
 
 
-def test_decoding_leaves_out_padding_and_the_end_alone(tmp_path: Path) -> None:
+def test_decoding_leaves_out_the_tokens_that_frame_a_sequence(tmp_path: Path) -> None:
     spm = train_sentencepiece(SUMS, tmp_path / "spm", 64)
     hf = load_tokenizer(make_hf(tmp_path / "hf", pad_token="<|user|>"))
     for tokenizer in (spm, hf):
         ids = tokenizer.encode("1 + 2")
         assert tokenizer.bos_id is not None
         assert tokenizer.pad_id is not None
-        assert tokenizer.decode([tokenizer.pad_id, *ids, tokenizer.pad_id, tokenizer.eos_id]) == "1 + 2"
-        assert tokenizer.decode([*ids, tokenizer.bos_id]) == "1 + 2<s>"
+        assert (
+            tokenizer.decode([tokenizer.bos_id, tokenizer.pad_id, *ids, tokenizer.pad_id, tokenizer.eos_id]) == "1 + 2"
+        )
+        assert tokenizer.decode_all([tokenizer.bos_id, *ids, tokenizer.eos_id]) == "<s>1 + 2</s>"
         assert tokenizer.decode([]) == ""
         assert tokenizer.decode([tokenizer.eos_id]) == ""
 
