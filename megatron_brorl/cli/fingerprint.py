@@ -12,6 +12,7 @@ from megatron_brorl.config.bounds import free_keys
 from megatron_brorl.config.data_keys import ColumnsConfig
 from megatron_brorl.config.renamed import with_names_of_now
 from megatron_brorl.config.schema import Config
+from megatron_brorl.data.digest import TEMPLATE_DATE
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.model_shape import ModelShape
 
@@ -24,7 +25,13 @@ _PATHS = ("train", "held_out")  # of [data]: where rows lie, which inputs has by
 
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
 BEFORE_THE_KEY: Fingerprint = {
-    "data": {"verifier": "exact", "mixture": [], "system_prompt": "", "columns": dataclasses.asdict(ColumnsConfig())},
+    "data": {
+        "verifier": "exact",
+        "mixture": [],
+        "system_prompt": "",
+        "chat_template_kwargs": {},
+        "columns": dataclasses.asdict(ColumnsConfig()),
+    },
     "reward": {"combination": []},
     "algo": {"policy_loss": "clip", "tau_pos": 1.0, "tau_neg": 1.05, "pass_k": 0, "focal_gamma": 0.0},
     "optim": {"decay_norms_and_biases": True, "lr_counts": "asked"},
@@ -38,7 +45,7 @@ def fingerprint(
     """Everything that decides what a run computes, for its checkpoints.
 
     own_verifiers: the sha256 of the file of each verifier that is the user's own, by its name. inputs: the sha256 of
-    "tokenizer", "train" and "held_out" (data.digest).
+    "tokenizer", "train" and "held_out" (data.digest), and the date of the chat template where it writes one.
     """
     # The keys of these sections, without those that may change (config.bounds.free).
     sections = dataclasses.asdict(config)
@@ -84,6 +91,8 @@ def _difference(section: str, key: str, old: Any, new: Any) -> str:
     hashes = f"(sha256 {str(old)[:12]}, now {str(new)[:12]})"
     if section == _FILES:
         return f"another file of verifier {key} {hashes}: put it back as it was"
+    if section == _INPUTS and key == TEMPLATE_DATE:
+        return f"the date {old} in the prompts' chat template, now {new}: write {old} into run.dir/{key}"
     if section == _INPUTS and key == "tokenizer":
         return f"other tokenizer files in model.path {hashes}: put them back as they were"
     if section == _INPUTS:

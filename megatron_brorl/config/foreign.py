@@ -57,6 +57,7 @@ VERL = {  # the last part of verl's keys, and the variables of its DAPO scripts
     "entropy_coeff": "algo.entropy_coef",
     "tis_imp_ratio_cap": "algo.is_cap",
     "filter_groups": "algo.dynamic_sampling",
+    "apply_chat_template_kwargs": "data.chat_template_kwargs",
     "max_num_gen_batches": "rollout.refills",
     "overlong_buffer": "shaping.overlong_tokens",
     "tensor_model_parallel_size": "parallel.tensor",

@@ -382,6 +382,8 @@ def _data(config: Config) -> Iterator[Rule]:
     )
     yield not (data.train and data.mixture), "data.train", "give either data.train or data.mixture, not both"
     yield not data.system_prompt or data.chat, "data.system_prompt", "is a message of a chat: needs data.chat = true"
+    kwargs = data.chat_template_kwargs
+    yield not kwargs or data.chat, "data.chat_template_kwargs", "needs data.chat = true"
     # One seed would make the same rows twice, trained on and held out.
     yield data.train_seed != data.held_out_seed, "data.held_out_seed", "must differ from data.train_seed"
     yield (

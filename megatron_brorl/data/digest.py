@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_brorl.data.source import Sources
 from megatron_brorl.data.stop_ids import transformers_stop_ids
 from megatron_brorl.types import Prompt
 
+TEMPLATE_DATE = "template_date"
 # Whatever of a directory decides how a text becomes tokens.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+
+
+def of_inputs(directory: Path, sources: Sources, date: datetime.date | None) -> dict[str, str]:
+    """Return the sha256 of tokenizer files and rows by name, and the date that the chat template writes, if it does."""
+    # Generated prompts have no end: the first ones tell another generator, or another version of it.
+    train = sources.rows or sources.train.take(0, 16)
+    # The date comes first: a resumed run is told about it, and not about the rows that it changes.
+    return {
+        **({} if date is None else {TEMPLATE_DATE: str(date)}),
+        "tokenizer": of_tokenizer(directory),
+        "train": of_prompts(train),
+        "held_out": of_prompts(sources.held_out),
+    }
 
 
 def of_tokenizer(directory: Path) -> str:

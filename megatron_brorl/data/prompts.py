@@ -125,7 +125,7 @@ def render(
     if config.chat:
         messages = conversation(prompt, config, where)
         try:
-            framed, ids = tokenizer.apply_chat(messages)
+            framed, ids = tokenizer.apply_chat(messages, config.chat_template_kwargs)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
     elif isinstance(prompt, str):
