@@ -14,11 +14,11 @@ import itertools
 import re
 from collections.abc import Callable
 
+from megatron_brorl.rewards.extract import after_thought
 from megatron_brorl.rewards.spelling import plain_text, quote
 
 Same = Callable[[str, str], bool]  # whether two texts say the same answer
 
-_THINK = "</think>"
 _TAG = re.compile(r"<answer>((?:(?!<answer>|</answer>).)*)</answer>", re.DOTALL)
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s{0,4}\{)|\\.|[{}]", re.DOTALL)
 # A number after four hashes, as GSM8K ends its solutions; "#### 2. Next" is a heading of Markdown.
@@ -54,7 +54,7 @@ def final_or_bare_answer(response: str, same: Same, max_chars: int) -> str | Non
 
 def places(response: str) -> list[str]:
     """What each place of the first form found in a response says, in order; empty where it has none of the forms."""
-    text = response[response.rfind(_THINK) + len(_THINK) :] if _THINK in response else response
+    text = after_thought(response)
     for form in (_tags, _boxes, _hashes, _sentences):
         found = [answer for answer in (part.strip() for part in form(text)) if answer]
         if found:
