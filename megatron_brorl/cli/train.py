@@ -76,7 +76,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             if session.is_main_rank:
                 p.note(_sizes(trainer))
             if found:
-                p.note(f"resumed from {found}")
+                p.note(f"resumed from {found} with step {trainer.state.step}")
             # All ranks agree on a stop, so that all of them leave here or none.
             if not trainer.run(writer, p, lambda: session.stop_requested(trainer.saving.seconds_to_come())):
                 p.note(f"{session.stopped_by}; the state is saved: start the same command again to go on")

@@ -91,7 +91,7 @@ def test_stopped_runs_go_on_to_the_same_end(whole, tables, tmp_path, raised):
         stopped = train(tables, callbacks=[Watched(raised)], **asked)
         assert (stopped.finished, stopped.summary, len(stopped.metrics)) == (False, None, 1)
     else:
-        message = "callback Watched.on_step: ValueError: plot failed; the state after step 1 is saved"
+        message = "callback Watched.on_step: ValueError: plot failed; the state after 1 step is saved"
         with pytest.raises(UserError, match=message):
             train(tables, callbacks=[Watched(raised)], **asked)
         with pytest.raises(UserError, match="was written with another file of verifier this_process"):
