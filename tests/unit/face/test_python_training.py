@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import tiny
@@ -10,6 +12,7 @@ from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl import StopTraining, UserError, load_run, train
 
+PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 ROWS = [{"prompt": f"{a} + {b} =", "answer": str((a + b) % 10)} for a in range(3) for b in range(3)]
 
 
@@ -82,6 +85,30 @@ def test_a_run_and_what_it_tells(whole):
     assert load_run(result.directory).metrics == result.metrics
     with pytest.raises(UserError, match="nothing is recorded of step 7"):
         result.rollouts(7)
+
+
+def test_the_example_of_the_page_runs(whole, tables, tmp_path, monkeypatch):
+    """It needs no package that the project does not install, and its names hold what it says."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "x").symlink_to(whole[0].directory)
+    sections = {**tables, "model": {"path": str(tables["model"]["path"])}}
+    lines = [
+        f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in own.items()) for name, own in sections.items()
+    ]
+    (tmp_path / "run.toml").write_text("\n".join(lines))
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    names = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+
+    samples, rewards = names["groups"][0], names["rewards"][0]
+    assert [r.reward for r in rewards] == [float(s.text.strip() == "19") for s in samples]
+    assert len(samples) == 64
+    assert names["run"].finished
+    assert len(names["run"].metrics) == 20
+    texts, right = whole[0].rollouts(1)["text"].to_pylist(), whole[0].rollouts(1)["right"].to_pylist()
+    assert names["wrong"] == [text for text, ok in zip(texts, right, strict=True) if not ok]
+    assert 0 < len(names["wrong"]) < len(texts)
 
 
 @pytest.mark.parametrize("raised", [StopTraining(), ValueError("plot\nfailed")])
