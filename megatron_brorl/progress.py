@@ -100,7 +100,7 @@ class _Plain:
 
     def update(self, step_done: int, metrics: dict[str, str]) -> None:
         self._pace.mark(step_done)
-        parts = [*_number(self._title, step_done, self._pace.total), *_times(self._pace), *_pairs(metrics)]
+        parts = [f"{self._title} {step_done}/{self._pace.total}", *_times(self._pace), *_pairs(metrics)]
         self.note("  ".join(parts))
 
     def note(self, text: str) -> None:
@@ -133,12 +133,11 @@ class _Live:
         pace = self._pace
         # A bar of length 0 would divide by it; no steps at all is a full bar.
         total, done = (pace.total, pace.done) if pace.total > 0 else (1, 1)
-        name, count = _number(self._title, pace.done, pace.total)
         row = Table.grid(padding=(0, 2))
         row.add_row(
-            Text(name, style="bold", no_wrap=True),
+            Text(self._title, style="bold", no_wrap=True),
             ProgressBar(total=total, completed=done, width=24),
-            Text(count, no_wrap=True),
+            Text(f"{pace.done}/{pace.total}", no_wrap=True),
             *(Text(text, style="cyan", no_wrap=True) for text in _times(pace)),
         )
         metrics = Text("  ".join(_pairs(self._metrics)), no_wrap=True, overflow="ellipsis")
@@ -148,11 +147,6 @@ class _Live:
 def _times(pace: _Pace) -> list[str]:
     left = pace.left()
     return [f"elapsed {_duration(pace.elapsed())}", f"left {'?' if left is None else _duration(left)}"]
-
-
-def _number(title: str, done: int, total: int) -> list[str]:
-    """Return the number of the last step, counted from 0 as in metrics.jsonl, and how many steps are done."""
-    return [f"{title} step {done - 1}" if done else title, f"{done}/{total} done"]
 
 
 def _pairs(metrics: dict[str, str]) -> list[str]:

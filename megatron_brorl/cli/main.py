@@ -21,6 +21,7 @@ from megatron_brorl.cli import quantize as quantize_cli
 from megatron_brorl.cli import replay as replay_cli
 from megatron_brorl.cli import rollouts as rollouts_cli
 from megatron_brorl.cli import theory as theory_cli
+from megatron_brorl.cli.finished import finished
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 from megatron_brorl.outputs import check_outputs
@@ -92,7 +93,14 @@ def _of_another_rank(error: RuntimeError) -> str:
 def _run_ranks(args: argparse.Namespace) -> int:
     """A command of ranks: as one of them, or as the launcher of them all."""
     # A mistake in it is told once, and before anything is started, imported or written.
-    check_outputs(load(args.config, args.overrides), args.name, args.config)
+    config = load(args.config, args.overrides)
+    check_outputs(config, args.name, args.config)
+
+    # All ranks read the same files, and the main one of them speaks.
+    if args.command is _train and not args.dry_run and (told := finished(config)):
+        if os.environ.get("RANK", "0") == "0":
+            print(told)
+        return 0
 
     # The launcher starts this very command as each of its ranks.
     if args.processes > 0:

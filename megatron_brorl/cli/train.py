@@ -25,6 +25,7 @@ from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.progress import progress
 from megatron_brorl.record import run_record
 from megatron_brorl.report.findings import findings
+from megatron_brorl.report.run_files import SUMMARY
 from megatron_brorl.theory.agreement import agreement
 from megatron_brorl.timeline import span
 from megatron_brorl.train.callbacks import Callbacks
@@ -64,8 +65,9 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         writer = session.writer(resume_step)
         trainer.rollout_log = session.rollout_log(resume_step)
         trainer.recorder = session.recorder(resume_step)
-        # What it was started with, for those who read it later.
+        # What it was started with, for those who read it later. From here on the run has not ended.
         if session.is_main_rank:
+            (session.dir / SUMMARY).unlink(missing_ok=True)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
             world = session.grid.world
             run_record.write(session.dir, dataclasses.asdict(config), resume_step, command(world), world, device)
@@ -92,7 +94,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         differs = session.export(trainer.worker, of_run(session, trainer.state, after))
         peak = session.peak_rss_mib()
         if session.is_main_rank:
-            from megatron_brorl.cli.report import SUMMARY, show  # and matplotlib, which the other ranks do without
+            from megatron_brorl.cli.report import show  # and matplotlib, which the other ranks do without
 
             with span("report"):
                 summary = _summary(session, trainer, after, peak, differs)

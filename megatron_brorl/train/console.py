@@ -36,9 +36,13 @@ def passes(metrics: Mapping[str, float]) -> dict[str, float]:
     return {k: v for key, v in metrics.items() if (k := key.removeprefix("pass_at_")).isdigit()}
 
 
-def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
-    """The metrics of a step that are worth watching, by label; what should not happen is shown where it did."""
+def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
+    """The metrics of a step that are worth watching, by label; what should not happen is shown where it did.
+
+    step: its number in metrics.jsonl.
+    """
     shown = {
+        "step": str(step),
         "reward": _shown(metrics["reward"], ".3f"),
         "kept": _shown(metrics["kept_share"], ".0%"),
         "tokens": _shown(metrics["response_tokens"], ".1f"),

@@ -89,7 +89,7 @@ class Trainer(Run):
             # The file first: a console may be gone.
             if writer:
                 writer.write(step, metrics, seconds)
-            progress.update(s.step, console_line(metrics, seconds))
+            progress.update(s.step, console_line(step, metrics, seconds))
             # What a program of the user's raises waits for the state to be saved.
             with span("callbacks"):
                 self.callbacks.tell("on_step", step, metrics)

@@ -34,10 +34,10 @@ def test_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.now += 3600
         p.update(3, {"reward": "0.50"})
     assert out.getvalue() == (
-        "train step 0  1/3 done  elapsed 0:10  left 0:20  reward 0.25  loss 1e-3\n"
+        "train 1/3  elapsed 0:10  left 0:20  reward 0.25  loss 1e-3\n"
         "saved [step 1]\n"
-        "train step 1  2/3 done  elapsed 0:30  left 0:15\n"
-        "train step 2  3/3 done  elapsed 1:00:30  left 0:00  reward 0.50\n"
+        "train 2/3  elapsed 0:30  left 0:15\n"
+        "train 3/3  elapsed 1:00:30  left 0:00  reward 0.50\n"
     )
 
 
@@ -57,9 +57,7 @@ def test_a_resumed_run_does_not_count_the_steps_of_its_forerunner() -> None:
         p.update(90, {})
         clock.now += 5
         p.update(91, {})
-    assert out.getvalue() == (
-        "train step 89  90/100 done  elapsed 0:00  left ?\ntrain step 90  91/100 done  elapsed 0:05  left 0:45\n"
-    )
+    assert out.getvalue() == "train 90/100  elapsed 0:00  left ?\ntrain 91/100  elapsed 0:05  left 0:45\n"
 
 
 def test_no_steps_at_all() -> None:
@@ -67,7 +65,7 @@ def test_no_steps_at_all() -> None:
     for stream in (out, terminal):
         with progress(0, "train", True, stream=stream, clock=_Clock()) as p:
             p.update(0, {})
-    assert out.getvalue() == "train  0/0 done  elapsed 0:00  left 0:00\n"
+    assert out.getvalue() == "train 0/0  elapsed 0:00  left 0:00\n"
     assert "0/0" in terminal.getvalue()
 
 
@@ -96,15 +94,7 @@ def test_a_terminal_gets_one_display_that_is_redrawn(monkeypatch: pytest.MonkeyP
         p.update(1, {"reward": "0.25"})
         p.note("saved [bold] step 1")
     text = out.getvalue()
-    for part in (
-        "train step 0",
-        "1/4 done",
-        "elapsed 0:10",
-        "left 0:30",
-        "reward 0.25",
-        "saved [bold] step 1",
-        "\x1b[2K",
-    ):
+    for part in ("train", "1/4", "elapsed 0:10", "left 0:30", "reward 0.25", "saved [bold] step 1", "\x1b[2K"):
         assert part in text
     assert text.endswith("\x1b[?25h")  # the cursor is given back
 
@@ -114,7 +104,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
     out = _Terminal()
     with progress(1, "train", True, stream=out, clock=_Clock()) as p:
         p.update(1, {})
-    assert out.getvalue() == "train step 0  1/1 done  elapsed 0:00  left 0:00\n"
+    assert out.getvalue() == "train 1/1  elapsed 0:00  left 0:00\n"
 
 
 def test_a_stream_nobody_reads_does_not_end_the_run() -> None:

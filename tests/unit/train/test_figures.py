@@ -121,7 +121,7 @@ def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path)
         assert seconds["throughput/update_mfu"] == pytest.approx(seconds["throughput/update_tflops"] / 1e-3)
         assert 0 < seconds["ranks/train_slowest"] <= seconds["train"]
         assert "kv_cache/peak" not in seconds  # the fake engine does not tell
-        assert {"tok/s/device", "MFU"} <= console_line(metrics, seconds).keys()
+        assert {"tok/s/device", "MFU"} <= console_line(0, metrics, seconds).keys()
 
     # A trace of steps 0 and 2 as metrics.jsonl counts them, inner spans within the outer ones.
     assert [step for step, _, _ in writer.rows] == [0, 1, 2]
