@@ -107,8 +107,9 @@ def _init(args: argparse.Namespace) -> int:
     if args.file.exists():
         raise UserError(f"{args.file.absolute()}: is there already; name another file")
 
-    # What the command line says, and what the first row of the data and the tokenizer say.
+    # Two files must not share a folder.
     values = {**STARTER, "run.dir": run_dir(args.file)}
+    # What the command line says, and what the first row of the data and the tokenizer say.
     given = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
     values |= {key: value for key, value in given.items() if value not in ("", [""])}
     if args.data:
@@ -129,9 +130,12 @@ def run_dir(file: Path) -> str:
 
     Raises UserError where that folder holds a run.
     """
+    # Outside of the working directory only the name of the file is left.
     path, here = Path(os.path.abspath(file)), Path.cwd()
     below = path.relative_to(here) if path.is_relative_to(here) else Path(path.name)
     folder = Path("runs") / (below.relative_to("runs") if below.is_relative_to("runs") else below).with_suffix("")
+
+    # Such a run would be continued, or refused at its first step.
     if any((folder / name).exists() for name in (METRICS_FILE, run_record.FILE, "checkpoints")):
         raise UserError(f"{path}: its run.dir would be {folder}, which holds a run already; choose another file name")
     return str(folder)

@@ -11,9 +11,9 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.json_files import read_object
 from megatron_brorl.record import run_record
 
-# What `brorl train` leaves at its end; a run that lacks one of them does its end again.
+# What `brorl train` leaves at its end.
 _LEFT = ("summary.json", "model/config.json", "curves.png")
-_OF_THE_JOB = ("dir", "started", "ends_at")  # keys of [run] that may differ: a folder may have been moved
+_OF_THE_JOB = ("dir", "started", "ends_at")  # keys of [run]; a folder may have been moved
 
 
 def finished(config: Config) -> str:
@@ -22,20 +22,28 @@ def finished(config: Config) -> str:
     A run of another configuration is not reported: it is continued (train.steps was raised) or refused with the key
     that differs.
     """
+    # A run that was killed while it wrote its end does that part again.
     folder = Path(config.run.dir).absolute()
-    asked = json.loads(json.dumps(dataclasses.asdict(config)))  # lists instead of tuples, as in the file
-    recorded = run_record.read(folder).get("config")
-    if config.train.resume == "never" or not isinstance(recorded, dict) or not isinstance(recorded.get("run"), dict):
+    if config.train.resume == "never" or not all((folder / name).exists() for name in _LEFT):
         return ""
-    for sections in (asked, recorded):
-        for key in _OF_THE_JOB:
-            sections["run"].pop(key, None)
-    if asked != recorded or not all((folder / name).exists() for name in _LEFT):
+
+    # The configuration is compared as JSON has it, with lists instead of tuples.
+    asked, recorded = json.loads(json.dumps(dataclasses.asdict(config))), run_record.read(folder).get("config")
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("run"), dict):
         return ""
+    # Starts of the same run may differ in these.
+    for key in _OF_THE_JOB:
+        asked["run"].pop(key, None)
+        recorded["run"].pop(key, None)
+    if asked != recorded:
+        return ""
+
+    # A damaged file is written again by the end of the run.
     try:
         steps = read_object(folder / "summary.json").get("steps")
-    except UserError:  # damaged: the end of the run writes it again
+    except UserError:
         return ""
+
     return (
         f"run.dir = {config.run.dir}: this run has finished ({steps} steps; its model is {folder / 'model'}); raise "
         "train.steps to continue it, or choose another run.dir"

@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,6 @@ _LATE = "another rank did not come within parallel.timeout_s; start the same com
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit: 0 done, 75 stopped by a signal and resumable; with one line on stderr 2 for a mistake
     of the user's or what the disk refuses, 1 for another rank that is gone. Whatever else ends it is a bug."""
-    # What others warn of is nothing that a user of ours could mend.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
-    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-
     # Each kind of end has a line and an exit code of its own.
     args = _parse(arguments)
     try:

@@ -65,8 +65,9 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         writer = session.writer(resume_step)
         trainer.rollout_log = session.rollout_log(resume_step)
         trainer.recorder = session.recorder(resume_step)
-        # What it was started with, for those who read it later. From here on the run has not ended.
+        # What it was started with, for those who read it later.
         if session.is_main_rank:
+            # A summary of an earlier end would show a run that is still going as finished.
             (session.dir / SUMMARY).unlink(missing_ok=True)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
             world = session.grid.world

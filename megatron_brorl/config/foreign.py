@@ -178,9 +178,12 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {"TRL": TRL, "verl": VERL, "NeMo RL":
 def known_elsewhere(name: str) -> str:
     """Answer another trainer's key, dotted or not, with ours in one line; "" where no other trainer has it."""
     last = name.split(".")[-1]
+    # Names are as good as unique among the trainers: the first table that has one answers.
     for trainer, table in FOREIGN.items():
         if last in table:
             key, _, note = table[last].partition(": ")
+
+            # A key that does not exist here, one of another unit, or one that is only renamed.
             if key == "none":
                 return f"{trainer}'s {last} has no counterpart: {note}"
             return f"did you mean {key}? " + (f"{trainer}'s {last} {note}" if note else f"({trainer} calls it {last})")

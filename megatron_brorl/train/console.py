@@ -41,6 +41,7 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
 
     step: its number in metrics.jsonl.
     """
+    # The first one leads to the step's line in metrics.jsonl, and to its rollouts.
     shown = {
         "step": str(step),
         "reward": _shown(metrics["reward"], ".3f"),

@@ -60,7 +60,8 @@ class Trainer(Run):
             trace = StepTrace(self.config.run, s.step, self.grid)
 
             # Time counts as the slowest rank's, so that all of them end together.
-            step = s.step  # as in metrics.jsonl; from here on s.step is the number of steps done
+            # The number in metrics.jsonl: train_step raises s.step, the number of steps done.
+            step = s.step
             metrics, seconds = self.train_step()
             seconds |= cluster_figures(trace.timeline, seconds, metrics["trained_tokens"], peak)
             seconds |= self.held_up()  # by what was saved after the step before
@@ -83,13 +84,16 @@ class Trainer(Run):
             # What the step came to, for files and the console.
             if recovered := seconds["recovered_rollouts"]:
                 progress.note(f"step {step}: {recovered:.0f} rollouts had been sampled before a restart")
+
             # What a spike is depends on steps before: counted before the figures are written.
             for spike in s.spikes.watch(metrics, t):
                 progress.note(f"step {step}: {spike}")
+
             # The file first: a console may be gone.
             if writer:
                 writer.write(step, metrics, seconds)
             progress.update(s.step, console_line(step, metrics, seconds))
+
             # What a program of the user's raises waits for the state to be saved.
             with span("callbacks"):
                 self.callbacks.tell("on_step", step, metrics)
@@ -111,6 +115,7 @@ class Trainer(Run):
             trace.write()  # with the checkpoint
 
             # The state is saved before an error ends the run.
+            # It is named by the number of steps done, as the checkpoint is.
             saved = f"the state {after(s.step)} is saved"
             self.rollouts.check_stuck(saved)
             check_steps(self.nonfinite_steps, most, saved)

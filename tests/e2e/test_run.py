@@ -230,41 +230,6 @@ def test_a_run_that_stalls_or_is_out_of_time_ends(config, warm, tmp_path):
     assert len(rows(tmp_path / "time")) == 1
 
 
-def test_a_finished_run_says_so_and_touches_nothing(finished, config, warm, tmp_path):
-    """The model is not needed for that: neither its weights nor its tokenizer are read."""
-    import shutil
-
-    directory = tmp_path / "run"
-    shutil.copytree(finished[0], directory)
-    for path in directory.rglob("*.distcp"):
-        path.unlink()  # as good as a proof that no checkpoint is read
-    before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in directory.rglob("*")}
-    command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}"]
-    done = brorl(*command, "run.started=12345")
-    assert (done.returncode, done.stderr) == (0, "")
-    (line,) = done.stdout.splitlines()
-    for part in (str(directory), "8 steps", "train.steps", "run.dir"):
-        assert part in line
-    assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in directory.rglob("*")} == before
-
-    # With more steps, and without a file of its end, the run is continued, which needs the checkpoint.
-    assert ".distcp is missing" in brorl(*command, "train.steps=9").stderr
-    (directory / "curves.png").unlink()
-    assert ".distcp is missing" in brorl(*command).stderr
-
-
-def test_a_finished_run_goes_on_with_more_steps(finished, config, warm, tmp_path):
-    import shutil
-
-    shutil.copytree(finished[0], tmp_path / "run")
-    command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path / 'run'}"]
-    done = brorl(*command, "train.steps=9")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^train 9/9 .* step 8 ", done.stderr, re.M)
-    assert rows(tmp_path / "run")[:8] == rows(finished[0])
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 9
-
-
 def test_resume_with_another_configuration_is_refused(finished, config, warm):
     done = brorl("train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.n=16")
     assert done.returncode == 2
