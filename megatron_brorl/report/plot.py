@@ -40,6 +40,7 @@ def build_figure(rows: list[Row], summary: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(13.5, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     figure.suptitle(_title(rows, summary), fontsize=13)
     (reward, accuracy, length), (kept, seconds, health) = figure.subplots(2, 3)
+    # Numbered as in metrics.jsonl, so that a point can be looked up there and by brorl rollouts.
     steps = np.array([row["step"] for row in rows], dtype=np.int64)
 
     # What is trained for.

@@ -35,6 +35,7 @@ def curves(rows: Sequence[Row], most: int = MOST_POINTS) -> dict[str, Any]:
         seconds += sum(row.get("time/step") or 0.0 for row in part)
         elapsed.append(float(f"{seconds:.7g}"))
 
+    # A point has the number of its last step, by which metrics.jsonl and brorl rollouts know it.
     return {
         "every": every,
         "step": [part[-1]["step"] for part in parts],
