@@ -49,7 +49,7 @@ EOF
 }
 
 if [[ ${1:-} == dev ]]; then
-  say "tools for tests, lint and documentation (0.3 GB)"
+  say "tools for tests, lint and documentation (0.2 GB)"
   read -r version _ < <(torch_of_venv) || refuse "$VENV has no torch: make makes it anew once it is removed"
   listed=$(requirements test docs)
   mapfile -t wanted <<<"$listed"
@@ -99,8 +99,7 @@ mapfile -t wanted <<<"$listed"
 say "3/4 ${#wanted[@]} packages that runs need, and what they need (0.8 GB)"
 pip_install "torch==$version" "${wanted[@]}"
 
-jobs=${MAX_JOBS:-$(nproc)}
-say "4/4 compiling csrc/ for this processor with $jobs jobs (a minute or two on two cores)"
-PATH="$(cd "$VENV/bin" && pwd):$PATH" BRORL_NATIVE=${BRORL_NATIVE:-1} MAX_JOBS=$jobs \
+say "4/4 compiling csrc/ for this processor (about two minutes on two cores)"
+PATH="$(cd "$VENV/bin" && pwd):$PATH" BRORL_NATIVE=${BRORL_NATIVE:-1} MAX_JOBS=${MAX_JOBS:-$(nproc)} \
   pip_install --no-build-isolation --no-deps --editable .
 say "done"
