@@ -45,6 +45,6 @@ def finished(config: Config) -> str:
         return ""
 
     return (
-        f"run.dir = {config.run.dir}: this run has finished ({steps} steps; its model is {folder / 'model'}); raise "
+        f"run.dir = {config.run.dir}: this run has finished (steps: {steps}; its model is {folder / 'model'}); raise "
         "train.steps to continue it, or choose another run.dir"
     )

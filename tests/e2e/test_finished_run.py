@@ -30,7 +30,7 @@ def test_a_finished_run_says_so_and_touches_nothing(finished, config, warm, tmp_
     done = brorl(*command, "run.started=12345")
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = done.stdout.splitlines()
-    for part in (str(directory), "2 steps", "train.steps", "run.dir"):
+    for part in (str(directory), "steps: 2", "train.steps", "run.dir"):
         assert part in line
     assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in directory.rglob("*")} == before
 

@@ -87,6 +87,21 @@ def test_a_run_and_what_it_tells(whole):
         result.rollouts(7)
 
 
+def test_a_finished_run_is_returned_as_it_is(tables, tmp_path, capfd):
+    asked = {**tables, "train": {**tables["train"], "steps": 1}, "run": {"log": [], "dir": str(tmp_path)}}
+    first, written = train(asked), tmp_path / "model" / "model.safetensors"
+    before = written.stat().st_mtime_ns
+    capfd.readouterr()
+    again = train(asked)
+    assert (again.finished, again.summary, again.metrics) == (True, first.summary, first.metrics)
+    assert written.stat().st_mtime_ns == before
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"run.dir = {tmp_path}: this run has finished (steps: 1;")
+    assert said.err.count("\n") == 1
+    assert len(train(asked, overrides=["train.steps=2"]).metrics) == 2
+
+
 def test_the_example_of_the_page_runs(whole, tables, tmp_path, monkeypatch):
     """It needs no package that the project does not install, and its names hold what it says."""
     monkeypatch.chdir(tmp_path)
