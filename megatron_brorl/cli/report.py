@@ -93,7 +93,7 @@ def _lines(s: dict[str, Any]) -> list[str]:
         lines.append(f"pass@1 {name:6}  {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
     if best := s.get("best_checkpoint"):
         name = best["figure"].replace("_at_", "@")
-        lines.append(f"best     step {best['step']}, {name} {best['value']:.4f}: checkpoints/best")
+        lines.append(f"best     after {best['step']} steps, {name} {best['value']:.4f}: checkpoints/best")
     if s.get("theory"):
         lines += agreement_lines(s["theory"])
     return [*lines, f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes"]

@@ -25,6 +25,7 @@ from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.progress import progress
 from megatron_brorl.record import run_record
 from megatron_brorl.report.findings import findings
+from megatron_brorl.report.run_files import SUMMARY
 from megatron_brorl.theory.agreement import agreement
 from megatron_brorl.timeline import span
 from megatron_brorl.train.callbacks import Callbacks
@@ -66,6 +67,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         trainer.recorder = session.recorder(resume_step)
         # What it was started with, for those who read it later.
         if session.is_main_rank:
+            # A summary of an earlier end would show a run that is still going as finished.
+            (session.dir / SUMMARY).unlink(missing_ok=True)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
             world = session.grid.world
             run_record.write(session.dir, dataclasses.asdict(config), resume_step, command(world), world, device)
@@ -76,7 +79,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             if session.is_main_rank:
                 p.note(_sizes(trainer))
             if found:
-                p.note(f"resumed from {found}")
+                p.note(f"resumed from {found} with step {trainer.state.step}")
             # All ranks agree on a stop, so that all of them leave here or none.
             if not trainer.run(writer, p, lambda: session.stop_requested(trainer.saving.seconds_to_come())):
                 p.note(f"{session.stopped_by}; the state is saved: start the same command again to go on")
@@ -92,7 +95,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         differs = session.export(trainer.worker, of_run(session, trainer.state, after))
         peak = session.peak_rss_mib()
         if session.is_main_rank:
-            from megatron_brorl.cli.report import SUMMARY, show  # and matplotlib, which the other ranks do without
+            from megatron_brorl.cli.report import show  # and matplotlib, which the other ranks do without
 
             with span("report"):
                 summary = _summary(session, trainer, after, peak, differs)

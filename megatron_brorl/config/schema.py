@@ -37,7 +37,8 @@ class RunConfig:
     # Where figures go besides metrics.jsonl, each if it is installed: TensorBoard to run.dir/tensorboard, the others to
     # the project "brorl", or where their own environment variables say (WANDB_PROJECT, MLFLOW_TRACKING_URI)
     log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
-    # A trace of all ranks, dir/traces/step_000010.json, after each step that this divides; 0 = never
+    # Write a trace of all ranks, dir/traces/step_000010.json, for each step whose number in metrics.jsonl is a multiple
+    # of this; 0 = never
     trace_every: int = at_least(0, default=0)
     # Dense bfloat16 TFLOP/s of a device, over which utilisation is told; 0 = by its name, where it is a known GPU
     peak_tflops: float = at_least(0, default=0.0)

@@ -80,7 +80,9 @@ def _check(responses: Sequence[Any], rows: Sequence[Any], function: OwnReward | 
 
 def _prompt(row: str | Mapping[str, Any] | None, i: int, verifiers: Verifiers) -> Prompt:
     raw = {"answer": row} if row is None or isinstance(row, str) else dict(row)
-    checked = check_row({"prompt": _NO_PROMPT, **raw}, f"rows[{i}]", str(i), verifiers)
+    # A row without an id is known by its place, which is what error messages say.
+    where = f"rows[{i}]"
+    checked = check_row({"prompt": _NO_PROMPT, **raw}, where, where, verifiers)
     return Prompt(checked.id, spoken(checked.prompt), (), checked.answer, checked.verifier, checked.metadata)
 
 

@@ -11,6 +11,11 @@ from megatron_brorl.algo.no_signal import why_no_signal
 from megatron_brorl.train.evaluate import Evaluation
 
 
+def after(steps: int) -> str:
+    """Return "after 12 steps": a count of steps done, which is the number of the next step in metrics.jsonl."""
+    return f"after {steps} step{'' if steps == 1 else 's'}"
+
+
 def evaluation_line(evaluation: dict[str, Any]) -> str:
     """pass@1 with its interval, and pass@k of the largest k."""
     p, more = evaluation["pass_at_1"], widest(evaluation["pass_at_k"])
@@ -31,15 +36,20 @@ def passes(metrics: Mapping[str, float]) -> dict[str, float]:
     return {k: v for key, v in metrics.items() if (k := key.removeprefix("pass_at_")).isdigit()}
 
 
-def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
-    """The metrics of a step that are worth watching, by label; what should not happen is shown where it did."""
+def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
+    """The metrics of a step that are worth watching, by label; what should not happen is shown where it did.
+
+    step: its number in metrics.jsonl.
+    """
+    # The first one leads to the step's line in metrics.jsonl, and to its rollouts.
     shown = {
+        "step": str(step),
         "reward": _shown(metrics["reward"], ".3f"),
         "kept": _shown(metrics["kept_share"], ".0%"),
         "tokens": _shown(metrics["response_tokens"], ".1f"),
         # In nats, between engine and trainer: the first sign of weights that did not arrive.
         "gap": f"{metrics['logprob_gap_max']:.1e}",
-        "step": f"{seconds['step']:.1f}s",
+        "took": f"{seconds['step']:.1f}s",
     }
 
     # What a device gets done, and loses to the slowest rank.

@@ -34,7 +34,7 @@ def update_models(
 
     # A rate for so many rollouts.
     optim = scaled(c.optim, c.rollout.prompts * c.rollout.n, kept)
-    keep = Keeper(c, state.step + 1).keep if c.train.keep_nonfinite else None
+    keep = Keeper(c, state.step).keep if c.train.keep_nonfinite else None
     given = (models.actor, experience, batches, c.algo, optim, c.rollout.temperature, state.updates)
     updated = update_policy(*given, keep)
     state.updates += len(batches)

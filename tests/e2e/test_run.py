@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import time
 
@@ -56,7 +57,7 @@ def test_run_leaves_what_is_promised(finished, warm):
         assert f", pass@2 {100 * wide:.1f}%" in done.stderr
         (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"pass@1 {when}"))
         assert line.endswith(f"pass@2  {wide:.4f}")
-    assert f"held-out after step 4: pass@1 {100 * lines[3]['pass_at_1']:.1f}%" in done.stderr
+    assert f"held-out after 4 steps: pass@1 {100 * lines[3]['pass_at_1']:.1f}%" in done.stderr
     assert f"pass@2 {100 * lines[3]['pass_at_2']:.1f}%" in done.stderr
     assert "6 prompts x 32 rollouts = 192 -> 2 optimizer steps -> each at most " in done.stderr
     assert set(summary["findings"]) <= {"task never right"}  # words backward are beyond this model
@@ -79,7 +80,9 @@ def test_run_leaves_what_is_promised(finished, warm):
     assert sum(g["right"] for g in groups) / (24 * 2) == pytest.approx(summary["pass_at_1_after"]["mean"])
     assert len(read_rollouts(directory / "rollouts", Moment("evaluation", 8))) == 24 * 2
     assert done.stderr.count("held-out sample") == 3 * 3
-    assert "train 8/8" in done.stderr
+    # The console has the numbers of metrics.jsonl.
+    told = [re.match(r"train \d/8 .* step (\d) +reward ([\d.]+)", line) for line in done.stderr.splitlines()]
+    assert [(int(m[1]), m[2]) for m in told if m] == [(line["step"], f"{line['reward']:.3f}") for line in lines]
     assert "pass@1 after" in done.stdout
     trained = AutoModelForCausalLM.from_pretrained(directory / "model")
     before = load_file(warm / "model.safetensors")

@@ -88,7 +88,7 @@ function phases(c) {
   c.step.forEach((x, i) => {
     if (steps[i] === null) return;
     let rest = steps[i];
-    const add = (name, y) => rows.push({ x: x - c.every, x2: x, name, y });
+    const add = (name, y) => rows.push({ step: x, x: x - c.every + 0.5, x2: x + 0.5, name, y });
     for (const name of PHASES) {
       const seconds = (c.values["time/" + name] || [])[i] || 0;
       rest -= seconds;
@@ -189,7 +189,7 @@ function configuration(parent, run) {
 
 function elapsed(run, steps) {
   let seconds = 0;
-  run.curves.step.forEach((s, i) => { if (s <= steps) seconds = run.curves.elapsed[i]; });
+  run.curves.step.forEach((s, i) => { if (s < steps) seconds = run.curves.elapsed[i]; });
   return seconds;
 }
 

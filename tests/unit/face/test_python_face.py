@@ -136,6 +136,20 @@ def test_scores_are_those_of_the_verifier():
         score(["1", "2"], ["1"])
 
 
+def test_a_row_without_an_id_is_known_by_its_place():
+    """An id that differs from the place in an error message would lead to the wrong row."""
+    ids = []
+
+    def see(response, row):
+        ids.append(row["id"])
+        return 1.0
+
+    score(["a", "b"], ["1", {"answer": "2", "id": "mine"}], verifier=see)
+    assert ids == ["rows[0]", "mine"]
+    with pytest.raises(UserError, match=r"^rows\[0\]: answer must be a string"):
+        score(["a"], [{"answer": 4}], verifier=see)
+
+
 def test_a_function_is_a_verifier():
     def half(response, row):
         if response == "raise":

@@ -41,7 +41,7 @@ def test_curves_are_the_lines_of_metrics(folder, run):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = run["curves"]
     assert found["every"] == 1
-    assert found["step"] == [row["step"] + 1 for row in rows]
+    assert found["step"] == [row["step"] for row in rows]
     names = {name for row in rows for name, value in row.items() if name not in ("step", "nonfinite", "time")}
     assert set(found["values"]) == names | {f"time/{name}" for name in rows[0]["time"]}
     for name in names:
@@ -63,7 +63,7 @@ def test_long_curves_are_means():
     rows = [{"step": i, "reward": float(i), "x": None, "time": {"step": 2.0}} for i in range(1001)]
     found = curves(rows, 400)
     assert found["every"] == 3
-    assert found["step"] == [*range(3, 1001, 3), 1001]
+    assert found["step"] == [*range(2, 1000, 3), 1000]
     assert found["values"]["reward"] == [*(3.0 * i + 1 for i in range(333)), 999.5]
     assert found["elapsed"][-1] == 2002
     assert set(found["values"]) == {"reward", "time/step"}  # x has no value at all
@@ -113,7 +113,7 @@ def test_tasks_spread_and_heat(folder, run):
     for place, name in enumerate(TASKS):
         own = [[g["right"] / 32 for g in rows if g["verifier"] == name] for rows in steps]
         assert run["by_task"]["tasks"][TASKS[place]] == pytest.approx([sum(v) / len(v) for v in own])
-    assert run["by_task"]["step"] == [1, 2, 3, 4]
+    assert run["by_task"]["step"] == [0, 1, 2, 3]
     assert run["by_task"]["distinct"] == pytest.approx([sum(g["distinct"] for g in rows) / 6 for rows in steps])
 
     # Held-out prompts have four samples each, training prompts 32: one by one, and in tenths.
@@ -134,7 +134,7 @@ def test_tasks_spread_and_heat(folder, run):
     shares = {
         p: dict(zip(heat["numbers"], own, strict=True)) for p, own in zip(heat["prompts"], heat["shares"], strict=True)
     }
-    for number, rows in enumerate(steps, start=1):
+    for number, rows in enumerate(steps):
         asked = {g["prompt_id"]: g["right"] / 32 for g in rows}
         assert {p: own[number] for p, own in shares.items() if own[number] is not None} == pytest.approx(
             {p: share for p, share in asked.items() if p in shares}
