@@ -237,8 +237,9 @@ class CriticConfig:
     """Of algo.advantage = "gae". Its optimizer's other settings are those of [optim]."""
 
     lr: float = at_least(0, default=1e-5)  # learning rate of the critic
-    lr_warmup_steps: int = at_least(0, default=0)  # linear, in the critic's optimizer steps
-    # Training steps at the start in which the critic learns and the actor waits
+    lr_warmup_steps: int = at_least(0, default=0)  # linear, in optimizer steps taken by the critic
+    # Training steps at the start in which the critic learns and the actor waits. A step without an update of the critic
+    # does not count
     warmup_steps: int = at_least(0, default=0)
     # How far a value may move from the old one before its loss is clipped; 0 = no clipping
     clip: float = at_least(0, default=0.2)
@@ -270,7 +271,9 @@ class OptimConfig:
     # Which rollouts of a step lr_for_rollouts is compared with. "asked": rollout.prompts x rollout.n, the same in every
     # step; "kept": those that the step trains on, which is the paper's batch: after dynamic sampling
     lr_counts: Literal["asked", "kept"] = "asked"
-    warmup_steps: int = at_least(0, default=0)  # of the learning rate, linear, in optimizer steps
+    # Optimizer steps of linear warm-up of the learning rate. Only steps taken count: not a training step without a
+    # signal, nor an update that was skipped because its gradient was not finite
+    warmup_steps: int = at_least(0, default=0)
     betas: tuple[float, float] = within("[0, 1)", default=(0.9, 0.999))  # of AdamW's two moments
     eps: float = 1e-8  # of AdamW's denominator
     weight_decay: float = 0.01  # decoupled, as in AdamW

@@ -11,7 +11,7 @@ from megatron_brorl.checkpoints import best
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.best import Best
 from megatron_brorl.checkpoints.host_copies import HostCopies
-from megatron_brorl.config.schema import Config, TrainConfig
+from megatron_brorl.config.schema import Config, CriticConfig, TrainConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel.grid import Grid
@@ -26,6 +26,7 @@ from megatron_brorl.train.training_models import TrainingModels
 _SAVED = {
     "updates": (int,),
     "critic_updates": (int,),
+    "critic_steps": (int,),
     "taken": (int,),
     "trained_s": (int, float),
     "spent": (int, float),
@@ -43,8 +44,9 @@ class RunState:
     stall: Stall = field(default_factory=Stall)  # of held-out pass@1
     step: int = 0  # steps done
     taken: Taken = field(default_factory=Taken)  # from the source
-    updates: int = 0  # optimizer steps done; the version of the actor's weights
-    critic_updates: int = 0  # optimizer steps done of the critic
+    updates: int = 0  # optimizer steps taken; the version of the actor's weights
+    critic_updates: int = 0  # optimizer steps taken of the critic
+    critic_steps: int = 0  # training steps in which the critic was updated
     carried: Carried = field(default_factory=Carried)  # rollouts that go on in the next step
     before: dict[str, Any] | None = None  # the evaluation before step 0
     trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
@@ -52,6 +54,10 @@ class RunState:
     spikes: Spikes = field(default_factory=Spikes)  # of the last steps' figures
     best: Best | None = None  # of train.keep_best, on the disk
     began: float = 0.0  # Unix time at which the job began, whatever process goes on with it; 0 = not known
+
+    def critic_warms_up(self, critic: CriticConfig) -> bool:
+        """Whether the critic has been updated and the actor still waits for it (critic.warmup_steps)."""
+        return 0 < self.critic_steps <= critic.warmup_steps
 
     def over(self, config: TrainConfig) -> bool:
         """Whether train.max_seconds or train.patience ends the run; all ranks get the same answer."""
@@ -79,11 +85,12 @@ def begin_save(
     run = {
         "updates": state.updates,
         "critic_updates": state.critic_updates,
+        "critic_steps": state.critic_steps,
         "taken": state.taken.rounds,
         "prompts_taken": state.taken.prompts,
         "recently": [state.taken.asked, state.taken.kept],
         "trained_s": state.trained_s,
-        "stalls": [[stall.best, stall.count] for stall in _stalls(state, models)],
+        "stalls": [[stall.best, stall.count] for stall in stalls(state, models)],
         "before": state.before,
         "fingerprint": fingerprint,
         "spent": seconds,
@@ -130,6 +137,7 @@ def restore(
         taken=_taken(run, config.rollout.prompts),
         updates=run["updates"],
         critic_updates=run["critic_updates"],
+        critic_steps=run["critic_steps"],
         carried=read(directory, source, config.rollout.prompts, grid),
         before=run["before"],
         trained_s=run["trained_s"],
@@ -139,7 +147,7 @@ def restore(
         spikes=Spikes(**run.get("spikes", {})),
         best=best.kept(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
     )
-    for stall, (score, count) in zip(_stalls(restored, models), run["stalls"], strict=True):
+    for stall, (score, count) in zip(stalls(restored, models), run["stalls"], strict=True):
         stall.best, stall.count = score, count
     return restored
 
@@ -150,6 +158,6 @@ def _taken(run: Mapping[str, Any], prompts: int) -> Taken:
     return Taken(rounds, run.get("prompts_taken", rounds * prompts), *run.get("recently", (0.0, 0.0)))
 
 
-def _stalls(state: RunState, models: TrainingModels) -> list[Stall]:
-    """In the order of a checkpoint."""
+def stalls(state: RunState, models: TrainingModels) -> list[Stall]:
+    """The counters of evaluations without a new best, in the order of a checkpoint."""
     return [state.stall, *([models.reference.stall] if models.reference else [])]

@@ -19,23 +19,24 @@ def update_models(
     config: Config,
     state: RunState,
 ) -> dict[str, float]:
-    """The critic's optimizer steps and then the actor's, one per batch of rows; `state` counts both.
+    """Update the critic and then the actor, one optimizer step per batch of rows; returns metrics. A collective.
 
-    kept: rollouts of all ranks that the step trains on. A collective, which returns metrics. While the critic warms up,
-    the actor has none.
+    `state` counts the optimizer steps that were taken. A batch without rows and a gradient that is not finite are none.
+    kept: rollouts of all ranks that the step trains on. While the critic warms up, the actor is not updated.
     """
     c, metrics = config, {}
     if models.critic:
         rates = critic_optim(c.critic, c.optim)
         metrics = update_critic(models.critic, experience, batches, c.critic.clip, rates, state.critic_updates)
-        state.critic_updates += len(batches)
-        if state.step < c.critic.warmup_steps:
+        if state.critic_steps < c.critic.warmup_steps:
             batches = []
+        state.critic_updates += int(metrics["critic_updates"])
+        state.critic_steps += metrics["critic_updates"] > 0
 
     # A rate for so many rollouts.
     optim = scaled(c.optim, c.rollout.prompts * c.rollout.n, kept)
     keep = Keeper(c, state.step + 1).keep if c.train.keep_nonfinite else None
     given = (models.actor, experience, batches, c.algo, optim, c.rollout.temperature, state.updates)
     updated = update_policy(*given, keep)
-    state.updates += len(batches)
+    state.updates += int(updated["updates"])
     return metrics | updated
