@@ -215,7 +215,9 @@ class AlgoConfig:
     tau_pos: float = above(0, default=1.0)  # of "sapo": how fast the gate closes where the advantage is above 0
     tau_neg: float = above(0, default=1.05)  # of "sapo": how fast the gate closes elsewhere
     ratio: Literal["token", "sequence"] = "token"  # importance ratio of each token, or one per sequence (GSPO)
-    is_cap: float = at_least(0, default=2.0)  # truncated importance sampling between engine and trainer; 0 = off
+    # Truncated importance sampling between engine and trainer; 0 = off. With rollout.top_p or top_k a token's weight is
+    # the probability mass that the cut left, which is below 1
+    is_cap: float = at_least(0, default=2.0)
     # Tokens, or whole sequences by the geometric mean of theirs, whose pi_old / pi_rollout lies outside
     # [mismatch_low, mismatch_high] get no loss; they still count in its divisor.
     mismatch_mask: Literal["off", "token", "sequence"] = "off"
@@ -226,7 +228,9 @@ class AlgoConfig:
     # sequence, and then their number; "fixed": aggregation_tokens per sequence
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
     aggregation_tokens: int = at_least(0, default=0)  # the divisor per sequence of aggregation = "fixed"
-    old_log_probs: Literal["actor", "rollout"] = "actor"  # "rollout" saves a forward pass where engine == trainer
+    # "rollout" takes the engine's log-probs, which saves a forward pass where engine == trainer; not with rollout.top_p
+    # below 1 or rollout.top_k, over which the engine renormalises
+    old_log_probs: Literal["actor", "rollout"] = "actor"
     mini_batches: int = at_least(1, default=1)  # optimizer steps per sampled batch
     mini_batch_of: Literal["prompts", "siblings"] = "prompts"  # each has whole groups, or a part of every group
     epochs: int = at_least(1, default=1)  # times that a step goes over its mini-batches

@@ -118,7 +118,8 @@ POLICY = Section(
 
 ENGINE = Section(
     "Engine against trainer",
-    "Whether both compute the same. Of the first optimizer step, in which both have the same weights.",
+    "Whether both compute the same. Of the first optimizer step, in which both have the same weights. `logprob_gap_*` "
+    "are left out with `rollout.top_p` below 1 or `rollout.top_k`: the engine then renormalises over the tokens left.",
     (
         Figure(
             "logprob_gap_mean",

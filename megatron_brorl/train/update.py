@@ -39,4 +39,8 @@ def update_models(
     given = (models.actor, experience, batches, c.algo, optim, c.rollout.temperature, state.updates)
     updated = update_policy(*given, keep)
     state.updates += int(updated["updates"])
+
+    # Log-probs over the tokens that a cut leaves do not tell whether engine and trainer agree.
+    if c.rollout.top_p < 1 or c.rollout.top_k:
+        del updated["logprob_gap_mean"], updated["logprob_gap_max"]
     return metrics | updated
