@@ -100,6 +100,12 @@ NEMO_RL = {  # of NeMo RL's grpo_math_1B.yaml
     "system_prompt_file": "data.system_prompt",
     "activation_checkpointing": "train.recompute",
 }
+# Learning-rate schedules.
+TRL |= {"lr_scheduler_type": "optim.lr_schedule", "lr_scheduler_kwargs": "optim.min_lr_ratio"}
+TRL |= {"min_lr_rate": "optim.min_lr_ratio", "warmup_ratio": "optim.warmup_steps"}
+VERL |= {"warmup_style": "optim.lr_schedule", "lr_decay_style": "optim.lr_schedule", "min_lr": "optim.min_lr_ratio"}
+VERL |= {"lr_warmup_steps_ratio": "optim.warmup_steps"}
+NEMO_RL |= {"lr_decay_iters": "optim.lr_decay_steps", "lr_warmup_iters": "optim.warmup_steps"}
 FOREIGN: Mapping[str, Mapping[str, str]] = {"TRL": TRL, "verl": VERL, "NeMo RL": NEMO_RL}
 
 

@@ -1,8 +1,8 @@
 """The configuration of a run: frozen sections of typed keys, each with its meaning, default and bound.
 
 The comments above and beside a key are its meaning and unit, for `brorl config` too (config/describe.py). The keys of
-[data] stand in config/data_keys.py, those of engines in config/engine_keys.py. config/load.py reads them; rules over
-several keys stand in config/validate.py.
+[data] are in config/data_keys.py, those of engines in config/engine_keys.py, those of [optim] in config/optim_keys.py.
+config/load.py reads them; rules over several keys are in config/validate.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 from megatron_brorl.config.bounds import above, at_least, free, within
 from megatron_brorl.config.data_keys import DataConfig
 from megatron_brorl.config.engine_keys import SglangConfig, TrtLlmConfig, VllmConfig
+from megatron_brorl.config.optim_keys import OptimConfig
 
 
 @dataclass(frozen=True)
@@ -264,25 +265,6 @@ class ReferenceConfig:
 class OpsConfig:
     # "fused": csrc's kernels, of which the loss never holds the logits; "reference": plain torch that defines them
     implementation: Literal["reference", "fused"] = "fused"
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    lr: float = at_least(0, default=1e-6)  # learning rate
-    # The rollouts per step that lr is for: it is multiplied by the square root of a step's rollouts over this
-    # (Krizhevsky 2014; BroRL, section 4.2.1); 0 = lr as it stands.
-    lr_for_rollouts: int = at_least(0, default=0)
-    # Which rollouts of a step lr_for_rollouts is compared with. "asked": rollout.prompts x rollout.n, the same in every
-    # step; "kept": those that the step trains on, which is the paper's batch: after dynamic sampling
-    lr_counts: Literal["asked", "kept"] = "asked"
-    # Optimizer steps of linear warm-up of the learning rate. Only steps taken count: not a training step without a
-    # signal, nor an update that was skipped because its gradient was not finite
-    warmup_steps: int = at_least(0, default=0)
-    betas: tuple[float, float] = within("[0, 1)", default=(0.9, 0.999))  # of AdamW's two moments
-    eps: float = 1e-8  # of AdamW's denominator
-    weight_decay: float = 0.01  # decoupled, as in AdamW
-    decay_norms_and_biases: bool = False  # false: weight_decay spares one-dimensional parameters, as in Megatron-LM
-    clip_grad: float = at_least(0, default=1.0)  # norm that gradients are scaled down to; 0 = off
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,19 @@ def _rollout_log_probs(config: Config) -> Iterator[Rule]:
 
 
 def _learning_rate(config: Config) -> Iterator[Rule]:
-    optim = config.optim
+    optim, gae = config.optim, config.algo.advantage == "gae"
     # A step's rollouts have nothing to be compared with.
     yield optim.lr_counts == "asked" or optim.lr_for_rollouts > 0, "optim.lr_counts", "needs optim.lr_for_rollouts"
+
+    # A floor or a length that nothing uses would pass for one that acts.
+    decays = optim.lr_schedule != "constant"
+    for key, value in (("optim.min_lr_ratio", optim.min_lr_ratio), ("optim.lr_decay_steps", optim.lr_decay_steps)):
+        yield decays or not value, key, 'belongs to optim.lr_schedule = "linear" or "cosine": must be 0'
+
+    # The decay begins when the warm-up is over. A run that is shorter than its warm-up is not refused.
+    warm_up = max(optim.warmup_steps, config.critic.lr_warmup_steps if gae else 0)
+    yield (
+        optim.lr_decay_steps == 0 or optim.lr_decay_steps > warm_up,
+        "optim.lr_decay_steps",
+        f"includes the warm-up: must be above {warm_up} (optim.warmup_steps, critic.lr_warmup_steps), or 0",
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -20,28 +19,12 @@ from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.finite import train_on_finite
+from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.worker import Update, Worker
 from megatron_brorl.types import Experience
 
 # (number of the update, worker, this rank's rows of it, their loss, temperature); a collective
 Keep = Callable[[int, Worker, Experience, "ActorLoss", float], None]
-
-
-def learning_rate(optim: OptimConfig, update: int) -> float:
-    """Linear warm-up over warmup_steps optimizer steps, then constant. update counts from 0."""
-    return optim.lr * min(1.0, (update + 1) / optim.warmup_steps) if optim.warmup_steps else optim.lr
-
-
-def scaled(optim: OptimConfig, asked: int, kept: int) -> OptimConfig:
-    """With the learning rate for a step of B rollouts: lr sqrt(B / B_0), B_0 = optim.lr_for_rollouts.
-
-    asked: rollouts that every step asks for. kept: rollouts that this one trains on. B is one of them, by
-    optim.lr_counts.
-    """
-    if not optim.lr_for_rollouts:
-        return optim
-    rollouts = kept if optim.lr_counts == "kept" else asked
-    return replace(optim, lr=optim.lr * math.sqrt(rollouts / optim.lr_for_rollouts))
 
 
 def update_policy(

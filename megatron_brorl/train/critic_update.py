@@ -14,9 +14,9 @@ from megatron_brorl.config.schema import CriticConfig, OptimConfig
 from megatron_brorl.ops.backend import Backend
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
-from megatron_brorl.train.actor_update import learning_rate
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.finite import train_on_finite
+from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.worker import LossFunction, Update
 from megatron_brorl.types import Experience
 

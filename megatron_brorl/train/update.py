@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron_brorl.config.schema import Config
-from megatron_brorl.train.actor_update import scaled, update_policy
+from megatron_brorl.train.actor_update import update_policy
 from megatron_brorl.train.critic_update import critic_optim, update_critic
+from megatron_brorl.train.learning_rate import scaled, with_decay_steps
 from megatron_brorl.train.skipped import Keeper
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.training_models import TrainingModels
@@ -24,17 +25,21 @@ def update_models(
     `state` counts the optimizer steps that were taken. A batch without rows and a gradient that is not finite are none.
     kept: rollouts of all ranks that the step trains on. While the critic warms up, the actor is not updated.
     """
-    c, metrics = config, {}
+    c, metrics, steps = config, {}, config.train.steps
     if models.critic:
-        rates = critic_optim(c.critic, c.optim)
+        rates = with_decay_steps(critic_optim(c.critic, c.optim), c, steps)
         metrics = update_critic(models.critic, experience, batches, c.critic.clip, rates, state.critic_updates)
+        # The actor's schedule has the training steps that are left after the critic's warm-up.
+        steps -= c.critic.warmup_steps
         if state.critic_steps < c.critic.warmup_steps:
             batches = []
+
+        # A step without a signal teaches the critic nothing, so that it is no part of the warm-up.
         state.critic_updates += int(metrics["critic_updates"])
         state.critic_steps += metrics["critic_updates"] > 0
 
-    # A rate for so many rollouts.
-    optim = scaled(c.optim, c.rollout.prompts * c.rollout.n, kept)
+    # The learning rate for this number of rollouts, and its schedule.
+    optim = scaled(with_decay_steps(c.optim, c, steps), c.rollout.prompts * c.rollout.n, kept)
     keep = Keeper(c, state.step + 1).keep if c.train.keep_nonfinite else None
     given = (models.actor, experience, batches, c.algo, optim, c.rollout.temperature, state.updates)
     updated = update_policy(*given, keep)

@@ -78,8 +78,8 @@ def test_supervised_training_takes_the_rule_of_optim():
     optim = OptimConfig(lr=1.0, betas=(0.5, 0.6), eps=1e-3, decay_norms_and_biases=True, clip_grad=7.0)
     found = sft_optim(SftConfig(lr=0.25, warmup_steps=3, weight_decay=0.5), optim)
     differing = {f.name for f in dataclasses.fields(optim) if getattr(found, f.name) != getattr(optim, f.name)}
-    assert differing == {"lr", "warmup_steps", "weight_decay"}
-    assert (found.lr, found.warmup_steps, found.weight_decay) == (0.25, 3, 0.5)
+    assert differing == {"lr", "warmup_steps", "lr_decay_steps", "weight_decay"}
+    assert (found.lr, found.warmup_steps, found.lr_decay_steps, found.weight_decay) == (0.25, 3, 200, 0.5)
 
 
 @pytest.mark.parametrize("everything", [True, False])
