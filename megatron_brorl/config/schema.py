@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_brorl.config.bounds import above, at_least, free, within
+from megatron_brorl.config.bounds import above, at_least, within
 from megatron_brorl.config.data_keys import DataConfig
 from megatron_brorl.config.engine_keys import SglangConfig, TrtLlmConfig, VllmConfig
 from megatron_brorl.config.optim_keys import OptimConfig
@@ -94,22 +94,22 @@ class RolloutConfig:
     top_p: float = within("(0, 1]", default=1.0)  # probability of the likeliest tokens that are sampled from
     top_k: int = at_least(0, default=0)  # how many of the likeliest tokens are sampled from; 0 = off
     max_tokens: int = at_least(1, default=1024)  # tokens of a response, at most
-    max_num_seqs: int = free(at_least(1, default=2048))  # rollouts decoded at a time on one rank
+    max_num_seqs: int = at_least(1, default=2048)  # rollouts decoded at a time on one rank
     # Rollouts that wait go to whichever engine has room, and when none waits any more, built-in engines that run out
     # take over some that others have begun. Which ones are decoded together then depends on time, and with it the last
     # bits of an engine's floats: off, runs repeat bit for bit
-    pull: bool = free(False)
+    pull: bool = False
     # MiB for keys and values on one rank; what does not fit waits. 0 = half of what is free
-    kv_cache_mib: int = free(at_least(0, default=0))
+    kv_cache_mib: int = at_least(0, default=0)
     stop_strings: tuple[str, ...] = ()  # a response ends when its text contains one, besides the model's stop tokens
     dtype: Literal["fp32", "bf16"] = "fp32"  # of the engine's weights, keys and values
     # Seconds of a step's sampling on one rank; rollouts that have not ended half-way are named. Then it is told to
     # stop, and what does not end is lost, or carried to the next step where there are partial rollouts.
-    timeout_s: float = free(above(0, default=1800.0))
+    timeout_s: float = above(0, default=1800.0)
     # Share of a step's rollouts that may be lost; the others are trained on. More end the run; 0: any does
-    max_lost_share: float = free(within("[0, 1]", default=0.1))
+    max_lost_share: float = within("[0, 1]", default=0.1)
     # Keep what was sampled in run.dir/unfinished_step until the step is over: one that was killed samples only the rest
-    durable: bool = free(True)
+    durable: bool = True
     # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
     # when its last sibling has ended. 0 = responses are sampled whole.
     partial_tokens: int = at_least(0, default=0)
@@ -147,15 +147,15 @@ class CombinationConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    workers: int = free(at_least(1, default=2))  # scoring processes per rank
+    workers: int = at_least(1, default=2)  # scoring processes per rank
     # Seconds per answer; a worker that takes longer is killed and the answer scores 0
-    timeout_s: float = free(above(0, default=5.0))
+    timeout_s: float = above(0, default=5.0)
     max_chars: int = at_least(1, default=65536)  # a longer answer scores 0 unseen; some verifiers take less
     # What part of a response is the answer. "verifier": what its row's verifier looks for; the others are for all rows
     extract: Literal["verifier", "full", "answer_tag", "boxed"] = "verifier"
     combination: tuple[CombinationConfig, ...] = ()  # verifiers made of others
     # Programs that the model writes run in a sandbox; true: where there is none, or not, they run without isolation
-    unsandboxed: bool = free(False)
+    unsandboxed: bool = False
     strict: bool = True  # 1 if the verifier gives at least 0.99, else 0; false keeps partial credit
     # Factor on the reward of a response that rollout.max_tokens cut off ("stop properly"); 0 scores it 0 unseen
     cut_off_factor: float = within("[0, 1]", default=0.0)

@@ -76,6 +76,7 @@ def update_policy(
             sums[key] += found[key]
         ratio_max = max(ratio_max, found["ratio_max"])
         norms.append(update.grad_norm)
+        # A skipped update leaves weights and schedule where they are.
         if update.applied:
             taken, lr = taken + 1, rate
 

@@ -67,6 +67,7 @@ def update_critic(
         update, found = done
         totals = {key: totals[key] + found[key] for key in totals}
         norms.append(update.grad_norm)
+        # A skipped update leaves weights and schedule where they are.
         if update.applied:
             taken, lr = taken + 1, rate
 

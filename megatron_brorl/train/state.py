@@ -21,18 +21,21 @@ from megatron_brorl.train.spikes import Spikes
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.training_models import TrainingModels
 
-# What a checkpoint's run.json says of a run, beside what checkpoints.training puts there; those of older versions lack
-# some others.
+# What a checkpoint's run.json says of a run, beside what checkpoints.training puts there.
 _SAVED = {
     "updates": (int,),
     "critic_updates": (int,),
     "critic_steps": (int,),
     "taken": (int,),
+    "prompts_taken": (int,),
+    "recently": (list,),
     "trained_s": (int, float),
     "spent": (int, float),
     "stalls": (list,),
     "before": (dict, type(None)),
     "fingerprint": (dict,),
+    "began": (int, float),
+    "spikes": (dict,),
 }
 _BEST = (int, str, float)  # of its list
 
@@ -77,7 +80,7 @@ def begin_save(
 ) -> checkpoint.Save:
     """Take a checkpoint of the run, to be written; a collective.
 
-    fingerprint: what must not change when the run is resumed. seconds: of the job so far. copies: where to take
+    fingerprint: of cli.fingerprint. seconds: of the job so far. copies: where to take
     it, if the run goes on before it is written. new_best: what this checkpoint is the best in, so far.
     """
     # What a resumed run cannot find out by itself, beside weights, optimizers and carried rollouts.
@@ -85,10 +88,10 @@ def begin_save(
     run = {
         "updates": state.updates,
         "critic_updates": state.critic_updates,
-        "critic_steps": state.critic_steps,
+        "critic_steps": state.critic_steps,  # of its warm-up
         "taken": state.taken.rounds,
         "prompts_taken": state.taken.prompts,
-        "recently": [state.taken.asked, state.taken.kept],
+        "recently": [state.taken.asked, state.taken.kept],  # the share of groups kept, which sizes the next round
         "trained_s": state.trained_s,
         "stalls": [[stall.best, stall.count] for stall in stalls(state, models)],
         "before": state.before,
@@ -134,28 +137,27 @@ def restore(
     restored = RunState(
         stall=replace(state.stall),
         step=run[checkpoint.STEP],
-        taken=_taken(run, config.rollout.prompts),
+        taken=_taken(run),
         updates=run["updates"],
         critic_updates=run["critic_updates"],
         critic_steps=run["critic_steps"],
-        carried=read(directory, source, config.rollout.prompts, grid),
+        carried=read(directory, source, grid),
         before=run["before"],
         trained_s=run["trained_s"],
         spent=run["spent"],
-        # Older checkpoints do not say.
-        began=run.get("began", 0.0),
-        spikes=Spikes(**run.get("spikes", {})),
+        began=run["began"],
+        spikes=Spikes(**run["spikes"]),
         best=best.kept(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
     )
+    # The margin of a stall is the configuration's, its count the checkpoint's.
     for stall, (score, count) in zip(stalls(restored, models), run["stalls"], strict=True):
         stall.best, stall.count = score, count
     return restored
 
 
-def _taken(run: Mapping[str, Any], prompts: int) -> Taken:
-    """What a checkpoint says of the source; one that is older says rounds alone, each of which took `prompts`."""
-    rounds = run["taken"]
-    return Taken(rounds, run.get("prompts_taken", rounds * prompts), *run.get("recently", (0.0, 0.0)))
+def _taken(run: Mapping[str, Any]) -> Taken:
+    """Return what a checkpoint says of the source."""
+    return Taken(run["taken"], run["prompts_taken"], *run["recently"])
 
 
 def stalls(state: RunState, models: TrainingModels) -> list[Stall]:

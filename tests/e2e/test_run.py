@@ -230,9 +230,11 @@ def test_a_run_that_stalls_or_is_out_of_time_ends(config, warm, tmp_path):
 
 
 def test_resume_with_another_configuration_is_refused(finished, config, warm):
-    done = brorl("train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.n=16")
+    done = brorl(
+        "train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.max_tokens=5", "train.steps=9"
+    )
     assert done.returncode == 2
-    assert "was written with rollout.n = 32, now 16" in done.stderr
+    assert "was written with rollout.max_tokens = 6, now 5" in done.stderr
 
 
 def test_damaged_checkpoint_is_refused(finished, config, warm, tmp_path):
