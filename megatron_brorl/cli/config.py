@@ -95,7 +95,7 @@ def described(key: Key) -> list[str]:
     """A key in lines: what it is, and what it means."""
     default = "  must be given" if key.required else f" = {written(key.default)}"
     bound = f", {key.bound.message}" if key.bound else ""
-    bound += "; may change when a run is resumed" if key.free else ""
+    bound += "; a resumed run must keep it" if key.fixed else ""
     return [f"{key.path}{default}   ({key.type}{bound})", *_wrapped(key.meaning, "    ")]
 
 

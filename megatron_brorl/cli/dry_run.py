@@ -12,7 +12,7 @@ from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.cli import run_folder
 from megatron_brorl.cli.build import Session
 from megatron_brorl.cli.engine_check import engine_line, ports_line
-from megatron_brorl.cli.fingerprint import check_fingerprint
+from megatron_brorl.cli.fingerprint import change_line, check_fingerprint
 from megatron_brorl.cli.program import Program
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
@@ -70,8 +70,8 @@ def _checkpoint(session: Session) -> str:
     if not found:
         return "none: the run starts anew"
     run = saved(found)
-    check_fingerprint(run["fingerprint"], session.fingerprint(), found)
-    return f"goes on from {found}"
+    changes = change_line(check_fingerprint(run["fingerprint"], session.fingerprint(), found))
+    return f"goes on from {found}" + (f"\nchanged since that checkpoint: {changes}" if changes else "")
 
 
 def _reward(session: Session) -> str:

@@ -17,7 +17,7 @@ from megatron_brorl.cli.build import Session
 from megatron_brorl.cli.card import of_run
 from megatron_brorl.cli.dry_run import dry_run
 from megatron_brorl.cli.files import write_json
-from megatron_brorl.cli.fingerprint import check_fingerprint
+from megatron_brorl.cli.fingerprint import Changes, change_line, check_fingerprint
 from megatron_brorl.cli.program import NOTHING, Program
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
@@ -57,9 +57,9 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         trainer = build_trainer(session, config.run.started or begun)
 
         # Go on from a checkpoint; files of lines go on with its step.
-        found = session.newest_checkpoint()
+        found, changes = session.newest_checkpoint(), Changes()
         if found:
-            check_fingerprint(saved(found)["fingerprint"], trainer.fingerprint, found)
+            changes = check_fingerprint(saved(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
         resume_step = trainer.state.step if found else None  # None starts new files
         writer = session.writer(resume_step)
@@ -71,7 +71,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             (session.dir / SUMMARY).unlink(missing_ok=True)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
             world = session.grid.world
-            run_record.write(session.dir, dataclasses.asdict(config), resume_step, command(world), world, device)
+            values = dataclasses.asdict(config)
+            run_record.write(session.dir, values, resume_step, command(world), world, device, changes)
 
         # Train, and evaluate once more where the steps were not cut short.
         with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
@@ -80,6 +81,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
                 p.note(_sizes(trainer))
             if found:
                 p.note(f"resumed from {found} with step {trainer.state.step}")
+            if changes:
+                p.note(f"changed since that checkpoint: {change_line(changes)}")
             # All ranks agree on a stop, so that all of them leave here or none.
             if not trainer.run(writer, p, lambda: session.stop_requested(trainer.saving.seconds_to_come())):
                 p.note(f"{session.stopped_by}; the state is saved: start the same command again to go on")

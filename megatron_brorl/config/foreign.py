@@ -33,6 +33,11 @@ TRL = {  # trl.GRPOConfig and the arguments of trl.GRPOTrainer
     "save_total_limit": "train.keep_checkpoints",
     "num_generations_eval": "evaluate.samples",
     "learning_rate": "optim.lr",
+    "lr_scheduler_type": "optim.lr_schedule",
+    "lr_scheduler_kwargs": "optim.min_lr_ratio: is a table; optim.min_lr_ratio is its min_lr_rate",
+    "min_lr_rate": "optim.min_lr_ratio",
+    "warmup_ratio": "optim.warmup_steps: is a share of all optimizer steps: optim.warmup_steps = warmup_ratio x "
+    "train.steps x algo.mini_batches x algo.epochs",
     "adam_beta1": "optim.betas: is the first of two numbers: optim.betas = [adam_beta1, adam_beta2]",
     "adam_beta2": "optim.betas: is the second of two numbers: optim.betas = [adam_beta1, adam_beta2]",
     "adam_epsilon": "optim.eps",
@@ -110,6 +115,11 @@ VERL = {  # the last part of verl's keys, and the variables of its DAPO scripts
     "overlong_buffer": "shaping.overlong_tokens: is a table; shaping.overlong_tokens is its len, and penalty_factor "
     "is 1 here",
     "grad_clip": "optim.clip_grad",
+    "warmup_style": "optim.lr_schedule",
+    "lr_decay_style": "optim.lr_schedule",
+    "min_lr": "optim.min_lr_ratio: is a learning rate: optim.min_lr_ratio = min_lr / optim.lr",
+    "lr_warmup_steps_ratio": "optim.warmup_steps: is a share of all optimizer steps: optim.warmup_steps = "
+    "lr_warmup_steps_ratio x train.steps x algo.mini_batches x algo.epochs",
     "tensor_model_parallel_size": "parallel.tensor: under rollout is vllm.tensor here, elsewhere parallel.tensor",
     "apply_chat_template_kwargs": "data.chat_template_kwargs",
     "pipeline_model_parallel_size": "parallel.pipeline",
@@ -158,6 +168,8 @@ NEMO_RL = {  # of NeMo RL's grpo_math_1B.yaml
     "overlong_filtering": "algo.overlong_filter",
     "use_dynamic_sampling": "algo.dynamic_sampling",
     "max_grad_norm": "optim.clip_grad",
+    "lr_decay_iters": "optim.lr_decay_steps",
+    "lr_warmup_iters": "optim.warmup_steps",
     "max_num_steps": "train.steps",
     "max_num_epochs": "train.steps: counts passes over the data: train.steps = max_num_epochs x rows of data.train / "
     "rollout.prompts",

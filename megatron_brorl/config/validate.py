@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from megatron_brorl.config.benchmarks import named
 from megatron_brorl.config.bounds import broken
 from megatron_brorl.config.schema import Config
+from megatron_brorl.config.update_rules import Rule, update_rules
 from megatron_brorl.errors import UserError, shown
-
-Rule = tuple[bool, str, str]  # whether it is kept, the section.key that a message names, what that key must be
 
 
 def validate(config: Config, where: str) -> None:
@@ -336,24 +335,8 @@ def _recipe(config: Config) -> Iterator[Rule]:
         f"a response has rollout.max_tokens = {rollout.max_tokens} tokens at most",
     )
 
-    # Differences between engine and trainer.
-    yield (
-        # Crossed bounds would mask every token.
-        algo.mismatch_low < algo.mismatch_high,
-        "algo.mismatch_high",
-        f"must be above mismatch_low = {algo.mismatch_low}",
-    )
-
-    # A mask needs two log-probs of a token that can differ.
-    yield (
-        algo.mismatch_mask == "off" or algo.old_log_probs == "actor",
-        "algo.mismatch_mask",
-        'algo.old_log_probs = "rollout" takes the engine for the trainer: no mismatch could show; set it to "actor"',
-    )
-
-    # A step's rollouts have nothing to be compared with.
-    counts = config.optim.lr_counts
-    yield counts == "asked" or config.optim.lr_for_rollouts > 0, "optim.lr_counts", "needs optim.lr_for_rollouts"
+    # Log-probabilities of the engine, and the learning rate.
+    yield from update_rules(config)
 
     # The reference policy.
     for key, value in dataclasses.asdict(config.reference).items():

@@ -82,10 +82,10 @@ def _no_signal(why: Why, config: Config, rows: Sequence[Row]) -> str:
 
 def _unchanged(config: Config, rows: Sequence[Row]) -> str:
     updates, skipped = (sum(row.get(name) or 0 for row in rows) for name in ("updates", "updates_skipped"))
-    if not updates:
+    if not updates and skipped:
+        reason = "every update was skipped because its gradient was not finite: lower optim.lr, or train in fp32"
+    elif not updates:
         reason = "no update was made; critic.warmup_steps is the number of steps in which the actor waits"
-    elif skipped == updates:
-        reason = "every update was skipped, for its gradient was not finite: lower optim.lr, or train in fp32"
     elif not config.optim.lr:
         reason = "optim.lr = 0: raise it"
     else:

@@ -47,10 +47,12 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
         "reward": _shown(metrics["reward"], ".3f"),
         "kept": _shown(metrics["kept_share"], ".0%"),
         "tokens": _shown(metrics["response_tokens"], ".1f"),
-        # In nats, between engine and trainer: the first sign of weights that did not arrive.
-        "gap": f"{metrics['logprob_gap_max']:.1e}",
-        "took": f"{seconds['step']:.1f}s",
     }
+
+    # In nats, between engine and trainer: the first sign of weights that did not arrive.
+    if "logprob_gap_max" in metrics:
+        shown["gap"] = f"{metrics['logprob_gap_max']:.1e}"
+    shown["took"] = f"{seconds['step']:.1f}s"
 
     # What a device gets done, and loses to the slowest rank.
     if "throughput/tokens_per_s" in seconds:

@@ -27,6 +27,7 @@ from megatron_brorl.train.groups import group_metrics, log_rows, mini_batches, t
 from megatron_brorl.train.keep_best import new_best
 from megatron_brorl.train.run import Run
 from megatron_brorl.train.setup import training_sampling
+from megatron_brorl.train.state import stalls
 from megatron_brorl.train.trace import StepTrace
 from megatron_brorl.train.update import update_models
 
@@ -77,7 +78,10 @@ class Trainer(Run):
                 metrics |= evaluation_metrics(evaluation)
                 progress.note(f"held-out {after(s.step)}: {evaluation_line(evaluation.as_dict())}")
                 seconds["evaluate"] = time.monotonic() - begun
-                s.stall.record(metrics["pass_at_1"])
+                # While the actor waits for the critic, its weights do not change, so that no evaluation can be better.
+                if not s.critic_warms_up(self.config.critic):
+                    for stall in stalls(s, self.models()):
+                        stall.record(metrics["pass_at_1"])
             if self.reference:
                 self.reference.reset_where_due(s.step, metrics, progress)
 

@@ -44,8 +44,6 @@ class ReferencePolicy:
 
     def reset_where_due(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
         """After `step` steps, whose metrics get "reference_reset": 1 where the actor is the reference from here on."""
-        if "pass_at_1" in metrics:
-            self.stall.record(metrics["pass_at_1"])
         why = self.due(step, metrics["reference_kl"])
         metrics["reference_reset"] = float(bool(why))
         if why:

@@ -51,7 +51,7 @@ class SkippedUpdate:
     """A file of FOLDER."""
 
     step: int  # the number in metrics.jsonl
-    update: int  # optimizer steps done before, skipped ones too
+    update: int  # optimizer steps taken before this training step, plus the mini-batches before this one in it
     rank: int
     world: int  # of one copy of the model each
     torch: str  # its version

@@ -191,7 +191,9 @@ def test_partial_rollouts_resumed(config, warm, tmp_path):
     assert rows(parts) == rows(whole)
     assert (parts / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     assert rows(whole)[1]["carried"] > 0  # at the checkpoint in between
-    assert max(row["staleness_max"] for row in rows(whole)) == 4  # two updates per step
+    # The first group closes in the third step, whose two updates lie between the fourth step and the second.
+    assert [row["updates"] for row in rows(whole)] == [0, 0, 2, 2]
+    assert [row["staleness_max"] for row in rows(whole)] == [0, 0, 0, 2]
     assert all(row["rollouts"] % 32 == 0 for row in rows(whole))  # whole groups
 
 
@@ -231,9 +233,11 @@ def test_a_run_that_stalls_or_is_out_of_time_ends(config, warm, tmp_path):
 
 
 def test_resume_with_another_configuration_is_refused(finished, config, warm):
-    done = brorl("train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.n=16")
+    done = brorl(
+        "train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.max_tokens=5", "train.steps=9"
+    )
     assert done.returncode == 2
-    assert "was written with rollout.n = 32, now 16" in done.stderr
+    assert "was written with rollout.max_tokens = 6, now 5" in done.stderr
 
 
 def test_damaged_checkpoint_is_refused(finished, config, warm, tmp_path):

@@ -24,6 +24,7 @@ UNEVEN = {"rollout.n": 16, "rollout.adaptive": "variance"}
 PARTIAL = {"rollout.partial_tokens": 2}
 VERIFIED = {"train.verify_reshard": "always"}
 FEW = {"rollout.n": 2, "rollout.refills": 4}
+LINEAR = {"optim.lr_schedule": "linear"}
 FIXED = {"algo.aggregation": "fixed", "algo.aggregation_tokens": 12}
 SOURCE = {"files": ["train.jsonl"], "weight": 1.0}
 OTHER = {"files": ["other.jsonl"], "weight": 1.0}
@@ -251,6 +252,9 @@ CASES = {
     "optim.lr_for_rollouts": Case(steps.step, 64),
     "optim.lr_counts": Case(steps.step, "kept", beside={"optim.lr_for_rollouts": 64, "rollout.n": 2}),
     "optim.warmup_steps": Case(steps.step, 8),
+    "optim.lr_schedule": Case(steps.step, "cosine", before="linear"),
+    "optim.min_lr_ratio": Case(steps.step, 0.5, beside=LINEAR),
+    "optim.lr_decay_steps": Case(steps.step, 2, beside=LINEAR),
     "optim.betas": Case(steps.step, [0.5, 0.9]),
     "optim.eps": Case(steps.step, 1e-2),
     "optim.weight_decay": Case(steps.step, 0.5),

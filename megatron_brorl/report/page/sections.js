@@ -155,6 +155,12 @@ function any_figure(run) {
   return box;
 }
 
+// The keys that a resumed run changed, with both values.
+function changed(start) {
+  const one = ([key, [before, now]]) => `; ${key} = ${JSON.stringify(before)} -> ${JSON.stringify(now)}`;
+  return Object.entries(start.changes || {}).map(one).join("");
+}
+
 function configuration(parent, run) {
   const start = run.starts[run.starts.length - 1];
   for (const key of ["config", "starts"]) if (run.missing[key]) append(parent, [said(run.missing[key])]);
@@ -164,7 +170,7 @@ function configuration(parent, run) {
     append(parent, [
       make("p", null, make("b", null, "Command: "), make("code", null, start.command)),
       table(["", ""], [
-        ["started", run.starts.map((s) => s.time + (s.step ? ` (went on at step ${s.step})` : "")).join(", ")],
+        ["started", run.starts.map((s) => s.time + (s.step ? ` (resumed after ${s.step} steps${changed(s)})` : "")).join(", ")],
         ["ranks", String(start.ranks)],
         ["machine", `${start.machine.system}, ${start.machine.cores} cores, ${start.machine.device}`],
         ["versions", versions],

@@ -10,7 +10,7 @@ import torch
 from megatron_brorl.algo.mismatch import mismatch_mask
 from megatron_brorl.algo.shaping import cosine_length, cycle_is_on, repeated_ngrams, shaped, soft_overlong
 from megatron_brorl.config.schema import OptimConfig, ShapingConfig
-from megatron_brorl.train.actor_update import learning_rate, scaled
+from megatron_brorl.train.learning_rate import learning_rate, scaled
 
 
 def test_soft_overlong_penalty():

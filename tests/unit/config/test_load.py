@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.cli.fingerprint import check_fingerprint
 from megatron_brorl.config.data_keys import TaskConfig
 from megatron_brorl.config.load import load
 from megatron_brorl.config.renamed import RENAMED
@@ -234,18 +233,6 @@ def test_every_shipped_file_loads():
     assert files
     for path in files:
         load(path)
-
-
-def test_older_checkpoints_are_read_by_the_names_of_now():
-    check_fingerprint(
-        {"rollout": {"n": 8, "most_carried": 3}}, {"rollout": {"n": 8, "max_carried_steps": 3}}, Path("x")
-    )
-    with pytest.raises(UserError, match=r"rollout\.max_carried_steps = 3, now 4"):
-        check_fingerprint({"rollout": {"most_carried": 3}}, {"rollout": {"max_carried_steps": 4}}, Path("x"))
-    tasks = {"tasks": [{"name": "gcd", "keep": "(.*)"}], "train": ["a.jsonl"]}
-    check_fingerprint(
-        {"data": tasks}, {"data": {"tasks": [{"name": "gcd", "prompt_regex": "(.*)"}], "train": ["a.jsonl"]}}, Path("x")
-    )
 
 
 def test_every_old_key_leads_to_one_that_exists():

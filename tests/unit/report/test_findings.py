@@ -66,7 +66,7 @@ def test_no_group_had_a_signal(row, name, parts):
     ("row", "optim", "part"),
     [
         ({}, OptimConfig(lr=0.0), "optim.lr = 0: raise it"),
-        ({"updates_skipped": 4}, OptimConfig(), "every update was skipped"),
+        ({"updates": 0, "updates_skipped": 4}, OptimConfig(), "every update was skipped"),
         ({"updates": 0}, OptimConfig(), "critic.warmup_steps"),
         ({}, OptimConfig(lr=1e-12), "8 updates at optim.lr = 1e-12 are too small for weights in bf16"),
     ],

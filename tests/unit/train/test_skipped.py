@@ -61,7 +61,7 @@ def skipped(processes, tmp_path, capsys):
     calls = []
     trainer.worker.train = poisoned
     values, _ = trainer.train_step()
-    assert (values["updates"], values["updates_skipped"]) == (2, 1)
+    assert (values["updates"], values["updates_skipped"]) == (1, 1)
     (path,) = kept(tmp_path)
     said = f"step 1: an update was skipped; advantages of a response token is not finite: brorl replay {path}\n"
     assert said in capsys.readouterr().err
