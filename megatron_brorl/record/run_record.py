@@ -31,7 +31,8 @@ PACKAGES = [
     "tensorrt-llm",
     "transformer-engine",
     "reasoning-gym",
-    "math-verify",
+    "latex2sympy2_extended",
+    "sympy",
     "numpy",
 ]
 

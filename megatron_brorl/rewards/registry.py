@@ -77,7 +77,7 @@ ENTRIES: dict[str, Entry] = {
         max_chars=1 << 16,
     ),
     "math": Entry(
-        about="numbers exactly, other mathematics by math-verify",
+        about="numbers exactly, other mathematics by sympy",
         load=math_verifier.load,
         find=math_verifier.find,
         check_row=math_verifier.check_row,
