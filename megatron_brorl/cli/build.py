@@ -228,17 +228,15 @@ class Session:
 
     def inputs(self) -> dict[str, str]:
         """The sha256 of what the run is fed, by name: rows, and how they become tokens."""
-        # Generated prompts have no end: the first ones tell another generator, or another version of it.
-        train = self.sources.rows or self.sources.train.take(0, 16)
         return {
             "tokenizer": digest.of_tokenizer(Path(self.config.model.path)),
-            "train": digest.of_prompts(train),
+            "train": digest.of_prompts(self.sources.first()),
             "held_out": digest.of_prompts(self.sources.held_out),
         }
 
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""
-        c, pool = self.config, self.pool()
+        c = self.config
 
         # The engine, behind a deadline; what it cannot begin at once is shared with those of other ranks.
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
@@ -247,7 +245,7 @@ class Session:
         # What ends is kept until its step is over, and what waits is anybody's.
         return Rollouts(
             engine=watchdog,
-            pool=pool,
+            pool=self.pool,
             tokenizer=self.tokenizer,
             reward=c.reward,
             seed=c.run.seed,
@@ -257,6 +255,7 @@ class Session:
             pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
         )
 
+    @functools.cached_property
     def pool(self) -> RewardPool:
         """The verifiers' processes, which end with the session. A program's own function is called in this process."""
         c = self.config.reward

@@ -37,7 +37,7 @@ full.pure = True
 number = 3
 def alone(response): return 1.0
 def bad(response, row):
-    return {"nan": float("nan"), "string": "1", "above": 1.5, "none": None}[response]
+    return {"nan": float("nan"), "string": "1", "infinite": float("inf"), "none": None}[response]
 """
 
 
@@ -81,10 +81,11 @@ def test_a_file_of_ones_own(place: Path) -> None:
 
 def test_what_is_no_score_is_told_with_its_value(place: Path) -> None:
     with RewardPool(1, 20.0) as pool:
-        verdicts = pool.score(ask("my_rewards.py:bad", "nan", "string", "above", "none"))
+        verdicts = pool.score(ask("my_rewards.py:bad", "nan", "string", "infinite", "none"))
     assert verdicts == [Verdict(0.0, "invalid")] * 4
-    shown = ["nan", "'1'", "1.5", "None"]
-    assert [v.reason for v in verdicts] == [f"returned {s} for a reward, not a number in [0, 1]" for s in shown]
+    shown = ["nan", "'1'", "inf", "None"]
+    why = "not a finite number (1e+30 at most)"
+    assert [v.reason for v in verdicts] == [f"returned {s} for a reward, {why}" for s in shown]
 
 
 def test_equal_answers_are_judged_once_where_the_function_says_it_is_pure(place: Path) -> None:

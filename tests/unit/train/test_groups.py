@@ -34,7 +34,7 @@ def row(group: int, sibling: int, reward: float | str) -> ScoredRollout:
     rollout = Rollout(
         sibling, torch.arange(tokens), torch.zeros(tokens), "cut" if cut else ("stop", "length")[group % 2]
     )
-    return ScoredRollout(group, rollout, math.nan if cut else reward, (group + sibling) % 4)
+    return ScoredRollout(group, rollout, math.nan if cut else reward, reward == 1.0, (group + sibling) % 4)
 
 
 def all_rows() -> list[ScoredRollout]:
