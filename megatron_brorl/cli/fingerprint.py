@@ -25,7 +25,7 @@ _PATHS = ("train", "held_out")  # of [data]: where rows lie, which inputs has by
 # What runs did before a key decided it: checkpoints that are older than the key were written with this.
 BEFORE_THE_KEY: Fingerprint = {
     "data": {"verifier": "exact", "mixture": [], "system_prompt": "", "columns": dataclasses.asdict(ColumnsConfig())},
-    "reward": {"combination": []},
+    "reward": {"combination": [], "correct_at": 0.99},
     "algo": {"policy_loss": "clip", "tau_pos": 1.0, "tau_neg": 1.05, "pass_k": 0, "focal_gamma": 0.0},
     "optim": {"decay_norms_and_biases": True, "lr_counts": "asked"},
     "rollout": {"max_oversample": 1.0},

@@ -131,10 +131,13 @@ def _rollout(group: int, name: str, sibling: int, right: bool, moment: Moment) -
 
 
 def _metrics(step: int, rights: Any, n: int, pass_at_1: float | None) -> dict[str, float]:
-    held_out = {} if pass_at_1 is None else {"pass_at_1": pass_at_1, "pass_at_1_low": 0.0, "pass_at_1_high": 1.0}
+    names = ("pass_at_1", "held_out_reward")
+    ends = (("", pass_at_1), ("_low", 0.0), ("_high", 1.0))
+    held_out = {f"{name}{end}": value for name in names for end, value in ends if pass_at_1 is not None}
     return {
         "rollouts": float(n * len(rights)),
         "reward": float(rights.mean() / n),
+        "reward_std": float((rights.mean() / n * (1 - rights.mean() / n)) ** 0.5),
         "kept_share": float(((rights > 0) & (rights < n)).mean()),
         "all_right_share": float((rights == n).mean()),
         "all_wrong_share": float((rights == 0).mean()),
@@ -167,12 +170,14 @@ def _summary(shares: dict[int, float], prompts: int, steps: int, n: int) -> dict
         if number not in shares:
             return None
         p = {"mean": shares[number], "low": 0.0, "high": 1.0}
-        return {"pass_at_1": p, "pass_at_k": {"1": shares[number]}, "by_task": {}, "prompts": prompts}
+        return {"pass_at_1": p, "mean_reward": p, "pass_at_k": {"1": shares[number]}, "by_task": {}, "prompts": prompts}
 
     before, after = told(0), told(max(shares, default=-1)) if len(shares) > 1 else None
     return {
         "pass_at_1_before": before and before["pass_at_1"],
         "pass_at_1_after": after and after["pass_at_1"],
+        "mean_reward_before": before and before["mean_reward"],
+        "mean_reward_after": after and after["mean_reward"],
         "before": before,
         "after": after,
         "held_out_prompts": prompts,
