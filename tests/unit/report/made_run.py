@@ -28,11 +28,13 @@ def make_run(
     steps: int = 4,
     n: int = 32,
     rates: tuple[float, float] = (0.3, 0.6),
+    rewards: tuple[float, float] | None = None,
     ended: bool = True,
     recorded: bool = True,
     record: bool = True,
 ) -> Path:
-    """rates: of right answers, at the first and at the last evaluation; a step's are between them.
+    """rates: of right answers, at the first and at the last evaluation; a step's are between them. rewards: mean rewards
+    of these evaluations, where they are not the rates.
 
     ended: with a summary. recorded: with rollouts. record: with run.json.
     """
@@ -49,7 +51,8 @@ def make_run(
         shares[number] = float(rights.mean() / samples)
         if recorded:
             names = [f"held/{i} & <b>" for i in range(prompts)]
-            _write(folder, Moment("evaluation", number), names, rights, samples, samples)
+            mean = rewards and rewards[0] + (rewards[1] - rewards[0]) * number / last
+            _write(folder, Moment("evaluation", number), names, rights, samples, samples, mean=mean)
     with MetricsWriter(folder) as writer:
         for step in range(steps):
             rights = random.binomial(n, rate(step), 6)
@@ -75,9 +78,16 @@ def make_run(
 
 
 def _write(
-    folder: Path, moment: Moment, names: list[str], rights: Any, n: int, whole: int, first: int | None = None
+    folder: Path,
+    moment: Moment,
+    names: list[str],
+    rights: Any,
+    n: int,
+    whole: int,
+    first: int | None = None,
+    mean: float | None = None,
 ) -> None:
-    """first: groups of which rollouts are recorded; None: all."""
+    """first: groups of which rollouts are recorded; None: all. mean: reward, a tenth more or less by turns."""
     groups, rollouts = [], []
     for g, (name, right) in enumerate(zip(names, rights.tolist(), strict=True)):
         read = first is None or g < first
@@ -91,7 +101,7 @@ def _write(
                 "rollouts": n,
                 "right": right,
                 "distinct": len({r["answer"] for r in own}),
-                "reward": right / n,
+                "reward": right / n if mean is None else mean + 0.1 * (-1) ** g,
                 "tokens": 3.0,
                 "outcome": {0: "wrong", n: "right"}.get(right, "mixed"),
                 "trained": moment.kind == "step" and 0 < right < n,

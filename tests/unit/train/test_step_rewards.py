@@ -19,7 +19,7 @@ from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.progress import progress
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.train.console import console_line
+from megatron_brorl.train.console import console_line, evaluation_line, evaluation_metrics
 
 N, TOKENS = 32, 12
 # The verifier of each prompt of a step.
@@ -218,3 +218,18 @@ def test_what_counts_as_correct_follows_the_key(processes, pool, model, correct_
     assert found.pass_at_1.mean == pytest.approx(sum(right) / 3)
     assert found.mean_reward.mean == pytest.approx(sum(sum(own) / len(own) for own in rewards) / 3)
     assert found.mean_reward.low <= found.mean_reward.mean <= found.mean_reward.high
+    told = evaluation_line(found.as_dict())
+    assert f"mean reward {found.mean_reward.mean:.4g} (95% interval {found.mean_reward.low:.4g} to " in told
+    assert evaluation_metrics(found)["held_out_reward"] == found.mean_reward.mean
+
+
+def test_rewards_of_right_and_wrong_are_not_told_twice(processes, pool, model):
+    """None of three prompts is right: the share of right prompts may be as large as 1 - 0.025^(1/3)."""
+    trainer = trainer_of(model, processes, pool, ["wrong"] * 3, {})
+    trainer.held_out = trainer.train_source.prompts
+    trainer.train_step()
+    with progress(1, "train", False) as p:
+        found = trainer.evaluate(p)
+    assert (found.pass_at_1.low, found.pass_at_1.high) == (0.0, pytest.approx(1 - 0.025 ** (1 / 3)))
+    assert found.mean_reward == found.pass_at_1
+    assert "reward" not in evaluation_line(found.as_dict())
