@@ -33,8 +33,8 @@ def make_run(
     recorded: bool = True,
     record: bool = True,
 ) -> Path:
-    """rates: of right answers, at the first and at the last evaluation; a step's are between them. rewards: mean rewards
-    of these evaluations, where they are not the rates.
+    """rates: of right answers, at the first and at the last evaluation; a step's are between them. rewards: the mean
+    rewards of these evaluations, where they are not the rates.
 
     ended: with a summary. recorded: with rollouts. record: with run.json.
     """

@@ -125,6 +125,50 @@ def test_nothing_is_started_for_verifiers_of_the_package() -> None:
 
 
 @pytest.mark.parametrize(
+    "parameters",
+    [
+        # Of TRL's documentation and of published training scripts.
+        "prompts, completions, **kwargs",
+        "completions, **kwargs",
+        "completions, ground_truth, **kwargs",
+        "completions, answer, **kwargs",
+        "prompts, completions, answer, **kwargs",
+        "prompts, completions, completion_ids, trainer_state, **kwargs",
+        "completions, completion_ids",
+        "completions, target, nums, **kwargs",
+        "*, prompts, completions, **kwargs",
+        "prompts, completions",
+        "completions",
+    ],
+)
+def test_reward_functions_of_trl_are_answered_in_one_line(place: Path, parameters: str) -> None:
+    """Several of them can be called with a response and a row, and would judge characters of the response."""
+    (place / "trl.py").write_text(f"def accuracy({parameters}): return [1.0 for c in completions]\n")
+    with pytest.raises(UserError) as caught:
+        look_at(["trl.py:accuracy"], RewardConfig())
+    message = str(caught.value)
+    assert message.startswith("verifier trl.py:accuracy: takes (")
+    assert "as a reward function of TRL does" in message
+    assert "def score(response, row)" in message
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "response, row",
+        "completion, row",
+        "prompt, answer",
+        "solution_str, ground_truth, extra_info=None",
+        "*args",
+        "a, b, *c",
+    ],
+)
+def test_other_names_of_two_parameters_are_taken(place: Path, parameters: str) -> None:
+    (place / "other.py").write_text(f"def score({parameters}): return 1\n")
+    assert list(look_at(["other.py:score"], RewardConfig()).sha256) == ["other.py:score"]
+
+
+@pytest.mark.parametrize(
     ("source", "function", "message"),
     [
         ("def score(:\n", "score", r"cannot be imported: SyntaxError: .*\(mine\.py, line 1\)$"),
