@@ -83,11 +83,12 @@ def bootstrap_mean_of_means(
     generator = np.random.Generator(np.random.Philox(key=seed % 2**64))
     # One resample at a time: memory does not grow with resamples * prompts.
     means = [np.mean([x[generator.integers(x.size, size=x.size)].mean() for x in xs]) for _ in range(resamples)]
+    # The percentile method: the ends are quantiles of the resampled means themselves.
     low, high = np.percentile(means, [2.5, 97.5])
 
     # A group of equal values adds its share of what resampling cannot show.
-    for x in xs if bounds else ():
-        if x.min() == x.max():
+    for x in xs:
+        if bounds and x.min() == x.max():
             unseen = (1 - 0.025 ** (1 / x.size)) / len(xs)
             low, high = low - unseen * (x[0] - bounds[0]), high + unseen * (bounds[1] - x[0])
     return Interval(float(np.mean([x.mean() for x in xs])), float(low), float(high))

@@ -35,6 +35,7 @@ def dry_run(config: Config) -> int:
     # Who samples, and who judges.
     _tell("engine", session.together(lambda: engine_line(config)))
     _tell("ports", session.together(lambda: ports_line(config) if session.is_main_rank else ""))
+    # The same check ends a run before it begins.
     _tell("reward", check(session, [*session.sources.first(), *session.sources.held_out]))
 
     # The model, forward and backward.

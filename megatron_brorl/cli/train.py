@@ -109,6 +109,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
     """The models, engine and verifiers of a run that has not begun. started: Unix time at which the job began."""
     config = session.config
     session.preflight()  # before anything takes memory
+    # A verifier that cannot judge these rows ends the run before a model is loaded.
     check(session, [*session.sources.first(), *session.sources.held_out])
 
     # Engines size their caches by what is free when they start.
@@ -162,6 +163,7 @@ def _summary(
         "pass_at_1_after": after["pass_at_1"] if after else None,
         **_widest("before", before),
         **_widest("after", after),
+        # pass@1 counts correct responses; what a run with partial credit is trained for is the mean reward.
         "mean_reward_before": before["mean_reward"] if before else None,
         "mean_reward_after": after["mean_reward"] if after else None,
         "held_out_prompts": len(trainer.held_out),

@@ -266,6 +266,7 @@ def _algo(config: Config) -> Iterator[Rule]:
     reason = f'algo.advantage = "{algo.advantage}" needs rewards of 0 and 1' if counts else ""
     if algo.focal_gamma:
         reason = "algo.focal_gamma weighs groups by their share of correct responses"
+    # A factor in between makes rewards that are neither.
     yield not reason or config.reward.strict, "reward.strict", f"{reason}: must be true"
     yield (
         not reason or config.reward.cut_off_factor in (0, 1),

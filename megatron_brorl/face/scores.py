@@ -50,6 +50,7 @@ def score(
     here without limits of time. config: as [reward] of a run; RewardConfig() by default. A response that max_tokens
     cut off counts as config.cut_off_factor says (0). Raises UserError for rows that the verifier cannot judge.
     """
+    # The same defaults as those of a run's [reward].
     config = config or RewardConfig()
     function = None if isinstance(verifier, str) else verifier
     name = verifier if isinstance(verifier, str) else here.NAME

@@ -92,7 +92,8 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
             # Entry i of either is of keys[i]: that is what pairs them.
             one, two = ([pass_at_k(side[key].samples, side[key].right, k) for key in keys] for side in (a, b))
             passes.append({"k": k, **_paired(one, two, resamples, seed, SHARES)})
-    rewards = [[side[key].reward for key in keys] for side in (a, b)]
+    # Means of rewards pair by the same keys.
+    first, last = ([side[key].reward for key in keys] for side in (a, b))
 
     # Prompts that one of the two has no right sample of.
     def moved(lacks: Mapping[Key, Asked], has: Mapping[Key, Asked]) -> list[dict[str, Any]]:
@@ -108,7 +109,8 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
         "prompts": len(keys),
         "samples": most,
         "passes": passes,
-        "reward": _paired(*rewards, resamples, seed) if before.reward or after.reward else None,
+        # Where neither evaluation had partial credit, it is pass@1 once more.
+        "reward": _paired(first, last, resamples, seed) if before.reward or after.reward else None,
         "solved": moved(a, b),
         "lost": moved(b, a),
     }

@@ -55,10 +55,12 @@ def _broke(findings: Mapping[str, str]) -> bool:
 
 def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
     """Of two evaluations of the same prompts."""
+    # pass@1 comes first, because runs with other rewards have it too.
     first, *others = changed["passes"]
     reward = changed["reward"]  # None where it is pass@1
     tone, word = _word(first["difference"])
     begin: dict[Tone, str] = {"good": "It learned", "bad": "It got worse", "unclear": "No change beyond chance"}
+    # Sentences in the order in which they are told.
     sentences = [_moved(first, word)]
     if reward:
         # Where pass@1 says nothing, the headline is the reward's.
@@ -67,6 +69,7 @@ def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
         if tone == "unclear" and tone_of_reward != "unclear":
             tone = tone_of_reward
             sentences.reverse()
+    # The other of the two figures is the first detail.
     headline = f"{begin[tone]}: {sentences[0]} over {changed['prompts']} held-out prompts."
     details = [f"{sentence}." for sentence in sentences[1:]]
 

@@ -73,6 +73,7 @@ def combine(combination: CombinationConfig, entries: Sequence[Entry], max_chars:
         max_chars=12 * sum(limits) + 100,  # a character takes up to twelve in JSON
         pure=all(entry.pure for entry in entries),
         executes=any(entry.executes for entry in entries),
+        # With a foreign part a sum or a product may be negative.
         foreign=any(entry.foreign for entry in entries),
     )
 

@@ -53,20 +53,26 @@ def _refused(judged: Mapping[str, Judged], config: RewardConfig) -> list[str]:
     """Warnings of reference answers that do not count as correct."""
     wrong = {name: [(p, v) for p, v in rows if not worth(v, False, config)[1]] for name, rows in judged.items()}
     accepting = {rows[0][0].verifier for name, rows in judged.items() if len(wrong[name]) < len(rows)}
+    # A verifier with several tasks accepts references if it accepts those of any task.
     warnings = []
     for name, rows in wrong.items():
         if not rows:
             continue
+
+        # The first row stands for all of them.
         prompt, verdict = rows[0]
         judged_by = entry(prompt.verifier, "verifier", config)
         said = (
             f"verifier {name!r} gives {verdict.reward:g} to the reference answer of row {prompt.id}, below "
             f"reward.correct_at = {config.correct_at:g} ({len(rows)} of {len(judged[name])} rows looked at)"
         )
+
+        # This package's verifiers compare with the reference, so that no other response can do better.
         if judged_by.accepts_reference and prompt.verifier not in accepting:
             raise UserError(f"{said}: no response could be correct; mend the rows, or name another verifier")
         if judged_by.accepts_reference:
             warnings.append(f"{said}: perhaps no response to these rows is correct; check them")
+        # A function of the user's own may ask for more than a reference has, such as a form.
         elif judged_by.foreign:
             warnings.append(f"{said}: check the verifier, unless a reference answer alone is no whole response")
     return warnings

@@ -107,6 +107,7 @@ class Scorer:
         verdicts = [each.verdict.result() for each in judged]
 
         # Rewards, in float32 as they are carried.
+        # What counts as correct is decided here, from the verifier's own reward; everything else carries it along.
         worths = [worth(v, each.cut_off, self._config) for v, each in zip(verdicts, judged, strict=True)]
         rewards = torch.tensor([reward for reward, _ in worths], dtype=torch.float32)
 

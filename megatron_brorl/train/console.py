@@ -80,6 +80,7 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
         shown["pass@1"] = f"{100 * metrics['pass_at_1']:.1f}%"
         if more := widest(passes(metrics)):
             shown[f"pass@{more[0]}"] = f"{100 * more[1]:.1f}%"
+        # Equal figures are those of rewards of 0 and 1.
         if metrics["held_out_reward"] != metrics["pass_at_1"]:
             shown["held-out reward"] = f"{metrics['held_out_reward']:.3g}"
 

@@ -153,6 +153,7 @@ def sum_up(answers: Sequence[Answers], prompts: int, config: EvaluateConfig, see
         pass_at_k={k: _mean(values) for k, values in passes.items() if values},
         by_task={name: _mean(values) for name, values in sorted(tasks.items())},
         verifiers=sorted({a.prompt.verifier for a in answers}),
+        # Only rewards of 0 and 1 have known bounds, which equal values need for an interval.
         mean_reward=bootstrap_mean([a.reward for a in answers], config.bootstrap, seed, _bounds(answers)),
         response_tokens=sum(a.tokens * a.samples for a in answers) / total,
         prompts=prompts,

@@ -72,6 +72,7 @@ def gather(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 
     rollouts: this rank's; every one that is not lost is on one rank. ngram: config key shaping.repetition_ngram; 0
     counts no repetitions.
     """
+    # float64 holds the codes of answers, which are below 2**52, exactly.
     table = torch.zeros(7, groups, n, dtype=torch.float64)
     if rollouts:
         at = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T
@@ -91,8 +92,9 @@ def gather(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 
 
     table = table.to(device.default_device())
     dist.all_reduce(table)  # a rollout is on one rank, so that its values are only added to zeros
-    state, rewards, right, *counts, holder = table.cpu()
-    return Outcomes(state.long(), rewards.float(), right.bool(), *(x.long() for x in counts), holder.long() - 1)
+    state, rewards, right, tokens, repeats, answers, holder = table.cpu()
+    counts = tokens.long(), repeats.long(), answers.long()
+    return Outcomes(state.long(), rewards.float(), right.bool(), *counts, holder.long() - 1)
 
 
 def give_up(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
@@ -163,11 +165,13 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
     # Shares are of closed groups, means are over their survivors.
     survivors = [right for g in outcomes.closed if len(right := outcomes.right[g][outcomes.ended[g]])]
     groups, count = len(outcomes.closed) or _NOTHING, int(counted.sum()) or _NOTHING
+    # Sums of float32 rewards are taken in float64, so that a mean does not depend on their order.
     rewards = outcomes.rewards[counted].double()
     return {
         "reward": float(rewards.sum()) / count,
         "reward_std": _spread(rewards),
         "kept_share": len(outcomes.kept) / groups,
+        # Right and wrong are those of reward.correct_at: with partial credit, all wrong is no lack of a signal.
         "all_right_share": sum(bool(right.all()) for right in survivors) / groups,
         "all_wrong_share": sum(not bool(right.any()) for right in survivors) / groups,
         "groups_lost": float(sum(len(outcomes.rewards_of(g)) < 2 for g in outcomes.closed)),

@@ -216,6 +216,7 @@ def group_table(groups: Sequence[OpenGroup], outcomes: Outcomes, where: Tensor, 
                 "prompt_id": _valid(prompt.id),
                 "verifier": _valid(str(prompt.metadata.get("source_dataset", prompt.verifier))),
                 "rollouts": count,
+                # By reward.correct_at; with partial credit the reward below says more.
                 "right": right,
                 "distinct": len(outcomes.answers[g][ended].unique()),
                 "reward": float(rewards.mean()) if count else None,
