@@ -43,9 +43,10 @@ def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: Reward
 def _check_status(name: str, rows: Judged) -> None:
     for prompt, verdict in rows:
         if verdict.status != "ok":
+            remedy = "raise reward.timeout_s" if verdict.status == "timeout" else "mend the verifier or the row"
             raise UserError(
                 f"verifier {name!r} fails on the reference answer of row {prompt.id}: {verdict.status}: "
-                f"{verdict.reason or 'no reason is known'}; mend the verifier or the row, or raise reward.timeout_s"
+                f"{verdict.reason}; {remedy}"
             )
 
 
