@@ -237,7 +237,7 @@ class Session:
 
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""
-        c, pool = self.config, self.pool()
+        c = self.config
 
         # The engine, behind a deadline; what it cannot begin at once is shared with those of other ranks.
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
@@ -246,7 +246,7 @@ class Session:
         # What ends is kept until its step is over, and what waits is anybody's.
         return Rollouts(
             engine=watchdog,
-            pool=pool,
+            pool=self.pool,
             tokenizer=self.tokenizer,
             reward=c.reward,
             seed=c.run.seed,
@@ -256,6 +256,7 @@ class Session:
             pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
         )
 
+    @functools.cached_property
     def pool(self) -> RewardPool:
         """The verifiers' processes, which end with the session. A program's own function is called in this process."""
         c = self.config.reward

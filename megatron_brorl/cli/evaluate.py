@@ -51,6 +51,7 @@ def evaluate(args: argparse.Namespace) -> int:
     """Sample, score and write evaluation.json, .jsonl (one line per prompt), .md and .png into run.dir."""
     from megatron_brorl.algo.estimators import widest
     from megatron_brorl.cli.build import Session
+    from megatron_brorl.cli.references import check
     from megatron_brorl.report.benchmarks import markdown, plot_benchmarks
     from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
@@ -62,6 +63,8 @@ def evaluate(args: argparse.Namespace) -> int:
         names = session.benchmarks
         if not names:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
+        # A verifier that cannot judge the benchmarks ends the command before a model is loaded.
+        check(session, [prompt for part in names.values() for prompt in part])
         # The model goes to the engine as it would between two steps of training.
         rollouts = session.rollouts()  # engine and verifiers
         refit(session.worker(None), rollouts.engine, 0, rollouts.durable)
@@ -108,6 +111,10 @@ def evaluate(args: argparse.Namespace) -> int:
             p, k = result["pass_at_1"], widest(result["pass_at_k"])
             more = f"   pass@{k[0]} {k[1]:.4f}" if k else ""
             print(f"pass@1 {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
+            # With rewards of 0 and 1 it is pass@1, and would be told twice.
+            r = result["mean_reward"]
+            if r["mean"] != p["mean"]:
+                print(f"mean reward {r['mean']:.4g}  95% interval {r['low']:.4g} to {r['high']:.4g}")
             print(table)
             if whole.lost:  # rollouts that never came back
                 print(whole.remark())

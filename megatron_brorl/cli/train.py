@@ -19,6 +19,7 @@ from megatron_brorl.cli.dry_run import dry_run
 from megatron_brorl.cli.files import write_json
 from megatron_brorl.cli.fingerprint import Changes, change_line, check_fingerprint
 from megatron_brorl.cli.program import NOTHING, Program
+from megatron_brorl.cli.references import check
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
@@ -114,6 +115,8 @@ def build_trainer(session: Session, started: float) -> Trainer:
     """The models, engine and verifiers of a run that has not begun. started: Unix time at which the job began."""
     config = session.config
     session.preflight()  # before anything takes memory
+    # A verifier that cannot judge these rows ends the run before a model is loaded.
+    check(session, [*session.sources.first(), *session.sources.held_out])
 
     # Engines size their caches by what is free when they start.
     worker = session.worker(config.optim)
@@ -159,11 +162,16 @@ def _summary(
     """
     before, best = trainer.state.before, trainer.state.best
     rows = read_metrics(session.dir / METRICS_FILE)
+
+    # Held-out figures first, and whole evaluations further below.
     return {
         "pass_at_1_before": before["pass_at_1"] if before else None,
         "pass_at_1_after": after["pass_at_1"] if after else None,
         **_widest("before", before),
         **_widest("after", after),
+        # pass@1 counts correct responses; what a run with partial credit is trained for is the mean reward.
+        "mean_reward_before": before["mean_reward"] if before else None,
+        "mean_reward_after": after["mean_reward"] if after else None,
         "held_out_prompts": len(trainer.held_out),
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,

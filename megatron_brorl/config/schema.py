@@ -142,8 +142,8 @@ class CombinationConfig:
     """A verifier made of others, which rows and data.verifier name as any other."""
 
     name: str  # that rows and data.verifier may use
-    how: Literal["sum", "product", "gate"]  # gate: the last part's reward where every other part gives 1, else 0
-    parts: tuple[PartConfig, ...]  # verifiers that each give a reward in [0, 1]
+    how: Literal["sum", "product", "gate"]  # gate: the last part's where all others give 1 or more, else 0
+    parts: tuple[PartConfig, ...]  # verifiers that each give a reward
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,12 @@ class RewardConfig:
     combination: tuple[CombinationConfig, ...] = ()  # verifiers made of others
     # Programs that the model writes run in a sandbox; true: where there is none, or not, they run without isolation
     unsandboxed: bool = False
-    strict: bool = True  # 1 if the verifier gives at least 0.99, else 0; false keeps partial credit
-    # Factor on the reward of a response that rollout.max_tokens cut off ("stop properly"); 0 scores it 0 unseen
+    # The smallest reward of a response that counts as correct: in pass@1, pass@k and every other count of right
+    # responses. A response that failed to be scored, or was cut off with cut_off_factor below 1, never does.
+    correct_at: float = 1.0
+    strict: bool = False  # train on 1 for a correct response and 0 for any other; false: on the verifier's own reward
+    # Factor on the reward of a response that rollout.max_tokens cut off ("stop properly"). It never raises a reward: a
+    # negative one stays as it is. With 0, verifiers that give no negative rewards do not look at such a response.
     cut_off_factor: float = within("[0, 1]", default=0.0)
 
 
@@ -168,7 +172,7 @@ class ShapingConfig:
 
     # The last so many tokens below rollout.max_tokens cost up to 1, growing linearly; 0 = off
     overlong_tokens: int = at_least(0, default=0)
-    # A right response of t tokens gets cosine_coef (min + (max - min) (1 + cos(pi t / rollout.max_tokens)) / 2) more,
+    # A correct response of t tokens gets cosine_coef (min + (max - min) (1 + cos(pi t / rollout.max_tokens)) / 2) more,
     # for cosine_on_steps steps, and then not for cosine_off_steps steps, in turn; cosine_off_steps = 0: always.
     cosine_coef: float = 0.0
     cosine_min: float = -0.5  # `min` of cosine_coef: what the longest response gets
@@ -202,7 +206,7 @@ class AlgoConfig:
     gamma: float = within("[0, 1]", default=1.0)  # discount per token of advantage = "gae"
     lam: float = within("[0, 1]", default=1.0)  # lambda of advantage = "gae": 1 trusts the rewards, 0 the critic
     dynamic_sampling: bool = True  # train on groups with different rewards alone; false: on every group
-    correct_boost: float = 0.0  # added to the advantages of a response with a reward of at least 0.99
+    correct_boost: float = 0.0  # added to the advantages of a correct response (reward.correct_at)
     overlong_filter: bool = False  # no loss on responses that rollout.max_tokens cut off; baselines still count them
     kl_coef: float = at_least(0, default=0.0)  # of the KL to the reference policy; 0 = no reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"  # in the loss only k2's gradient is that of KL(pi || reference)

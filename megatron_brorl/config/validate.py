@@ -94,7 +94,6 @@ def _rollout(config: Config) -> Iterator[Rule]:
         "algo.pass_k",
         f"with rollout.adaptive a round may have {least} rollouts: must be below that",
     )
-    yield _right_or_wrong(config, algo.advantage == "maxrl")
 
     # Groups that span steps have no two rounds within one.
     yield (
@@ -253,20 +252,30 @@ def _algo(config: Config) -> Iterator[Rule]:
         # Refused, not ignored: a value that changes nothing would pass for one that does.
         yield value == 1 or algo.advantage == "gae", key, 'only algo.advantage = "gae" discounts: must be 1'
 
-    # A mean that penalties bring to 0 or below would turn signs around.
-    yield (
-        algo.advantage != "maxrl" or not config.shaping.is_on,
-        "algo.advantage",
-        'advantages over the mean reward need rewards of at least 0, which [shaping] changes: must not be "maxrl"',
-    )
-    yield _right_or_wrong(config, algo.advantage in ("pass_at_k", "inverse_variance"))
-
     # k rollouts, and one more whose others they are.
     at_k = algo.advantage == "pass_at_k"
     yield (
         1 <= algo.pass_k < rollout.n if at_k else algo.pass_k == 0,
         "algo.pass_k",
         f"must be in [1, rollout.n - 1 = {rollout.n - 1}]" if at_k else 'of algo.advantage = "pass_at_k": must be 0',
+    )
+
+    # MaxRL divides by the mean reward, and the others are made of counts of correct responses.
+    counts = algo.advantage in ("maxrl", "pass_at_k", "inverse_variance")
+    reason = f'algo.advantage = "{algo.advantage}" needs rewards of 0 and 1' if counts else ""
+    if algo.focal_gamma:
+        reason = "algo.focal_gamma weighs groups by their share of correct responses"
+    # A factor in between makes rewards that are neither.
+    yield not reason or config.reward.strict, "reward.strict", f"{reason}: must be true"
+    yield (
+        not reason or config.reward.cut_off_factor in (0, 1),
+        "reward.cut_off_factor",
+        f"{reason}: must be 0 or 1",
+    )
+    yield (
+        not counts or not config.shaping.is_on,
+        "algo.advantage",
+        "needs rewards of 0 and 1, which [shaping] changes: choose another, or leave out [shaping]",
     )
 
     # A group's weight is made of its mean reward.
@@ -313,16 +322,6 @@ def _algo(config: Config) -> Iterator[Rule]:
         pieces >= algo.mini_batches,
         "algo.mini_batches",
         f"cannot cut {pieces} {of} into that many mini-batches",
-    )
-
-
-def _right_or_wrong(config: Config, needed: bool) -> Rule:
-    """Rewards are 0 and 1, where that is needed."""
-    binary = config.reward.strict and config.reward.cut_off_factor in (0, 1) and not config.shaping.is_on
-    return (
-        binary or not needed,
-        "algo.advantage",
-        "counts right and wrong: needs reward.strict = true, reward.cut_off_factor = 0 or 1 and nothing in [shaping]",
     )
 
 

@@ -22,13 +22,11 @@ TOKENIZER_FILES = (
 
 def of_inputs(directory: Path, sources: Sources, date: datetime.date | None) -> dict[str, str]:
     """Return the sha256 of tokenizer files and rows by name, and the date that the chat template writes, if it does."""
-    # Generated prompts have no end: the first ones tell another generator, or another version of it.
-    train = sources.rows or sources.train.take(0, 16)
     # The date comes first: a resumed run is told about it, and not about the rows that it changes.
     return {
         **({} if date is None else {TEMPLATE_DATE: str(date)}),
         "tokenizer": of_tokenizer(directory),
-        "train": of_prompts(train),
+        "train": of_prompts(sources.first()),
         "held_out": of_prompts(sources.held_out),
     }
 

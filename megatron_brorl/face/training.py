@@ -46,7 +46,7 @@ def train(
     command line. Alone the process is one rank; under torchrun every rank makes this call. Callbacks (Callback) are
     called on the main rank.
 
-    reward: a function (response, row) -> number in [0, 1], or dict of reward, reason and parts, that judges every row
+    reward: a function (response, row) -> finite number, or dict of reward, reason and parts, that judges every row
     which names no verifier. It runs in this process, one answer at a time: it may close over anything, but nothing
     limits its time or memory, and a fault that ends it ends the run; reward.timeout_s does not hold. A function in a
     file, data.verifier = "file.py:function", has processes of its own and limits, which suits long runs better. Its

@@ -17,17 +17,22 @@ def after(steps: int) -> str:
 
 
 def evaluation_line(evaluation: dict[str, Any]) -> str:
-    """pass@1 with its interval, and pass@k of the largest k."""
-    p, more = evaluation["pass_at_1"], widest(evaluation["pass_at_k"])
-    text = f"pass@1 {100 * p['mean']:.1f}% (95% interval {100 * p['low']:.1f} to {100 * p['high']:.1f})"
-    return f"{text}, pass@{more[0]} {100 * more[1]:.1f}%" if more else text
+    """pass@1 with its interval, pass@k of the largest k, and the mean reward where it says more than pass@1."""
+    p, more, reward = evaluation["pass_at_1"], widest(evaluation["pass_at_k"]), evaluation["mean_reward"]
+    parts = [f"pass@1 {100 * p['mean']:.1f}% (95% interval {100 * p['low']:.1f} to {100 * p['high']:.1f})"]
+    if more:
+        parts.append(f"pass@{more[0]} {100 * more[1]:.1f}%")
+    if reward["mean"] != p["mean"]:
+        parts.append(f"mean reward {reward['mean']:.4g} (95% interval {reward['low']:.4g} to {reward['high']:.4g})")
+    return ", ".join(parts)
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     """What metrics.jsonl has of an evaluation."""
-    p = evaluation.pass_at_1
+    p, r = evaluation.pass_at_1, evaluation.mean_reward
     passes = {f"pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
-    return passes | {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high}
+    rewards = {"held_out_reward": r.mean, "held_out_reward_low": r.low, "held_out_reward_high": r.high}
+    return passes | {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high} | rewards
 
 
 def passes(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -87,6 +92,9 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
         shown["pass@1"] = f"{100 * metrics['pass_at_1']:.1f}%"
         if more := widest(passes(metrics)):
             shown[f"pass@{more[0]}"] = f"{100 * more[1]:.1f}%"
+        # Equal figures are those of rewards of 0 and 1.
+        if metrics["held_out_reward"] != metrics["pass_at_1"]:
+            shown["held-out reward"] = f"{metrics['held_out_reward']:.3g}"
 
     return shown
 

@@ -91,7 +91,11 @@ def reshard_gap(worker: Worker, engine: Watchdog, version: int) -> float:
     result = engine.generate(asked, sampling)
 
     # Prompts over replicas: any copy of the actor may judge any engine.
-    own = [ScoredRollout(g, r, 0.0) for g, rollouts in zip(group_of, result.rollouts, strict=True) for r in rollouts]
+    own = [
+        ScoredRollout(g, r, 0.0, right=False)
+        for g, rollouts in zip(group_of, result.rollouts, strict=True)
+        for r in rollouts
+    ]
     outcomes = gather(own, len(groups), SIBLINGS)
     replica = (torch.arange(len(groups)) % grid.data)[:, None].expand_as(outcomes.state)
     # What was lost is nobody's to send.

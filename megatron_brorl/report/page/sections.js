@@ -39,6 +39,11 @@ function interval(p) {
   return p.low === undefined ? percent(p.mean) : `${percent(p.mean)} (${percent(p.low)} to ${percent(p.high)})`;
 }
 
+function numbers(r) {
+  if (!r) return "-";
+  return r.low === undefined ? short(r.mean) : `${short(r.mean)} (${short(r.low)} to ${short(r.high)})`;
+}
+
 function passes(run) {
   const first = run.evaluations[0], last = run.evaluations[run.evaluations.length - 1];
   const change = new Map((run.change ? run.change.passes : []).map((p) => [p.k, p.difference]));
@@ -48,6 +53,11 @@ function passes(run) {
     return [`pass@${p.k}`, interval(p), first === last ? "-" : interval(of(last, p.k)),
       d ? `${points(d.mean)} (${points(d.low)} to ${points(d.high)})` : "-", d ? (d.p < 1e-4 ? "< 0.0001" : d.p.toFixed(4)) : "-"];
   });
+  if (first.reward || last.reward) {
+    const d = run.change && run.change.reward && run.change.reward.difference;
+    rows.push(["mean reward", numbers(first.reward), first === last ? "-" : numbers(last.reward),
+      d ? numbers(d) : "-", d ? (d.p < 1e-4 ? "< 0.0001" : d.p.toFixed(4)) : "-"]);
+  }
   const head = ["", when(first.steps), first === last ? "later" : when(last.steps), "change, points", "p"];
   return make("div", null,
     table(head, rows, { label: "pass@k before and after" }),

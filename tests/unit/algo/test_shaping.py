@@ -67,12 +67,12 @@ def test_terms_add_up_and_the_cosine_is_for_right_responses():
         return reward - max(0, t - 5) / 15 + bonus - 0.01 * again
 
     for step in (0, 1):
-        found = shaped(rewards, tokens, repeats, config, 20, step)
+        found = shaped(rewards, rewards == 1, tokens, repeats, config, 20, step)
         cells = zip(rewards.flatten().tolist(), tokens.flatten().tolist(), repeats.flatten().tolist(), strict=True)
         assert found.flatten().tolist() == pytest.approx([expected(*cell, step == 0) for cell in cells])
     assert config.is_on
     assert not ShapingConfig().is_on
-    assert torch.equal(shaped(rewards, tokens, repeats, ShapingConfig(), 20, 0), rewards)
+    assert torch.equal(shaped(rewards, rewards == 1, tokens, repeats, ShapingConfig(), 20, 0), rewards)
 
 
 def test_mismatch_masks():

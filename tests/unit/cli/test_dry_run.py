@@ -141,7 +141,12 @@ def raising(folder: Path) -> None:
         (lambda f: None, ["parallel.tensor=2"], "data", "world size 1 is not a multiple of parallel.tensor"),
         (lambda f: (f / "run").write_text(""), [], "ranks", "Not a directory; make it a writable folder"),
         (not_finite, [], "reward", "not finite"),
-        (raising, ["data.verifier=own.py:score"], "engine", "'own.py:score' on the reference answer of row"),
+        (
+            raising,
+            ["data.verifier=own.py:score"],
+            "engine",
+            "'own.py:score' fails on the reference answer of row rows.jsonl:1: broken: NameError",
+        ),
         (
             lambda f: None,
             ["rollout.engine=trtllm", "trtllm.python=/none"],

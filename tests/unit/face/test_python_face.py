@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -154,11 +155,11 @@ def test_a_function_is_a_verifier():
     def half(response, row):
         if response == "raise":
             raise ValueError("oh")
-        return {"reward": 0.5 if response == row["metadata"]["want"] else 2 if response == "much" else 0.0}
+        return {"reward": 0.5 if response == row["metadata"]["want"] else math.inf if response == "much" else 0.0}
 
     row = {"prompt": "p", "metadata": {"want": "a"}}
     found = score([["a", "b", "raise", "much"]], [row], verifier=half)[0]
     assert [r.reward for r in found] == [0.5, 0.0, 0.0, 0.0]
     assert [r.status for r in found] == ["ok", "ok", "error", "invalid"]
-    with pytest.raises(UserError, match="must be a function of"):
+    with pytest.raises(UserError, match=r"must take \(response, row\)"):
         score(["a"], [row], verifier=lambda response: 1.0)

@@ -146,5 +146,5 @@ def test_mistakes_are_those_of_the_command_line(tables, tmp_path):
         train(tables | {"rollout": {"m": 3}})
     with pytest.raises(UserError, match="no such configuration file"):
         train(tmp_path / "none.toml")
-    with pytest.raises(UserError, match="must be a function of"):
+    with pytest.raises(UserError, match=r"must take \(response, row\)"):
         train(tables, overrides=[f"run.dir={tmp_path}"], reward=lambda response: 1.0)

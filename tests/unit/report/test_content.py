@@ -169,6 +169,30 @@ def test_verdicts_and_what_is_missing(tmp_path, options, tone, headline, missing
         assert "no response is right" in found["verdict"]["findings"][0]
 
 
+def test_rewards_stand_beside_pass_at_1(tmp_path):
+    """Where they are not the same, with the interval of the paired difference; here every prompt gained 0.4."""
+    run = content([make_run(tmp_path / "a", prompts=40, rewards=(-0.2, 0.2))])[0]["runs"][0]
+    assert run["verdict"]["headline"].startswith("It learned: pass@1 rose from")
+    assert run["verdict"]["details"][0] == ("mean reward rose from -0.2 to 0.2, +0.4 (95% interval +0.4 to +0.4).")
+    assert run["change"]["reward"]["before"] == pytest.approx(-0.2)
+    first = run["evaluations"][0]["reward"]
+    assert first["mean"] == pytest.approx(-0.2)
+    # Half of the prompts at -0.1 and half at -0.3: a standard error of 0.1 / sqrt(40).
+    assert first["high"] - first["low"] == pytest.approx(2 * 1.96 * 0.1 / 40**0.5, rel=0.2)
+
+    # Nothing is right, and the reward says that it learned all the same.
+    run = content([make_run(tmp_path / "b", prompts=40, rates=(0.0, 0.0), rewards=(0.2, 0.6))])[0]["runs"][0]
+    assert run["verdict"]["headline"].startswith("It learned: mean reward rose from 0.2 to 0.6, +0.4 (95% interval ")
+    assert run["verdict"]["details"][0].startswith(
+        "pass@1 went from 0.0% to 0.0%, 0.0 points (95% interval -8.8 to +8.8)"
+    )
+
+    # Rewards of right and wrong say nothing more.
+    run = content([make_run(tmp_path / "c", prompts=40)])[0]["runs"][0]
+    assert run["change"]["reward"] is None
+    assert "reward" not in run["verdict"]["headline"] + run["verdict"]["details"][0]
+
+
 def test_a_finding_is_told(tmp_path):
     folder = make_run(tmp_path / "run", prompts=40)
     summary = json.loads((folder / "summary.json").read_text())
