@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# With what tests, lint and documentation need besides.
+DEV := $(VENV)/.installed-dev
 
 .PHONY: quickstart test-fast test test-rest test-all check docs bench torture sanitize wheel test-wheel test-vllm gpu-check clean
 
@@ -13,43 +15,43 @@ quickstart: $(INSTALLED)  ## the main job on this machine: a tiny model, 512 rol
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-fast: $(INSTALLED)  ## what finds most mistakes: one or two processes, one whole run
+test-fast: $(DEV)  ## what finds most mistakes: one or two processes, one whole run
 	$(PYTEST) -m "not slow and not full"
 
-test: $(INSTALLED)  ## every layout, every family, whole runs
+test: $(DEV)  ## every layout, every family, whole runs
 	$(PYTEST) -m "not full"
 
-test-rest: $(INSTALLED)  ## what `make test` leaves out
+test-rest: $(DEV)  ## what `make test` leaves out
 	$(PYTEST) -m full
 
-test-all: $(INSTALLED)  ## all tests that this machine can run
+test-all: $(DEV)  ## all tests that this machine can run
 	$(PYTEST)
 
-check: $(INSTALLED)  ## lint, format, types
+check: $(DEV)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(INSTALLED)  ## the documentation as a site, in site/
+docs: $(DEV)  ## the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(INSTALLED)  ## speed, as ratios measured in one run
 	@for tool in $(wildcard benchmarks/bench_*.py); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
 
 MINUTES ?= 30
-torture: $(INSTALLED)  ## spoiled inputs, changed layouts, 500 steps, then runs that are killed and refused, for MINUTES
+torture: $(DEV)  ## spoiled inputs, changed layouts, 500 steps, then runs that are killed and refused, for MINUTES
 	$(BIN)/python -W ignore tests/torture/fuzz.py
 	$(BIN)/python -W ignore tests/torture/layout_chain.py
 	$(BIN)/python -W ignore tests/torture/leaks.py
 	$(BIN)/python -W ignore tests/torture/kills.py --minutes $(MINUTES)
 
-test-vllm: $(INSTALLED)  ## the engine tests on vLLM itself, which gets an environment of its own (3.5 GB)
+test-vllm: $(DEV)  ## the engine tests on vLLM itself, which gets an environment of its own (3.5 GB)
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/test_vllm.sh
 
-gpu-check: $(INSTALLED)  ## what this machine's GPU has to show, in half an hour: tables in gpu_check.md
+gpu-check: $(DEV)  ## what this machine's GPU has to show, in half an hour: tables in gpu_check.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/gpu_check.py
 
-sanitize: $(INSTALLED)  ## the op tests under the address and undefined-behaviour sanitizers
+sanitize: $(DEV)  ## the op tests under the address and undefined-behaviour sanitizers
 	PYTHON="$(CURDIR)/$(BIN)/python" bash tools/sanitize.sh
 
 wheel: $(INSTALLED)  ## a wheel for any processor of this kind, for this Python and this torch, in dist/
@@ -67,4 +69,8 @@ clean:
 # The sources of the extension are prerequisites, so that an edit builds it again.
 $(INSTALLED): pyproject.toml setup.py tools/install.sh $(wildcard csrc/* csrc/*/*)
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/install.sh
+	touch $@
+
+$(DEV): $(INSTALLED)
+	VENV="$(VENV)" bash tools/install.sh dev
 	touch $@

@@ -118,8 +118,8 @@ class Share:
                 for i, r in ended:
                     scorer.finished(i, r)
                 scores = scorer.scores([(i, r.index) for i, r in ended])
-            verdicts = zip(ended, scores.rewards.tolist(), strict=True)
-            rows = [ScoredRollout(numbers[i], r, reward) for (i, r), reward in verdicts]
+            verdicts = zip(ended, scores.rewards.tolist(), scores.right, strict=True)
+            rows = [ScoredRollout(numbers[i], r, reward, right) for (i, r), reward, right in verdicts]
         with self.phase("repeated"):
             hashes, _ = improbable(asked, sampled)
             of_all = torch.cat((hashes, torch.randint(2**62, (self.lengths.numel() - len(hashes),))))

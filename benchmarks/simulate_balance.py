@@ -65,7 +65,7 @@ def drawn(n: int, seed: int) -> Outcomes:
     kept = np.sort(rng.permutation(PROMPTS)[: round(KEPT * PROMPTS)]).tolist()
 
     state, none = torch.full_like(tokens, STOP), torch.zeros_like(tokens)
-    return Outcomes(state, none.float(), tokens, none, none, none, list(range(PROMPTS)), kept)
+    return Outcomes(state, none.float(), none.bool(), tokens, none, none, none, list(range(PROMPTS)), kept)
 
 
 def efficiency(loads: np.ndarray) -> float:

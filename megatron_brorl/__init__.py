@@ -7,6 +7,7 @@ caller can mend. Each is imported when it is first asked for; everything else is
 from __future__ import annotations
 
 import importlib
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +42,17 @@ class _Train(ModuleType):
         """Train in this process: megatron_brorl.face.training.train, told in docs/python.md."""
         return importlib.import_module("megatron_brorl.face.training").train(*arguments, **named)
 
+
+# Warnings about Megatron-Core's own code, which a user of this package cannot act on. All others are shown. Most are
+# given when Megatron-Core is imported, so the filters are set before any module of the package is.
+_NO_USE_TO_A_USER: list[tuple[type[Warning], str]] = [
+    (UserWarning, r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "),
+    (UserWarning, "full scope is deprecated. Use empty cuda_graph_scope"),
+    (FutureWarning, "Please use DTensor instead and we are deprecating ShardedTensor"),
+    (FutureWarning, "`load_state_dict` is deprecated and will be removed"),
+]
+for _category, _message in _NO_USE_TO_A_USER:
+    warnings.filterwarnings("ignore", message=_message, category=_category)
 
 # The folder is empty in itself: nothing else is imported here.
 importlib.import_module(f"{__name__}.train").__class__ = _Train

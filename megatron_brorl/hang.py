@@ -116,7 +116,7 @@ class Watch:
         self._file = os.open(self._folder / str(self._rank), os.O_RDWR | os.O_CREAT, 0o644)
         self._stacks.mkdir(exist_ok=True)
         self._out = open(self._stacks / f"rank_{self._rank:05d}.txt", "a", encoding="utf-8")  # noqa: SIM115  kept open
-        position.step = position.finished = 0  # of a job before this one in the same process
+        position.step, position.finished = None, 0  # an earlier job in the same process left its values
         position.moved = self._write  # a process that is stopped has said where
         threading.Thread(target=self._serve, name="watch", daemon=True).start()
         _watches.append(self)

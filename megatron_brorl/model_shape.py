@@ -9,12 +9,18 @@ from typing import Any
 
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families import dense, gemma3, llama, qwen2, qwen3
-from megatron_brorl.families.family import ConfigJson, Dimension, ModelFamily, positive
+from megatron_brorl.families.family import ConfigJson, Dimension, ModelFamily, Requirement
 from megatron_brorl.json_files import read_object
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
 FAMILIES = {f.architecture: f for f in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, gemma3.FAMILY)}
+# Keys that change what a model of any family computes or where its weights are.
+_OF_EVERY_FAMILY = (
+    Requirement("text_config", (None, {}), "give the directory of the text model alone"),
+    Requirement("per_layer_config", (None, {}), "all layers must be alike"),
+    Requirement("transformers_weights", (None,), "the weights must be model.safetensors or its shards"),
+)
 _BY_NAME = {f.name: f for f in FAMILIES.values()}
 
 
@@ -96,7 +102,10 @@ class ModelShape:
 def read_shape(directory: str | Path) -> ModelShape:
     """Read `directory`/config.json. Raises UserError where it is missing or describes an unsupported model."""
     directory = Path(directory).absolute()
+    refuse_gguf(directory)
     path = directory / CONFIG
+    if directory.is_file():
+        raise UserError(f"{directory}: is a file; give the Hugging Face directory that it belongs to (model.path)")
     if not directory.is_dir():
         raise UserError(f"{directory}: no such Hugging Face directory (model.path)")
     if not path.is_file():
@@ -104,8 +113,34 @@ def read_shape(directory: str | Path) -> ModelShape:
     return parse_shape(read_object(path), str(path))
 
 
+def refuse_gguf(path: Path) -> None:
+    """Raise UserError where `path` is a GGUF file, or a directory whose only weights are GGUF files."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    if any(file.suffix == ".safetensors" for file in files):
+        return
+    found = [file for file in files if file.is_file() and _is_gguf(file)]
+    if found:
+        raise UserError(
+            f"{found[0]}: weights in the GGUF format are not read; first convert them to a Hugging Face directory: "
+            f"transformers' AutoModelForCausalLM and AutoTokenizer.from_pretrained(DIR, gguf_file={found[0].name!r}) "
+            "and save_pretrained(NEW_DIR) of both"
+        )
+
+
+def _is_gguf(file: Path) -> bool:
+    """Whether the name or the first bytes of a file say so; Ollama's files have no suffix."""
+    if file.suffix.lower() == ".gguf":
+        return True
+    try:
+        with file.open("rb") as f:
+            return f.read(4) == b"GGUF"
+    except OSError:  # whoever needs this file reports the error
+        return False
+
+
 def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
     """Turn the content of a config.json into a ModelShape. Raises UserError naming the key that does not fit."""
+    # Several architectures may be listed; the first one is the model's.
     config = ConfigJson(raw, where)
     architecture = (config.get("architectures", list, []) or [None])[0]
     if not isinstance(architecture, str) or architecture not in FAMILIES:
@@ -113,42 +148,38 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
             f"{where}: architecture {shown(architecture)} is not supported; supported: {', '.join(FAMILIES)}"
         )
 
-    # What the code does not compute is refused by the family before any size is read.
+    # transformers' defaults of the family stand for missing keys. A null key is not a missing one: Qwen's configuration
+    # classes have 32 key-value heads by default, and as many as query heads where the key is null.
     family = FAMILIES[architecture]
-    for requirement in family.requires:
+    config = ConfigJson({**family.defaults, **raw}, where)
+
+    # Refuse what the code does not compute before any size is read.
+    by_type = Requirement("model_type", (family.model_type, None), f"architectures says {architecture}")
+    for requirement in (by_type, *_OF_EVERY_FAMILY, *family.requires):
         config.require(requirement)
 
-    # Transformers 5 writes one rope_parameters object; earlier versions rope_theta beside rope_scaling.
-    rope = dict(config.get("rope_parameters", dict, {}) or config.get("rope_scaling", dict, {}))
-    older = config.get("rope_theta", float, 10000.0)
-    theta = positive(rope.pop("rope_theta", None), older, f"{where}: rope_theta")
-    rope_type = rope.pop("type", None)  # an older name of the key
-    rope.setdefault("rope_type", rope_type or "default")  # none at all is plain RoPE
-
-    # A key read without a default has to be there; the defaults are Llama's in transformers.
+    # A key that is read without a default must be present.
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
-    shape = ModelShape(
-        family=family.name,
-        layers=config.get("num_hidden_layers", int, most=10_000),  # each is gone through by name
-        hidden=hidden,
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads", int, heads),  # missing: no grouping of queries
-        head_dim=config.get("head_dim", int, hidden // heads, most=65_536),
-        ffn=config.get("intermediate_size", int),
-        vocab=config.get("vocab_size", int),
-        context=config.get("max_position_embeddings", int),
-        norm_eps=config.get("rms_norm_eps", float, 1e-6),
-        tied=config.get("tie_word_embeddings", bool, False),
-        rope_theta=theta,
-        rope_scaling=None if rope["rope_type"] == "default" else rope,  # plain RoPE is None, however it was written
-        init_std=config.get("initializer_range", float, 0.02),
-    )
+    fields: dict[str, Any] = {
+        "family": family.name,
+        "layers": config.get("num_hidden_layers", int, most=10_000),  # parameters are listed layer by layer
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads", int, heads),  # null: no grouping of queries
+        "head_dim": config.get("head_dim", int, hidden // heads, most=65_536),
+        "ffn": config.get("intermediate_size", int),
+        "vocab": config.get("vocab_size", int),
+        "context": config.get("max_position_embeddings", int),
+        "norm_eps": config.get("rms_norm_eps", float, 1e-6),
+        "tied": config.get("tie_word_embeddings", bool, False),
+        "init_std": config.get("initializer_range", float, 0.02),
+    }
+    # What a family reads differently replaces the values above.
+    shape = ModelShape(**{**fields, **family.rest(config)})
 
-    # Query groups have equal numbers of heads; every attention here relies on that.
+    # Every attention implementation here needs query groups of equal size.
     if shape.heads % shape.kv_heads:
         raise UserError(
             f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {shape.kv_heads}"
         )
-
-    # The family's own readings come last: they replace what was read above as in Llama.
-    return replace(shape, **family.overrides(config))
+    return shape

@@ -65,7 +65,7 @@ class Position:
     """How far this process is. Spans are those of the thread that trains; any thread may `beat`."""
 
     def __init__(self) -> None:
-        self.step = 0  # under way, counted from 1; 0: none yet
+        self.step: int | None = None  # the number in metrics.jsonl of the current step; None: no step has begun
         self.path: list[tuple[str, float]] = []  # spans begun and not ended, each with its limit
         self.passed = 0  # begins and ends of spans that all ranks pass in the same order
         self.finished = 0  # pieces of work, of any kind
@@ -93,7 +93,7 @@ class Position:
     def where(self) -> str:
         """The step and the spans that it is in, the outer ones first."""
         names = " > ".join(name for name, _ in self.path) or "between phases"
-        return f"step {self.step}, {names}" if self.step else names
+        return f"step {self.step}, {names}" if self.step is not None else names
 
     def limit_s(self) -> float:
         """Seconds that may pass here without a beat, because something else watches what is waited for."""

@@ -5,7 +5,7 @@ Shape legend, used in every docstring:
     B  rollouts (rows), P * N         G  tokens of one response
     T  tokens of a packed stream      R  response tokens of a packed stream
     V  vocabulary                     H  hidden size
-Log-probabilities are natural logarithms (nats) in float32. Rewards lie in [0, 1].
+Log-probabilities are natural logarithms (nats) in float32. Rewards are finite float32 numbers of either sign.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ FinishReason = Literal["stop", "length", "cut"]
 
 # What the pool of verifiers says of a request; see Verdict.
 Status = Literal["ok", "timeout", "error", "broken", "invalid", "crash", "no_answer"]
-
-CORRECT = 0.99  # a reward from here on is that of a right response
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Verdict:
     """The reward of one request; 0 unless the status is ok.
 
     timeout: took longer than the deadline. error: the verifier raised on the answer. broken: it raises on the prompt's
-    reference answer too. invalid: it returned something other than a number in [0, 1]. crash: its process died, twice.
+    reference answer too. invalid: it returned something other than a finite number. crash: its process died, twice.
     no_answer: there was nothing to score.
     """
 
@@ -84,6 +82,7 @@ class ScoredRollout:
     group: int  # index among the step's open groups
     rollout: Rollout
     reward: float  # nan while the rollout is "cut"
+    right: bool  # whether the response counts as correct (rewards.scoring.worth); false while it is "cut"
     answer: int = 0  # rewards.extract.code of the final answer: equal answers have equal codes
     # What the reward was made of, for people; None while "cut", and of a row that came by train.exchange
     verdict: Verdict | None = field(default=None, compare=False)

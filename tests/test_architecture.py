@@ -1,4 +1,4 @@
-"""The house plan as a test: floors, no cycles, who may import what, the size of files, paragraphs and docstrings."""
+"""Structure of the package: layers, no import cycles, who may import what, and the size of files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGE = ROOT / "megatron_brorl"
 sys.path.insert(0, str(ROOT / "tools"))
 
 import architecture  # noqa: E402
-from architecture import LONG_BODY, room  # noqa: E402
+from architecture import room  # noqa: E402
 
 # A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
 FLOORS = [
@@ -26,13 +26,10 @@ FLOORS = [
     {"train", "report"},
     {"cli", "face", "__main__"},
 ]
-# Of every 100 lines in bodies of 20 lines or more.
-BLANK_PER_100, COMMENTS_PER_100 = 7.8, 19.1
 LEVEL = {name: level for level, rooms in enumerate(FLOORS) for name in rooms}
 
 
 GRAPH = {name: architecture.imports(path) for name, path in architecture.modules().items()}
-FUNCTIONS = [f for path in architecture.modules().values() for f in architecture.functions(path)]
 
 
 def test_every_room_has_a_floor():
@@ -75,7 +72,8 @@ def test_heavy_packages_stay_in_their_rooms():
         "vllm": lambda m: m.startswith("megatron_brorl.rollout.remote.vllm."),
         "sglang": lambda m: m.startswith("megatron_brorl.rollout.remote.sglang."),
         "reasoning_gym": lambda m: room(m) == "rewards",
-        "math_verify": lambda m: m == "megatron_brorl.rewards.math_verifier",
+        "latex2sympy2_extended": lambda m: m == "megatron_brorl.rewards.math_values",
+        "sympy": lambda m: m in ("megatron_brorl.rewards.math_values", "megatron_brorl.rewards.math_equal"),
     }
     for module, targets in GRAPH.items():
         for package, may in allowed.items():
@@ -106,30 +104,4 @@ def test_files_are_small():
     ]
     for path in sources:
         if path.suffix in (".py", ".cpp", ".cu", ".h", ".sh"):
-            assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path
-
-
-def test_long_bodies_have_paragraphs():
-    """At least those of molt, of which 2 in 107 bodies have neither blank lines nor comments."""
-    long = [f for f in FUNCTIONS if len(f.body) >= LONG_BODY]
-    lines = sum(len(f.body) for f in long)
-    assert [f.name for f in long if not f.blank and not f.comments] == []
-    assert 100 * sum(f.blank for f in long) / lines >= BLANK_PER_100
-    assert 100 * sum(f.comments for f in long) / lines >= COMMENTS_PER_100
-
-
-def test_public_functions_say_what_they_do():
-    assert [f.name for f in architecture.without_docstring(FUNCTIONS)] == []
-    assert [f.name for f in architecture.without_shapes(FUNCTIONS)] == []
-
-
-def test_paragraphs_are_counted(tmp_path):
-    path = tmp_path / "a.py"
-    path.write_text(
-        'class A:\n    def f(self, x: "Tensor") -> None:\n        """Of x [R]."""\n        # Why.\n        a = 1\n\n'
-        '        b = "# no"  # yes\n\n        def inner():\n            pass\n'
-    )
-    outer, inner = architecture.functions(path)
-    assert (outer.blank, outer.comments, len(outer.body), outer.arguments) == (2, 2, 7, 1)
-    assert outer.public
-    assert not inner.public
+            assert len(path.read_text(encoding="utf-8").splitlines()) <= 600, path

@@ -56,7 +56,7 @@ FAMILIES = {
             ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
             ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
             ({"layer_types": ["full_attention"]}, "must name sliding_attention or full_attention for each layer"),
-            ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type = 'yarn' of full_attention"),
+            ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention.rope_type = 'yarn'"),
         ),
     ),
 }

@@ -64,17 +64,19 @@ def configuration() -> str:
 
 
 def coming_from() -> str:
-    """What other trainers call our keys."""
+    """Answer each key of other trainers with ours and, where a value is not taken over as it is, the conversion."""
     lines = [
         "# Coming from TRL, verl or NeMo RL",
         "",
-        "The nearest key of ours; an unknown key in a TOML file is answered by it. Units can differ: batch sizes here",
-        "are prompts per step (`rollout.prompts`) and optimizer steps per sampled batch (`algo.mini_batches`),",
-        "micro-batches are tokens, and a run begins with what they come to.",
+        "An unknown key in a TOML file is answered by these tables. Without a note the same value means the same here.",
+        "A step is one round of sampling and training, `rollout.prompts` counts prompts per step, `algo.mini_batches`",
+        "optimizer steps per step, and micro-batches are measured in tokens.",
     ]
     for trainer, table in FOREIGN.items():
-        lines += ["", f"## {trainer}", "", f"| {trainer} | here |", "|---|---|"]
-        lines += [f"| `{theirs}` | `{ours}` |" for theirs, ours in table.items()]
+        lines += ["", f"## {trainer}", "", f"| {trainer} | here | |", "|---|---|---|"]
+        for theirs, answer in table.items():
+            key, _, note = answer.partition(": ")
+            lines.append(f"| `{theirs}` | {'' if key == 'none' else f'`{key}`'} | {note} |")
     return "\n".join(lines) + "\n"
 
 

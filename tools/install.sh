@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make $VENV and install the project with its test tools into it. Called by the Makefile.
+# Make $VENV and install the project into it; with the argument "dev": add the tools for tests, lint and documentation
+# to an environment that has the project. Called by the Makefile.
 #   PYTHON, VENV   interpreter (python3) and folder (.venv)
 #   BRORL_TORCH    where there is no CUDA: what pip installs as torch, instead of the CPU build of PyTorch's or pip's own
 #                  index: a wheel of a CPU build, or "--index-url URL torch==VERSION"
@@ -15,8 +16,25 @@ refuse() {
   echo "install: $1" >&2
   exit 2
 }
+say() { echo "install: $1"; }
+# Twice quiet: errors alone. What pip warns about is its own configuration.
 pip_install() {
-  "$VENV/bin/pip" install --quiet --disable-pip-version-check "$@"
+  "$VENV/bin/pip" install --quiet --quiet --disable-pip-version-check "$@"
+}
+# The requirements of a group or extra of pyproject.toml, one per line, without torch, which is chosen below.
+requirements() {
+  "$VENV/bin/python" - "$(dirname "$0")/../pyproject.toml" "$@" <<'EOF'
+import sys
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+with open(sys.argv[1], "rb") as file:
+    declared = tomllib.load(file)
+groups = {**declared["dependency-groups"], **declared["project"]["optional-dependencies"]}
+print("\n".join(line for name in sys.argv[2:] for line in groups[name] if not line.startswith("torch>")))
+EOF
 }
 # The environment's torch: its version, and its CUDA version or "none". Without importing it, which its dependencies and
 # libraries would have to be there for. Nothing where there is none.
@@ -30,16 +48,25 @@ if spec:
 EOF
 }
 
+if [[ ${1:-} == dev ]]; then
+  say "tools for tests, lint and documentation (0.2 GB)"
+  read -r version _ < <(torch_of_venv) || refuse "$VENV has no torch: make makes it anew once it is removed"
+  listed=$(requirements test docs)
+  mapfile -t wanted <<<"$listed"
+  pip_install "torch==$version" "${wanted[@]}"
+  exit
+fi
+
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
   refuse "$("$PYTHON" --version) is too old: set PYTHON to a Python of 3.10 or newer"
 
 if "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-  echo "install: CUDA found; the environment uses the torch that is installed"
+  say "1/4 CUDA found: $VENV uses the torch that is installed"
   "$PYTHON" -m venv --system-site-packages "$VENV"
   read -r version _ < <(torch_of_venv) ||
     refuse "$VENV does not see the torch of $PYTHON, a virtual environment: set PYTHON to the Python it was made with"
 else
-  echo "install: no CUDA; the environment gets the CPU build of torch"
+  say "1/4 no CUDA: $VENV gets PyTorch's CPU build (0.75 GB on the disk)"
   export BRORL_CUDA=${BRORL_CUDA:-0} # a toolkit alone runs nothing
   "$PYTHON" -m venv "$VENV"
 
@@ -63,6 +90,16 @@ fi
 # For this processor alone, and without an environment of pip's own for the build: after an edit of csrc/ it builds
 # again without a network. What the build needs is then ours to install. Naming torch brings the dependencies it came
 # without, and leaves it as it is.
+say "2/4 what torch $version and the build need"
 pip_install "torch==$version" numpy 'setuptools>=77' ninja 'tomli; python_version < "3.11"'
+
+# Apart from the project itself, so that neither step is silent for long.
+listed=$(requirements run)
+mapfile -t wanted <<<"$listed"
+say "3/4 ${#wanted[@]} packages that runs need, and what they need (0.8 GB)"
+pip_install "torch==$version" "${wanted[@]}"
+
+say "4/4 compiling csrc/ for this processor (about two minutes on two cores)"
 PATH="$(cd "$VENV/bin" && pwd):$PATH" BRORL_NATIVE=${BRORL_NATIVE:-1} MAX_JOBS=${MAX_JOBS:-$(nproc)} \
-  pip_install --no-build-isolation --editable '.[test,docs]' "torch==$version"
+  pip_install --no-build-isolation --no-deps --editable .
+say "done"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import string
 import sys
-import warnings
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -53,7 +52,6 @@ def make(
 
     vocab: sentencepiece pieces at most. untied: with an LM head of its own. texts: examples to train the tokenizer on.
     """
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
     from megatron_brorl.checkpoints.hugging_face import complete
     from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.config.load import load
+from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
@@ -39,7 +40,7 @@ def main() -> None:
     config = load(args.config, args.overrides)
     read = [("the evaluation", args.evaluation), ("the configuration", Path(args.config))]
     check_output(args.out, [*read, *(("data.held_out", Path(name)) for name in config.data.held_out)])
-    model = Path(config.model.path)
+    model = model_directory(config.model.path)
     limit = read_shape(model).context - config.rollout.max_tokens
     prompts = load_sources(config.data, load_tokenizer(model), limit, config.run.seed, config.reward).held_out
     chosen = select(prompts, read_answers(args.evaluation), *args.right)

@@ -37,15 +37,15 @@ brorl doctor
 small=(data.verifier=exact rollout.n=4 rollout.prompts=4 rollout.max_tokens=8 train.steps=2 evaluate.samples=2)
 
 brorl train --processes 2 run.toml "${small[@]}" train.checkpoint_every=1
-brorl report runs/own
-brorl rollouts runs/own --limit 2
-brorl evaluate --processes 1 run.toml "${small[@]}" model.path=runs/own/model run.dir=runs/evaluation
-brorl convert to-megatron runs/own/model megatron --tensor 2 --verify
+brorl report runs/run
+brorl rollouts runs/run --limit 2
+brorl evaluate --processes 1 run.toml "${small[@]}" model.path=runs/run/model run.dir=runs/evaluation
+brorl convert to-megatron runs/run/model megatron --tensor 2 --verify
 brorl convert to-hf megatron back --verify
-cmp runs/own/model/model.safetensors back/model.safetensors
+cmp runs/run/model/model.safetensors back/model.safetensors
 
 # By its older name, from the checkout: the package is the installed one all the same.
-python "$ROOT/tools/convert_checkpoint.py" to-hf runs/own/checkpoints/step_00000002 trained --config runs/own/model
+python "$ROOT/tools/convert_checkpoint.py" to-hf runs/run/checkpoints/step_00000002 trained --config runs/run/model
 python - <<'CHECK'
 import megatron_brorl, sys
 assert megatron_brorl.__file__.startswith(sys.prefix), megatron_brorl.__file__

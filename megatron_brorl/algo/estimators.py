@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+Bounds = tuple[float, float]
+SHARE: Bounds = (0.0, 1.0)
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -45,18 +48,25 @@ def widest(passes: Mapping[str, float]) -> tuple[int, float] | None:
     return (k, passes[str(k)]) if k > 1 else None
 
 
-def bootstrap_mean(values: Sequence[float], resamples: int, seed: int) -> Interval:
+def bootstrap_mean(values: Sequence[float], resamples: int, seed: int, bounds: Bounds | None = None) -> Interval:
     """Mean of one value per prompt, with the 95% percentile bootstrap interval over prompts.
+
+    Resampling equal values gives an interval of no width. With bounds, which no prompt's value can leave, it is widened
+    to what else the prompts may hold: n draws show one value v alone with a probability below 0.025 where other values
+    have more than u = 1 - 0.025^(1/n) together, so that the mean lies in [v - u (v - low), v + u (high - v)]. For v = 0
+    or 1 and bounds (0, 1) that is the interval of Clopper and Pearson (1934).
 
     A function of its arguments only: the generator is counter-based (Philox) and keyed by the seed.
     """
-    return bootstrap_mean_of_means([values], resamples, seed)
+    return bootstrap_mean_of_means([values], resamples, seed, bounds)
 
 
-def bootstrap_mean_of_means(groups: Sequence[Sequence[float]], resamples: int, seed: int) -> Interval:
+def bootstrap_mean_of_means(
+    groups: Sequence[Sequence[float]], resamples: int, seed: int, bounds: Bounds | None = None
+) -> Interval:
     """The groups' means averaged, each group alike whatever its size; the prompts of each are resampled on their own.
 
-    A function of its arguments only, as bootstrap_mean.
+    bounds: as of bootstrap_mean, for each group of equal values. A function of its arguments only.
     """
     # Values that an interval can be of.
     xs = [np.asarray(values, dtype=np.float64) for values in groups]
@@ -73,5 +83,12 @@ def bootstrap_mean_of_means(groups: Sequence[Sequence[float]], resamples: int, s
     generator = np.random.Generator(np.random.Philox(key=seed % 2**64))
     # One resample at a time: memory does not grow with resamples * prompts.
     means = [np.mean([x[generator.integers(x.size, size=x.size)].mean() for x in xs]) for _ in range(resamples)]
+    # The percentile method: the ends are quantiles of the resampled means themselves.
     low, high = np.percentile(means, [2.5, 97.5])
+
+    # A group of equal values adds its share of what resampling cannot show.
+    for x in xs:
+        if bounds and x.min() == x.max():
+            unseen = (1 - 0.025 ** (1 / x.size)) / len(xs)
+            low, high = low - unseen * (x[0] - bounds[0]), high + unseen * (bounds[1] - x[0])
     return Interval(float(np.mean([x.mean() for x in xs])), float(low), float(high))

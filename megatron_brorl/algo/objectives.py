@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo.selection import has_signal
-from megatron_brorl.types import CORRECT
 
 
 def over_group_mean(rewards: Tensor) -> Tensor:
@@ -47,14 +46,14 @@ def over_group_variance(rewards: Tensor) -> Tensor:
 
 
 def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
-    """[N]: k times what each rollout adds to pass@k, over that of the others; a reward of at least 0.99 is right.
+    """[N]: k times what each rollout adds to pass@k, over that of the others. Rewards are 0 or 1, and 1 is right.
 
     The mean over all sets of k rollouts with it of whether one of them is right, minus that over all sets of k of the
     others: pass@k with a leave-one-out baseline (PKPO, Walder and Karkhanis 2025, arXiv 2505.15201, with the baseline
     over sets of k of the others, which for k = 1 is the usual one). The mean over the rollouts of advantage times
     grad log p is an unbiased estimate of grad (1 - (1 - p)^k), for any N > k; of fewer rollouts k is N - 1.
     """
-    n, c = len(rewards), int((rewards >= CORRECT).sum())
+    n, c = len(rewards), int((rewards == 1).sum())
     k = min(k, n - 1)
     if c in (0, n) or k < 1:
         return torch.zeros_like(rewards)
@@ -62,12 +61,12 @@ def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
 
 
 def truncated_log_advantages(rewards: Tensor, order: int) -> Tensor:
-    """[N]: as over_group_mean, but up to a given order for any N > order; a reward of at least 0.99 is right.
+    """[N]: as over_group_mean, but up to a given order for any N > order. Rewards are 0 or 1, and 1 is right.
 
     The sum of pass_at_k_advantages / k over k = 1 ... order, whose gradients add up to that of
     sum_{k=1}^{order} -(1 - p)^k / k (MaxRL): what groups of unequal sizes need to have one objective.
     """
-    n, c = len(rewards), int((rewards >= CORRECT).sum())
+    n, c = len(rewards), int((rewards == 1).sum())
     order = min(order, n - 1)
     if c in (0, n) or order < 1:
         return torch.zeros_like(rewards)
@@ -75,7 +74,7 @@ def truncated_log_advantages(rewards: Tensor, order: int) -> Tensor:
 
 
 def focal_weight(rewards: Tensor, gamma: float) -> float:
-    """(1 - mean)^gamma of a group's rewards [N] in [0, 1]: what F-GRPO multiplies its advantages by.
+    """(1 - mean)^gamma of a group's rewards [N] of 0 or 1: what F-GRPO multiplies its advantages by.
 
     Plyusov et al. 2026 (arXiv 2602.06717), section 4. The group estimates its own weight, so that with the mean as
     baseline the expected gradient is that of (1 - p)^gamma grad p for many rollouts only; for N it is
@@ -99,7 +98,7 @@ def _alone(n: int, c: int, order: int) -> list[float]:
 
 def _two_values(rewards: Tensor, value: float) -> Tensor:
     """`value` for right rollouts, and what makes the sum 0 for wrong ones [N]."""
-    right = rewards >= CORRECT
+    right = rewards == 1
     c = int(right.sum())
     both = torch.tensor([-value * c / (len(rewards) - c), value], dtype=torch.float64)
     return both[right.long()].to(rewards.dtype)

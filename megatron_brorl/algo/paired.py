@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_brorl.algo.estimators import Interval, bootstrap_mean
+from megatron_brorl.algo.estimators import Bounds, Interval, bootstrap_mean
 
 _TERMS = 10_000  # of the continued fraction, which needs about the square root of the degrees of freedom
 _TINY = 1e-300
@@ -32,11 +32,16 @@ class Paired:
         return {**vars(self), "difference": self.difference.as_dict()}
 
 
-def paired(before: Sequence[float], after: Sequence[float], resamples: int, seed: int) -> Paired:
+SHARES: Bounds = (-1.0, 1.0)  # of the difference of two shares
+
+
+def paired(
+    before: Sequence[float], after: Sequence[float], resamples: int, seed: int, bounds: Bounds | None = None
+) -> Paired:
     """Student's paired t-test (1908) of after - before, one value per prompt each, and the bootstrap of its mean.
 
-    Where all differences are equal t is 0 (all are 0) or infinite. Raises ValueError for fewer than two prompts or
-    lengths that differ.
+    bounds: of a difference, as estimators.bootstrap_mean takes them. Where all differences are equal t is 0 (all are 0)
+    or infinite. Raises ValueError for fewer than two prompts or lengths that differ.
     """
     if len(before) != len(after) or len(before) < 2:
         raise ValueError(f"{len(before)} and {len(after)} values: need as many of both, and at least two")
@@ -44,7 +49,7 @@ def paired(before: Sequence[float], after: Sequence[float], resamples: int, seed
     n, mean, error = len(d), float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d))
     t = mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
     return Paired(
-        difference=bootstrap_mean(d.tolist(), resamples, seed),
+        difference=bootstrap_mean(d.tolist(), resamples, seed, bounds),
         t=t,
         degrees=n - 1,
         one_tailed=student_tail(t, n - 1),

@@ -8,23 +8,29 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.config.schema import ShapingConfig
-from megatron_brorl.types import CORRECT
 
 
 def shaped(
-    rewards: Tensor, tokens: Tensor, repeats: Tensor, config: ShapingConfig, max_tokens: int, step: int
+    rewards: Tensor,
+    right: Tensor,
+    tokens: Tensor,
+    repeats: Tensor,
+    config: ShapingConfig,
+    max_tokens: int,
+    step: int,
 ) -> Tensor:
     """Rewards with all that the configuration adds at a step; tensors [...] of any one shape.
 
-    rewards float; tokens of each response, of at most max_tokens; repeats: of its n-grams (repeated_ngrams).
+    rewards float; right bool: whether a response counts as correct; tokens of each response, of at most max_tokens;
+    repeats: of its n-grams (repeated_ngrams).
     """
     result = rewards
     if config.overlong_tokens:
         result = result + soft_overlong(tokens, max_tokens, config.overlong_tokens).to(rewards.dtype)
-    # Right responses earn more the shorter they are, in the steps of the cycle that are on.
+    # Correct responses earn more the shorter they are, in the steps of the cycle that are on.
     if config.cosine_coef and cycle_is_on(step, config.cosine_on_steps, config.cosine_off_steps):
         bonus = config.cosine_coef * cosine_length(tokens, max_tokens, config.cosine_min, config.cosine_max)
-        result = torch.where(rewards >= CORRECT, result + bonus.to(rewards.dtype), result)
+        result = torch.where(right, result + bonus.to(rewards.dtype), result)
     if config.repetition_ngram:
         result = result - config.repetition_penalty * repeats.to(rewards.dtype)
     return result

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_brorl.checkpoints import hugging_face, manifest, megatron_format, safetensors_files
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import CONFIG, ModelShape, read_shape
+from megatron_brorl.model_shape import CONFIG, ModelShape, read_shape, refuse_gguf
 from megatron_brorl.models import hf_names
 from megatron_brorl.models.gpt import check_layout
 from megatron_brorl.reshard.layout import Entry
@@ -65,6 +65,8 @@ def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelSh
     config: a Hugging Face directory with config.json and tokenizer, for checkpoints without them (those of a run).
     Raises UserError where there is none, where it is damaged, or not of config.json's model.
     """
+    for given in filter(None, (directory, config)):
+        refuse_gguf(given)
     if not directory.is_dir():
         raise UserError(f"{directory}: no such Megatron checkpoint")
     companions = config or directory / COMPANIONS

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.checkpoints.model_card import CARD
 from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES, Tensors
 from megatron_brorl.data.sentencepiece_export import write_for_transformers
-from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.data.stop_ids import GENERATION, stop_ids, transformers_stop_ids
+from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.json_files import read_object
 from megatron_brorl.model_shape import CONFIG, WEIGHTS, ModelShape, read_shape
@@ -27,46 +29,37 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.layout import Entry, to_local
 
 HEAD = "lm_head.weight"
-GENERATION = "generation_config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 class Checkpoint:
-    """The tensors of a Hugging Face directory by name, read lazily from one or many safetensors files."""
+    """The tensors of a Hugging Face directory by name; their data is read when it is asked for.
+
+    transformers decides which files count: model.safetensors is taken before an index, and every tensor of a shard
+    that the index names is loaded, whether the index lists that tensor or not.
+    """
 
     def __init__(self, directory: Path) -> None:
+        """Raises UserError where the directory has no such files, or one of them is missing or damaged."""
         self.directory = directory
-        self._opened: dict[str, Tensors] = {}
-        index = directory / INDEX
-        if index.is_file():
-            self.files = _weight_map(index)
-        elif (directory / WEIGHTS).is_file():
-            self.files = dict.fromkeys(self._open(WEIGHTS).shapes, WEIGHTS)
-        else:
-            raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}")
-
-    def _open(self, name: str) -> Tensors:
-        """A file of this directory."""
-        path = self.directory / name
-        if name not in self._opened:
-            if not path.is_file():
-                raise UserError(f"{path}: missing, but named in {INDEX}; download the checkpoint again")
-            self._opened[name] = Tensors(path)
-        return self._opened[name]
-
-    def _file_of(self, name: str) -> Tensors:
-        """The file of a tensor, which it does hold."""
-        file = self._open(self.files[name])
-        if name not in file.shapes:
-            raise UserError(f"{file.path}: does not hold {name}, which {INDEX} says it does")
-        return file
+        self.files: dict[str, Tensors] = {}  # of each tensor
+        for name in _weight_files(directory):
+            file = Tensors(directory / name)
+            for tensor in file.shapes:
+                # Different values would be two models; transformers takes the last, others the one of the index.
+                if tensor in self.files:
+                    raise UserError(
+                        f"{directory}: {tensor} is stored in both {self.files[tensor].path.name} and {name}; "
+                        "download the checkpoint again"
+                    )
+                self.files[tensor] = file
 
     def tensor(self, name: str) -> Tensor:
         """A tensor by its name in `files`, of the shape and type that it is stored in.
 
         Raises UserError where that type is none of TYPES.
         """
-        file = self._file_of(name)
+        file = self.files[name]
         if file.types[name] not in TYPES:
             raise UserError(f"{file.path}: {name} is of type {shown(file.types[name])}: only unquantised checkpoints")
         return file.read(name)
@@ -101,7 +94,7 @@ class Checkpoint:
 
     def dtype(self, entry: Entry) -> torch.dtype:
         """The type of an entry's tensors. Raises UserError where they differ, or are not floats of 16 bits or more."""
-        found = {self._file_of(name).types[name] for name in entry.hf}
+        found = {self.files[name].types[name] for name in entry.hf}
         kinds = ", ".join(sorted(found))
         if len(found) > 1:
             raise UserError(f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must be alike")
@@ -114,7 +107,7 @@ class Checkpoint:
         self.dtype(entry)
         tensors = []
         for name, shape in zip(entry.hf, entry.hf_shapes, strict=True):
-            file = self._file_of(name)
+            file = self.files[name]
             if file.shapes[name] != shape:
                 raise UserError(
                     f"{self.directory}: {name} has shape {list(file.shapes[name])}, config.json implies {list(shape)}"
@@ -123,19 +116,45 @@ class Checkpoint:
         return tensors
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Which file holds which tensor. Raises UserError for what is no index, and for files outside of its directory."""
-    files = read_object(index, "download the checkpoint again").get("weight_map")
-    if not isinstance(files, dict):
+def _weight_files(directory: Path) -> list[str]:
+    """Return the names of the files that hold the weights. Raises UserError where there are none."""
+    if (directory / WEIGHTS).is_file():
+        return [WEIGHTS]
+    if not (directory / INDEX).is_file():
+        raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}{_other_weights(directory)}")
+    files = _shards(directory / INDEX)
+    for file in files:
+        if not (directory / file).is_file():
+            raise UserError(f"{directory / file}: missing, but named in {INDEX}; download the checkpoint again")
+    return files
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the files that an index names. Raises UserError for what is no index."""
+    weight_map = read_object(index, "download the checkpoint again").get("weight_map")
+    if not isinstance(weight_map, dict):
         raise UserError(f"{index}: not a safetensors index: weight_map is no object")
-    for name, file in files.items():
-        # A directory from elsewhere has no business with other directories.
+    for name, file in weight_map.items():
+        # A downloaded index must not point to files outside of its directory.
         plain = isinstance(file, str) and file.isascii() and file.isprintable() and 0 < len(file) <= 255
         if not plain or Path(file).name != file:
             raise UserError(
-                f"{index}: {shown(name)} lies in {shown(file)}: must be the name of a file beside the index"
+                f"{index}: {shown(name)} lies in {shown(file)}: must be the name of a file next to the index"
             )
-    return files
+    return sorted(set(weight_map.values()))
+
+
+def _other_weights(directory: Path) -> str:
+    """The end of a message about a directory whose weights are in another form, which says what to do."""
+    shards = sorted(directory.glob("*.safetensors"))
+    if shards:
+        return f", only {shards[0].name}: download the missing {INDEX}, or call a single file {WEIGHTS}"
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pth")):
+        return (
+            ", only pickled weights, which are not read: convert them by transformers' "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+        )
+    return ""
 
 
 def load(
@@ -209,7 +228,7 @@ def copy_companions(source: Path, target: Path) -> None:
     Links out of the directory are left where they are, but for those of a hub's cache, which are made so.
     """
     for path in sorted(source.iterdir()):
-        wanted = path.suffix in (".json", ".model", ".txt", ".jinja", ".py") and path.name != INDEX
+        wanted = path.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not path.name.endswith(".index.json")
         if wanted and path.is_file() and _is_within(path, source):
             shutil.copy2(path, target / path.name)
 
@@ -222,22 +241,39 @@ def _is_within(path: Path, directory: Path) -> bool:
 
 
 def complete(source: Path, target: Path) -> None:
-    """Write to `target`, a copy of `source`, what transformers needs to read and to stop as the trainer does.
+    """Write to `target`, a copy of `source`, what transformers needs to read it and to stop as the trainer does.
 
-    That is tokenizer.json for a sentencepiece model, and generation_config.json, unless `source` has them. What cannot
-    be written is told on stderr in one line. Nothing is done where there is no tokenizer.
+    That is tokenizer.json for a sentencepiece model, and a generation_config.json with all ids that end a response. A
+    file of `source` that names them is left as it is. Prints one line on stderr for what cannot be written. Nothing is
+    done where there is no tokenizer.
     """
     write_for_transformers(source, target)
-    if (source / GENERATION).is_file() or not any((source / name).is_file() for name in TOKENIZERS):
+    if not any((source / name).is_file() for name in TOKENIZERS):
         return
+    told = read_object(source / GENERATION) if (source / GENERATION).is_file() else None
     try:
         tokenizer = load_tokenizer(source)
+        ids = stop_ids(source, tokenizer)
     except UserError as e:
         print(f"warning: no {GENERATION} written: {e}", file=sys.stderr, flush=True)
         return
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-    told = {f"{name}_token_id": token_id for name, token_id in ids.items() if token_id is not None}
+    if told is not None and transformers_stop_ids(source) == set(ids):
+        return
+
+    told = _other_special_ids(source, tokenizer) if told is None else told
+    told["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids)
     (target / GENERATION).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def _other_special_ids(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what a new generation_config.json says besides EOS.
+
+    transformers would take the ids of config.json from a directory without that file; the new file hides them.
+    """
+    config = read_object(source / CONFIG) if (source / CONFIG).is_file() else {}
+    known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+    found = {key: value if config.get(key) is None else config[key] for key, value in known.items()}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 @contextlib.contextmanager

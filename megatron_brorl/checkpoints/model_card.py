@@ -127,16 +127,19 @@ def _data(t: Training) -> str:
 def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str:
     """Both evaluations side by side, of which there is one at least."""
     measured = after or before or {}
-    rows = [("pass@1, with its 95% interval", *(_pass_at_1(each) for each in (before, after)))]
+    both = before, after
+    rows = [("pass@1, with its 95% interval", *(_interval(each, "pass_at_1") for each in both))]
     for k in sorted(measured["pass_at_k"], key=int):
         if int(k) > 1:
-            rows.append((f"pass@{k}", *(f"{each['pass_at_k'][k]:.4f}" if each else "-" for each in (before, after))))
+            rows.append((f"pass@{k}", *(f"{each['pass_at_k'][k]:.4f}" if each else "-" for each in both)))
+    if any(each and each["mean_reward"]["mean"] != each["pass_at_1"]["mean"] for each in both):
+        rows.append(("mean reward, with its 95% interval", *(_interval(each, "mean_reward") for each in both)))
     asked = f"{measured['prompts']:,} held-out prompts, {measured['samples']} samples each; intervals are over prompts."
     return f"{asked}\n\n{_table(('', 'before', 'after'), rows)}"
 
 
-def _pass_at_1(evaluation: Mapping[str, Any] | None) -> str:
-    p = evaluation["pass_at_1"] if evaluation else None
+def _interval(evaluation: Mapping[str, Any] | None, figure: str) -> str:
+    p = evaluation[figure] if evaluation else None
     return f"{p['mean']:.4f} ({p['low']:.4f} to {p['high']:.4f})" if p else "-"
 
 

@@ -99,7 +99,7 @@ def check(parts: Sequence[Part], step: int) -> None:
     """Raise UserError where the state after `step` steps is not finite and must not be written; a collective."""
     for part in parts:
         part.require_finite(
-            f"step {step}",
+            f"the state after {step} step{'' if step == 1 else 's'}",
             "no checkpoint is written, and those before stay; start anew from the last one's weights "
             "(brorl convert to-hf) with a lower learning rate",
         )

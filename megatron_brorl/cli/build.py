@@ -22,7 +22,7 @@ from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import Training, model_card
 from megatron_brorl.checkpoints.unchanged import Comparison
-from megatron_brorl.cli import run_folder
+from megatron_brorl.cli import run_folder, template_date
 from megatron_brorl.cli.fingerprint import Fingerprint, fingerprint
 from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.cli.preflight import Machines, check_host, gpu_bytes, micro_batch_tokens, preflight, tokenizer_line
@@ -31,6 +31,7 @@ from megatron_brorl.config.schema import Config, OptimConfig
 from megatron_brorl.data import digest
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
+from megatron_brorl.data.stop_ids import stop_ids
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import Lines, MetricsWriter
@@ -55,7 +56,7 @@ from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.rollouts import Rollouts
-from megatron_brorl.train.setup import context, stop_ids
+from megatron_brorl.train.setup import context
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
 
@@ -80,16 +81,19 @@ class Session:
         self.config = config = replace(config, model=replace(config.model, path=model))
         self.dir = Path(config.run.dir).absolute()
 
-        # The model's shape and its tokenizer, without its weights.
+        # The model's shape and its tokenizer, without its weights. A run that starts anew takes today's date.
         self.shape = read_shape(config.model.path)
-        self.tokenizer = load_tokenizer(Path(config.model.path))  # the model's own
+        today = None if config.train.resume == "never" and not benchmarks else template_date.stored(self.dir)
+        self.tokenizer = load_tokenizer(Path(config.model.path), today)
+        # Without data.chat no prompt goes through the template.
+        self.template_date = self.tokenizer.template_date if config.data.chat else None
         if self.tokenizer.vocab_size > self.shape.vocab:
             raise UserError(
                 f"{config.model.path}: the tokenizer has {self.tokenizer.vocab_size} tokens, config.json's vocab_size "
                 f"is {self.shape.vocab}: tokenizer and model do not belong together"
             )
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)  # any of them ends a response
-        program.told("tokenizer", tokenizer_line(self.tokenizer, self.stop_ids))
+        program.told("tokenizer", tokenizer_line(self.tokenizer, self.stop_ids, config.data.chat_template_kwargs))
 
         # What this machine must have; told before data is read, which may take long.
         check_installed(() if benchmarks else config.run.log)  # an evaluation has no steps to show
@@ -144,6 +148,7 @@ class Session:
         handle = self.together(lambda: run_folder.take(self.dir) if self.is_main_rank else None)
         if handle:
             self._closing.append(handle.close)
+        self.together(lambda: template_date.keep(self.dir, self.template_date, self.is_main_rank))
 
     def together(self, look: Callable[[], T]) -> T:
         """What `look` finds on this rank. Raises the UserError of the first rank that has one on all of them."""
@@ -222,18 +227,12 @@ class Session:
         return fingerprint(self.config, self.shape, self.started_verifiers.sha256, self.inputs())
 
     def inputs(self) -> dict[str, str]:
-        """The sha256 of what the run is fed, by name: rows, and how they become tokens."""
-        # Generated prompts have no end: the first ones tell another generator, or another version of it.
-        train = self.sources.rows or self.sources.train.take(0, 16)
-        return {
-            "tokenizer": digest.of_tokenizer(Path(self.config.model.path)),
-            "train": digest.of_prompts(train),
-            "held_out": digest.of_prompts(self.sources.held_out),
-        }
+        """See digest.of_inputs."""
+        return digest.of_inputs(Path(self.config.model.path), self.sources, self.template_date)
 
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""
-        c, pool = self.config, self.pool()
+        c = self.config
 
         # The engine, behind a deadline; what it cannot begin at once is shared with those of other ranks.
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
@@ -242,7 +241,7 @@ class Session:
         # What ends is kept until its step is over, and what waits is anybody's.
         return Rollouts(
             engine=watchdog,
-            pool=pool,
+            pool=self.pool,
             tokenizer=self.tokenizer,
             reward=c.reward,
             seed=c.run.seed,
@@ -252,6 +251,7 @@ class Session:
             pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
         )
 
+    @functools.cached_property
     def pool(self) -> RewardPool:
         """The verifiers' processes, which end with the session. A program's own function is called in this process."""
         c = self.config.reward
@@ -288,7 +288,7 @@ class Session:
             sample=self.ops.sample_tokens,
             ops=self.ops.decode,
             memory=c.rollout.kv_cache_mib * 2**20,
-            decode=self.tokenizer.decode,
+            decode=self.tokenizer.decode_all,
         )
 
     def _remote_engine(self) -> RolloutEngine:
@@ -302,6 +302,7 @@ class Session:
             vocab=self.shape.vocab,
             stop_ids=self.stop_ids,
             kv_tokens=self._kv_tokens,
+            decode=self.tokenizer.decode_all,
         )
         self._closing.append(engine.close)
         return engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import textwrap
 from pathlib import Path
@@ -13,12 +14,14 @@ from megatron_brorl.cli.files import write_text
 from megatron_brorl.config.describe import Key, json_schema, keys, sections, written
 from megatron_brorl.config.suggest import suggestion
 from megatron_brorl.errors import UserError
+from megatron_brorl.metrics import METRICS_FILE
+from megatron_brorl.record import run_record
 
 _WIDTH = 110
 
 # What `brorl init` writes, with the values where they are not the defaults.
 STARTER: dict[str, Any] = {
-    "run.dir": "runs/own",
+    "run.dir": "",  # by the name of the file
     "run.log": None,
     "model.path": "",
     "data.train": ["train.jsonl"],
@@ -92,7 +95,7 @@ def described(key: Key) -> list[str]:
     """A key in lines: what it is, and what it means."""
     default = "  must be given" if key.required else f" = {written(key.default)}"
     bound = f", {key.bound.message}" if key.bound else ""
-    bound += "; may change when a run is resumed" if key.free else ""
+    bound += "; a resumed run must keep it" if key.fixed else ""
     return [f"{key.path}{default}   ({key.type}{bound})", *_wrapped(key.meaning, "    ")]
 
 
@@ -104,8 +107,9 @@ def _init(args: argparse.Namespace) -> int:
     if args.file.exists():
         raise UserError(f"{args.file.absolute()}: is there already; name another file")
 
+    # Two files must not share a folder.
+    values = {**STARTER, "run.dir": run_dir(args.file)}
     # What the command line says, and what the first row of the data and the tokenizer say.
-    values = dict(STARTER)
     given = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
     values |= {key: value for key, value in given.items() if value not in ("", [""])}
     if args.data:
@@ -119,6 +123,22 @@ def _init(args: argparse.Namespace) -> int:
     print("every other key: brorl config   for an editor: brorl config schema > brorl.schema.json")
     print(f"next: brorl train {shlex.quote(str(args.file))}")
     return 0
+
+
+def run_dir(file: Path) -> str:
+    """Return a run.dir that no other file gets: its path below the working directory, without suffix, in runs/.
+
+    Raises UserError where that folder holds a run.
+    """
+    # Outside of the working directory only the name of the file is left.
+    path, here = Path(os.path.abspath(file)), Path.cwd()
+    below = path.relative_to(here) if path.is_relative_to(here) else Path(path.name)
+    folder = Path("runs") / (below.relative_to("runs") if below.is_relative_to("runs") else below).with_suffix("")
+
+    # Such a run would be continued, or refused at its first step.
+    if any((folder / name).exists() for name in (METRICS_FILE, run_record.FILE, "checkpoints")):
+        raise UserError(f"{path}: its run.dir would be {folder}, which holds a run already; choose another file name")
+    return str(folder)
 
 
 def starter(values: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from megatron_brorl.cli.preflight import Machines, gpu_bytes, preflight
 from megatron_brorl.config.load import load
+from megatron_brorl.data.hub import model_directory
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.rewards.sandbox import probe
@@ -63,7 +64,7 @@ def plan_of(args: argparse.Namespace) -> list[str]:
     ranks = args.ranks or torch.cuda.device_count() or 1
     gpu = int(args.gpu_gib * 2**30) or gpu_bytes()
     machines = Machines(ranks, min(args.ranks_per_node or 8, ranks), gpu, here=not args.gpu_gib)
-    return preflight(config, read_shape(config.model.path), machines)[1]
+    return preflight(config, read_shape(model_directory(config.model.path)), machines)[1]
 
 
 def _python() -> Finding:

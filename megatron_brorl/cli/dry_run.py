@@ -12,19 +12,13 @@ from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.cli import run_folder
 from megatron_brorl.cli.build import Session
 from megatron_brorl.cli.engine_check import engine_line, ports_line
-from megatron_brorl.cli.fingerprint import check_fingerprint
+from megatron_brorl.cli.fingerprint import change_line, check_fingerprint
 from megatron_brorl.cli.program import Program
+from megatron_brorl.cli.references import check
 from megatron_brorl.config.schema import Config
-from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import grid
-from megatron_brorl.rewards.extract import extract
-from megatron_brorl.rewards.here import NAME
-from megatron_brorl.rewards.pool import ScoreRequest
-from megatron_brorl.rewards.registry import entry
 from megatron_brorl.train.micro_step import StillWorker, micro_step
 from megatron_brorl.train.state import saved
-
-_FAILED = ("timeout", "broken", "invalid", "crash")
 
 
 def dry_run(config: Config) -> int:
@@ -41,7 +35,8 @@ def dry_run(config: Config) -> int:
     # Who samples, and who judges.
     _tell("engine", session.together(lambda: engine_line(config)))
     _tell("ports", session.together(lambda: ports_line(config) if session.is_main_rank else ""))
-    _tell("reward", session.together(lambda: _reward(session) if session.is_main_rank else ""))
+    # The same check ends a run before it begins.
+    _tell("reward", check(session, [*session.sources.first(), *session.sources.held_out]))
 
     # The model, forward and backward.
     worker = session.worker(config.optim, StillWorker)
@@ -70,33 +65,5 @@ def _checkpoint(session: Session) -> str:
     if not found:
         return "none: the run starts anew"
     run = saved(found)
-    check_fingerprint(run["fingerprint"], session.fingerprint(), found)
-    return f"goes on from {found}"
-
-
-def _reward(session: Session) -> str:
-    """What the verifier of the first row makes of the row's own reference answer. Raises UserError where it fails."""
-    prompt, reward = session.sources.train.take(0, 1)[0], session.config.reward
-    # As a run begins: own functions imported, services reached.
-    session.started_verifiers  # noqa: B018  looked at, a sandbox tried
-    if prompt.verifier == NAME:
-        return "a function of the program's"
-
-    # As a response would bring it, where its verifier looks for answers.
-    judged_by, answer = entry(prompt.verifier, "verifier", reward), prompt.answer or "0"
-    texts = (f"<answer>{answer}</answer>", f"\\boxed{{{answer}}}", answer)
-    told = [extract(text, judged_by.find, judged_by.max_chars).answer for text in texts]
-    request = ScoreRequest(prompt, next((found for found in told if found is not None), answer), "")
-    pool = session.pool()
-    try:
-        verdict = pool.submit(request).result()
-    finally:
-        pool.close()
-    # A reward of 0 is an answer too: a verifier may ask for a form that no reference has.
-    if verdict.status in _FAILED:
-        raise UserError(
-            f"verifier {prompt.verifier!r} on the reference answer of row {prompt.id}: {verdict.status} "
-            f"{verdict.reason}".rstrip()
-            + "; mend the verifier or the row, or raise reward.timeout_s"
-        )
-    return f"verifier {prompt.verifier!r} gives {verdict.reward:g} to the reference answer of row {prompt.id}"
+    changes = change_line(check_fingerprint(run["fingerprint"], session.fingerprint(), found))
+    return f"goes on from {found}" + (f"\nchanged since that checkpoint: {changes}" if changes else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ def evaluate(args: argparse.Namespace) -> int:
     """Sample, score and write evaluation.json, .jsonl (one line per prompt), .md and .png into run.dir."""
     from megatron_brorl.algo.estimators import widest
     from megatron_brorl.cli.build import Session
+    from megatron_brorl.cli.references import check
     from megatron_brorl.report.benchmarks import markdown, plot_benchmarks
     from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
@@ -61,6 +63,8 @@ def evaluate(args: argparse.Namespace) -> int:
         names = session.benchmarks
         if not names:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
+        # A verifier that cannot judge the benchmarks ends the command before a model is loaded.
+        check(session, [prompt for part in names.values() for prompt in part])
         # The model goes to the engine as it would between two steps of training.
         rollouts = session.rollouts()  # engine and verifiers
         refit(session.worker(None), rollouts.engine, 0, rollouts.durable)
@@ -68,6 +72,7 @@ def evaluate(args: argparse.Namespace) -> int:
         # Sample every benchmark; the whole and its parts are summed up alike.
         e, r = config.evaluate, config.rollout
         sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
+        # Count samples for the progress line.
         asked = e.samples * sum(map(len, names.values()))
         with progress(-(-asked // session.grid.world), "evaluate", session.is_main_rank) as p:  # stderr
             p.note(session.report)
@@ -87,6 +92,9 @@ def evaluate(args: argparse.Namespace) -> int:
             "benchmarks": {n: sum_up(answers[n], len(names[n]), e, rollouts.seed).as_dict() for n in names},
             "mean_of_benchmarks": mean_over(list(answers.values()), e, rollouts.seed),
             "model": config.model.path,
+            # Two evaluations have the same prompts only if these agree too.
+            "chat_template_kwargs": config.data.chat_template_kwargs,
+            "template_date": str(session.template_date) if session.template_date else None,
             "sampling": {"temperature": e.temperature, "top_p": e.top_p, "top_k": e.top_k, "max_tokens": r.max_tokens},
         }
 
@@ -103,6 +111,10 @@ def evaluate(args: argparse.Namespace) -> int:
             p, k = result["pass_at_1"], widest(result["pass_at_k"])
             more = f"   pass@{k[0]} {k[1]:.4f}" if k else ""
             print(f"pass@1 {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
+            # With rewards of 0 and 1 it is pass@1, and would be told twice.
+            r = result["mean_reward"]
+            if r["mean"] != p["mean"]:
+                print(f"mean reward {r['mean']:.4g}  95% interval {r['low']:.4g} to {r['high']:.4g}")
             print(table)
             if whole.lost:  # rollouts that never came back
                 print(whole.remark())
@@ -157,6 +169,13 @@ def _compare(args: argparse.Namespace) -> int:
         raise UserError(f"--resamples {args.resamples}: must be at least 1")
     out = args.out or args.after
 
+    # Ids tell which prompt a line is about, but not which date its chat template wrote.
+    dates = [_template_date(directory) for directory in (args.before, args.after)]
+    if dates[0] != dates[1]:
+        names = " and ".join(
+            f"{date or 'no date'} in {d}" for date, d in zip(dates, (args.before, args.after), strict=True)
+        )
+        print(f"warning: the chat template wrote other dates: {names}; the prompts differ", file=sys.stderr)
     before, after = (read_answers(directory.absolute() / ANSWERS) for directory in (args.before, args.after))
     result = compare(before, after, str(args.before), str(args.after), args.resamples, args.seed)
 
@@ -169,3 +188,12 @@ def _compare(args: argparse.Namespace) -> int:
     print(table)
     print(f"written to {out / 'compare.json'}, compare.md and {figure.name}")
     return 0
+
+
+def _template_date(directory: Path) -> str | None:
+    """Return the date that an evaluation's chat template wrote; None where none is known."""
+    try:
+        found = json.loads((directory / "evaluation.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get("template_date") if isinstance(found, dict) else None

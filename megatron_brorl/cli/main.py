@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from megatron_brorl.cli import quantize as quantize_cli
 from megatron_brorl.cli import replay as replay_cli
 from megatron_brorl.cli import rollouts as rollouts_cli
 from megatron_brorl.cli import theory as theory_cli
+from megatron_brorl.cli.finished import finished
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 from megatron_brorl.outputs import check_outputs
@@ -37,10 +37,6 @@ _LATE = "another rank did not come within parallel.timeout_s; start the same com
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit: 0 done, 75 stopped by a signal and resumable; with one line on stderr 2 for a mistake
     of the user's or what the disk refuses, 1 for another rank that is gone. Whatever else ends it is a bug."""
-    # What others warn of is nothing that a user of ours could mend.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
-    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-
     # Each kind of end has a line and an exit code of its own.
     args = _parse(arguments)
     try:
@@ -92,7 +88,14 @@ def _of_another_rank(error: RuntimeError) -> str:
 def _run_ranks(args: argparse.Namespace) -> int:
     """A command of ranks: as one of them, or as the launcher of them all."""
     # A mistake in it is told once, and before anything is started, imported or written.
-    check_outputs(load(args.config, args.overrides), args.name, args.config)
+    config = load(args.config, args.overrides)
+    check_outputs(config, args.name, args.config)
+
+    # All ranks read the same files, and the main one of them speaks.
+    if args.command is _train and not args.dry_run and (told := finished(config)):
+        if os.environ.get("RANK", "0") == "0":
+            print(told)
+        return 0
 
     # The launcher starts this very command as each of its ranks.
     if args.processes > 0:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -109,10 +110,13 @@ def check_host(plan: memory.Plan, machines: Machines) -> None:
         )
 
 
-def tokenizer_line(tokenizer: Tokenizer, stop_ids: Sequence[int]) -> str:
-    """A tokenizer in words: its size, what ends a response, and whether it knows chats."""
+def tokenizer_line(tokenizer: Tokenizer, stop_ids: Sequence[int], variables: Mapping[str, Any]) -> str:
+    """Describe a tokenizer: its size, the tokens that end a response, and whether it has a chat template.
+
+    variables: of the chat template (data.chat_template_kwargs).
+    """
     try:
-        tokenizer.apply_chat([{"role": "user", "content": "hello"}])
+        tokenizer.apply_chat([{"role": "user", "content": "hello"}], variables)
         chat = "a chat template"
     except UserError:
         chat = "no chat template"

@@ -91,9 +91,12 @@ def _lines(s: dict[str, Any]) -> list[str]:
         k = widest((s[name] or {}).get("pass_at_k", {}))
         more = f"   pass@{k[0]}  {k[1]:.4f}" if k else ""
         lines.append(f"pass@1 {name:6}  {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
+        r = s[f"mean_reward_{name}"]
+        if r["mean"] != p["mean"]:
+            lines.append(f"reward {name:6}  {r['mean']:.4g}  95% interval {r['low']:.4g} to {r['high']:.4g}")
     if best := s.get("best_checkpoint"):
         name = best["figure"].replace("_at_", "@")
-        lines.append(f"best     step {best['step']}, {name} {best['value']:.4f}: checkpoints/best")
+        lines.append(f"best     after {best['step']} steps, {name} {best['value']:.4f}: checkpoints/best")
     if s.get("theory"):
         lines += agreement_lines(s["theory"])
     return [*lines, f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes"]

@@ -17,14 +17,16 @@ from megatron_brorl.cli.build import Session
 from megatron_brorl.cli.card import of_run
 from megatron_brorl.cli.dry_run import dry_run
 from megatron_brorl.cli.files import write_json
-from megatron_brorl.cli.fingerprint import check_fingerprint
+from megatron_brorl.cli.fingerprint import Changes, change_line, check_fingerprint
 from megatron_brorl.cli.program import NOTHING, Program
+from megatron_brorl.cli.references import check
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.progress import progress
 from megatron_brorl.record import run_record
 from megatron_brorl.report.findings import findings
+from megatron_brorl.report.run_files import SUMMARY
 from megatron_brorl.theory.agreement import agreement
 from megatron_brorl.timeline import span
 from megatron_brorl.train.callbacks import Callbacks
@@ -56,9 +58,9 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         trainer = build_trainer(session, config.run.started or begun)
 
         # Go on from a checkpoint; files of lines go on with its step.
-        found = session.newest_checkpoint()
+        found, changes = session.newest_checkpoint(), Changes()
         if found:
-            check_fingerprint(saved(found)["fingerprint"], trainer.fingerprint, found)
+            changes = check_fingerprint(saved(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
         resume_step = trainer.state.step if found else None  # None starts new files
         writer = session.writer(resume_step)
@@ -66,9 +68,12 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         trainer.recorder = session.recorder(resume_step)
         # What it was started with, for those who read it later.
         if session.is_main_rank:
+            # A summary of an earlier end would show a run that is still going as finished.
+            (session.dir / SUMMARY).unlink(missing_ok=True)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
             world = session.grid.world
-            run_record.write(session.dir, dataclasses.asdict(config), resume_step, command(world), world, device)
+            values = dataclasses.asdict(config)
+            run_record.write(session.dir, values, resume_step, command(world), world, device, changes)
 
         # Train, and evaluate once more where the steps were not cut short.
         with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
@@ -76,7 +81,9 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             if session.is_main_rank:
                 p.note(_sizes(trainer))
             if found:
-                p.note(f"resumed from {found}")
+                p.note(f"resumed from {found} with step {trainer.state.step}")
+            if changes:
+                p.note(f"changed since that checkpoint: {change_line(changes)}")
             # All ranks agree on a stop, so that all of them leave here or none.
             if not trainer.run(writer, p, lambda: session.stop_requested(trainer.saving.seconds_to_come())):
                 p.note(f"{session.stopped_by}; the state is saved: start the same command again to go on")
@@ -92,7 +99,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         differs = session.export(trainer.worker, of_run(session, trainer.state, after))
         peak = session.peak_rss_mib()
         if session.is_main_rank:
-            from megatron_brorl.cli.report import SUMMARY, show  # and matplotlib, which the other ranks do without
+            from megatron_brorl.cli.report import show  # and matplotlib, which the other ranks do without
 
             with span("report"):
                 summary = _summary(session, trainer, after, peak, differs)
@@ -108,6 +115,8 @@ def build_trainer(session: Session, started: float) -> Trainer:
     """The models, engine and verifiers of a run that has not begun. started: Unix time at which the job began."""
     config = session.config
     session.preflight()  # before anything takes memory
+    # A verifier that cannot judge these rows ends the run before a model is loaded.
+    check(session, [*session.sources.first(), *session.sources.held_out])
 
     # Engines size their caches by what is free when they start.
     worker = session.worker(config.optim)
@@ -153,11 +162,16 @@ def _summary(
     """
     before, best = trainer.state.before, trainer.state.best
     rows = read_metrics(session.dir / METRICS_FILE)
+
+    # Held-out figures first, and whole evaluations further below.
     return {
         "pass_at_1_before": before["pass_at_1"] if before else None,
         "pass_at_1_after": after["pass_at_1"] if after else None,
         **_widest("before", before),
         **_widest("after", after),
+        # pass@1 counts correct responses; what a run with partial credit is trained for is the mean reward.
+        "mean_reward_before": before["mean_reward"] if before else None,
+        "mean_reward_after": after["mean_reward"] if after else None,
         "held_out_prompts": len(trainer.held_out),
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,

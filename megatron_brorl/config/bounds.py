@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -52,22 +51,6 @@ def within(interval: str, default: T) -> T:
         "exclusiveMaximum" if closing == ")" else "maximum": high,
     }
     return _bounded(default, Bound(holds, f"must be in {interval}", schema))
-
-
-def free(default: T) -> T:
-    """A field that may change when a run is resumed; default: its value, or a field of a function above.
-
-    Whatever has no such mark is part of the fingerprint where its section is (cli/fingerprint.py).
-    """
-    if isinstance(default, dataclasses.Field):
-        bounded: Any = field(default=default.default, metadata={**default.metadata, "free": True})
-        return typing.cast(T, bounded)
-    return field(default=default, metadata={"free": True})
-
-
-def free_keys(kind: type) -> frozenset[str]:
-    """The names of a section's fields that may change when a run is resumed."""
-    return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata.get("free"))
 
 
 def broken(section: Any) -> Iterator[tuple[str, str]]:

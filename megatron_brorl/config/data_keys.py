@@ -61,4 +61,6 @@ class DataConfig:
     # Apply the tokenizer's chat template: to the prompt as one user message, or to a row's list of messages
     chat: bool = False
     system_prompt: str = ""  # a system message before those of every row; needs chat
+    # Variables of the chat template, such as {enable_thinking = false}; needs chat
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     skip_bad_rows: bool = False  # skip, count and list malformed rows instead of stopping

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_brorl.config.bounds import Bound
+from megatron_brorl.config.resume_keys import fixed_keys
 from megatron_brorl.config.schema import Config
 
 _NAMES = {int: "integer", float: "number", bool: "boolean", str: "string"}  # as JSON Schema calls them
@@ -31,7 +32,7 @@ class Key:
     default: Any  # as a frozen value of that type; dataclasses.MISSING where it must be given
     meaning: str  # with its unit
     bound: Bound | None
-    free: bool = False  # may change when a run is resumed, where the rest of its section may not
+    fixed: bool = False  # a resumed run must keep it
 
     @property
     def required(self) -> bool:
@@ -130,11 +131,18 @@ def _keys_of(kind: type, prefix: str) -> Iterator[Key]:
         inner: Any = typing.get_args(hint)[0] if listed else hint
         table = dataclasses.is_dataclass(inner)
         said = (meanings.get(f.name), _doc(inner) if table and not listed else "")
-        yield Key(path, hint, _default(f), " ".join(filter(None, said)), f.metadata.get("bound"), "free" in f.metadata)
+        yield Key(
+            path, hint, _default(f), " ".join(filter(None, said)), f.metadata.get("bound"), _top(path) in fixed_keys()
+        )
 
         # What a table, or each of a list of them, is made of.
         if table:
             yield from _keys_of(inner, path + ("[]" if listed else ""))
+
+
+def _top(path: str) -> str:
+    """Return section.key of a key, also of one in a table in it: data.columns of data.columns.prompt."""
+    return ".".join(path.replace("[]", "").split(".")[:2])
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:

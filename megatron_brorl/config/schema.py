@@ -1,8 +1,8 @@
 """The configuration of a run: frozen sections of typed keys, each with its meaning, default and bound.
 
 The comments above and beside a key are its meaning and unit, for `brorl config` too (config/describe.py). The keys of
-[data] stand in config/data_keys.py, those of engines in config/engine_keys.py. config/load.py reads them; rules over
-several keys stand in config/validate.py.
+[data] are in config/data_keys.py, those of engines in config/engine_keys.py, those of [optim] in config/optim_keys.py.
+config/load.py reads them; rules over several keys are in config/validate.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_brorl.config.bounds import above, at_least, free, within
+from megatron_brorl.config.bounds import above, at_least, within
 from megatron_brorl.config.data_keys import DataConfig
 from megatron_brorl.config.engine_keys import SglangConfig, TrtLlmConfig, VllmConfig
+from megatron_brorl.config.optim_keys import OptimConfig
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class RunConfig:
     # Where figures go besides metrics.jsonl, each if it is installed: TensorBoard to run.dir/tensorboard, the others to
     # the project "brorl", or where their own environment variables say (WANDB_PROJECT, MLFLOW_TRACKING_URI)
     log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
-    # A trace of all ranks, dir/traces/step_000010.json, after each step that this divides; 0 = never
+    # Write a trace of all ranks, dir/traces/step_000010.json, for each step whose number in metrics.jsonl is a multiple
+    # of this; 0 = never
     trace_every: int = at_least(0, default=0)
     # Dense bfloat16 TFLOP/s of a device, over which utilisation is told; 0 = by its name, where it is a known GPU
     peak_tflops: float = at_least(0, default=0.0)
@@ -93,22 +95,22 @@ class RolloutConfig:
     top_p: float = within("(0, 1]", default=1.0)  # probability of the likeliest tokens that are sampled from
     top_k: int = at_least(0, default=0)  # how many of the likeliest tokens are sampled from; 0 = off
     max_tokens: int = at_least(1, default=1024)  # tokens of a response, at most
-    max_num_seqs: int = free(at_least(1, default=2048))  # rollouts decoded at a time on one rank
+    max_num_seqs: int = at_least(1, default=2048)  # rollouts decoded at a time on one rank
     # Rollouts that wait go to whichever engine has room, and when none waits any more, built-in engines that run out
     # take over some that others have begun. Which ones are decoded together then depends on time, and with it the last
     # bits of an engine's floats: off, runs repeat bit for bit
-    pull: bool = free(False)
+    pull: bool = False
     # MiB for keys and values on one rank; what does not fit waits. 0 = half of what is free
-    kv_cache_mib: int = free(at_least(0, default=0))
+    kv_cache_mib: int = at_least(0, default=0)
     stop_strings: tuple[str, ...] = ()  # a response ends when its text contains one, besides the model's stop tokens
     dtype: Literal["fp32", "bf16"] = "fp32"  # of the engine's weights, keys and values
     # Seconds of a step's sampling on one rank; rollouts that have not ended half-way are named. Then it is told to
     # stop, and what does not end is lost, or carried to the next step where there are partial rollouts.
-    timeout_s: float = free(above(0, default=1800.0))
+    timeout_s: float = above(0, default=1800.0)
     # Share of a step's rollouts that may be lost; the others are trained on. More end the run; 0: any does
-    max_lost_share: float = free(within("[0, 1]", default=0.1))
+    max_lost_share: float = within("[0, 1]", default=0.1)
     # Keep what was sampled in run.dir/unfinished_step until the step is over: one that was killed samples only the rest
-    durable: bool = free(True)
+    durable: bool = True
     # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
     # when its last sibling has ended. 0 = responses are sampled whole.
     partial_tokens: int = at_least(0, default=0)
@@ -140,23 +142,27 @@ class CombinationConfig:
     """A verifier made of others, which rows and data.verifier name as any other."""
 
     name: str  # that rows and data.verifier may use
-    how: Literal["sum", "product", "gate"]  # gate: the last part's reward where every other part gives 1, else 0
-    parts: tuple[PartConfig, ...]  # verifiers that each give a reward in [0, 1]
+    how: Literal["sum", "product", "gate"]  # gate: the last part's where all others give 1 or more, else 0
+    parts: tuple[PartConfig, ...]  # verifiers that each give a reward
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    workers: int = free(at_least(1, default=2))  # scoring processes per rank
+    workers: int = at_least(1, default=2)  # scoring processes per rank
     # Seconds per answer; a worker that takes longer is killed and the answer scores 0
-    timeout_s: float = free(above(0, default=5.0))
+    timeout_s: float = above(0, default=5.0)
     max_chars: int = at_least(1, default=65536)  # a longer answer scores 0 unseen; some verifiers take less
     # What part of a response is the answer. "verifier": what its row's verifier looks for; the others are for all rows
     extract: Literal["verifier", "full", "answer_tag", "boxed"] = "verifier"
     combination: tuple[CombinationConfig, ...] = ()  # verifiers made of others
     # Programs that the model writes run in a sandbox; true: where there is none, or not, they run without isolation
-    unsandboxed: bool = free(False)
-    strict: bool = True  # 1 if the verifier gives at least 0.99, else 0; false keeps partial credit
-    # Factor on the reward of a response that rollout.max_tokens cut off ("stop properly"); 0 scores it 0 unseen
+    unsandboxed: bool = False
+    # The smallest reward of a response that counts as correct: in pass@1, pass@k and every other count of right
+    # responses. A response that failed to be scored, or was cut off with cut_off_factor below 1, never does.
+    correct_at: float = 1.0
+    strict: bool = False  # train on 1 for a correct response and 0 for any other; false: on the verifier's own reward
+    # Factor on the reward of a response that rollout.max_tokens cut off ("stop properly"). It never raises a reward: a
+    # negative one stays as it is. With 0, verifiers that give no negative rewards do not look at such a response.
     cut_off_factor: float = within("[0, 1]", default=0.0)
 
 
@@ -166,7 +172,7 @@ class ShapingConfig:
 
     # The last so many tokens below rollout.max_tokens cost up to 1, growing linearly; 0 = off
     overlong_tokens: int = at_least(0, default=0)
-    # A right response of t tokens gets cosine_coef (min + (max - min) (1 + cos(pi t / rollout.max_tokens)) / 2) more,
+    # A correct response of t tokens gets cosine_coef (min + (max - min) (1 + cos(pi t / rollout.max_tokens)) / 2) more,
     # for cosine_on_steps steps, and then not for cosine_off_steps steps, in turn; cosine_off_steps = 0: always.
     cosine_coef: float = 0.0
     cosine_min: float = -0.5  # `min` of cosine_coef: what the longest response gets
@@ -200,7 +206,7 @@ class AlgoConfig:
     gamma: float = within("[0, 1]", default=1.0)  # discount per token of advantage = "gae"
     lam: float = within("[0, 1]", default=1.0)  # lambda of advantage = "gae": 1 trusts the rewards, 0 the critic
     dynamic_sampling: bool = True  # train on groups with different rewards alone; false: on every group
-    correct_boost: float = 0.0  # added to the advantages of a response with a reward of at least 0.99
+    correct_boost: float = 0.0  # added to the advantages of a correct response (reward.correct_at)
     overlong_filter: bool = False  # no loss on responses that rollout.max_tokens cut off; baselines still count them
     kl_coef: float = at_least(0, default=0.0)  # of the KL to the reference policy; 0 = no reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"  # in the loss only k2's gradient is that of KL(pi || reference)
@@ -215,7 +221,9 @@ class AlgoConfig:
     tau_pos: float = above(0, default=1.0)  # of "sapo": how fast the gate closes where the advantage is above 0
     tau_neg: float = above(0, default=1.05)  # of "sapo": how fast the gate closes elsewhere
     ratio: Literal["token", "sequence"] = "token"  # importance ratio of each token, or one per sequence (GSPO)
-    is_cap: float = at_least(0, default=2.0)  # truncated importance sampling between engine and trainer; 0 = off
+    # Truncated importance sampling between engine and trainer; 0 = off. With rollout.top_p or top_k a token's weight is
+    # the probability mass that the cut left, which is below 1
+    is_cap: float = at_least(0, default=2.0)
     # Tokens, or whole sequences by the geometric mean of theirs, whose pi_old / pi_rollout lies outside
     # [mismatch_low, mismatch_high] get no loss; they still count in its divisor.
     mismatch_mask: Literal["off", "token", "sequence"] = "off"
@@ -226,7 +234,9 @@ class AlgoConfig:
     # sequence, and then their number; "fixed": aggregation_tokens per sequence
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
     aggregation_tokens: int = at_least(0, default=0)  # the divisor per sequence of aggregation = "fixed"
-    old_log_probs: Literal["actor", "rollout"] = "actor"  # "rollout" saves a forward pass where engine == trainer
+    # "rollout" takes the engine's log-probs, which saves a forward pass where engine == trainer; not with rollout.top_p
+    # below 1 or rollout.top_k, over which the engine renormalises
+    old_log_probs: Literal["actor", "rollout"] = "actor"
     mini_batches: int = at_least(1, default=1)  # optimizer steps per sampled batch
     mini_batch_of: Literal["prompts", "siblings"] = "prompts"  # each has whole groups, or a part of every group
     epochs: int = at_least(1, default=1)  # times that a step goes over its mini-batches
@@ -237,8 +247,9 @@ class CriticConfig:
     """Of algo.advantage = "gae". Its optimizer's other settings are those of [optim]."""
 
     lr: float = at_least(0, default=1e-5)  # learning rate of the critic
-    lr_warmup_steps: int = at_least(0, default=0)  # linear, in the critic's optimizer steps
-    # Training steps at the start in which the critic learns and the actor waits
+    lr_warmup_steps: int = at_least(0, default=0)  # linear, in optimizer steps taken by the critic
+    # Training steps at the start in which the critic learns and the actor waits. A step without an update of the critic
+    # does not count
     warmup_steps: int = at_least(0, default=0)
     # How far a value may move from the old one before its loss is clipped; 0 = no clipping
     clip: float = at_least(0, default=0.2)
@@ -259,23 +270,6 @@ class ReferenceConfig:
 class OpsConfig:
     # "fused": csrc's kernels, of which the loss never holds the logits; "reference": plain torch that defines them
     implementation: Literal["reference", "fused"] = "fused"
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    lr: float = at_least(0, default=1e-6)  # learning rate
-    # The rollouts per step that lr is for: it is multiplied by the square root of a step's rollouts over this
-    # (Krizhevsky 2014; BroRL, section 4.2.1); 0 = lr as it stands.
-    lr_for_rollouts: int = at_least(0, default=0)
-    # Which rollouts of a step lr_for_rollouts is compared with. "asked": rollout.prompts x rollout.n, the same in every
-    # step; "kept": those that the step trains on, which is the paper's batch: after dynamic sampling
-    lr_counts: Literal["asked", "kept"] = "asked"
-    warmup_steps: int = at_least(0, default=0)  # of the learning rate, linear, in optimizer steps
-    betas: tuple[float, float] = within("[0, 1)", default=(0.9, 0.999))  # of AdamW's two moments
-    eps: float = 1e-8  # of AdamW's denominator
-    weight_decay: float = 0.01  # decoupled, as in AdamW
-    decay_norms_and_biases: bool = False  # false: weight_decay spares one-dimensional parameters, as in Megatron-LM
-    clip_grad: float = at_least(0, default=1.0)  # norm that gradients are scaled down to; 0 = off
 
 
 @dataclass(frozen=True)

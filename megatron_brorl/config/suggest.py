@@ -13,16 +13,15 @@ _MOST = 3  # proposals in a message
 
 
 def suggestion(path: str, value: Any = None) -> str:
-    """ "did you mean rollout.n?" for an unknown key or section; "" where nothing comes near.
+    """Answer an unknown key or section with the key that was meant: "did you mean rollout.n?"; "" if none is similar.
 
     path: section.key; tables in lists as data.tasks[].name. value: of the key, whose own keys are looked at where it is
     a table.
     """
     # Another trainer's, or a whole section of another trainer's.
     for name in (path, *_inner(value)):
-        found = known_elsewhere(name)
-        if found:
-            return f"did you mean {found[1]}? ({found[0]} calls it {name.split('.')[-1]})"
+        if answer := known_elsewhere(name):
+            return answer
 
     # A typo here, the same name in another section, a typo there.
     known = [key.path for key in keys()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
 import types
@@ -80,6 +81,13 @@ def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
     if origin is dict or isinstance(origin, types.GenericAlias):
         if not isinstance(value, dict):
             raise UserError(f"{where}: {key} = {shown(value)}: must be a table")
+        # Checkpoints keep the configuration as JSON, which has no dates, and no NaN that equals itself when it is read.
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise UserError(
+                f"{where}: {key} = {shown(value)}: must hold text, finite numbers, booleans, lists and tables"
+            ) from None
         return value
 
     # Single values. A bool is no int here, though Python's isinstance says so.

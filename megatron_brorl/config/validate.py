@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from megatron_brorl.config.benchmarks import named
 from megatron_brorl.config.bounds import broken
 from megatron_brorl.config.schema import Config
+from megatron_brorl.config.update_rules import Rule, update_rules
 from megatron_brorl.errors import UserError, shown
-
-Rule = tuple[bool, str, str]  # whether it is kept, the section.key that a message names, what that key must be
 
 
 def validate(config: Config, where: str) -> None:
@@ -95,7 +94,6 @@ def _rollout(config: Config) -> Iterator[Rule]:
         "algo.pass_k",
         f"with rollout.adaptive a round may have {least} rollouts: must be below that",
     )
-    yield _right_or_wrong(config, algo.advantage == "maxrl")
 
     # Groups that span steps have no two rounds within one.
     yield (
@@ -259,20 +257,30 @@ def _algo(config: Config) -> Iterator[Rule]:
         # Refused, not ignored: a value that changes nothing would pass for one that does.
         yield value == 1 or algo.advantage == "gae", key, 'only algo.advantage = "gae" discounts: must be 1'
 
-    # A mean that penalties bring to 0 or below would turn signs around.
-    yield (
-        algo.advantage != "maxrl" or not config.shaping.is_on,
-        "algo.advantage",
-        'advantages over the mean reward need rewards of at least 0, which [shaping] changes: must not be "maxrl"',
-    )
-    yield _right_or_wrong(config, algo.advantage in ("pass_at_k", "inverse_variance"))
-
     # k rollouts, and one more whose others they are.
     at_k = algo.advantage == "pass_at_k"
     yield (
         1 <= algo.pass_k < rollout.n if at_k else algo.pass_k == 0,
         "algo.pass_k",
         f"must be in [1, rollout.n - 1 = {rollout.n - 1}]" if at_k else 'of algo.advantage = "pass_at_k": must be 0',
+    )
+
+    # MaxRL divides by the mean reward, and the others are made of counts of correct responses.
+    counts = algo.advantage in ("maxrl", "pass_at_k", "inverse_variance")
+    reason = f'algo.advantage = "{algo.advantage}" needs rewards of 0 and 1' if counts else ""
+    if algo.focal_gamma:
+        reason = "algo.focal_gamma weighs groups by their share of correct responses"
+    # A factor in between makes rewards that are neither.
+    yield not reason or config.reward.strict, "reward.strict", f"{reason}: must be true"
+    yield (
+        not reason or config.reward.cut_off_factor in (0, 1),
+        "reward.cut_off_factor",
+        f"{reason}: must be 0 or 1",
+    )
+    yield (
+        not counts or not config.shaping.is_on,
+        "algo.advantage",
+        "needs rewards of 0 and 1, which [shaping] changes: choose another, or leave out [shaping]",
     )
 
     # A group's weight is made of its mean reward.
@@ -322,16 +330,6 @@ def _algo(config: Config) -> Iterator[Rule]:
     )
 
 
-def _right_or_wrong(config: Config, needed: bool) -> Rule:
-    """Rewards are 0 and 1, where that is needed."""
-    binary = config.reward.strict and config.reward.cut_off_factor in (0, 1) and not config.shaping.is_on
-    return (
-        binary or not needed,
-        "algo.advantage",
-        "counts right and wrong: needs reward.strict = true, reward.cut_off_factor = 0 or 1 and nothing in [shaping]",
-    )
-
-
 def _recipe(config: Config) -> Iterator[Rule]:
     # The penalty sets in that many tokens before the longest response.
     algo, rollout = config.algo, config.rollout
@@ -341,24 +339,8 @@ def _recipe(config: Config) -> Iterator[Rule]:
         f"a response has rollout.max_tokens = {rollout.max_tokens} tokens at most",
     )
 
-    # Differences between engine and trainer.
-    yield (
-        # Crossed bounds would mask every token.
-        algo.mismatch_low < algo.mismatch_high,
-        "algo.mismatch_high",
-        f"must be above mismatch_low = {algo.mismatch_low}",
-    )
-
-    # A mask needs two log-probs of a token that can differ.
-    yield (
-        algo.mismatch_mask == "off" or algo.old_log_probs == "actor",
-        "algo.mismatch_mask",
-        'algo.old_log_probs = "rollout" takes the engine for the trainer: no mismatch could show; set it to "actor"',
-    )
-
-    # A step's rollouts have nothing to be compared with.
-    counts = config.optim.lr_counts
-    yield counts == "asked" or config.optim.lr_for_rollouts > 0, "optim.lr_counts", "needs optim.lr_for_rollouts"
+    # Log-probabilities of the engine, and the learning rate.
+    yield from update_rules(config)
 
     # The reference policy.
     for key, value in dataclasses.asdict(config.reference).items():
@@ -387,6 +369,8 @@ def _data(config: Config) -> Iterator[Rule]:
     )
     yield not (data.train and data.mixture), "data.train", "give either data.train or data.mixture, not both"
     yield not data.system_prompt or data.chat, "data.system_prompt", "is a message of a chat: needs data.chat = true"
+    kwargs = data.chat_template_kwargs
+    yield not kwargs or data.chat, "data.chat_template_kwargs", "needs data.chat = true"
     # One seed would make the same rows twice, trained on and held out.
     yield data.train_seed != data.held_out_seed, "data.held_out_seed", "must differ from data.train_seed"
     yield (

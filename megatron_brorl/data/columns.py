@@ -29,11 +29,10 @@ def mapped(raw: Any, columns: ColumnsConfig, where: str) -> Any:
     row: dict[str, Any] = {}
     for key in KEYS:
         name = getattr(columns, key)
-        value = _at(raw, name or key)
-        # A column that is named must be in every row; the others may be missing.
-        if value is None and name:
+        # A column that is named must be in every row, if only with null; the others may be missing.
+        if name and not _has(raw, name):
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
-        row[key] = value
+        row[key] = _at(raw, name or key)
 
     # Numbers are answers as they are written.
     for key in ("answer", "target", "id"):
@@ -80,7 +79,8 @@ def guess(path: Path) -> dict[str, str]:
     if prompt is None:
         raise UserError(f"{path.absolute()}: no column looks like a prompt, only {', '.join(row)}; set data.columns")
     answer = next((name for name in _ANSWERS if _at(row, name) is not None), "")
-    if prompt == "prompt" and answer in ("", "answer") and not set(row) - set(KEYS):
+    others = [key for key, value in row.items() if key not in KEYS and value is not None]
+    if prompt == "prompt" and answer in ("", "answer") and not others:
         return {}
 
     columns = {"prompt": prompt, "answer": answer}
@@ -96,3 +96,13 @@ def _at(row: Mapping[str, Any], name: str) -> Any:
     column, _, rest = name.partition(".")
     inner = row.get(column)
     return _at(inner, rest) if rest and isinstance(inner, Mapping) else None
+
+
+def _has(row: Mapping[str, Any], name: str) -> bool:
+    """Whether a row has the column that _at looks for; null in the place of an object may stand for any of its keys."""
+    if name in row:
+        return True
+    column, _, rest = name.partition(".")
+    if not rest or column not in row:
+        return False
+    return row[column] is None or (isinstance(row[column], Mapping) and _has(row[column], rest))

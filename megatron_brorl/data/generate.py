@@ -103,7 +103,7 @@ def generated_rows(tasks: Sequence[TaskConfig], seed: int, count: int) -> Iterat
         # As a file's row, so that mixtures and cards treat it as any other.
         taken.add(text)
         yield {
-            "id": f"{task.name}:{seed}:{index}",
+            "id": f"{task.name}:{seed}:{index + 1}",  # the number of its line, as in error messages
             "prompt": text,
             "answer": entry["answer"],
             "verifier": GeneratedPrompts.verifier,

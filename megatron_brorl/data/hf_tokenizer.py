@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from megatron_brorl.data.chat import Message
-from megatron_brorl.data.chat_template import template_ends
+from megatron_brorl.data.chat_template import DATE, check_template, dated, default_template
 from megatron_brorl.errors import UserError
 
 _MARK = "\u2039message {}\u203a"  # stands for a message while its chat template is taken apart
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json with what transformers reads beside it."""
+    """A tokenizer.json, and the files next to it that transformers reads."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises UserError where transformers cannot load it, or there is no end-of-sequence token."""
+    def __init__(self, directory: Path, today: datetime.date | None = None) -> None:
+        """today: the date that chat templates write; None: the date of this call.
+
+        Raises UserError where transformers cannot load it, or there is no end-of-sequence token.
+        """
         self.directory = directory
+        # Read once: a clock that passes midnight must not change the prompts of a run.
+        self._today = today or datetime.date.today()
 
         # Only files of this directory are read; nothing is fetched, and no code of the directory's is run.
         try:
@@ -34,7 +42,7 @@ class HuggingFaceTokenizer:
                 f"{directory}/tokenizer.json: transformers cannot load it: {reason}; copy the tokenizer files again"
             ) from None
 
-        self._template_ends = False  # until it was seen to
+        self._checked: set[str] = set()  # variables, as JSON, with which the chat template was tried
 
         # Special tokens: EOS ends responses and must be there, the others may be missing.
         self.vocab_size = len(self._inner)  # with added tokens, which its own vocab_size leaves out
@@ -65,26 +73,37 @@ class HuggingFaceTokenizer:
             return [self.bos_id, *ids]
         return ids
 
-    def apply_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+    @property
+    def template_date(self) -> datetime.date | None:
+        template = self._inner.chat_template
+        return self._today if template and DATE in default_template(template, self.directory) else None
+
+    def apply_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[str, list[int]]:
         if not self._inner.chat_template:
             raise UserError(
                 f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
                 "set data.chat = false or use an instruction-tuned model"
             )
-        # Whoever made the directory wrote the template, and one may have no end.
-        if not self._template_ends:
-            template_ends(self._inner.chat_template, messages, self.directory)
-            self._template_ends = True
+        # The template is a program of the directory's author, which may not end. Variables decide which branches it
+        # takes, so that it is tried once for each set of them.
+        key = json.dumps(variables, default=dict, sort_keys=True)
+        if key not in self._checked:
+            template = default_template(self._inner.chat_template, self.directory)
+            check_template(template, messages, variables, self.directory)
+            self._checked.add(key)
 
-        # Where no message holds a special token, the template's text is all there is to it.
-        rendered = self._render(messages)
+        # Without special tokens in the messages, the rendered text is tokenized as a whole, as the model was trained.
+        rendered = self._render(messages, variables)
         contents = [message["content"] for message in messages]
         if not any(map(self._has_special, contents)):
             return rendered, self._ids(rendered)
 
-        # The template's own pieces are told from the messages' by what it does with marks in their places.
+        # Otherwise render once more with a mark in place of each message, and cut at the marks: what is between them
+        # is the template's own text.
         marks = [_MARK.format(i) for i in range(len(contents))]
-        marked = self._render([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
+        marked = self._render([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)], variables)
         frames = re.split("|".join(map(re.escape, marks)), marked)
         if re.findall("|".join(map(re.escape, marks)), marked) != marks:
             raise UserError(
@@ -92,7 +111,7 @@ class HuggingFaceTokenizer:
                 "keep messages apart; remove the special token from the data"
             )
 
-        # Special tokens are those of the frame alone.
+        # Only the template's own text may become special tokens: messages are tokenized by themselves, as plain text.
         text, ids = frames[0], self._ids(frames[0])
         for content, frame in zip(contents, frames[1:], strict=True):
             text += content + frame
@@ -100,13 +119,21 @@ class HuggingFaceTokenizer:
         return text, ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(
-            self._inner.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return self.decode_all([i for i in ids if int(i) not in (self.bos_id, self.eos_id, self.pad_id)])
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def decode_all(self, ids: Sequence[int]) -> str:
+        known = [int(i) for i in ids]
+        return str(self._inner.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        given = {**variables}
+        if self.template_date is not None:
+            given |= dated(default_template(self._inner.chat_template, self.directory), self.template_date)
         try:
-            return str(self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+            rendered = self._inner.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **given
+            )
+            return str(rendered)
         except Exception as e:  # jinja2's, of the template's own making or of its mistakes
             reason = " ".join(str(e).split()) or type(e).__name__
             roles = ", ".join(message["role"] for message in messages)

@@ -14,10 +14,13 @@ _OF_A_MODEL = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README
 
 
 def model_directory(name: str) -> Path:
-    """The folder of a model: `name` itself where it is one or can be none of the hub, else that of the hub's cache.
+    """Return the folder of a model: `name` itself if it exists or cannot be a name of the hub, else the hub's cache.
 
-    Raises UserError where the hub has no such model, or cannot be reached and the cache does not hold it.
+    Raises UserError where `name` is empty, where the hub has no such model, or where it cannot be reached and the
+    cache does not hold the model.
     """
+    if not name.strip():
+        raise UserError("model.path is empty: give a Hugging Face directory, or a model's name on the hub")
     if Path(name).exists() or not _NAME.fullmatch(name):
         return Path(name)
     from huggingface_hub import snapshot_download  # here because it takes a while to import

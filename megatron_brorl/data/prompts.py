@@ -4,8 +4,8 @@ A row is an object {"prompt": str, "answer": str or null, "target": str, "verifi
 object}; only the prompt is required, the verifier is that of data.verifier by default, and the target, which supervised
 training imitates, is the answer. Files with other columns are read by data.columns (data/columns.py). JSONL rows are
 named by their line, Parquet rows by their number, both from 1. In Parquet, metadata may be a struct or a string of
-JSON. A prompt may be a list of messages instead, of which one of the assistant's at the end is the target
-(data/chat.py).
+JSON. A key with null counts as missing in both (data/nulls.py). A prompt may be a list of messages instead; where
+the last one is the assistant's, that is the target (data/chat.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-import pyarrow.parquet
 
 from megatron_brorl.config.data_keys import ColumnsConfig, DataConfig
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.chat import Message, check_messages, conversation, split_answer, spoken
 from megatron_brorl.data.columns import KEYS, mapped
+from megatron_brorl.data.nulls import without_nulls
+from megatron_brorl.data.prepare.files import parquet_rows
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.rewards.registry import entry
@@ -63,7 +64,7 @@ def read_rows(
 
     Raises UserError at the first malformed row, or with skip_bad where more than 1% of the rows are malformed.
     """
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".jsonl": _read_jsonl, ".parquet": parquet_rows}
     if path.suffix not in readers:
         raise UserError(f"{path}: unknown kind of data file; use {' or '.join(readers)}")
 
@@ -124,7 +125,7 @@ def render(
     if config.chat:
         messages = conversation(prompt, config, where)
         try:
-            framed, ids = tokenizer.apply_chat(messages)
+            framed, ids = tokenizer.apply_chat(messages, config.chat_template_kwargs)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
     elif isinstance(prompt, str):
@@ -159,15 +160,6 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, line
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    number = 0
-    with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-
-
 def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, columns: ColumnsConfig = OWN_FORM) -> Row:
     """The row of one line of JSON, or of a Parquet row; UserError for the first thing that is wrong with it."""
     # An object with known keys.
@@ -175,8 +167,8 @@ def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, colum
     if not isinstance(row, dict):
         raise UserError(f'{where}: a row must be an object such as {{"prompt": "...", "answer": "..."}}')
 
-    # A misspelt key would pass for one that was left out.
-    row = mapped(row, columns, where)
+    # A null key counts as a missing one. A misspelt key would too, and is refused.
+    row = {key: value for key, value in mapped(row, columns, where).items() if value is not None}
     unknown = [key for key in row if key not in KEYS]
     if unknown:
         raise UserError(
@@ -205,18 +197,17 @@ def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, colum
     if row_id is not None and (not isinstance(row_id, str) or not row_id):
         raise UserError(f"{where}: id must be a string that is not empty, not {_shown(row_id)}")
 
-    # Null is as good as left out: Parquet has nothing else for what a row lacks.
-    verifier = row.get("verifier")
-    verifier = verifiers.default if verifier is None else verifier
+    # Rows that name no verifier have that of data.verifier.
+    verifier = row.get("verifier", verifiers.default)
     if not isinstance(verifier, str):
         raise UserError(f"{where}: verifier must be a string, not {_shown(verifier)}")
     judged_by = entry(verifier, where, verifiers.reward)
 
     # Parquet has no type for metadata of any form, so that a string of JSON stands for it there.
-    metadata = row.get("metadata")
+    metadata = row.get("metadata", {})
     if isinstance(metadata, str) and not isinstance(raw, bytes):
         metadata = _parse(metadata.encode("utf-8", "surrogatepass"), where)
-    metadata = {} if metadata is None else metadata  # null, as above
+    metadata = {} if metadata is None else without_nulls(metadata)  # the text "null" is an empty object too
     if not isinstance(metadata, dict):
         raise UserError(f"{where}: metadata must be an object, not {_shown(metadata)}")
 

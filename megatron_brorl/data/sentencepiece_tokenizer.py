@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 from megatron_brorl.data.chat import Message
 from megatron_brorl.errors import UserError
@@ -23,6 +26,7 @@ class SentencePieceTokenizer:
     def __init__(self, directory: Path) -> None:
         """Raises UserError where tokenizer.model is none, or has no end-of-sequence token."""
         self.directory = directory
+        self.template_date = None
         path = directory / "tokenizer.model"
         self._model = sentencepiece.SentencePieceProcessor()
         try:
@@ -38,7 +42,7 @@ class SentencePieceTokenizer:
         self.bos_id = _optional(self._model.bos_id())
         self.pad_id = _optional(self._model.pad_id())
         self.unk_id = _optional(self._model.unk_id())
-        self._visible = {i for i in range(self.vocab_size) if not self._model.is_control(i)}
+        self._decoder = _shows_control_pieces(self.serialized())
         self.leads_with_bos = self.bos_id is not None and _adds_bos(directory / "tokenizer_config.json")
 
     def encode(self, text: str) -> list[int]:
@@ -48,7 +52,9 @@ class SentencePieceTokenizer:
         ids = self.encode(before + text + after)
         return [self.bos_id, *ids] if self.leads_with_bos and self.bos_id is not None else ids
 
-    def apply_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+    def apply_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[str, list[int]]:
         raise UserError(
             f"{self.directory}: data.chat = true, but a sentencepiece tokenizer has no chat template; "
             "set data.chat = false and write the frame of the prompt into data.template"
@@ -63,8 +69,11 @@ class SentencePieceTokenizer:
         return bytes(self._model.serialized_model_proto())
 
     def decode(self, ids: Sequence[int]) -> str:
-        kept = [int(i) for i in ids if int(i) in self._visible]  # sentencepiece raises on ids that it does not have
-        return str(self._model.decode(kept)) if kept else ""
+        return self.decode_all([i for i in ids if int(i) not in (self.bos_id, self.eos_id, self.pad_id)])
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]  # sentencepiece raises on unknown ids
+        return str(self._decoder.decode(known)) if known else ""
 
 
 def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) -> SentencePieceTokenizer:
@@ -128,6 +137,20 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
 
     # Read back from the files, as every later run will.
     return SentencePieceTokenizer(directory)
+
+
+def _shows_control_pieces(serialized: bytes) -> Any:
+    """A processor that decodes control pieces, such as a tag that is a special token, to their text.
+
+    sentencepiece decodes them to nothing, and user-defined pieces to their text. Text is not encoded with it.
+    """
+    model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
+    for piece in model.pieces:
+        if piece.type == piece.CONTROL:
+            piece.type = piece.USER_DEFINED
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model.SerializeToString())
+    return processor
 
 
 def _adds_bos(path: Path) -> bool:

@@ -80,6 +80,10 @@ class Sources:
     rows: Sequence[Prompt] = ()  # of files: all that `train` is made of, in the files' order
     files: tuple[tuple[str, str, int], ...] = ()  # that were read: key of the configuration, name, rows
 
+    def first(self) -> Sequence[Prompt]:
+        """All rows of files; generated prompts have no end, and their first ones tell one generator from another."""
+        return self.rows or self.train.take(0, 16)
+
 
 def load_sources(
     config: DataConfig,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from megatron_brorl.data.chat import Message
 from megatron_brorl.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import refuse_gguf
 
 __all__ = ["Tokenizer", "load_tokenizer", "train_sentencepiece"]
 
@@ -53,33 +56,45 @@ class Tokenizer(Protocol):
         Special tokens are recognized in before and after, not in text.
         """
 
-    def apply_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
-        """The chat template around messages, up to where the assistant begins: as text and as ids.
+    @property
+    def template_date(self) -> datetime.date | None:
+        """The date that the chat template writes into prompts, or None where it writes none."""
 
-        What messages say is data, as above. Raises UserError where there is no template or it takes no such messages.
+    def apply_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[str, list[int]]:
+        """Return the chat template around messages, up to where the assistant begins: as text and as ids.
+
+        variables: of the template, such as enable_thinking. The contents of messages are data, as above. Raises
+        UserError where there is no template, or it does not take these messages or variables.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens are left out, and so are ids that the tokenizer does not have.
+        """Return the text of a response: tokens that frame a sequence (BOS, EOS, padding) are left out.
 
-        A model whose vocabulary is padded samples the latter. They are tokens like any other to engine, trainer and
-        exported model, which therefore agree on every log-probability; they only add nothing to a text.
+        Other special tokens such as <think> or </answer> are part of the text that verifiers read. Ids beyond the
+        tokenizer's vocabulary, which a model with a padded vocabulary may sample, add no text.
         """
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Like decode(), with BOS, EOS and padding written out. Stop strings are searched in it."""
 
-def load_tokenizer(directory: Path) -> Tokenizer:
+
+def load_tokenizer(directory: Path, today: datetime.date | None = None) -> Tokenizer:
     """The tokenizer of a model directory: tokenizer.json (Hugging Face) if there, else tokenizer.model (sentencepiece).
 
     A tokenizer.json that was made of the tokenizer.model is left to others: sentencepiece starts sooner.
+    today: the date that chat templates write; None: the date of this call.
     Raises UserError if there is neither, if a file is broken or if there is no end-of-sequence token.
     """
     pieces = (directory / "tokenizer.model").is_file()
     if (directory / "tokenizer.json").is_file() and not (pieces and _is_converted(directory)):
         from megatron_brorl.data.hf_tokenizer import HuggingFaceTokenizer  # transformers takes seconds to import
 
-        return HuggingFaceTokenizer(directory)
+        return HuggingFaceTokenizer(directory, today)
     if pieces:
         return SentencePieceTokenizer(directory)
+    refuse_gguf(directory)
     raise UserError(
         f"{directory}: no tokenizer.json and no tokenizer.model there; copy the tokenizer files of the model into it"
     )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
 from megatron_brorl.config.data_keys import DataConfig
 from megatron_brorl.data.chat import Message, check_messages
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.prompts import render
+from megatron_brorl.data.stop_ids import stop_ids
 from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
@@ -24,7 +26,6 @@ from megatron_brorl.parallel import device
 from megatron_brorl.rewards.scoring import without_stop
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.train.setup import stop_ids
 from megatron_brorl.types import Prompt, Rollout
 
 
@@ -85,7 +86,8 @@ class Engine:
             sample=ops.sample_tokens,
             ops=ops.decode,
             memory=kv_cache_mib * 2**20,
-            decode=tokenizer.decode,
+            # For stop strings, which may be the text of any special token.
+            decode=tokenizer.decode_all,
         )
         engine.update_weights(((name, checkpoint.tensor(name)) for name in names), 0)
         return cls(engine, tokenizer, stop_ids(path, tokenizer))
@@ -101,8 +103,12 @@ class Engine:
         top_k: int = 0,
         stop: Sequence[str] = (),
         seed: int = 0,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[list[Sample]]:
         """n responses to each prompt: [prompts][n]. A string is taken as it is, messages by the chat template.
+
+        chat_template_kwargs: variables of the chat template, as data.chat_template_kwargs of a run. A template that
+        writes today's date writes the date on which the engine was made.
 
         A response's random numbers are a function of the seed, its prompt's tokens (and how often the prompt came
         before in this list), its place among the n and the token's position: other prompts, their order and n do not
@@ -113,11 +119,15 @@ class Engine:
             raise UserError("Engine.sample: the engine is closed; make another by Engine.from_pretrained")
         if isinstance(prompts, str):
             raise UserError("Engine.sample: prompts is one string; give a list, [prompt]")
+        if chat_template_kwargs and all(isinstance(prompt, str) for prompt in prompts):
+            raise UserError("Engine.sample: chat_template_kwargs: no prompt is a list of messages; leave it out")
         _check(n, max_tokens, temperature, top_p, top_k)
 
         # What each prompt is to the model, and its random stream.
         limit = self._shape.context - max_tokens
-        ids = [_tokens(prompt, f"prompts[{i}]", self._tokenizer, limit) for i, prompt in enumerate(prompts)]
+        # Only prompts that are messages go through the chat template.
+        chat = DataConfig(chat=True, chat_template_kwargs=dict(chat_template_kwargs))
+        ids = [_tokens(prompt, f"prompts[{i}]", self._tokenizer, limit, chat) for i, prompt in enumerate(prompts)]
         # A prompt that is there twice has two streams, in the order of the list.
         seen: Counter[tuple[int, ...]] = Counter()
         requests = []
@@ -126,8 +136,8 @@ class Engine:
             seen[tokens] += 1
             requests.append(Request(Prompt(str(i), "", tokens, None, "exact"), key, n))
 
-        # All at once, so that rows of one prompt follow when others end.
-        # One string is a stop string too, and not a list of its letters.
+        # Generate all requests in one call, so that rows of one prompt enter as rows of another end.
+        # A single string is one stop string, and not a list of its letters.
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = Sampling(temperature, top_p, top_k, max_tokens, self._ends, stops)
         return [[self._sample(row) for row in rows] for rows in engine.generate(requests, sampling)]
@@ -150,13 +160,13 @@ class Engine:
         return Sample(text, tuple(rollout.token_ids.tolist()), tuple(rollout.log_probs.tolist()), rollout.finish)
 
 
-def _tokens(prompt: object, where: str, tokenizer: Tokenizer, limit: int) -> tuple[int, ...]:
-    """The ids of a prompt, at most `limit`."""
+def _tokens(prompt: object, where: str, tokenizer: Tokenizer, limit: int, chat: DataConfig) -> tuple[int, ...]:
+    """Return the ids of a prompt, at most `limit`. chat: how messages become a prompt."""
     if isinstance(prompt, str):
         return render(prompt, tokenizer, DataConfig(), limit, where)[1]
     if not isinstance(prompt, Sequence):
         raise UserError(f"{where}: must be a string or a list of messages, not {type(prompt).__name__}")
-    return render(check_messages(prompt, where), tokenizer, DataConfig(chat=True), limit, where)[1]
+    return render(check_messages(prompt, where), tokenizer, chat, limit, where)[1]
 
 
 def _check(n: int, max_tokens: int, temperature: float, top_p: float, top_k: int) -> None:

@@ -16,17 +16,20 @@ from megatron_brorl.rewards.extract import Found, extract
 from megatron_brorl.rewards.here import OwnReward
 from megatron_brorl.rewards.pool import ScoreRequest
 from megatron_brorl.rewards.registry import entry, for_workers
+from megatron_brorl.rewards.scoring import judged_when_cut_off, worth
 from megatron_brorl.rewards.startup import look_at
-from megatron_brorl.types import CORRECT, Prompt, Verdict
+from megatron_brorl.types import Prompt, Verdict
 
 _NO_PROMPT = "-"  # of a reference alone
+_UNSEEN = Found(None, "cut off")
 
 
 @dataclass(frozen=True)
 class Reward:
     """What a verifier says of a response."""
 
-    reward: float  # in [0, 1], as a run would train on it
+    reward: float  # as a run would train on it
+    right: bool  # whether it counts as correct (reward.correct_at)
     reason: str  # in a few words, where the verifier gives one
     status: str  # "ok", or why there is no score: timeout, error, broken, invalid, crash, no_answer, length
     answer: str | None  # what of the response was judged
@@ -44,10 +47,11 @@ def score(
 
     rows: one per entry of responses: a reference answer, None, or a row as in data files. verifier: a name of the
     registry (a row may name another), "file.py:function", or a function (response, row) -> reward, which is called
-    here without limits of time. config: as [reward] of a run; by default partial credit is kept. A response that
-    max_tokens cut off counts as config says (0). Raises UserError for rows that the verifier cannot judge.
+    here without limits of time. config: as [reward] of a run; RewardConfig() by default. A response that max_tokens
+    cut off counts as config.cut_off_factor says (0). Raises UserError for rows that the verifier cannot judge.
     """
-    config = config or RewardConfig(strict=False)
+    # The same defaults as those of a run's [reward].
+    config = config or RewardConfig()
     function = None if isinstance(verifier, str) else verifier
     name = verifier if isinstance(verifier, str) else here.NAME
     _check(responses, rows, function)
@@ -58,14 +62,14 @@ def score(
     found = [_found(prompt, response, config) for prompt, response in flat]
 
     # Judged by the processes of a run, which end with this call.
-    requests = [ScoreRequest(p, *f) for (p, _), f in zip(flat, found, strict=True)]
+    requests = [ScoreRequest(p, *(f or _UNSEEN)) for (p, _), f in zip(flat, found, strict=True)]
     named = {prompt.verifier for prompt in prompts} - {here.NAME}
     impure = look_at(named, config).impure
     with here.pool(function, config.workers, config.timeout_s, for_workers(named, config), impure) as pool:
         verdicts = pool.score(requests)
 
     # Back into the form that was given.
-    rewards = iter([_reward(r, f.answer, v, config) for (_, r), f, v in zip(flat, found, verdicts, strict=True)])
+    rewards = iter([_reward(r, f, v, config) for (_, r), f, v in zip(flat, found, verdicts, strict=True)])
     return [next(rewards) if _is_one(given) else [next(rewards) for _ in _listed(given)] for given in responses]
 
 
@@ -80,7 +84,9 @@ def _check(responses: Sequence[Any], rows: Sequence[Any], function: OwnReward | 
 
 def _prompt(row: str | Mapping[str, Any] | None, i: int, verifiers: Verifiers) -> Prompt:
     raw = {"answer": row} if row is None or isinstance(row, str) else dict(row)
-    checked = check_row({"prompt": _NO_PROMPT, **raw}, f"rows[{i}]", str(i), verifiers)
+    # A row without an id is known by its place, which is what error messages say.
+    where = f"rows[{i}]"
+    checked = check_row({"prompt": _NO_PROMPT, **raw}, where, where, verifiers)
     return Prompt(checked.id, spoken(checked.prompt), (), checked.answer, checked.verifier, checked.metadata)
 
 
@@ -92,21 +98,20 @@ def _listed(given: Any) -> Sequence[str | Sample]:
     return [given] if _is_one(given) else given
 
 
-def _factor(response: str | Sample, config: RewardConfig) -> float:
-    cut = isinstance(response, Sample) and response.finish == "length"
-    return config.cut_off_factor if cut else 1.0
+def _cut_off(response: str | Sample) -> bool:
+    return isinstance(response, Sample) and response.finish == "length"
 
 
-def _found(prompt: Prompt, response: str | Sample, config: RewardConfig) -> Found:
-    if not _factor(response, config):
-        return Found(None, "cut off")
+def _found(prompt: Prompt, response: str | Sample, config: RewardConfig) -> Found | None:
+    """The answer in a response; None where nothing looks for one."""
     judged_by = entry(prompt.verifier, "verifier", config)
+    if _cut_off(response) and not judged_when_cut_off(judged_by, config):
+        return None
     text = response.text if isinstance(response, Sample) else response
     return extract(text, judged_by.find, judged_by.max_chars)
 
 
-def _reward(response: str | Sample, answer: str | None, verdict: Verdict, config: RewardConfig) -> Reward:
-    """As train.rollouts has it: strict, then the factor of what was cut off."""
-    factor = _factor(response, config)
-    credit = float(verdict.reward >= CORRECT) if config.strict else verdict.reward
-    return Reward(factor * credit, verdict.reason, verdict.status if factor else "length", answer, verdict.parts)
+def _reward(response: str | Sample, found: Found | None, verdict: Verdict, config: RewardConfig) -> Reward:
+    reward, right = worth(verdict, _cut_off(response), config)
+    answer, status = (found.answer, verdict.status) if found else (None, "length")
+    return Reward(reward, right, verdict.reason, status, answer, verdict.parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from megatron_brorl import ranks
 from megatron_brorl.cli import train as command
+from megatron_brorl.cli.finished import finished
 from megatron_brorl.cli.program import Program
 from megatron_brorl.config.load import load, load_table
 from megatron_brorl.config.schema import Config
@@ -44,12 +46,14 @@ def train(
     command line. Alone the process is one rank; under torchrun every rank makes this call. Callbacks (Callback) are
     called on the main rank.
 
-    reward: a function (response, row) -> number in [0, 1], or dict of reward, reason and parts, that judges every row
+    reward: a function (response, row) -> finite number, or dict of reward, reason and parts, that judges every row
     which names no verifier. It runs in this process, one answer at a time: it may close over anything, but nothing
     limits its time or memory, and a fault that ends it ends the run; reward.timeout_s does not hold. A function in a
     file, data.verifier = "file.py:function", has processes of its own and limits, which suits long runs better. Its
     source's sha256 (else its compiled code's) is kept: a run is not resumed with another function. What it closes over
     is not seen.
+
+    A run that has finished with this configuration and without a function as reward is returned as it is.
 
     Under torchrun the main rank writes the files: what other ranks return may lack their end.
     Raises UserError with the command line's line for mistakes, and where a callback has failed; the run is saved then.
@@ -59,6 +63,12 @@ def train(
         here.check(reward)
         # Rows that name no verifier name the function, and so does the fingerprint.
         loaded = replace(loaded, data=replace(loaded.data, verifier=here.NAME))
+
+    # The function's source is not in the configuration: with one, the checkpoint decides whether it is the same run.
+    elif told := finished(loaded):
+        if os.environ.get("RANK", "0") == "0":
+            print(told, file=sys.stderr)
+        return _came_to(Path(loaded.run.dir), finished=True)
 
     # A rank of a launcher ends with it and heeds its signals; a notebook keeps its own.
     launched = "RANK" in os.environ

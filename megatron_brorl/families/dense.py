@@ -50,9 +50,9 @@ GATE_UP = Parameter(
 )
 DOWN = Parameter("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "ffn")}, "columns", "residual")
 
-SILU = Requirement("hidden_act", ("silu",), "only silu")
+SILU = Requirement("hidden_act", ("silu", "swish"), "only silu")
 FULL_ATTENTION = Requirement("use_sliding_window", (False, None), "only full attention")
 NO_MLP_BIAS = Requirement("mlp_bias", (False, None), "no dense family here has one")
 UNQUANTISED = Requirement("quantization_config", (None, {}), "train from an unquantised checkpoint")
 NO_ATTENTION_BIAS = Requirement("attention_bias", (False, None), "an output bias is not mapped")
-WHOLE_HEAD_ROPE = Requirement("partial_rotary_factor", (1.0,), "RoPE covers the whole head")
+WHOLE_HEAD_ROPE = Requirement("partial_rotary_factor", (1.0, None), "RoPE covers the whole head")

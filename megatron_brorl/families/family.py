@@ -88,23 +88,20 @@ class ConfigJson:
             raise UserError(f"{self.where}: {requirement.key} = {shown(value)} is not supported: {requirement.why}")
 
 
-def no_overrides(config: ConfigJson) -> Mapping[str, Any]:
-    """For families whose shape is read like that of any other."""
-    return {}
-
-
 @dataclass(frozen=True)
 class ModelFamily:
     """What makes a family; all that is not named here is as in Llama."""
 
     name: str
     architecture: str  # of config.json
+    model_type: str  # of config.json; transformers chooses the model's class by it
     requires: tuple[Requirement, ...]
+    defaults: Mapping[str, Any]  # values of transformers' configuration class for keys that config.json lacks
+    rest: Callable[[ConfigJson], Mapping[str, Any]]  # the fields of ModelShape that families read differently
     layer: tuple[Parameter, ...]  # of each layer, in the order in which they are sent to the engines
     embedding: Parameter
     final_norm: Parameter
     head: Parameter  # not there where the embedding is tied to it
-    overrides: Callable[[ConfigJson], Mapping[str, Any]] = no_overrides  # fields of ModelShape, read in another way
 
     def find(self, part: Parameter) -> Parameter | None:
         """The layer's parameter that Megatron calls as it calls `part`, or None: Hugging Face's names may differ."""

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families import dense
 from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement, positive
+from megatron_brorl.families.rope import read_rope
 
 # The norms of what attention and MLP give, before it is added to the residual stream; named as NVIDIA's Megatron-Bridge
 # names them.
@@ -31,8 +32,8 @@ POST_MLP_NORM = Parameter(
 _KINDS = ("sliding_attention", "full_attention")
 
 
-def _overrides(config: ConfigJson) -> Mapping[str, Any]:
-    """What Gemma's config.json calls otherwise, has more of, or leaves out where transformers has a default."""
+def _rest(config: ConfigJson) -> Mapping[str, Any]:
+    """The fields of ModelShape that only Gemma has, or reads differently."""
     layers, raw = config.get("num_hidden_layers", int, most=10_000), config.raw
 
     # Which layers are local. Earlier versions of transformers wrote only how often a layer is not.
@@ -43,35 +44,31 @@ def _overrides(config: ConfigJson) -> Mapping[str, Any]:
         raise UserError(f"{config.where}: layer_types = {shown(kinds)}: must name {' or '.join(_KINDS)} for each layer")
     local = tuple(i for i, kind in enumerate(kinds) if kind == _KINDS[0])
 
-    # The context as the model was trained; windows shorten it below.
-    context = config.get("max_position_embeddings", int, 131072)
+    # Local layers are never scaled, the others at most linearly. rope_scaling overwrites keys of the full layers.
+    # A base outside of the objects counts where the object has none.
+    ropes = ConfigJson(config.get("rope_parameters", dict, {}), config.where)
+    full = {**ropes.get(_KINDS[1], dict, {}), **config.get("rope_scaling", dict, {})}
+    theta, scaling = read_rope(config, full, _KINDS[1], config.get("rope_theta", float, 1e6), ("default", "linear"))
+    local_theta, _ = read_rope(
+        config,
+        ropes.get(_KINDS[0], dict, {}),
+        _KINDS[0],
+        config.get("rope_local_base_freq", float, 1e4),
+        ("default",),
+    )
 
-    # A rotation for each kind; earlier versions wrote them beside one another.
-    ropes = config.get("rope_parameters", dict, {}) or {
-        _KINDS[0]: {"rope_theta": raw.get("rope_local_base_freq")},
-        _KINDS[1]: {"rope_theta": raw.get("rope_theta"), **config.get("rope_scaling", dict, {})},
-    }
-    of_local, of_full = (dict(ConfigJson(ropes, config.where).get(kind, dict, {})) for kind in _KINDS)
+    # Windows are not computed, so that the context ends where the shortest one does.
+    context = config.get("max_position_embeddings", int)
 
-    # The base of full layers stands apart from the scaling, as in every other family.
-    theta = positive(of_full.pop("rope_theta", None), 1e6, f"{config.where}: rope_theta of {_KINDS[1]}")
-    # Local layers are never scaled; the others at most linearly.
-    for kind, rope, supported in ((_KINDS[0], of_local, ("default",)), (_KINDS[1], of_full, ("default", "linear"))):
-        older = rope.pop("type", None)  # an older name of the key
-        if rope.setdefault("rope_type", older or "default") not in supported:
-            raise UserError(f"{config.where}: rope_type = {shown(rope['rope_type'])} of {kind} is not supported")
-
-    # The defaults are Gemma3TextConfig's.
+    # The scale of attention scores does not follow from head_dim.
+    scalar = positive(raw.get("query_pre_attn_scalar"), 256.0, f"{config.where}: query_pre_attn_scalar")
     return {
-        "head_dim": config.get("head_dim", int, 256, most=65_536),
-        "tied": config.get("tie_word_embeddings", bool, True),
         "context": min(context, config.get("sliding_window", int, 4096)) if local else context,
         "rope_theta": theta,
-        "rope_scaling": None if of_full["rope_type"] == "default" else of_full,  # of full layers
+        "rope_scaling": scaling,  # of full layers
         "local_layers": local,
-        "local_rope_theta": positive(of_local.get("rope_theta"), 1e4, f"{config.where}: rope_theta of {_KINDS[0]}"),
-        "attention_scale": positive(raw.get("query_pre_attn_scalar"), 256.0, f"{config.where}: query_pre_attn_scalar")
-        ** -0.5,  # not of head_dim
+        "local_rope_theta": local_theta,
+        "attention_scale": scalar**-0.5,
         "embedding_scale": config.get("hidden_size", int) ** 0.5,  # on the way in alone, not in the tied head
         "activation": "gelu_tanh",
     }
@@ -85,6 +82,7 @@ def _zero_centred(norm: Parameter) -> Parameter:
 FAMILY = ModelFamily(
     name="gemma3",
     architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
     requires=(
         Requirement("hidden_activation", ("gelu_pytorch_tanh",), "only gelu_pytorch_tanh"),
         Requirement("attn_logit_softcapping", (None,), "scores are not capped"),
@@ -94,6 +92,13 @@ FAMILY = ModelFamily(
         dense.NO_ATTENTION_BIAS,
         dense.WHOLE_HEAD_ROPE,
     ),
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    rest=_rest,
     layer=(
         _zero_centred(dense.ATTENTION_NORM),
         dense.QKV,
@@ -112,5 +117,4 @@ FAMILY = ModelFamily(
     embedding=dense.EMBEDDING,
     final_norm=_zero_centred(dense.FINAL_NORM),
     head=dense.HEAD,
-    overrides=_overrides,
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from megatron_brorl.families import dense
 from megatron_brorl.families.family import ModelFamily
+from megatron_brorl.families.rope import one_rope
 
 FAMILY = ModelFamily(
     name="llama",
     architecture="LlamaForCausalLM",
+    model_type="llama",
     requires=(
         dense.SILU,
         dense.FULL_ATTENTION,
@@ -16,6 +18,8 @@ FAMILY = ModelFamily(
         dense.NO_ATTENTION_BIAS,
         dense.WHOLE_HEAD_ROPE,
     ),
+    defaults={"max_position_embeddings": 2048},
+    rest=one_rope,
     layer=(
         dense.ATTENTION_NORM,
         dense.QKV,

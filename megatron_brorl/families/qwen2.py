@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from megatron_brorl.families import dense
 from megatron_brorl.families.family import ModelFamily
+from megatron_brorl.families.rope import one_rope
 
 FAMILY = ModelFamily(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
     requires=(
         dense.SILU,
         dense.FULL_ATTENTION,
@@ -15,6 +17,8 @@ FAMILY = ModelFamily(
         dense.UNQUANTISED,
         dense.WHOLE_HEAD_ROPE,
     ),
+    defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    rest=one_rope,
     layer=(
         dense.ATTENTION_NORM,
         dense.QKV,

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_brorl.families import dense
-from megatron_brorl.families.family import ConfigJson, ModelFamily
-
-
-def _overrides(config: ConfigJson) -> Mapping[str, Any]:
-    return {"head_dim": config.get("head_dim", int, 128, most=65_536)}
-
+from megatron_brorl.families.family import ModelFamily
+from megatron_brorl.families.rope import one_rope
 
 FAMILY = ModelFamily(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
     requires=(
         dense.SILU,
         dense.FULL_ATTENTION,
@@ -24,6 +18,8 @@ FAMILY = ModelFamily(
         dense.NO_ATTENTION_BIAS,
         dense.WHOLE_HEAD_ROPE,
     ),
+    defaults={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+    rest=one_rope,
     layer=(
         dense.ATTENTION_NORM,
         dense.QKV,
@@ -37,5 +33,4 @@ FAMILY = ModelFamily(
     embedding=dense.EMBEDDING,
     final_norm=dense.FINAL_NORM,
     head=dense.HEAD,
-    overrides=_overrides,
 )

@@ -11,9 +11,17 @@ REWARD = Section(
         Figure(
             "reward",
             "1",
-            SHARE,
-            "mean reward of the rollouts: after `reward.strict` and `reward.cut_off_factor`, before `[shaping]`",
-            "0: nothing is right, or no answer is found where `reward.extract` looks; 1: nothing is left to learn",
+            "any",
+            "mean reward of the rollouts: after `reward.strict` and `reward.cut_off_factor`, before `[shaping]`; in "
+            "[0, 1] with `reward.strict`",
+            "0 with `reward.strict`: nothing is right, or no answer is found where `reward.extract` looks",
+        ),
+        Figure(
+            "reward_std",
+            "1",
+            NUMBER,
+            "standard deviation of these rewards",
+            "0: all rewards of the step are equal, so that it has nothing to learn from",
         ),
         Figure(
             "kept_share",
@@ -26,14 +34,14 @@ REWARD = Section(
             "all_right_share",
             "share of groups",
             SHARE,
-            "groups in which every reward is 1",
+            "groups in which every response is correct (`reward.correct_at`)",
             "rising towards 1: the prompts are used up; take harder ones",
         ),
         Figure(
             "all_wrong_share",
             "share of groups",
             SHARE,
-            "groups in which every reward is 0",
+            "groups in which no response is correct (`reward.correct_at`)",
             "near 1: too hard, or the verifier finds no answer (see `answered_share`)",
         ),
         Figure(
@@ -60,8 +68,11 @@ EVALUATE = Section(
             "chance that one of k samples is right, mean over prompts; unbiased",
             "pass@1 rising and pass@k falling: prompts are lost ([troubleshooting](troubleshooting.md))",
         ),
-        Figure("pass_at_1_low", "share", SHARE, "lower end of the 95% bootstrap interval of pass@1 over prompts"),
+        Figure("pass_at_1_low", "share", SHARE, "lower end of the 95% interval of pass@1 over prompts"),
         Figure("pass_at_1_high", "share", SHARE, "its upper end"),
+        Figure("held_out_reward", "1", "any", "mean reward of the samples, each prompt counting alike"),
+        Figure("held_out_reward_low", "1", "any", "lower end of its 95% interval over prompts"),
+        Figure("held_out_reward_high", "1", "any", "its upper end"),
     ),
     group="evaluate",
 )
@@ -175,7 +186,7 @@ VERDICTS = Section(
             "unscored_share",
             "share of responses",
             SHARE,
-            "without a verdict: time-out, crash, no number in [0, 1], a verifier that is broken; they score 0",
+            "without a verdict: time-out, crash, no finite number, a verifier that is broken; they score 0",
             "above 0: rewards are too low; above 0.5 the run ends",
         ),
         Figure(

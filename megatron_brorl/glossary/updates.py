@@ -23,9 +23,13 @@ POLICY = Section(
             "of the gradient before clipping, mean over optimizer steps",
             "growing without bound: lower `optim.lr`; 0: nothing was trained",
         ),
-        Figure("lr", "1", NUMBER, "learning rate of the last optimizer step"),
+        Figure("lr", "1", NUMBER, "learning rate of the last optimizer step taken; 0 where none was"),
         Figure(
-            "updates", "optimizer steps", NUMBER, "done in this step", "0: no group was kept, or the critic warms up"
+            "updates",
+            "optimizer steps",
+            NUMBER,
+            "taken in this step; mini-batches without a row and skipped updates do not count",
+            "0: no group was kept, the critic warms up, or every update was skipped",
         ),
         Figure(
             "updates_skipped",
@@ -114,7 +118,8 @@ POLICY = Section(
 
 ENGINE = Section(
     "Engine against trainer",
-    "Whether both compute the same. Of the first optimizer step, in which both have the same weights.",
+    "Whether both compute the same. Of the first optimizer step, in which both have the same weights. `logprob_gap_*` "
+    "are left out with `rollout.top_p` below 1 or `rollout.top_k`: the engine then renormalises over the tokens left.",
     (
         Figure(
             "logprob_gap_mean",

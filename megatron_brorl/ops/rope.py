@@ -17,9 +17,9 @@ from megatron_brorl.model_shape import ModelShape
 
 
 def inverse_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
-    """The frequencies [head_dim / 2] (float32, radians per token) and the factor on cos and sin.
+    """Return the frequencies [head_dim / 2] (float32, radians per token) and the factor on cos and sin.
 
-    Raises UserError for a rope_type that has no fixed frequencies (for example "dynamic").
+    Raises UserError for a scaling that lacks a key, or whose values give no finite frequencies.
     """
     dim = shape.head_dim
     inv_freq = 1.0 / (shape.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
@@ -46,16 +46,13 @@ def _scaled(inv_freq: Tensor, scaling: dict[str, Any], shape: ModelShape) -> tup
     if kind == "linear":
         return inv_freq / float(scaling["factor"]), 1.0
     if kind == "llama3":
-        return _llama3(inv_freq, scaling, shape.context), 1.0
-    if kind == "yarn":
-        return _yarn(inv_freq, scaling, shape)
-    raise UserError(
-        f"config.json: rope_scaling of type {shown(kind)} is not supported; use default, linear, llama3 or yarn"
-    )
+        return _llama3(inv_freq, scaling), 1.0
+    assert kind == "yarn", kind  # families/rope.py refuses all other types
+    return _yarn(inv_freq, scaling, shape)
 
 
-def _llama3(inv_freq: Tensor, s: dict[str, float], context: int) -> Tensor:
-    original = s.get("original_max_position_embeddings") or context
+def _llama3(inv_freq: Tensor, s: dict[str, float]) -> Tensor:
+    original = s["original_max_position_embeddings"]
     low, high = s["low_freq_factor"], s["high_freq_factor"]
     wavelength = 2 * math.pi / inv_freq
     slow = inv_freq / s["factor"]
@@ -68,8 +65,8 @@ def _llama3(inv_freq: Tensor, s: dict[str, float], context: int) -> Tensor:
 
 def _yarn(inv_freq: Tensor, s: dict[str, float], shape: ModelShape) -> tuple[Tensor, float]:
     original = s["original_max_position_embeddings"]
-    # A factor of null or 0 stands for the ratio of the two contexts.
-    factor = s["factor"] or shape.context / original
+    # A factor of null is the ratio of the two contexts.
+    factor = shape.context / original if s["factor"] is None else s["factor"]
 
     # The square root of 1 / t in section 3.4, by which cos and sin are multiplied; 1 where nothing is extended.
     def mscale(scale: float, weight: float = 1.0) -> float:
@@ -86,13 +83,16 @@ def _yarn(inv_freq: Tensor, s: dict[str, float], shape: ModelShape) -> tuple[Ten
         return shape.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
 
     # Dimensions below `low` turn often and stay as they are; those above `high` are interpolated.
+    # The paper's own bounds, 32 rotations and 1, are the defaults.
     low, high = dimension(s.get("beta_fast") or 32), dimension(s.get("beta_slow") or 1)
     if s.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, shape.head_dim - 1)
 
-    # Linear in between, over a width that must not be 0.
-    ramp = ((torch.arange(shape.head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    # Linear in between, over a width that must not be 0. As in transformers, it is negative where the wavelengths of
+    # a short context leave `high` below `low`; then no dimension is interpolated.
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(shape.head_dim // 2).float() - low) / width).clamp(0, 1)
     return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(attention)
 
 

@@ -1,7 +1,8 @@
 """run.dir/run.json: what a run was started with, on what, for those who read it later.
 
-{"config": {section: {key: value}}, "starts": [{"time", "step", "command", "ranks", "machine", "versions"}, ...]}: a
-start for every time that it was begun or gone on with; the configuration is that of the last.
+{"config": {section: {key: value}}, "starts": [{"time", "step", "command", "ranks", "machine", "versions", "changes"},
+...]}: a start for every time that it was begun or resumed; the configuration is that of the last. "changes":
+{section.key: [value in the checkpoint, value now]} of a run that was resumed.
 """
 
 from __future__ import annotations
@@ -30,18 +31,29 @@ PACKAGES = [
     "tensorrt-llm",
     "transformer-engine",
     "reasoning-gym",
-    "math-verify",
+    "latex2sympy2_extended",
+    "sympy",
     "numpy",
 ]
 
 
 def write(
-    folder: Path, config: Mapping[str, Any], resume_step: int | None, command: str, ranks: int, device: str
+    folder: Path,
+    config: Mapping[str, Any],
+    resume_step: int | None,
+    command: str,
+    ranks: int,
+    device: str,
+    changes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a start to run.json. resume_step: that it goes on from; None begins the file anew. device: in words.
+    """Add a start to run.json.
+
+    resume_step: that it continues from; None begins the file anew. device: in words. changes: keys whose values differ
+    from those of the checkpoint, with both values.
 
     A disk that takes nothing is told of, and never ends a run.
     """
+    # A resumed run adds a start to those before; a new run replaces the file.
     earlier = read(folder).get("starts", []) if resume_step is not None else []
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -50,10 +62,12 @@ def write(
         "ranks": ranks,
         "machine": {"system": platform.platform(), "cores": os.cpu_count(), "device": device},
         "versions": versions(),
+        "changes": changes or {},
     }
 
     path = folder / FILE
     aside = path.with_name(f".{FILE}.writing")
+    # Replaced as a whole, so that no reader finds half a file.
     try:
         aside.write_text(json.dumps({"config": config, "starts": [*earlier, start]}, indent=1) + "\n", encoding="utf-8")
         aside.replace(path)

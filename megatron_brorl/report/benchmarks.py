@@ -25,14 +25,14 @@ def markdown(result: dict[str, Any]) -> str:
     # A benchmark that lacks one of the k gets a dash there.
     for name, part in parts.items():
         counts = [", ".join(part["verifiers"]), str(part["prompts"]), str(part["samples"])]
-        intervals = [_interval(part[key]) for key in ("pass_at_1", "mean_reward")]  # over prompts
+        intervals = _intervals(part)
         rest = [_percent(part["pass_at_k"].get(k)) for k in ks if k != "1"]
         rows.append([name, *counts, *intervals, *rest, f"{part['response_tokens']:.1f}"])
 
     # The mean counts every benchmark alike, whatever its size.
     if len(parts) > 1:
         means = [_percent(_mean([x["pass_at_k"].get(k) for x in parts.values()])) for k in ks if k != "1"]
-        intervals = [_interval(result["mean_of_benchmarks"][key]) for key in ("pass_at_1", "mean_reward")]
+        intervals = _intervals(result["mean_of_benchmarks"])
         tokens = f"{sum(x['response_tokens'] for x in parts.values()) / len(parts):.1f}"
         counts = ["", str(result["prompts"]), str(result["samples"])]
         rows.append(["mean of benchmarks", *counts, *intervals, *means, tokens])
@@ -88,8 +88,13 @@ def build_figure(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def _interval(figure: dict[str, float]) -> str:
-    return f"{figure['mean']:.2%} ({figure['low']:.2%} to {figure['high']:.2%})"
+def _intervals(part: dict[str, Any]) -> list[str]:
+    """pass@1 as percentages, and the mean reward, which may be any number; both over prompts."""
+    p, r = part["pass_at_1"], part["mean_reward"]
+    return [
+        f"{p['mean']:.2%} ({p['low']:.2%} to {p['high']:.2%})",
+        f"{r['mean']:.4g} ({r['low']:.4g} to {r['high']:.4g})",
+    ]
 
 
 def _percent(value: float | None) -> str:

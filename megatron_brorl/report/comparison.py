@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, PercentFormatter
 
-from megatron_brorl.algo.estimators import bootstrap_mean, pass_at_k, widest
-from megatron_brorl.algo.paired import paired
+from megatron_brorl.algo.estimators import SHARE, bootstrap_mean, pass_at_k, widest
+from megatron_brorl.algo.paired import SHARES, paired
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.report.benchmarks import table
 from megatron_brorl.report.style import BLUE, GREY, ORANGE, panel, save
@@ -101,7 +101,7 @@ def _compared(
         # pass@k at k = most, unbiased.
         wide = float(np.mean([pass_at_k(answers[k]["samples"], answers[k]["right"], most) for k in keys]))
         sides[side] = {
-            "pass_at_1": bootstrap_mean(scores[side], resamples, seed).as_dict(),
+            "pass_at_1": bootstrap_mean(scores[side], resamples, seed, SHARE).as_dict(),
             "pass_at_k": {"1": float(np.mean(scores[side])), str(most): wide},
             "response_tokens": tokens,
         }
@@ -112,7 +112,7 @@ def _compared(
 
     # One prompt has a gap, but no spread to test it against.
     if len(keys) > 1:
-        sides["paired"] = paired(scores["before"], scores["after"], resamples, seed).as_dict()
+        sides["paired"] = paired(scores["before"], scores["after"], resamples, seed, SHARES).as_dict()
     return sides
 
 

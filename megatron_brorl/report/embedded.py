@@ -100,7 +100,7 @@ def _moved(found: Sequence[Evaluation]) -> set[str]:
     recorded = [e.prompts for e in found if e.prompts]
     if len(recorded) < 2:
         return set()
-    none = Asked(0, 1, "")
+    none = Asked(0, 1, "", 0.0)
     first, last = recorded[0], recorded[-1]
     return {k[0] for k in {**first, **last} if bool(first.get(k, none).right) != bool(last.get(k, none).right)}
 

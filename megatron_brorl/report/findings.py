@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_brorl.algo.no_signal import Why, why_no_signal
+from megatron_brorl.algo.no_signal import FIGURES, Why, why_no_signal
 from megatron_brorl.config.schema import Config
 
 Row = Mapping[str, Any]
 
-_SHARES = ("kept_share", "cut_off_share", "answered_share", "reward", "all_right_share")
 _PLACES = {
     "verifier": "where the rows' verifiers look for it",
     "full": "in the whole response",
@@ -32,7 +31,7 @@ def findings(
     whether the trained weights are others than those of model.path.
     """
     found: dict[str, str] = {}
-    means = {name: _mean(rows, name) for name in _SHARES}
+    means = {name: _mean(rows, name) for name in FIGURES}
     why = why_no_signal(means)
 
     # Why no step had anything to learn from; else why what it had changed nothing.
@@ -62,7 +61,9 @@ def findings(
 def _no_signal(why: Why, config: Config, rows: Sequence[Row]) -> str:
     count = f"{sum(row.get('rollouts') or 0 for row in rows):,.0f}"
     c, extract = config.rollout, config.reward.extract
-    cut = _mean(rows, "cut_off_share") or 0.0
+    cut, reward = _mean(rows, "cut_off_share") or 0.0, _mean(rows, "reward") or 0.0
+    # Only rewards other than 0 can be short of the mark.
+    short = f" (mean reward {reward:.3g}, reward.correct_at = {config.reward.correct_at:g})" if reward else ""
     how_many = f"every one of {count} responses was" if cut == 1 else f"{cut:.0%} of {count} responses were"
     sentences: dict[Why, str] = {
         "cut off": f"{how_many} cut off at rollout.max_tokens = {c.max_tokens}: raise it, or "
@@ -70,11 +71,11 @@ def _no_signal(why: Why, config: Config, rows: Sequence[Row]) -> str:
         "no answer": f'no response of {count} had an answer where reward.extract = "{extract}" looks for it, '
         f"{_PLACES[extract]}: ask for that form in data.template or data.system_prompt, or set reward.extract to the "
         "form that the model gives" + (f"; {cut:.0%} were cut off at rollout.max_tokens" if cut else ""),
-        "none right": f"no response of {count} was right: check that the verifier calls a reference answer right, then "
-        "take easier prompts, a larger rollout.n or a warm start (brorl sft)"
+        "none right": f"no response of {count} was right{short}: check that the verifier calls a reference answer "
+        "right, then take easier prompts, a larger rollout.n or a warm start (brorl sft)"
         + (f"; {cut:.0%} were cut off at rollout.max_tokens = {c.max_tokens}" if cut else ""),
         "all right": f"every one of {count} responses was right, so that nothing is left to learn: take harder prompts",
-        "no mixed group": f"no group had a signal: each was all right or all wrong: raise rollout.n = {c.n}, or take "
+        "no mixed group": f"no group had a signal: the rewards in each were equal: raise rollout.n = {c.n}, or take "
         "prompts that the model gets right sometimes (tools/select_prompts.py)",
     }
     return sentences[why]
@@ -82,10 +83,10 @@ def _no_signal(why: Why, config: Config, rows: Sequence[Row]) -> str:
 
 def _unchanged(config: Config, rows: Sequence[Row]) -> str:
     updates, skipped = (sum(row.get(name) or 0 for row in rows) for name in ("updates", "updates_skipped"))
-    if not updates:
+    if not updates and skipped:
+        reason = "every update was skipped because its gradient was not finite: lower optim.lr, or train in fp32"
+    elif not updates:
         reason = "no update was made; critic.warmup_steps is the number of steps in which the actor waits"
-    elif skipped == updates:
-        reason = "every update was skipped, for its gradient was not finite: lower optim.lr, or train in fp32"
     elif not config.optim.lr:
         reason = "optim.lr = 0: raise it"
     else:

@@ -1,4 +1,4 @@
-"""A run's held-out evaluations: pass@1 and pass@k with intervals, and what changed from the first to the last."""
+"""A run's held-out evaluations: pass@k and mean reward with intervals, and what changed from the first to the last."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_brorl.algo.estimators import bootstrap_mean, pass_at_k
-from megatron_brorl.algo.paired import paired
+from megatron_brorl.algo.estimators import SHARE, Bounds, bootstrap_mean, pass_at_k
+from megatron_brorl.algo.paired import SHARES, paired
 from megatron_brorl.report.run_files import RunFiles
 
 RESAMPLES = 2000  # where the configuration is not recorded; evaluate.bootstrap otherwise
@@ -23,6 +23,7 @@ class Asked:
     right: int
     samples: int  # that were not lost; at least 1
     task: str
+    reward: float  # mean
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Evaluation:
     prompts: Mapping[Key, Asked]  # {}: its rollouts are not recorded
     passes: Mapping[int, Mapping[str, float]]  # k -> mean, and low and high where they are known
     tasks: Mapping[str, float]  # pass@1 by task
+    reward: Mapping[str, float] | None = None  # mean, low and high of the mean reward; None: it is pass@1
 
     def as_dict(self) -> dict[str, Any]:
         """For the page."""
@@ -42,6 +44,7 @@ class Evaluation:
             "samples": max((a.samples for a in self.prompts.values()), default=None),
             "passes": [{"k": k, **self.passes[k]} for k in sorted(self.passes)],
             "tasks": dict(self.tasks),
+            "reward": self.reward,
         }
 
 
@@ -72,7 +75,8 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
     """Two evaluations prompt by prompt; None where they share fewer than two prompts.
 
     passes: k, means before and after, their difference with its 95% interval of the paired bootstrap, and Student's
-    two-tailed p. solved, lost: prompts with a right sample in the second one alone, and in the first one alone.
+    two-tailed p. reward: the same of the mean reward, None where that is pass@1. solved, lost: prompts with a right
+    sample in the second one alone, and in the first one alone.
     """
     # What both were asked: a pair needs both sides.
     a, b = before.prompts, after.prompts
@@ -87,9 +91,9 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
         if k <= most:
             # Entry i of either is of keys[i]: that is what pairs them.
             one, two = ([pass_at_k(side[key].samples, side[key].right, k) for key in keys] for side in (a, b))
-            test = paired(one, two, resamples, seed)
-            means = {"before": sum(one) / len(keys), "after": sum(two) / len(keys)}
-            passes.append({"k": k, **means, "difference": {**test.difference.as_dict(), "p": test.two_tailed}})
+            passes.append({"k": k, **_paired(one, two, resamples, seed, SHARES)})
+    # Means of rewards pair by the same keys.
+    first, last = ([side[key].reward for key in keys] for side in (a, b))
 
     # Prompts that one of the two has no right sample of.
     def moved(lacks: Mapping[Key, Asked], has: Mapping[Key, Asked]) -> list[dict[str, Any]]:
@@ -105,9 +109,20 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
         "prompts": len(keys),
         "samples": most,
         "passes": passes,
+        # Where neither evaluation had partial credit, it is pass@1 once more.
+        "reward": _paired(first, last, resamples, seed) if before.reward or after.reward else None,
         "solved": moved(a, b),
         "lost": moved(b, a),
     }
+
+
+def _paired(
+    one: list[float], two: list[float], resamples: int, seed: int, bounds: Bounds | None = None
+) -> dict[str, Any]:
+    """Both means, and their difference with its interval and p; one value per prompt each."""
+    test = paired(one, two, resamples, seed, bounds)
+    difference = {**test.difference.as_dict(), "p": test.two_tailed}
+    return {"before": sum(one) / len(one), "after": sum(two) / len(two), "difference": difference}
 
 
 def _bootstrap(run: RunFiles) -> tuple[int, int]:
@@ -122,7 +137,7 @@ def _asked(groups: list[Mapping[str, Any]]) -> dict[Key, Asked]:
         key = g["prompt_id"], times[g["prompt_id"]]
         times[g["prompt_id"]] += 1
         if g["rollouts"]:  # not all of its samples were lost
-            found[key] = Asked(g["right"], g["rollouts"], g["verifier"] or "")
+            found[key] = Asked(g["right"], g["rollouts"], g["verifier"] or "", g["reward"])
     return found
 
 
@@ -134,13 +149,18 @@ def _computed(run: RunFiles, steps: int, prompts: Mapping[Key, Asked]) -> Evalua
     for k in sorted({1, *ks}):
         values = [pass_at_k(a.samples, a.right, k) for a in prompts.values() if a.samples >= k]
         if values:
-            passes[k] = bootstrap_mean(values, resamples, seed).as_dict()
+            passes[k] = bootstrap_mean(values, resamples, seed, SHARE).as_dict()
+
+    # Recorded rewards are float32: for rewards of 0 and 1 their means are pass@1 up to rounding.
+    asked = list(prompts.values())
+    same = all(abs(a.reward - a.right / a.samples) < 1e-6 for a in asked)
+    reward = None if same else bootstrap_mean([a.reward for a in asked], resamples, seed).as_dict()
 
     # A task's prompts count alike.
     tasks: dict[str, list[float]] = {}
     for a in prompts.values():
         tasks.setdefault(a.task, []).append(a.right / a.samples)
-    return Evaluation(steps, prompts, passes, {name: sum(v) / len(v) for name, v in sorted(tasks.items())})
+    return Evaluation(steps, prompts, passes, {name: sum(v) / len(v) for name, v in sorted(tasks.items())}, reward)
 
 
 def _told(run: RunFiles) -> list[Evaluation]:
@@ -152,15 +172,22 @@ def _told(run: RunFiles) -> list[Evaluation]:
             ends = {end: names[f"1_{end}"] for end in ("low", "high") if names.get(f"1_{end}") is not None}
             passes = {int(k): {"mean": v} for k, v in names.items() if k.isdigit() and v is not None}
             passes[1] |= ends
-            found.append(Evaluation(row["step"] + 1, {}, passes, {}))
+            ends = {"mean": "held_out_reward", "low": "held_out_reward_low", "high": "held_out_reward_high"}
+            reward = {end: row[name] for end, name in ends.items() if row.get(name) is not None}
+            found.append(Evaluation(row["step"] + 1, {}, passes, {}, _other(reward, passes[1])))
 
     # Before and after stand in the summary.
     for name, steps in (("before", 0), ("after", run.steps)):
         e = run.summary.get(name)
         if e:
             passes = {int(k): {"mean": v} for k, v in e["pass_at_k"].items()} | {1: dict(e["pass_at_1"])}
-            found.append(Evaluation(steps, {}, passes, e.get("by_task", {})))
+            found.append(Evaluation(steps, {}, passes, e.get("by_task", {}), _other(e["mean_reward"], passes[1])))
     return found
+
+
+def _other(reward: Mapping[str, float], pass_at_1: Mapping[str, float]) -> Mapping[str, float] | None:
+    """The mean reward where it is known and is not pass@1."""
+    return reward if reward and reward["mean"] != pass_at_1["mean"] else None
 
 
 def _powers(samples: int) -> list[int]:

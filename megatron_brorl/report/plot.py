@@ -1,7 +1,8 @@
 """The figure of a run: six panels from metrics.jsonl and, once the run has ended, summary.json.
 
-A row's "step" counts from 0, so its values belong to step + 1 on the axis; a held-out evaluation recorded in it was
-made after its update. "Before" stands at 0, "after" at summary["steps"]. No pyplot: nothing here is global.
+The axis has the step numbers of metrics.jsonl, from 0. An evaluation is drawn at the number of steps done before it,
+which is the number of the step that samples with the same weights: a row's own evaluation was made after its update,
+"before" is at 0, "after" at summary["steps"]. No pyplot: nothing here is global.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def build_figure(rows: list[Row], summary: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(13.5, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     figure.suptitle(_title(rows, summary), fontsize=13)
     (reward, accuracy, length), (kept, seconds, health) = figure.subplots(2, 3)
-    # Rows count steps from 0; the axis says how many are done.
-    steps = np.array([row["step"] + 1 for row in rows], dtype=np.int64)
+    # Numbered as in metrics.jsonl, so that a point can be looked up there and by brorl rollouts.
+    steps = np.array([row["step"] for row in rows], dtype=np.int64)
 
     # What is trained for.
     panel(reward, "Training reward", "mean reward")

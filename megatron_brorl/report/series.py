@@ -20,8 +20,8 @@ TENTHS = ["none", *(f"{10 * i}-{10 * i + 10}%" for i in range(10)), "all"]
 def curves(rows: Sequence[Row], most: int = MOST_POINTS) -> dict[str, Any]:
     """Every figure of the lines of metrics.jsonl, at most so many points of each.
 
-    every: steps that a point is the mean of; step: done at the end of each point; elapsed: seconds of steps by then;
-    values: by name, "time/" before those of "time"; null where a figure is missing. Of seven digits.
+    every: steps that a point is the mean of; step: the number of its last one, as in metrics.jsonl; elapsed: seconds
+    of steps by then; values: by name, "time/" before those of "time"; null where a figure is missing. Of seven digits.
     """
     every = max(1, math.ceil(len(rows) / most))
     parts = [rows[i : i + every] for i in range(0, len(rows), every)]
@@ -35,9 +35,10 @@ def curves(rows: Sequence[Row], most: int = MOST_POINTS) -> dict[str, Any]:
         seconds += sum(row.get("time/step") or 0.0 for row in part)
         elapsed.append(float(f"{seconds:.7g}"))
 
+    # A point has the number of its last step, by which metrics.jsonl and brorl rollouts know it.
     return {
         "every": every,
-        "step": [part[-1]["step"] + 1 for part in parts],
+        "step": [part[-1]["step"] for part in parts],
         "elapsed": elapsed,
         "values": {name: column for name, column in values.items() if any(v is not None for v in column)},
     }
@@ -60,7 +61,7 @@ def by_task(run: RunFiles) -> dict[str, Any]:
     # A task that a step did not ask has no share there.
     names = sorted({name for shares in found for name in shares})
     return {
-        "step": [m.number + 1 for m in steps],
+        "step": [m.number for m in steps],
         "distinct": distinct,
         "tasks": {name: [_mean(shares.get(name, [])) for shares in found] for name in names},
     }
@@ -83,7 +84,7 @@ def spread(run: RunFiles, kind: str) -> dict[str, Any] | None:
     for _, pairs in found:
         own = Counter(right if exact else _tenth(right, n) for right, n in pairs)
         counts.append([own[i] for i in range(len(bins))])
-    return {"of": exact or None, "bins": bins, "numbers": [_done(m) for m, _ in found], "counts": counts}
+    return {"of": exact or None, "bins": bins, "numbers": [m.number for m, _ in found], "counts": counts}
 
 
 def _right(run: RunFiles, moment: Moment) -> list[tuple[int, int]]:
@@ -134,17 +135,12 @@ def heat(run: RunFiles, kind: str, cells: int = MOST_CELLS) -> dict[str, Any] | 
     order = sorted(shown, key=ends)
     return {
         # A row of shares for each prompt.
-        "numbers": [_done(m) for m in there],
+        "numbers": [m.number for m in there],
         "prompts": order,
         "tasks": [tasks[p] for p in order],
         "shares": [shares[p] for p in order],
         "left_out": len(again) - len(shown),  # prompts
     }
-
-
-def _done(moment: Moment) -> int:
-    """Steps that are done at its end, as on every axis of the page."""
-    return moment.number + 1 if moment.kind == "step" else moment.number
 
 
 def _spread_over(there: list[Moment], most: int) -> list[Moment]:

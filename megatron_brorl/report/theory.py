@@ -29,8 +29,8 @@ def build_figure(rows: list[Row]) -> Figure:
     """Three panels, in reading order in `figure.axes`. Missing or null values leave gaps."""
     figure = Figure(figsize=(13.5, 4.3), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     mass, curve, change = figure.subplots(1, 3)
-    # Rows count steps from 0; the axis says how many are done.
-    steps = np.array([row["step"] + 1 for row in rows])
+    # Numbered as in metrics.jsonl.
+    steps = np.array([row["step"] for row in rows])
 
     # Mass that no sibling had: of answers with an interval, of tokens exactly.
     panel(mass, "Not sampled", "probability mass")

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from megatron_brorl.algo.no_signal import Why, why_no_signal
+from megatron_brorl.algo.no_signal import FIGURES, Why, why_no_signal
 from megatron_brorl.report.held_out import Evaluation
 from megatron_brorl.report.run_files import RunFiles
 
 Tone = Literal["good", "bad", "unclear"]
 
-SHARES = ("kept_share", "cut_off_share", "answered_share", "reward", "all_right_share")
 _NO_SIGNAL: dict[Why, str] = {
     "cut off": "nearly all responses are cut off at rollout.max_tokens",
     "no answer": "no response has an answer where reward.extract looks for it",
     "none right": "no response is right",
     "all right": "every response is right, so that nothing is left to learn",
-    "no mixed group": "every group is all right or all wrong",
+    "no mixed group": "the rewards in every group are equal",
 }
 
 
@@ -27,7 +26,7 @@ def verdict(run: RunFiles, found: Sequence[Evaluation], changed: Mapping[str, An
     findings = list(run.summary.get("findings", {}).values())
 
     # Of a run without a summary its rows say what is wrong.
-    means = {name: _mean([row.get(name) for row in run.rows]) for name in SHARES}
+    means = {name: _mean([row.get(name) for row in run.rows]) for name in FIGURES}
     why = None if run.summary else why_no_signal(means)
     if why:
         findings.append(f"nothing to learn from so far: {_NO_SIGNAL[why]} (mean over {len(run.rows)} steps)")
@@ -56,12 +55,23 @@ def _broke(findings: Mapping[str, str]) -> bool:
 
 def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
     """Of two evaluations of the same prompts."""
+    # pass@1 comes first, because runs with other rewards have it too.
     first, *others = changed["passes"]
+    reward = changed["reward"]  # None where it is pass@1
     tone, word = _word(first["difference"])
     begin: dict[Tone, str] = {"good": "It learned", "bad": "It got worse", "unclear": "No change beyond chance"}
-    over = f"{changed['prompts']} held-out prompts"
-    headline = f"{begin[tone]}: {_moved(first, word)} over {over}."
-    details = []
+    # Sentences in the order in which they are told.
+    sentences = [_moved(first, word)]
+    if reward:
+        # Where pass@1 says nothing, the headline is the reward's.
+        tone_of_reward, word = _word(reward["difference"])
+        sentences.append(_moved_reward(reward, word))
+        if tone == "unclear" and tone_of_reward != "unclear":
+            tone = tone_of_reward
+            sentences.reverse()
+    # The other of the two figures is the first detail.
+    headline = f"{begin[tone]}: {sentences[0]} over {changed['prompts']} held-out prompts."
+    details = [f"{sentence}." for sentence in sentences[1:]]
 
     # The widest k: what sharpening a policy costs.
     if others:
@@ -92,6 +102,21 @@ def _moved(p: Mapping[str, Any], word: str) -> str:
     return f"pass@{p['k']} {word} {ends}, {points(d['mean'])} points ({interval})"
 
 
+def _moved_reward(reward: Mapping[str, Any], word: str) -> str:
+    d = reward["difference"]
+    interval = f"95% interval {d['low']:+.3g} to {d['high']:+.3g}"
+    return f"mean reward {word} from {reward['before']:.3g} to {reward['after']:.3g}, {d['mean']:+.3g} ({interval})"
+
+
+def _level(e: Evaluation) -> str:
+    """pass@1 of an evaluation, and the mean reward beside it."""
+    text = f"pass@1 {percent(e.passes[1]['mean'])}"
+    if not e.reward:
+        return text
+    ends = f" (95% interval {e.reward['low']:.3g} to {e.reward['high']:.3g})" if "low" in e.reward else ""
+    return f"{text} and mean reward {e.reward['mean']:.3g}{ends}"
+
+
 def _unpaired(run: RunFiles, found: Sequence[Evaluation]) -> tuple[Tone, str, list[str]]:
     """Where two evaluations cannot be compared prompt by prompt."""
     details = [sentence] if (sentence := _reward(run)) else []
@@ -100,12 +125,14 @@ def _unpaired(run: RunFiles, found: Sequence[Evaluation]) -> tuple[Tone, str, li
     p = found[0].passes[1]
     if len(found) == 1:
         when = "before the first step" if not found[0].steps else f"after {found[0].steps} steps"
-        headline = f"Whether it learned is not known yet: the one evaluation, {when}, has pass@1 {percent(p['mean'])}."
+        headline = f"Whether it learned is not known yet: the one evaluation, {when}, has {_level(found[0])}."
         return "unclear", headline, details
 
     # Means alone: their intervals do not say how prompts moved together.
     q = found[-1].passes[1]
     headline = f"pass@1 went from {percent(p['mean'])} to {percent(q['mean'])}, {points(q['mean'] - p['mean'])} points."
+    if found[0].reward or found[-1].reward:
+        details.insert(0, f"Before: {_level(found[0])}. After: {_level(found[-1])}.")
     details.insert(0, "No interval of the change: the evaluations' rollouts are not recorded, or hold too few prompts.")
     return "unclear", headline, details
 

@@ -23,14 +23,17 @@ _DRESSED = re.compile(
     r"(?:[(\[]\s*(?P<a>[A-Ja-j])\s*[)\]][.:]?|(?P<b>[A-Ja-j])\s*[).:](?!\w)|(?P<c>[A-J])(?=\s*[,;-]|\s*$)|(?P<d>[a-j])$)",
     re.IGNORECASE,
 )
-_BARE_WORD = re.compile(r"(?:(?:the )?(?:option|choice|letter|answer)\s*:?\s*)?([A-J])(?:\s+(?P<text>.*))?$", re.DOTALL)
+_BARE_WORD = re.compile(
+    r"(?:(?:the )?(?:option|choice|letter|answer)\s*:?\s*)?([A-J])(?:\s+(?![=<>+*/^])(?P<text>.*))?$", re.DOTALL
+)
 _REASON = re.compile(r"[,;]?\s*\b(?:because|since|as|which|for the reason|due to)\b.*", re.IGNORECASE | re.DOTALL)
+_SEVERAL = re.compile(r"(?:\b(?:[A-J]{1,5}|[a-j]|(?i:and|or|not|both|either|neither|nor|options?|choices?))\b|[\W_])+")
 _OTHER = re.compile(r"[(\[]\s*([A-Ja-j])\s*[)\]]|(?<![\w'])([B-HJ])(?![\w'])|(?<![\w'])([AI])(?=\s*(?:[.,;:)]|$))")
 
 
 def find(response: str) -> str | None:
     """The answer that a response says; the whole response where it is one short line."""
-    return final_or_bare_answer(response, same, _MAX_CHARS)
+    return final_or_bare_answer(response, same, _MAX_CHARS, _names_options)
 
 
 def same(a: str, b: str) -> bool:
@@ -61,7 +64,8 @@ def verify(answer: str, row: VerifierRow) -> Score:
     right = _chosen(row["answer"] or "", choices)[0]
 
     # Several places may say it, and all must agree.
-    said = places(answer) or [answer]
+    texts = [_normal(choice) for choice in choices]
+    said = places(answer, lambda text: _names_options(text) or _normal(text) in texts) or [answer]
     chosen = [_chosen(text, choices) for text in said]
     letters = sorted({one for one, _ in chosen})
     if len(letters) > 1 and "" not in letters:
@@ -84,6 +88,11 @@ def _chosen(text: str, choices: Sequence[str]) -> tuple[str, str]:
         if other != found:
             return "", f"no answer: {found}, but with the text of {other}"
     return found, ""
+
+
+def _names_options(text: str) -> bool:
+    """Whether a text is one option's letter, or several: `42` is none, and hides no other answer."""
+    return len(text) <= _MAX_CHARS and bool(letter(text) or _SEVERAL.fullmatch(tidy(text)))
 
 
 def _read(text: str) -> tuple[str, str]:

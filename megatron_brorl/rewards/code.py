@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import code_compare
+from megatron_brorl.rewards import code_blocks, code_compare
+from megatron_brorl.rewards.extract import after_thought
 from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rewards.sandbox.inside import codec
 from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox
 from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
 
-_FENCE = "```"
-_LANGUAGES = ("", "python", "python3", "py")
 _WRONG = Outcome("error", "wrong result")
 
 
@@ -32,8 +31,13 @@ def load() -> Verifier:
 
 
 def score(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
-    """The share of the row's tests that the program passes."""
-    outcomes = _outcomes(answer, row["metadata"], sandbox)
+    """Return the share of the row's tests that the program passes. answer: a program, or what `find` found."""
+    metadata = row["metadata"]
+    has_input = any((test.get("input") or "").strip() for test in metadata.get("tests") or ())
+    program = code_blocks.program(answer, metadata.get("function"), has_input)
+    if program is None:
+        return Score(0.0, "no closed block of Python", {"tests": 0.0})
+    outcomes = _outcomes(program, metadata, sandbox)
     passed = sum(outcome.status == "ok" for outcome in outcomes)
     share = passed / len(outcomes)
     reason = ""
@@ -45,20 +49,12 @@ def score(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
 
 
 def find(text: str) -> str | None:
-    """What stands in the last fenced block of a response, if that is Python or of no language."""
-    # Fences are lines that begin with three backticks; they open and close in turn.
-    block: list[str] | None = None
-    last: str | None = None
-    for line in text.splitlines(keepends=True):
-        if not line.lstrip(" ").startswith(_FENCE):
-            if block is not None:
-                block.append(line)
-        elif block is None:
-            block, language = [], line.strip().removeprefix(_FENCE).strip().lower()
-        else:
-            last = "".join(block) if language in _LANGUAGES else last
-            block = None
-    return last
+    """Return the only block after the thought, or the text from the first block to the last; None: there is none.
+
+    Which of several blocks is the program depends on the row: `score` chooses.
+    """
+    text = after_thought(text)
+    return None if text.lstrip().startswith("<think>") else code_blocks.blocks_of(text)
 
 
 def check_row(row: VerifierRow, where: str) -> None:

@@ -2,7 +2,7 @@
 
 sum      the parts' rewards times their weights, which add up to 1
 product  the parts' rewards multiplied
-gate     the last part's reward where every other part gives 1, else 0
+gate     the last part's reward where every other part gives at least 1, else 0
 
 The answer of a combination is what its parts found in the response, as a JSON list, so that equal findings are judged
 once and count as one answer.
@@ -64,7 +64,7 @@ def combine(combination: CombinationConfig, entries: Sequence[Entry], max_chars:
     def load() -> Verifier:
         return _judging(combination, [(name, entry.load()) for name, entry in zip(names, entries, strict=True)])
 
-    # It may what all of its parts may, and must what any of them must.
+    # It may do what all of its parts may, and needs what any of them needs.
     return Entry(
         about=f"{combination.how} of {', '.join(names)}",
         load=load,
@@ -73,15 +73,18 @@ def combine(combination: CombinationConfig, entries: Sequence[Entry], max_chars:
         max_chars=12 * sum(limits) + 100,  # a character takes up to twelve in JSON
         pure=all(entry.pure for entry in entries),
         executes=any(entry.executes for entry in entries),
+        # With a foreign part a sum or a product may be negative.
+        foreign=any(entry.foreign for entry in entries),
     )
 
 
 def _judging(combination: CombinationConfig, parts: Sequence[tuple[str, Verifier]]) -> Verifier:
     weights = [part.weight for part in combination.parts]
     reward_of: Callable[[list[float]], float] = {
-        "sum": lambda rewards: min(1.0, math.fsum(w * r for w, r in zip(weights, rewards, strict=True))),
+        "sum": lambda rewards: math.fsum(w * r for w, r in zip(weights, rewards, strict=True)),
         "product": math.prod,
-        "gate": lambda rewards: rewards[-1] if all(r == 1 for r in rewards[:-1]) else 0.0,
+        # A part may be a sum itself, such as 0.1 + 0.2 + 0.7.
+        "gate": lambda rewards: rewards[-1] if all(r >= 1 - _ROUNDING for r in rewards[:-1]) else 0.0,
     }[combination.how]
 
     def judge(answer: str, row: VerifierRow) -> Score:

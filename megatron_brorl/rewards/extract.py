@@ -20,6 +20,11 @@ _BOXED = "\\boxed{"
 _MOST_CHARS = 1 << 20  # of a response that is looked at: ten times what a long context holds
 
 
+def after_thought(response: str) -> str:
+    """Return what follows the last </think>; the whole response where there is none."""
+    return response.rpartition("</think>")[2]
+
+
 class Found(NamedTuple):
     """The answer in a response, or why there is none."""
 

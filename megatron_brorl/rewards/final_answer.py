@@ -14,15 +14,24 @@ import itertools
 import re
 from collections.abc import Callable
 
+from megatron_brorl.rewards.extract import after_thought
+from megatron_brorl.rewards.plain_number import NOT_DRESS
 from megatron_brorl.rewards.spelling import plain_text, quote
 
 Same = Callable[[str, str], bool]  # whether two texts say the same answer
+Counts = Callable[[str], bool]  # whether a text can be an answer of the kind that is looked for
 
-_THINK = "</think>"
 _TAG = re.compile(r"<answer>((?:(?!<answer>|</answer>).)*)</answer>", re.DOTALL)
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s{0,4}\{)|\\.|[{}]", re.DOTALL)
-# A number after four hashes, as GSM8K ends its solutions; "#### 2. Next" is a heading of Markdown.
-_HASHES = re.compile(r"(?<!#)####[ \t]{0,8}(?!\d+[.):] )([-+$€£\\]{0,4}\.?\d[^\n]*)")
+# A number or an option after four hashes, as GSM8K ends its solutions; "#### 2. Next" is a heading of Markdown.
+_HASHES = re.compile(
+    r"(?<!#)####:?[ \t]{0,8}([*_`]{0,3})(?!\d+[.):][ \t]+\S)"
+    r"((?:[a-zA-Z]?[ \t]?=[ \t]?)?[-+$€£\\(]{0,4}\.?\d[^\n]*|\(?[A-J]\)?(?=[*_`.]{0,4}\s*(?:\n|$)))"
+)
+_MARKUP = re.compile(r"(?<=\S)[*_`]{1,3}(?=[\s.,;:(]|$)")
+_REASON = re.compile(r",?[ \t](?:because|since|as)\b.*")
+_ASIDE = re.compile(r"[,;:(]|\.\s|\s[-\u2013\u2014]+\s|</?s>|<\|")
+_TO_LAST_DIGIT = re.compile(r".*\d|.")
 _SAYS = re.compile(
     r"\banswer\b(?:[*_]{0,2}\s?[*_]{0,2}(?:is|are|=|:)(?![A-Za-z])| (?:to|for) [^.:\n]{1,80}? is\b)", re.IGNORECASE
 )
@@ -38,28 +47,42 @@ def same_text(a: str, b: str) -> bool:
     return a.strip() == b.strip() or plain_text(a) == plain_text(b)
 
 
-def final_answer(response: str, same: Same = same_text) -> str | None:
-    """The answer that a response says in one of the forms above; None: it says none, or different ones."""
-    said = places(response)
+def final_answer(response: str, same: Same = same_text, counts: Counts | None = None) -> str | None:
+    """Return the answer that a response says in one of the forms above; None if it says none, or different ones."""
+    said = places(response, counts)
     return said[-1] if said and disagreement(said, same) is None else None
 
 
-def final_or_bare_answer(response: str, same: Same, max_chars: int) -> str | None:
+def final_or_bare_answer(response: str, same: Same, max_chars: int, counts: Counts | None = None) -> str | None:
     """As final_answer; a response in none of the forms is its own answer where it is one line of max_chars at most."""
     if places(response):
-        return final_answer(response, same)
+        return final_answer(response, same, counts)
     bare = response.strip()
     return bare if bare and len(bare) <= max_chars and "\n" not in bare else None
 
 
-def places(response: str) -> list[str]:
-    """What each place of the first form found in a response says, in order; empty where it has none of the forms."""
-    text = response[response.rfind(_THINK) + len(_THINK) :] if _THINK in response else response
+def places(response: str, counts: Counts | None = None) -> list[str]:
+    """Return what each place of the first form found in a response says, in order; empty where it has no form.
+
+    Places for which `counts` is false are left out, unless it is false for every place of every form.
+    """
+    text = after_thought(response)
+    first: list[str] = []
     for form in (_tags, _boxes, _hashes, _sentences):
         found = [answer for answer in (part.strip() for part in form(text)) if answer]
-        if found:
-            return found if form is not _tags else _inside(found)
-    return []
+        if found and form is _tags:
+            found = [answer for tag in found for answer in places(tag, counts) or [tag]]
+
+        # A response with many spellings has no answer, so none of them is looked into.
+        spellings = dict.fromkeys(found)
+        if counts is None or len(spellings) > _MAX_SPELLINGS:
+            counting = spellings
+        else:
+            counting = {answer: None for answer in spellings if counts(answer)}
+        if counting:
+            return [answer for answer in found if answer in counting]
+        first = first or found
+    return first
 
 
 def disagreement(said: list[str], same: Same) -> str | None:
@@ -72,11 +95,6 @@ def disagreement(said: list[str], same: Same) -> str | None:
         if count >= _MAX_SPELLINGS or max(len(first), len(other)) > _MAX_SENTENCE or not same(first, other):
             return f"no answer: two different ones, {quote(first)} and {quote(other)}"
     return None
-
-
-def _inside(tags: list[str]) -> list[str]:
-    """A tag may hold a box, or a sentence."""
-    return [answer for tag in tags for answer in (_boxes(tag) or _hashes(tag) or _sentences(tag) or [tag])]
 
 
 def _tags(text: str) -> list[str]:
@@ -102,7 +120,15 @@ def _boxes(text: str) -> list[str]:
 
 
 def _hashes(text: str) -> list[str]:
-    return _HASHES.findall(text) if "####" in text else []
+    return [_without_aside(markup, line) for markup, line in _HASHES.findall(text)] if "####" in text else []
+
+
+def _without_aside(markup: str, line: str) -> str:
+    """Return what stands after four hashes without its markup, a reason, and words that do not change the number."""
+    line = _REASON.sub("", _MARKUP.sub("", line) if markup else line)
+    last = _TO_LAST_DIGIT.match(line)
+    aside = _ASIDE.search(line, last.end() if last else 0)
+    return line[: aside.start()] if aside and not NOT_DRESS.search(line, aside.start()) else line
 
 
 def _sentences(text: str) -> list[str]:

@@ -3,6 +3,9 @@
 The tags are think and answer, or those of metadata.format_tags: <think>...</think> <answer>...</answer>. What they hold
 is not looked at, but must not be empty. The answer that is judged is the skeleton of the response, its tags with a dot
 for text between them, so that responses of one form are judged once. Both are linear in the text.
+
+A response continues its prompt. Where the prompt ends with one of the tags, as it does with a chat template that opens
+<think>, the response must have the rest of the form: what follows that tag.
 """
 
 from __future__ import annotations
@@ -28,16 +31,44 @@ def skeleton(text: str) -> str:
 
 
 def format_(answer: str, row: VerifierRow) -> Score:
-    """1 if the skeleton has the row's tags, each once and in order, text in each and none outside."""
+    """Return 1 if the skeleton has the row's tags, each once and in order, text in each and none outside.
+
+    Tags that the prompt ends with are taken as written.
+    """
     tags = row["metadata"].get("format_tags", DEFAULT_TAGS)
+    forms = expected_forms(row["prompt"], tags)
 
     # Other tags are text: <b> in a thought, or x <y> z in a formula.
-    known = {f"<{slash}{tag}>" for tag in tags for slash in ("", "/")}
+    names = {*tags, *re.findall("</(.+?)>", forms[-1])}
+    known = {f"<{slash}{name}>" for name in names for slash in ("", "/")}
     plain = _TAG.sub(lambda tag: tag[0] if tag[0] in known else ".", answer)
     plain = re.sub(r"\.+", ".", plain)
+    return Score(1.0) if plain in forms else Score(0.0, _why(plain, forms[0]))
 
-    wanted = "".join(f"<{tag}>.</{tag}>" for tag in tags)
-    return Score(1.0) if plain == wanted else Score(0.0, _why(plain, tags))
+
+def expected_forms(prompt: str, tags: Sequence[str]) -> list[str]:
+    """Return the skeletons that a response to the prompt may have. The first is the one that reasons refer to."""
+    whole = "".join(f"<{tag}>.</{tag}>" for tag in tags)
+    last = None
+    for last in _TAG.finditer(prompt):  # noqa: B007  the last one is looked at below
+        pass
+    if last is None:
+        return [whole]
+    tag, after = last[0], prompt[last.end() :].strip()
+    rest, opened = whole.partition(tag)[2], not tag.startswith("</")
+
+    # The prompt ends with a tag of the form. After the last closing tag nothing is left: there the prompt only shows
+    # the form.
+    if rest and not after:
+        return [rest]
+    # It opens another tag, such as a thought where the row only names the answer. Frames of chats look like that too.
+    if tag not in whole and opened and not after:
+        return [whole, f".</{tag[1:]}{whole}"]
+    # Text after an open tag either begins its content ("<think>\nOkay,") or follows an instruction that mentions the
+    # tag. Both forms count, unless the frame of a chat follows, which closes the message.
+    if rest and opened and "<" not in after:
+        return [whole, rest, rest.removeprefix(".")]
+    return [whole]
 
 
 def check_row(row: VerifierRow, where: str) -> None:
@@ -51,11 +82,13 @@ def check_row(row: VerifierRow, where: str) -> None:
         )
 
 
-def _why(plain: str, tags: Sequence[str]) -> str:
-    """What is wrong, for a person: the first tag that is not there once, or what is left to be wrong."""
-    for tag in tags:
-        for found in (f"<{tag}>", f"</{tag}>"):
-            count = plain.count(found)
-            if count != 1:
-                return f"{found} occurs {count} times, not once"
+def _why(plain: str, form: str) -> str:
+    """Say what is wrong: the first tag with a wrong count, or another fault."""
+    for tag in _TAG.findall(form):
+        count = plain.count(tag)
+        if count != 1:
+            return f"{tag} occurs {count} times, not once"
+    for tag in _TAG.findall(plain):
+        if tag not in form:
+            return f"{tag} occurs although the prompt ends after it"
     return "tags out of order, empty, or text outside them"

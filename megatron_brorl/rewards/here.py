@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.own import check_parameters
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.protocol import STATUSES, Item
 from megatron_brorl.rewards.verifier import VerifierRow
@@ -30,10 +30,7 @@ OwnReward = Callable[[str, VerifierRow], Any]  # returns what rewards.returned t
 
 def check(function: OwnReward) -> None:
     """Raise UserError unless it can be called as verifiers are."""
-    try:
-        inspect.signature(function).bind("response", {})
-    except (TypeError, ValueError) as e:
-        raise UserError(f"reward: must be a function of (response, row): {e}") from None
+    check_parameters(function, "reward")
 
 
 def sha256(function: OwnReward) -> str:

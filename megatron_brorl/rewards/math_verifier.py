@@ -1,29 +1,25 @@
 r"""Verifier `math`: is the answer the reference's number, or an expression equal to it?
 
 Plain numbers on both sides are compared exactly (plain_number.py). Everything else, `\frac{\pi}{4}`, sets, intervals,
-matrices, goes to math-verify, which reads LaTeX with sympy. It has no timeout here: a verifier's process has one.
+matrices, is read with latex2sympy (math_values.py) and compared with sympy (math_equal.py). There is no timeout here:
+a verifier's process has one.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import re
-from fractions import Fraction
 from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.final_answer import disagreement, final_answer, places, same_text
-from megatron_brorl.rewards.plain_number import MAX_CHARS, NAME, PlainNumber, equal, plain_number, units_clash
-from megatron_brorl.rewards.spelling import ascii_text, quote
+from megatron_brorl.rewards.plain_number import MAX_CHARS, equal, names_clash, plain_number, units_clash
+from megatron_brorl.rewards.spelling import plain_text, quote
 from megatron_brorl.rewards.sympy_guard import refusal, restates
 from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
 
 _RIGHT = Score(1.0)
-_DELIMITERS = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])")
-_PYTHON_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|\\sqrt\s*\(([^()]*)\)")
-_PYTHON_NAME = re.compile(r"(?<![\\A-Za-z])(pi|infty)(?![A-Za-z])")
-_NAME = re.compile(rf"\s*{NAME}\s*")
+_WORDS = re.compile(r"(?=.*[A-Za-z]{4}|yes|no)[A-Za-z][A-Za-z' -]*", re.IGNORECASE)  # a text, no product of letters
 
 
 def find(response: str) -> str | None:
@@ -39,7 +35,7 @@ def same(a: str, b: str) -> bool:
     if same_text(a, b):
         return True
     x, y = plain_number(a), plain_number(b)
-    return x is not None and y is not None and equal(x, y) and not units_clash(x, y)
+    return x is not None and y is not None and equal(x, y) and not units_clash(x.unit, y.unit)
 
 
 def check_row(row: VerifierRow, where: str) -> None:
@@ -66,18 +62,20 @@ def verify(answer: str, row: VerifierRow) -> Score:
     differ = Score(0.0, f"{quote(given)} is not {quote(reference)}")
     number, wanted = plain_number(given), plain_number(reference)
     if number and wanted:
-        return _RIGHT if equal(number, wanted) and not units_clash(number, wanted) else differ
+        clash = units_clash(number.unit, wanted.unit) or names_clash(number.name, wanted.name)
+        return _RIGHT if equal(number, wanted) and not clash else differ
     if same_text(given, reference):
         return _RIGHT
 
-    # What is not an answer is not worth the algebra.
-    why = refusal(given) or _not_a_value(given, reference)
+    # Refuse what repeats the question, and what is made to be slow, before sympy sees it.
+    undone = restates(given, reference)
+    why = refusal(given) or (f"{undone} is left to be computed" if undone else "")
     if why:
         return Score(0.0, why)
     why = refusal(reference)
     if why:
         return Score(0.0, f"the reference is compared as text alone: {why}")
-    return _RIGHT if _algebra(_latex(reference, wanted), _latex(given, number)) else differ
+    return _RIGHT if _algebra(reference, given) else differ
 
 
 def reference_of(row: VerifierRow) -> str:
@@ -88,60 +86,28 @@ def reference_of(row: VerifierRow) -> str:
 
 
 def load() -> Verifier:
-    """The verifier, with math-verify imported: its second of imports is on no answer's clock."""
-    _library()
+    """Return the verifier with sympy imported, so that no answer's deadline pays for the second that it takes."""
+    _read("0")
     return verify
 
 
-def _not_a_value(given: str, reference: str) -> str:
-    """Why an expression is no answer although its value may be right; "" if it may be one."""
-    undone = restates(given, reference)
-    if undone:
-        return f"{undone} is left to be computed"
-
-    # math-verify takes the right side of any equation for the value: 2x = 6 is not 6, but x = 6 and 2 + 4 = 6 are.
-    left, equals, _ = given.partition("=")
-    if equals and "=" not in reference and left[-1:] not in ("<", ">", "!"):
-        name = _DELIMITERS.sub("", left)
-        if not _NAME.fullmatch(name) and re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", name)):
-            return f"{quote(given)} is an equation, not a value"
-    return ""
-
-
-def _latex(text: str, number: PlainNumber | None) -> str:
-    """What math-verify reads: a plain number in a spelling that it cannot misread, or the text without dollars."""
-    if number is not None:
-        value: Fraction = number.value / 100 if number.percent else number.value
-        sign = "-" if value < 0 else ""
-        top, bottom = abs(value.numerator), value.denominator
-        return f"{sign}{top}" if bottom == 1 else rf"{sign}\frac{{{top}}}{{{bottom}}}"
-    text = _DELIMITERS.sub("", ascii_text(text)).strip().rstrip(".")
-    text = _PYTHON_ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
-    return _PYTHON_NAME.sub(r"\\\1 ", text)
-
-
 def _algebra(reference: str, given: str) -> bool:
-    """math-verify's verdict. What it parsed is compared and forgotten: to print such an object can take for ever."""
-    parse, compare = _library()
-    return bool(compare(_parsed(reference), parse(given), allow_set_relation_comp=True, timeout_seconds=None))
+    """Whether both texts are understood and their values are equal."""
+    words = plain_text(reference), plain_text(given)
+    if all(map(_WORDS.fullmatch, words)):
+        return words[0].casefold() == words[1].casefold()
+
+    from megatron_brorl.rewards import math_equal, math_values  # sympy is for scoring processes
+
+    try:
+        (wanted, unit), (value, other_unit) = _read(reference), math_values.read(given)
+        return not units_clash(unit, other_unit) and math_equal.same(wanted, value)
+    except Exception:  # latex2sympy raises any exception for a text that it does not understand
+        return False
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed(reference: str) -> Any:
-    return _library()[0](reference)
+def _read(reference: str) -> Any:
+    from megatron_brorl.rewards import math_values
 
-
-@functools.lru_cache(maxsize=1)
-def _library() -> tuple[Any, Any]:
-    """math-verify's parser of one boxed formula, without its alarm, and its comparison."""
-    import math_verify
-    from math_verify.parser import LatexExtractionConfig
-
-    for name in ("math_verify", "latex2sympy2_extended"):
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # it would log whole answers
-    config = (LatexExtractionConfig(boxed_match_priority=0),)
-
-    def parse(formula: str) -> Any:
-        return math_verify.parse(rf"\boxed{{{formula}}}", config, fallback_mode="no_fallback", parsing_timeout=None)
-
-    return parse, math_verify.verify
+    return math_values.read(reference)

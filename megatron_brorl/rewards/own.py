@@ -22,6 +22,7 @@ from megatron_brorl.rewards.verifier import Entry, VerifierRow
 
 _NAME = re.compile(r"(?P<place>.+\.py|[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
 _MOST_CHARS = 1 << 20  # reward.max_chars is the limit
+_OF_TRL = {"prompts", "completions", "completion_ids"}  # parameters of TRL's reward functions
 
 
 class Source(NamedTuple):
@@ -49,20 +50,36 @@ def entry(name: str, about: str) -> Entry:
         check_row=_any_row,
         max_chars=_MOST_CHARS,
         pure=False,  # until inspected
+        foreign=True,
     )
 
 
 def inspected(name: str) -> Source:
     """Import it and look. Raises UserError in one line for what cannot be imported, or called as verifiers are."""
     function, module = _function(name)
-    try:
-        inspect.signature(function).bind("response", {})
-    except (TypeError, ValueError) as e:
-        raise UserError(f"verifier {name}: must take (response, row): {e}") from None
+    check_parameters(function, f"verifier {name}")
     file = Path(module.__file__ or "")
     if not file.is_file():
         raise UserError(f"verifier {name}: its module has no file that a run could be held to; put it into a .py file")
     return Source(hashlib.sha256(file.read_bytes()).hexdigest(), getattr(function, "pure", False) is True)
+
+
+def check_parameters(function: Callable[..., Any], what: str) -> None:
+    """Raise UserError, naming `what`, unless the function can be called with a response and a row.
+
+    Reward functions of TRL take whole batches as `prompts` and `completions`, and the data's columns by name. Many of
+    them could be called with two arguments, and would judge nonsense.
+    """
+    try:
+        signature = inspect.signature(function)
+        if not signature.parameters.keys().isdisjoint(_OF_TRL):
+            raise UserError(
+                f"{what}: takes {signature} as a reward function of TRL does; here it judges one response: write "
+                'def score(response, row), with row["prompt"], row["answer"], and other columns in row["metadata"]'
+            )
+        signature.bind("response", {})
+    except (TypeError, ValueError) as e:
+        raise UserError(f"{what}: must take (response, row): {e}") from None
 
 
 def _any_row(row: VerifierRow, where: str) -> None:

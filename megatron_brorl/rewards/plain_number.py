@@ -38,8 +38,9 @@ NAME = (
     rf"(?:{_WORDS_NAME}|[A-Z]{{1,3}}|[a-z]|{_GREEK})"
     r"(?:_\{?[A-Za-z0-9]{1,12}\}?)?'*(?:\([A-Za-z0-9,+ -]{1,20}\))?"
 )
+_VARIABLE = re.compile(r"(?:[a-z]|alpha|beta|gamma|delta|theta|phi|lambda|mu|rho|sigma|tau|omega)(?:_\{?\w+\}?)?")
 _LEAD = re.compile(
-    rf"(?:(?:{NAME})?\s*(?:=|:|\\approx)\s*)?"
+    rf"(?:(?P<name>{NAME})?\s*(?:=|:|\\approx)\s*)?"
     r"(?:(?:exactly|only|about|approximately|around|roughly|\\approx|a total of)\s+)?"
 )
 _PERCENT = re.compile(r"\s*(?:%|percent\b|per cent\b|percentage points\b)", re.IGNORECASE)
@@ -48,12 +49,12 @@ _MULTIPLIER = re.compile(rf"\s*({'|'.join(_MULTIPLIERS)})s?\b", re.IGNORECASE)
 _WORDS = re.compile(r"(?:[A-Za-z]{3,}|a|an|of|in|on|at|by|per|is|it|he|up)(?:(?:'s|s')|-[A-Za-z]+)?(?:[ ,]+|$)")
 _MAX_WORDS = 10
 # Words after which a number is not what it says: another number, an operation, or a change of mind.
-_NOT_DRESS = re.compile(
+NOT_DRESS = re.compile(
     r"\b(?:or|and|not|but|plus|minus|divided|multiplied|squared|cubed|factorial|root|power|modulo|mod|half|halves|"
     r"thirds?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|percent|"
     r"zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|forty|fifty|sixty|"
-    r"seventy|eighty|ninety|hundreds?|thousands?|millions?|billions?|trillions?|sin|cos|tan|log|exp|sqrt|"
-    r"maybe|perhaps|wrong|false|instead)\b",
+    r"seventy|eighty|ninety|hundreds?|dozens?|thousands?|millions?|billions?|trillions?|sin|cos|tan|log|exp|sqrt|"
+    r"base|binary|octal|hexadecimal|maybe|perhaps|wrong|false|instead)\b",
     re.IGNORECASE,
 )
 
@@ -64,6 +65,7 @@ class PlainNumber(NamedTuple):
     value: Fraction  # 10 for "10%"
     percent: bool = False
     unit: Unit | None = None  # None: none, or words that are no unit
+    name: str = ""  # x in "x = 10"
 
 
 def plain_number(text: str) -> PlainNumber | None:
@@ -90,7 +92,8 @@ def plain_number(text: str) -> PlainNumber | None:
     if core["money"]:
         measured = {core["money"][-1]: 1, **(measured or {})}
     negative = bool(core["sign"] == "-" or core["sign2"])
-    return PlainNumber((-value if negative else value) * factor, percent, measured)
+    name = lead["name"] if lead else None
+    return PlainNumber((-value if negative else value) * factor, percent, measured, (name or "").replace("\\", ""))
 
 
 def equal(a: PlainNumber, b: PlainNumber) -> bool:
@@ -101,11 +104,14 @@ def equal(a: PlainNumber, b: PlainNumber) -> bool:
     return other.value in (of_hundred.value, of_hundred.value / 100)
 
 
-def units_clash(a: PlainNumber, b: PlainNumber) -> bool:
-    """Whether both have units of which neither is a part of the other, as `dollars` is of `dollars per day`."""
-    if a.unit is None or b.unit is None:
-        return False
-    return not (a.unit.items() <= b.unit.items() or b.unit.items() <= a.unit.items())
+def units_clash(a: Unit | None, b: Unit | None) -> bool:
+    """Whether both are units and neither is a part of the other, as `dollars` is of `dollars per day`."""
+    return a is not None and b is not None and not (a.items() <= b.items() or b.items() <= a.items())
+
+
+def names_clash(a: str, b: str) -> bool:
+    """Whether two names are different variables. Words and capitals are labels: `S = 3` may be said for `x = 3`."""
+    return a != b and bool(_VARIABLE.fullmatch(a) and _VARIABLE.fullmatch(b))
 
 
 def _value(core: re.Match[str]) -> Fraction | None:
@@ -160,10 +166,10 @@ def _after(text: str) -> tuple[int, bool, Unit | None] | None:
         return factor, percent, measured
     if not text[:1].isspace():
         return None
-    return (factor, percent, None) if _only_words(text.strip()) else None
+    return (factor, percent, None) if only_words(text.strip()) else None
 
 
-def _only_words(text: str) -> bool:
+def only_words(text: str) -> bool:
     """Whether a text is a few words none of which has a say in the value."""
     at = 0
     for _ in range(_MAX_WORDS):
@@ -172,5 +178,5 @@ def _only_words(text: str) -> bool:
             return False
         at = word.end()
         if at == len(text):
-            return not _NOT_DRESS.search(text)
+            return not NOT_DRESS.search(text)
     return False

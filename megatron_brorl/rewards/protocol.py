@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.verifier import MOST_REWARD, VerifierRow
 
 LENGTH = struct.Struct("<Q")
 HEADER = struct.Struct("<BdI")  # status, reward, bytes of the JSON that follows
@@ -62,7 +62,7 @@ def unpack(data: bytes) -> tuple[list[Record], bytes]:
     while len(data) - at >= HEADER.size:
         # The header says how much must be there, within bounds.
         status, reward, size = HEADER.unpack_from(data, at)
-        if size > _MOST_BYTES or not (status == READY or status < len(STATUSES)) or not 0 <= reward <= 1:
+        if size > _MOST_BYTES or not (status == READY or status < len(STATUSES)) or not abs(reward) <= MOST_REWARD:
             raise Malformed
         end = at + HEADER.size + size
         if len(data) < end:
@@ -82,6 +82,6 @@ def _record(status: int, reward: float, body: Any) -> Record:
     reason, parts = (body.get("reason", ""), body.get("parts", {})) if isinstance(body, dict) else (None, None)
     if not isinstance(reason, str) or not isinstance(parts, dict):
         raise Malformed
-    if not all(type(value) in (int, float) and 0 <= value <= 1 for value in parts.values()):
+    if not all(type(value) in (int, float) and abs(value) <= MOST_REWARD for value in parts.values()):
         raise Malformed
     return Record(status, reward, reason, parts)

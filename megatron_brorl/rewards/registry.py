@@ -47,6 +47,7 @@ ENTRIES: dict[str, Entry] = {
         load=lambda: choice_verifier.verify,
         find=choice_verifier.find,
         check_row=choice_verifier.check_row,
+        accepts_reference=True,
     ),
     "code": Entry(
         about="the share of its tests that a Python program passes, in a sandbox",
@@ -61,6 +62,7 @@ ENTRIES: dict[str, Entry] = {
         load=lambda: exact.exact,
         find=extract.full,
         check_row=exact.check_row,
+        accepts_reference=True,
         max_chars=1 << 16,
     ),
     "format": Entry(
@@ -77,22 +79,25 @@ ENTRIES: dict[str, Entry] = {
         max_chars=1 << 16,
     ),
     "math": Entry(
-        about="numbers exactly, other mathematics by math-verify",
+        about="numbers exactly, other mathematics by sympy",
         load=math_verifier.load,
         find=math_verifier.find,
         check_row=math_verifier.check_row,
+        accepts_reference=True,
     ),
     "reasoning_gym": Entry(
         about="the scorer of the row's reasoning-gym task",
         load=_reasoning_gym,
         find=extract.answer_tag,
         check_row=gym_tasks.check_row,
+        accepts_reference=True,
     ),
     "short_answer": Entry(
         about="a few words, or a quantity with its unit",
         load=lambda: short_answer_verifier.verify,
         find=short_answer_verifier.find,
         check_row=short_answer_verifier.check_row,
+        accepts_reference=True,
     ),
 }
 

@@ -1,12 +1,16 @@
-"""What a verifier may return, made one form: a Score, a number, or a dict of reward, reason and parts."""
+"""What a verifier may return, made one form: a Score, a number, or a dict of reward, reason and parts.
+
+A number is any object that converts to one float: bool, int, float, Fraction, Decimal, and the scalars and one-element
+arrays of NumPy and torch. Texts are not numbers.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
-from megatron_brorl.rewards.verifier import Score
+from megatron_brorl.rewards.verifier import MOST_REWARD, Score
 
 MOST_PARTS = 16
 _MOST_NAME = 64  # characters of a part's name
@@ -17,7 +21,7 @@ class NoScore(Exception):
 
 
 def score_of(returned: Any) -> Score:
-    """The score that a verifier returned. Raises NoScore where it is none: only real numbers in [0, 1] are rewards."""
+    """The score that a verifier returned. Raises NoScore where it is none: only finite real numbers are rewards."""
     # The three forms.
     if isinstance(returned, Score):
         reward, reason, parts = returned
@@ -41,9 +45,13 @@ def score_of(returned: Any) -> Score:
 
 
 def _number(value: Any, what: str) -> float:
-    if isinstance(value, Real) and 0 <= value <= 1:  # type: ignore[operator]  # a NaN is not
-        return float(value)
-    raise NoScore(f"returned {_shown(value)} {what}, not a number in [0, 1]")
+    # Whatever a user's class raises here, it has not given a number.
+    with contextlib.suppress(Exception):
+        value = value.item() if hasattr(value, "item") else value
+        # A text has no __float__, although float() would read one.
+        if hasattr(type(value), "__float__") and abs(number := float(value)) <= MOST_REWARD:  # a NaN is not
+            return number
+    raise NoScore(f"returned {_shown(value)} {what}, not a finite number ({MOST_REWARD:g} at most)")
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import Entry
 from megatron_brorl.timeline import position
-from megatron_brorl.types import CORRECT, Prompt, Rollout, Status, Verdict
+from megatron_brorl.types import Prompt, Rollout, Status, Verdict
 
 _RAISED = {
     "error": "verifier {} raised on an answer, which scores 0 (figure verdict_errors)",
@@ -34,6 +35,7 @@ class Scores:
     """What the verifiers made of B rollouts."""
 
     rewards: Tensor  # [B] float32
+    right: list[bool]  # whether each counts as correct
     answers: list[str | None]  # what of each response was judged; None: it has no answer, or was not looked at
     verdicts: list[Verdict]
     counts: dict[str, int]  # rollouts of each status of Verdict, and "length": those not looked at
@@ -93,8 +95,8 @@ class Scorer:
     def scores(self, places: Sequence[tuple[int, int]]) -> Scores:
         """What the verifiers made of the rollouts (request, sibling), all of which have ended; waits for them.
 
-        Strict: partial credit is none. A response cut off at the length limit scores cut_off_factor of its reward, and
-        is not looked at where that is 0.
+        `worth` says what a verdict is worth. A response that was cut off is not looked at where its reward could only
+        be 0.
         """
         # All have been decoded first.
         self._ended.put(None)
@@ -105,20 +107,21 @@ class Scorer:
         verdicts = [each.verdict.result() for each in judged]
 
         # Rewards, in float32 as they are carried.
-        credit = [float(v.reward >= CORRECT) if self._config.strict else v.reward for v in verdicts]
-        factors = [each.factor for each in judged]
-        rewards = torch.tensor([f * c for f, c in zip(factors, credit, strict=True)], dtype=torch.float32)
+        # What counts as correct is decided here, from the verifier's own reward; everything else carries it along.
+        worths = [worth(v, each.cut_off, self._config) for v, each in zip(verdicts, judged, strict=True)]
+        rewards = torch.tensor([reward for reward, _ in worths], dtype=torch.float32)
 
         # How the verifiers fared.
         counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
-        counts.update(v.status if f else "length" for f, v in zip(factors, verdicts, strict=True))
+        counts.update("length" if each.unseen else v.status for v, each in zip(verdicts, judged, strict=True))
         raised: dict[str, str] = {}
         for (request, _), verdict in zip(places, verdicts, strict=True):
             if verdict.status in _RAISED:
                 prompt = self._prompts[request]
                 row = f"row {prompt.id}: " if verdict.status == "invalid" else ""
-                raised.setdefault(_RAISED[verdict.status].format(_name(prompt)), row + verdict.reason)
-        return Scores(rewards, [each.answer for each in judged], verdicts, dict(counts), raised)
+                raised.setdefault(_RAISED[verdict.status].format(verifier_name(prompt)), row + verdict.reason)
+        right = [correct for _, correct in worths]
+        return Scores(rewards, right, [each.answer for each in judged], verdicts, dict(counts), raised)
 
     def _serve(self) -> None:
         try:
@@ -129,23 +132,46 @@ class Scorer:
             self._error = e  # for who delivers next, and for who asks for the scores
 
     def _judge(self, prompt: Prompt, rollout: Rollout) -> _Judged:
-        factor = self._config.cut_off_factor if rollout.finish == "length" else 1.0
-        found = self._find(prompt, rollout) if factor else Found(None, "cut off")
+        cut_off = rollout.finish == "length"
+        unseen = cut_off and not judged_when_cut_off(self._entry(prompt.verifier), self._config)
+        found = Found(None, "cut off") if unseen else self._find(prompt, rollout)
         verdict = self._pool.submit(ScoreRequest(prompt, *found))
         verdict.add_done_callback(lambda _: position.beat())
-        return _Judged(factor, found.answer, verdict)
+        return _Judged(cut_off, unseen, found.answer, verdict)
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            self._entries[name] = entry(name, "verifier", self._config)
+        return self._entries[name]
 
     def _find(self, prompt: Prompt, rollout: Rollout) -> Found:
         ids = without_stop(rollout.token_ids, self._stop_ids)
         key = (prompt.verifier, hashlib.blake2b(ids.numpy().tobytes(), digest_size=16).digest())
         if key not in self._found:
             # An answer is found as its verifier looks for it, or as the configuration has it for all.
-            name = prompt.verifier
-            if name not in self._entries:
-                self._entries[name] = entry(name, "verifier", self._config)
-            judged_by = self._entries[name]
+            judged_by = self._entry(prompt.verifier)
             self._found[key] = extract(self._decode(ids.tolist()), judged_by.find, judged_by.max_chars)
         return self._found[key]
+
+
+def worth(verdict: Verdict, cut_off: bool, config: RewardConfig) -> tuple[float, bool]:
+    """The reward of a response with this verdict, and whether the response counts as correct.
+
+    Correct is a verifier's own reward of at least reward.correct_at, both rounded to float32: 0.7 + 0.2 + 0.1, which is
+    below 1 in float64, passes for 1, and so does a reward of 0.9 that was computed in float32 for 0.9. A response that
+    rollout.max_tokens cut off is correct only where reward.cut_off_factor is 1, and one that was not scored never is.
+    """
+    reaches = verdict.status == "ok" and bool(np.float32(verdict.reward) >= np.float32(config.correct_at))
+    reward = float(reaches) if config.strict else verdict.reward
+    if not cut_off:
+        return reward, reaches
+    # A factor below 1 would raise a negative reward, and make being cut off better than being wrong.
+    return min(reward, config.cut_off_factor * reward), reaches and config.cut_off_factor == 1
+
+
+def judged_when_cut_off(judged_by: Entry, config: RewardConfig) -> bool:
+    """Whether the reward of a response that was cut off can be other than 0, so that its verifier looks at it."""
+    return config.cut_off_factor > 0 or (judged_by.foreign and not config.strict)
 
 
 def without_stop(token_ids: Tensor, stop_ids: Sequence[int]) -> Tensor:
@@ -157,11 +183,13 @@ def without_stop(token_ids: Tensor, stop_ids: Sequence[int]) -> Tensor:
 class _Judged:
     """A rollout that has ended."""
 
-    factor: float  # of its reward
+    cut_off: bool  # by rollout.max_tokens
+    unseen: bool  # no verifier looked at it
     answer: str | None
     verdict: Future[Verdict]
 
 
-def _name(prompt: Prompt) -> str:
+def verifier_name(prompt: Prompt) -> str:
+    """The verifier of a row, with its task where it has several."""
     task = prompt.metadata.get("source_dataset")
     return f"{prompt.verifier} ({task})" if task else prompt.verifier

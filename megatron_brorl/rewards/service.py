@@ -44,6 +44,7 @@ def entry(name: str, timeout_s: float) -> Entry:
         check_row=_any_row,
         max_chars=_MOST_CHARS,
         pure=False,  # it may be a model, and its answers a draw
+        foreign=True,
     )
 
 

@@ -48,6 +48,10 @@ _LATEX = (
     (re.compile(r"\\geq(?![A-Za-z])"), r"\\ge"),
     (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"), "°"),
     (re.compile(r"\\%"), "%"),
+    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"\\lbrack(?![A-Za-z])"), "["),
+    (re.compile(r"\\rbrack(?![A-Za-z])"), "]"),
 )
 _FONT = r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|mbox|hbox|emph|boxed|fbox|boldsymbol|bm)\s*"
 _WRAPPED = re.compile(_FONT + r"\{((?:[^{}]|\{[^{}]*\})*)\}")
@@ -74,16 +78,21 @@ def tidy(text: str) -> str:
         text = _DOLLAR.sub("", text)
     text = _BOLD.sub(r"\1", _MARKS.sub("", text))
 
-    # Commands that print nothing or a space.
     if "\\" in text or "~" in text:
-        for pattern, spelling in _LATEX:
-            text = pattern.sub(spelling, text)
+        text = commands(text)
         for _ in range(3):  # a font in a font in a box; more is no way to write an answer
             text, count = _WRAPPED.subn(r" \1 ", text)
             if not count:
                 break
         text = text.replace("\\$", "$")
     return text.lstrip(_BEFORE).rstrip(_BEHIND)
+
+
+def commands(text: str) -> str:
+    """The text with one command for each meaning, and without those that print nothing or a space."""
+    for pattern, spelling in _LATEX:
+        text = pattern.sub(spelling, text)
+    return text
 
 
 def plain_text(text: str) -> str:

@@ -21,12 +21,15 @@ class VerifierRow(TypedDict):
     metadata: Mapping[str, Any]
 
 
+MOST_REWARD = 1e30  # The limit of every number of a configuration; float32, in which rewards are carried, has more.
+
+
 class Score(NamedTuple):
     """What a verifier says of an answer."""
 
-    reward: float  # in [0, 1]
+    reward: float  # any number of at most MOST_REWARD in size; reward.correct_at says from where on it is right
     reason: str = ""  # for a person: why not 1, in a few words
-    parts: Mapping[str, float] = MappingProxyType({})  # what the reward is made of, by name; each in [0, 1]
+    parts: Mapping[str, float] = MappingProxyType({})  # what the reward is made of, by name; numbers as the reward
 
 
 Verifier = Callable[[str, VerifierRow], Score]
@@ -44,3 +47,5 @@ class Entry:
     max_chars: int = 4096  # a longer answer scores 0 unseen
     pure: bool = True  # equal answers to a row have equal scores, so that one is judged for all
     executes: bool = False  # it runs what the model wrote: asks for a sandbox, or reward.unsandboxed
+    accepts_reference: bool = False  # it calls the reference answer of a row right, or the row is wrong
+    foreign: bool = False  # not of this package: its rewards may be negative, and references may be no whole responses

@@ -17,13 +17,13 @@ _FINISH: tuple[FinishReason, ...] = get_args(FinishReason)
 def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     """Any number of rows in a few tensors; files cost per object.
 
-    heads [B, 6] int64: group, sibling, tokens, finish, spans, answer. token_ids [sum of tokens] int64, log_probs
+    heads [B, 7] int64: group, sibling, tokens, finish, spans, right, answer. token_ids [sum of tokens] int64, log_probs
     likewise float32, spans [sum of spans, 2] int64, rewards [B] float32. verdicts [bytes] uint8: as JSON, each distinct
     one once; verdict [B] int64: which of them, -1: none.
     """
     rollouts = [row.rollout for row in rows]
     heads = [
-        (row.group, r.index, len(r.token_ids), _FINISH.index(r.finish), len(r.spans), row.answer)
+        (row.group, r.index, len(r.token_ids), _FINISH.index(r.finish), len(r.spans), row.right, row.answer)
         for row, r in zip(rows, rollouts, strict=True)
     ]
     spans = [span for r in rollouts for span in r.spans]
@@ -32,7 +32,7 @@ def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     place = {key: i for i, key in enumerate(distinct)}
     texts = [(v.reward, v.status, v.reason, dict(v.parts)) for v in distinct.values()]
     return {
-        "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 6),
+        "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 7),
         "token_ids": torch.cat([torch.zeros(0, dtype=torch.int64), *(r.token_ids for r in rollouts)]),
         "log_probs": torch.cat([torch.zeros(0), *(r.log_probs for r in rollouts)]),
         "spans": torch.tensor(spans, dtype=torch.int64).view(-1, 2),
@@ -53,11 +53,12 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     verdicts = [*(Verdict(*each) for each in texts), None]  # entry -1: none
     which = tensors["verdict"].tolist() if "verdict" in tensors else [-1] * len(heads)
     rows, at = [], 0
-    for (group, sibling, _, finish, count, answer), i, lp, reward, v in zip(
+    for (group, sibling, _, finish, count, right, answer), i, lp, reward, v in zip(
         heads, ids, log_probs, tensors["rewards"].tolist(), which, strict=True
     ):
         own = tuple((version, tokens) for version, tokens in spans[at : at + count])
-        rows.append(ScoredRollout(group, Rollout(sibling, i, lp, _FINISH[finish], own), reward, answer, verdicts[v]))
+        rollout = Rollout(sibling, i, lp, _FINISH[finish], own)
+        rows.append(ScoredRollout(group, rollout, reward, bool(right), answer, verdicts[v]))
         at += count
     return rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -20,28 +19,12 @@ from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.train.finite import train_on_finite
+from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.worker import Update, Worker
 from megatron_brorl.types import Experience
 
 # (number of the update, worker, this rank's rows of it, their loss, temperature); a collective
 Keep = Callable[[int, Worker, Experience, "ActorLoss", float], None]
-
-
-def learning_rate(optim: OptimConfig, update: int) -> float:
-    """Linear warm-up over warmup_steps optimizer steps, then constant. update counts from 0."""
-    return optim.lr * min(1.0, (update + 1) / optim.warmup_steps) if optim.warmup_steps else optim.lr
-
-
-def scaled(optim: OptimConfig, asked: int, kept: int) -> OptimConfig:
-    """With the learning rate for a step of B rollouts: lr sqrt(B / B_0), B_0 = optim.lr_for_rollouts.
-
-    asked: rollouts that every step asks for. kept: rollouts that this one trains on. B is one of them, by
-    optim.lr_counts.
-    """
-    if not optim.lr_for_rollouts:
-        return optim
-    rollouts = kept if optim.lr_counts == "kept" else asked
-    return replace(optim, lr=optim.lr * math.sqrt(rollouts / optim.lr_for_rollouts))
 
 
 def update_policy(
@@ -56,15 +39,16 @@ def update_policy(
 ) -> dict[str, float]:
     """One optimizer step per mini-batch; returns their metrics, the same on every rank.
 
-    mini_batches: this rank's rows of each, epoch by epoch, as many as on every rank. first_update: optimizer steps done
-    before. keep: told of an update that was not applied.
+    mini_batches: this rank's rows of each, epoch by epoch, as many as on every rank. first_update: optimizer steps
+    taken before. keep: called for an update that was not applied.
 
-    Metrics are token means over all mini-batches; logprob_gap_* are of the first mini-batch, where the actor
-    still has the weights that the engine sampled the newest tokens from. nonfinite_rows are those that had to be left
-    out of an update, and of those after it, because the actor's log-probabilities of them are not finite.
+    "updates" counts the optimizer steps taken, "updates_skipped" those not applied because the gradient was not finite.
+    Metrics are token means over all mini-batches; logprob_gap_* are of the first mini-batch that has rows, where the
+    actor still has the weights that the engine sampled the newest tokens from. nonfinite_rows are those that had to be
+    left out of an update, and of those after it, because the actor's log-probabilities of them are not finite.
     """
     sums = dict.fromkeys(losses.SUMS, 0.0)
-    ratio_max, norms, skipped, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
+    ratio_max, norms, taken, gap, lr = 0.0, [], 0, {"mean": 0.0, "max": 0.0}, 0.0
     # Rows found not finite: left out of every later mini-batch too, since epochs bring them again.
     broken: set[int] = set()
 
@@ -75,9 +59,10 @@ def update_policy(
 
     # Every rank takes every turn, also without a row of its own: a step is a collective.
     for i, rows in enumerate(mini_batches):
-        # The schedule counts mini-batches, those that are skipped too.
-        rate = learning_rate(optim, first_update + i)
-        # Before rows are left out of it: what is kept is the update as it failed.
+        # Only optimizer steps that were taken move the schedule.
+        rate = learning_rate(optim, first_update + taken)
+        # Bound before rows are left out, so that the file has the update as it failed. Its number counts every
+        # mini-batch, so that two skipped updates of a step have different file names.
         keep_this = partial(keep, first_update + i) if keep else None
         attempt = partial(_attempt, worker, experience, algo, temperature, rate, keep_this)
         done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, worker.grid)
@@ -86,15 +71,17 @@ def update_policy(
         # Sums over mini-batches, of which the metrics are means.
         if done is None:
             continue  # every rank's share of this mini-batch was dropped
-        lr, (update, found) = rate, done
+        update, found = done
         for key in losses.SUMS:
             sums[key] += found[key]
         ratio_max = max(ratio_max, found["ratio_max"])
         norms.append(update.grad_norm)
-        skipped += not update.applied
+        # A skipped update leaves weights and schedule where they are.
+        if update.applied:
+            taken, lr = taken + 1, rate
 
         # Later mini-batches meet an actor that has moved: their gap is the update's, not the engine's.
-        if i == 0:
+        if len(norms) == 1:
             gap = {"mean": found["rollout_gap"] / (found["tokens"] or 1.0), "max": found["rollout_gap_max"]}
 
     # Where nothing was trained means are 0. A KL that is taken off rewards is reported by make_experience.
@@ -102,11 +89,11 @@ def update_policy(
     metrics = {"reference_kl": sums["reference_kl"] / tokens} if algo.kl_coef and algo.kl_in == "loss" else {}
     return {
         **metrics,
-        # Means over optimizer steps, whose losses carry the divisor of their own batch.
+        # Means over optimizer steps, skipped ones too. Each loss carries the divisor of its own batch.
         "loss": sums["loss"] / max(len(norms), 1),
         "grad_norm": sum(norms) / max(len(norms), 1),
-        "updates": float(len(norms)),
-        "updates_skipped": float(skipped),
+        "updates": float(taken),
+        "updates_skipped": float(len(norms) - taken),
         "lr": lr,
         # Means over the tokens of all mini-batches: a token counts once per epoch.
         "entropy": sums["entropy"] / tokens,
@@ -116,7 +103,7 @@ def update_policy(
         "approx_kl": sums["approx_kl"] / tokens,
         "ratio_mean": sums["ratio"] / tokens,
         "ratio_max": ratio_max,
-        # Of the first mini-batch alone.
+        # Of the first mini-batch with rows.
         "logprob_gap_mean": gap["mean"],
         "logprob_gap_max": gap["max"],
         "trained_tokens": sums["tokens"],

@@ -21,7 +21,6 @@ from megatron_brorl.config.schema import AlgoConfig, RolloutConfig
 from megatron_brorl.parallel import device
 from megatron_brorl.theory.allocation import least_of, second_round
 from megatron_brorl.train.groups import Outcomes, group_metrics
-from megatron_brorl.types import CORRECT
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def allocate_rest(outcomes: Outcomes, rounds: Rounds, config: RolloutConfig) -> 
     """(group, sibling) of the second round, in order, after a first round came to `outcomes`; a collective."""
     if config.adaptive == "off":
         return []
-    right = ((outcomes.rewards >= CORRECT) & outcomes.ended).sum(1).numpy()
+    right = (outcomes.right & outcomes.ended).sum(1).numpy()
     counts = second_round(right, outcomes.ended.sum(1).numpy(), rounds.n - rounds.first, config.adaptive)
     # Ranks on unlike processors may round a tie in two ways: the first one decides.
     shared = torch.from_numpy(counts).to(device.default_device())

@@ -84,7 +84,7 @@ def group_advantages(outcomes: Outcomes, config: Config, ops: Backend) -> tuple[
 def with_shaped_rewards(outcomes: Outcomes, config: Config, step: int) -> Outcomes:
     """With what config section shaping makes of the rewards at this step; which groups are kept does not change."""
     o, shaping = outcomes, config.shaping
-    return replace(o, rewards=shaped(o.rewards, o.tokens, o.repeats, shaping, config.rollout.max_tokens, step))
+    return replace(o, rewards=shaped(o.rewards, o.right, o.tokens, o.repeats, shaping, config.rollout.max_tokens, step))
 
 
 def kl_in_reward(algo: AlgoConfig) -> bool:

@@ -80,16 +80,15 @@ def files(carried: Carried, grid: Grid) -> dict[str, bytes]:
     return {_FILES.replace("*", f"{grid.rank:05d}"): save({"groups": groups, **to_tensors(carried.rows)})}
 
 
-def read(directory: Path, source: PromptSource, prompts: int, grid: Grid) -> Carried:
-    """This rank's share of what was written, dealt anew where the number of ranks has changed.
+def read(directory: Path, source: PromptSource, grid: Grid) -> Carried:
+    """Return this rank's share of what was written, dealt again if the number of ranks has changed.
 
-    source and prompts (of every step, where these were of one size) are those of the run that wrote it.
+    source: that of the run that wrote it.
     """
     parts = [load_file(path) for path in sorted(directory.glob(_FILES))]
     if not parts:
         return Carried()
-    # Two columns are of a version whose steps all took `prompts`.
-    places = [(*place, place[0] * prompts)[:3] for place in parts[0]["groups"].tolist()]
+    places = parts[0]["groups"].tolist()
     groups = tuple(open_groups(source.take(start, place + 1), step, start)[place] for step, place, start in places)
     if len(parts) == grid.world:
         return Carried(groups, tuple(from_tensors(parts[grid.rank])))

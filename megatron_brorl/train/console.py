@@ -11,18 +11,28 @@ from megatron_brorl.algo.no_signal import why_no_signal
 from megatron_brorl.train.evaluate import Evaluation
 
 
+def after(steps: int) -> str:
+    """Return "after 12 steps": a count of steps done, which is the number of the next step in metrics.jsonl."""
+    return f"after {steps} step{'' if steps == 1 else 's'}"
+
+
 def evaluation_line(evaluation: dict[str, Any]) -> str:
-    """pass@1 with its interval, and pass@k of the largest k."""
-    p, more = evaluation["pass_at_1"], widest(evaluation["pass_at_k"])
-    text = f"pass@1 {100 * p['mean']:.1f}% (95% interval {100 * p['low']:.1f} to {100 * p['high']:.1f})"
-    return f"{text}, pass@{more[0]} {100 * more[1]:.1f}%" if more else text
+    """pass@1 with its interval, pass@k of the largest k, and the mean reward where it says more than pass@1."""
+    p, more, reward = evaluation["pass_at_1"], widest(evaluation["pass_at_k"]), evaluation["mean_reward"]
+    parts = [f"pass@1 {100 * p['mean']:.1f}% (95% interval {100 * p['low']:.1f} to {100 * p['high']:.1f})"]
+    if more:
+        parts.append(f"pass@{more[0]} {100 * more[1]:.1f}%")
+    if reward["mean"] != p["mean"]:
+        parts.append(f"mean reward {reward['mean']:.4g} (95% interval {reward['low']:.4g} to {reward['high']:.4g})")
+    return ", ".join(parts)
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     """What metrics.jsonl has of an evaluation."""
-    p = evaluation.pass_at_1
+    p, r = evaluation.pass_at_1, evaluation.mean_reward
     passes = {f"pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
-    return passes | {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high}
+    rewards = {"held_out_reward": r.mean, "held_out_reward_low": r.low, "held_out_reward_high": r.high}
+    return passes | {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high} | rewards
 
 
 def passes(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -31,16 +41,23 @@ def passes(metrics: Mapping[str, float]) -> dict[str, float]:
     return {k: v for key, v in metrics.items() if (k := key.removeprefix("pass_at_")).isdigit()}
 
 
-def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
-    """The metrics of a step that are worth watching, by label; what should not happen is shown where it did."""
+def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
+    """The metrics of a step that are worth watching, by label; what should not happen is shown where it did.
+
+    step: its number in metrics.jsonl.
+    """
+    # The first one leads to the step's line in metrics.jsonl, and to its rollouts.
     shown = {
+        "step": str(step),
         "reward": _shown(metrics["reward"], ".3f"),
         "kept": _shown(metrics["kept_share"], ".0%"),
         "tokens": _shown(metrics["response_tokens"], ".1f"),
-        # In nats, between engine and trainer: the first sign of weights that did not arrive.
-        "gap": f"{metrics['logprob_gap_max']:.1e}",
-        "step": f"{seconds['step']:.1f}s",
     }
+
+    # In nats, between engine and trainer: the first sign of weights that did not arrive.
+    if "logprob_gap_max" in metrics:
+        shown["gap"] = f"{metrics['logprob_gap_max']:.1e}"
+    shown["took"] = f"{seconds['step']:.1f}s"
 
     # What a device gets done, and loses to the slowest rank.
     if "throughput/tokens_per_s" in seconds:
@@ -75,6 +92,9 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
         shown["pass@1"] = f"{100 * metrics['pass_at_1']:.1f}%"
         if more := widest(passes(metrics)):
             shown[f"pass@{more[0]}"] = f"{100 * more[1]:.1f}%"
+        # Equal figures are those of rewards of 0 and 1.
+        if metrics["held_out_reward"] != metrics["pass_at_1"]:
+            shown["held-out reward"] = f"{metrics['held_out_reward']:.3g}"
 
     return shown
 

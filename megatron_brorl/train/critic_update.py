@@ -14,9 +14,9 @@ from megatron_brorl.config.schema import CriticConfig, OptimConfig
 from megatron_brorl.ops.backend import Backend
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
-from megatron_brorl.train.actor_update import learning_rate
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.finite import train_on_finite
+from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.worker import LossFunction, Update
 from megatron_brorl.types import Experience
 
@@ -39,11 +39,12 @@ def update_critic(
     """One optimizer step per mini-batch; returns their metrics, the same on every rank.
 
     mini_batches: this rank's rows of each, as many as on every rank. clip: config key critic.clip. first_update: the
-    critic's steps done before. value_loss is the mean over steps of the token mean, value_clipped the share of tokens
-    whose gradient the clipping removed. critic_nonfinite_rows are those that had to be left out of an update, and of
-    those after it, because the critic's values of them are not finite.
+    critic's optimizer steps taken before. "critic_updates" counts those taken here. value_loss is the mean over steps
+    of the token mean, value_clipped the share of tokens whose gradient the clipping removed. critic_nonfinite_rows are
+    those that had to be left out of an update, and of those after it, because the critic's values of them are not
+    finite.
     """
-    totals, norms, skipped, lr = dict.fromkeys(_SUMS, 0.0), [], 0, 0.0
+    totals, norms, taken, lr = dict.fromkeys(_SUMS, 0.0), [], 0, 0.0
     # Rows found not finite: left out of every later mini-batch too, since epochs bring them again.
     broken: set[int] = set()
 
@@ -53,9 +54,9 @@ def update_critic(
         return critic.values(part.prompts, part.responses)
 
     # Every rank takes every turn, also without a row of its own: a step is a collective.
-    for i, rows in enumerate(mini_batches):
-        # The schedule counts mini-batches, those that are skipped too.
-        rate = learning_rate(optim, first_update + i)
+    for rows in mini_batches:
+        # Only optimizer steps that were taken move the schedule.
+        rate = learning_rate(optim, first_update + taken)
         attempt = partial(_attempt, critic, experience, clip, rate)
         done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, critic.grid)
         broken |= set(left_out)
@@ -63,10 +64,12 @@ def update_critic(
         # Sums over mini-batches, of which the metrics are means.
         if done is None:
             continue  # every rank's share of this mini-batch was dropped
-        lr, (update, found) = rate, done
+        update, found = done
         totals = {key: totals[key] + found[key] for key in totals}
         norms.append(update.grad_norm)
-        skipped += not update.applied
+        # A skipped update leaves weights and schedule where they are.
+        if update.applied:
+            taken, lr = taken + 1, rate
 
     # Where no step was taken means are 0.
     steps = max(len(norms), 1)
@@ -75,8 +78,8 @@ def update_critic(
         # A share of tokens, not a mean over steps.
         "value_clipped": totals["clipped"] / (totals["tokens"] or 1.0),
         "critic_grad_norm": sum(norms) / steps,
-        "critic_updates": float(len(norms)),
-        "critic_updates_skipped": float(skipped),
+        "critic_updates": float(taken),
+        "critic_updates_skipped": float(len(norms) - taken),
         "critic_lr": lr,
         # A replica's ranks have the same rows, so only replicas are added up.
         "critic_nonfinite_rows": collectives.all_reduce_sum({"rows": float(len(broken))}, critic.grid.groups.dp)[

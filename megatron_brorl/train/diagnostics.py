@@ -38,7 +38,6 @@ from megatron_brorl.train.gradient_noise import noise_metrics
 from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import CORRECT
 
 _EXACT = ("unsampled_mass", "unsampled_2", "s_r", "a2", "b2", "siblings")
 _ESTIMATE = ("success", "sampled", "policy_gradient")
@@ -215,7 +214,7 @@ class StepDiagnostics:
         parts = []
         # Rows are numbered through all groups, so that the model sees one batch.
         for g, t, p in zip(self.chosen, tokens, drawn, strict=True):
-            position, token, right = draws_at(p, t, self.collected.outcomes.rewards[g] >= CORRECT)
+            position, token, right = draws_at(p, t, self.collected.outcomes.right[g])
             parts.append((len(prompts) + position, token, right))
             prompts += [torch.tensor(self.collected.groups[g].prompt.token_ids)] * len(p.depth)
             # The token at the position closes its row: last_logits tells what that was drawn from.
@@ -291,7 +290,7 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
 def _answers(outcomes: Outcomes, group: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Codes of the final answers and verdicts of a group's survivors, in sibling order."""
     ended = outcomes.ended[group]
-    return outcomes.answers[group][ended].numpy(), (outcomes.rewards[group][ended] >= CORRECT).numpy()
+    return outcomes.answers[group][ended].numpy(), outcomes.right[group][ended].numpy()
 
 
 def _from_last_stage(table: Tensor, grid: Grid) -> Tensor:

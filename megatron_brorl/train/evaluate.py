@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megatron_brorl.algo.estimators import Interval, bootstrap_mean, bootstrap_mean_of_means, pass_at_k
+from megatron_brorl.algo.estimators import SHARE, Bounds, Interval, bootstrap_mean, bootstrap_mean_of_means, pass_at_k
 from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
@@ -15,7 +15,7 @@ from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import open_groups
 from megatron_brorl.train.groups import Outcomes, gather
 from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
-from megatron_brorl.types import CORRECT, OpenGroup, Prompt, ScoredRollout
+from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
 
 # What is shown of samples beside figures: their groups, this rank's rollouts, and what became of those of all ranks.
 See = Callable[[Sequence[OpenGroup], Sequence[ScoredRollout], Outcomes], None]
@@ -117,13 +117,13 @@ def sample_answers(
 
     # A prompt's means are over its own samples that were not lost.
     found = []
-    for g, ended, rewards, tokens in zip(
-        groups, outcomes.ended, outcomes.rewards.double(), outcomes.tokens.double(), strict=True
+    for g, ended, rewards, correct, tokens in zip(
+        groups, outcomes.ended, outcomes.rewards.double(), outcomes.right, outcomes.tokens.double(), strict=True
     ):
         # A prompt that lost all of its samples has no mean.
         if ended.any():
             reward, length = rewards[ended], tokens[ended]
-            right = int((reward >= CORRECT).sum())
+            right = int(correct[ended].sum())
             means = float(reward.mean()), float(length.mean())
             found.append(Answers(g.prompt, g.place, int(ended.sum()), right, *means))
 
@@ -149,11 +149,12 @@ def sum_up(answers: Sequence[Answers], prompts: int, config: EvaluateConfig, see
 
     # Intervals are over prompts; what was lost is what no sample came of.
     return Evaluation(
-        pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], config.bootstrap, seed),
+        pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], config.bootstrap, seed, SHARE),
         pass_at_k={k: _mean(values) for k, values in passes.items() if values},
         by_task={name: _mean(values) for name, values in sorted(tasks.items())},
         verifiers=sorted({a.prompt.verifier for a in answers}),
-        mean_reward=bootstrap_mean([a.reward for a in answers], config.bootstrap, seed),
+        # Only rewards of 0 and 1 have known bounds, which equal values need for an interval.
+        mean_reward=bootstrap_mean([a.reward for a in answers], config.bootstrap, seed, _bounds(answers)),
         response_tokens=sum(a.tokens * a.samples for a in answers) / total,
         prompts=prompts,
         samples=config.samples,
@@ -165,10 +166,16 @@ def mean_over(benchmarks: Sequence[Sequence[Answers]], config: EvaluateConfig, s
     """pass@1 and mean reward averaged over benchmarks, each of which counts alike, with their intervals."""
     shares = [[a.right / a.samples for a in answers] for answers in benchmarks]
     rewards = [[a.reward for a in answers] for answers in benchmarks]
+    bounds = _bounds([a for answers in benchmarks for a in answers])
     return {
-        "pass_at_1": bootstrap_mean_of_means(shares, config.bootstrap, seed).as_dict(),
-        "mean_reward": bootstrap_mean_of_means(rewards, config.bootstrap, seed).as_dict(),
+        "pass_at_1": bootstrap_mean_of_means(shares, config.bootstrap, seed, SHARE).as_dict(),
+        "mean_reward": bootstrap_mean_of_means(rewards, config.bootstrap, seed, bounds).as_dict(),
     }
+
+
+def _bounds(answers: Sequence[Answers]) -> Bounds | None:
+    """What bounds a prompt's mean reward: rewards of 1 for correct and 0 for others have bounds, any others do not."""
+    return SHARE if all(a.reward == a.right / a.samples for a in answers) else None
 
 
 def _mean(values: list[float]) -> float:

@@ -68,7 +68,8 @@ def exchange(rows: Sequence[ScoredRollout], outcomes: Outcomes, replica: Tensor,
     for g, s in sorted(found):
         r, finish = found[g, s], FINISH[int(outcomes.state[g, s])]
         rollout = Rollout(s, r.token_ids, r.log_probs, finish)
-        brought.append(ScoredRollout(g, rollout, float(outcomes.rewards[g, s]), int(outcomes.answers[g, s])))
+        reward, right = float(outcomes.rewards[g, s]), bool(outcomes.right[g, s])
+        brought.append(ScoredRollout(g, rollout, reward, right, int(outcomes.answers[g, s])))
     return Exchanged(brought, _bytes_moved(plan, grid))
 
 

@@ -17,7 +17,7 @@ from megatron_brorl.train.advantages import kl_in_reward, of_tokens
 from megatron_brorl.train.finite import finite_rows
 from megatron_brorl.train.training_models import TrainingModels
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import CORRECT, Experience, OpenGroup, ScoredRollout
+from megatron_brorl.types import Experience, OpenGroup, ScoredRollout
 
 Rows = tuple[Tensor, ...]  # [G] of each row
 
@@ -82,7 +82,7 @@ def make_experience(
     # The boost comes after whitening, which would rescale it and take its mean away.
     advantages = credit.advantages
     if algo.correct_boost:
-        boosts = (algo.correct_boost if r.reward >= CORRECT else 0.0 for r in rollouts)
+        boosts = (algo.correct_boost if r.right else 0.0 for r in rollouts)
         advantages = tuple(a + boost for a, boost in zip(advantages, boosts, strict=True))
 
     # Every column has the same rows in the same order; absent ones are None.

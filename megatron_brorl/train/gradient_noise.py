@@ -21,7 +21,6 @@ from megatron_brorl.theory.noise import HalfGradients, gradient_noise
 from megatron_brorl.train.collect import Collected
 from megatron_brorl.train.groups import trained
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import CORRECT
 
 LEAST = 4  # siblings of a prompt, two in each half
 _AT_A_TIME = 2**24  # entries of a product that are held
@@ -82,7 +81,7 @@ def _gradient(
 ) -> tuple[list[Tensor], dist.ProcessGroup | None]:
     """Worker.gradient of the group's success rate, from the siblings bool [N] of one half."""
     # Leave-one-out baselines are the mean's times n / (n - 1).
-    right = (collected.outcomes.rewards[group] >= CORRECT).double()
+    right = collected.outcomes.right[group].double()
     weights = (right - right[half].mean()) / (int(half.sum()) - 1)
 
     # This replica's rows of them.

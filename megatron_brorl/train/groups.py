@@ -37,6 +37,7 @@ class Outcomes:
 
     state: Tensor  # int64
     rewards: Tensor  # float32
+    right: Tensor  # bool, whether the response counts as correct
     tokens: Tensor  # int64
     repeats: Tensor  # int64, n-grams that had occurred before
     answers: Tensor  # int64, codes of the final answers (rewards.extract.code)
@@ -55,9 +56,8 @@ class Outcomes:
 
     def first_siblings(self, n: int) -> Outcomes:
         """Tables of the first n siblings of every group, as if there were no others."""
-        names = ("state", "rewards", "tokens", "repeats", "answers", "holder")
-        state, rewards, tokens, repeats, answers, holder = (getattr(self, name)[:, :n] for name in names)
-        return Outcomes(state, rewards, tokens, repeats, answers, holder, self.closed, self.kept)
+        names = ("state", "rewards", "right", "tokens", "repeats", "answers", "holder")
+        return replace(self, **{name: getattr(self, name)[:, :n] for name in names})
 
     def without(self, groups: Sequence[int]) -> Outcomes:
         """The same as if these groups had not closed yet."""
@@ -72,13 +72,15 @@ def gather(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 
     rollouts: this rank's; every one that is not lost is on one rank. ngram: config key shaping.repetition_ngram; 0
     counts no repetitions.
     """
-    table = torch.zeros(6, groups, n, dtype=torch.float64)
+    # float64 holds the codes of answers, which are below 2**52, exactly.
+    table = torch.zeros(7, groups, n, dtype=torch.float64)
     if rollouts:
         at = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T
         values = [
             (
                 _STATE[r.rollout.finish],
                 0.0 if r.rollout.finish == "cut" else r.reward,
+                r.right,
                 len(r.rollout.token_ids),
                 repeated_ngrams(r.rollout.token_ids, ngram) if ngram else 0,
                 r.answer,
@@ -90,8 +92,9 @@ def gather(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 
 
     table = table.to(device.default_device())
     dist.all_reduce(table)  # a rollout is on one rank, so that its values are only added to zeros
-    state, rewards, tokens, repeats, answers, holder = table.cpu()
-    return Outcomes(state.long(), rewards.float(), tokens.long(), repeats.long(), answers.long(), holder.long() - 1)
+    state, rewards, right, tokens, repeats, answers, holder = table.cpu()
+    counts = tokens.long(), repeats.long(), answers.long()
+    return Outcomes(state.long(), rewards.float(), right.bool(), *counts, holder.long() - 1)
 
 
 def give_up(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
@@ -160,16 +163,27 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
     counted = outcomes.ended & closed
 
     # Shares are of closed groups, means are over their survivors.
-    survivors = [rewards for g in outcomes.closed if len(rewards := outcomes.rewards_of(g))]
+    survivors = [right for g in outcomes.closed if len(right := outcomes.right[g][outcomes.ended[g]])]
     groups, count = len(outcomes.closed) or _NOTHING, int(counted.sum()) or _NOTHING
+    # Sums of float32 rewards are taken in float64, so that a mean does not depend on their order.
+    rewards = outcomes.rewards[counted].double()
     return {
-        "reward": float(outcomes.rewards[counted].double().sum()) / count,
+        "reward": float(rewards.sum()) / count,
+        "reward_std": _spread(rewards),
         "kept_share": len(outcomes.kept) / groups,
-        "all_right_share": sum(bool((r == 1).all()) for r in survivors) / groups,
-        "all_wrong_share": sum(bool((r == 0).all()) for r in survivors) / groups,
+        # Right and wrong are those of reward.correct_at: with partial credit, all wrong is no lack of a signal.
+        "all_right_share": sum(bool(right.all()) for right in survivors) / groups,
+        "all_wrong_share": sum(not bool(right.any()) for right in survivors) / groups,
         "groups_lost": float(sum(len(outcomes.rewards_of(g)) < 2 for g in outcomes.closed)),
         "response_tokens": float(outcomes.tokens[counted].sum()) / count,
         "answered_share": float((outcomes.answers[counted] != 0).sum()) / count,
         "cut_off_share": float((outcomes.state[counted] == LENGTH).sum()) / count,
         "rollouts": float(counted.sum()),
     }
+
+
+def _spread(values: Tensor) -> float:
+    """The population standard deviation of values [K]; exactly 0 where they are equal, nan where there are none."""
+    if not len(values):
+        return _NOTHING
+    return float(values.std(correction=0)) if has_signal(values) else 0.0

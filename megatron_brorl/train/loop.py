@@ -18,7 +18,7 @@ from megatron_brorl.timeline import span
 from megatron_brorl.train.advantages import group_advantages, with_shaped_rewards
 from megatron_brorl.train.assignment import cost_model
 from megatron_brorl.train.collect import Collector
-from megatron_brorl.train.console import console_line, evaluation_line, evaluation_metrics
+from megatron_brorl.train.console import after, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import diagnostics_where_due
 from megatron_brorl.train.experience import make_experience, token_gain
 from megatron_brorl.train.figures import cluster_figures
@@ -27,6 +27,7 @@ from megatron_brorl.train.groups import group_metrics, log_rows, mini_batches, t
 from megatron_brorl.train.keep_best import new_best
 from megatron_brorl.train.run import Run
 from megatron_brorl.train.setup import training_sampling
+from megatron_brorl.train.state import stalls
 from megatron_brorl.train.trace import StepTrace
 from megatron_brorl.train.update import update_models
 
@@ -57,9 +58,11 @@ class Trainer(Run):
 
         peak, unsaved = peak_flops(self.config.run.peak_tflops), False
         while s.step < t.steps and not s.over(t):
-            trace = StepTrace(self.config.run, s.step + 1, self.grid)
+            trace = StepTrace(self.config.run, s.step, self.grid)
 
             # Time counts as the slowest rank's, so that all of them end together.
+            # The number in metrics.jsonl: train_step raises s.step, the number of steps done.
+            step = s.step
             metrics, seconds = self.train_step()
             seconds |= cluster_figures(trace.timeline, seconds, metrics["trained_tokens"], peak)
             seconds |= self.held_up()  # by what was saved after the step before
@@ -73,25 +76,31 @@ class Trainer(Run):
                 with span("evaluate"):
                     evaluation = self.evaluate(progress)
                 metrics |= evaluation_metrics(evaluation)
-                progress.note(f"held-out after step {s.step}: {evaluation_line(evaluation.as_dict())}")
+                progress.note(f"held-out {after(s.step)}: {evaluation_line(evaluation.as_dict())}")
                 seconds["evaluate"] = time.monotonic() - begun
-                s.stall.record(metrics["pass_at_1"])
+                # While the actor waits for the critic, its weights do not change, so that no evaluation can be better.
+                if not s.critic_warms_up(self.config.critic):
+                    for stall in stalls(s, self.models()):
+                        stall.record(metrics["pass_at_1"])
             if self.reference:
                 self.reference.reset_where_due(s.step, metrics, progress)
 
             # What the step came to, for files and the console.
             if recovered := seconds["recovered_rollouts"]:
-                progress.note(f"step {s.step}: {recovered:.0f} rollouts had been sampled before a restart")
+                progress.note(f"step {step}: {recovered:.0f} rollouts had been sampled before a restart")
+
             # What a spike is depends on steps before: counted before the figures are written.
             for spike in s.spikes.watch(metrics, t):
-                progress.note(f"step {s.step}: {spike}")
+                progress.note(f"step {step}: {spike}")
+
             # The file first: a console may be gone.
             if writer:
-                writer.write(s.step - 1, metrics, seconds)
-            progress.update(s.step, console_line(metrics, seconds))
+                writer.write(step, metrics, seconds)
+            progress.update(s.step, console_line(step, metrics, seconds))
+
             # What a program of the user's raises waits for the state to be saved.
             with span("callbacks"):
-                self.callbacks.tell("on_step", s.step - 1, metrics)
+                self.callbacks.tell("on_step", step, metrics)
 
             # Save before anything ends the run.
             self.nonfinite_steps, most = nonfinite_steps(self.nonfinite_steps, metrics), t.max_nonfinite_steps
@@ -109,12 +118,14 @@ class Trainer(Run):
                     unsaved = not self.try_save(progress, wait=last, new_best=best)
             trace.write()  # with the checkpoint
 
-            # What ends a run by an error has saved before it.
-            self.rollouts.check_stuck(f"the state after step {s.step} is saved")
-            check_steps(self.nonfinite_steps, most, f"the state after step {s.step} is saved")
-            s.spikes.check(t, f"the state after step {s.step} is saved")
+            # The state is saved before an error ends the run.
+            # It is named by the number of steps done, as the checkpoint is.
+            saved = f"the state {after(s.step)} is saved"
+            self.rollouts.check_stuck(saved)
+            check_steps(self.nonfinite_steps, most, saved)
+            s.spikes.check(t, saved)
             if stopping and not ending:
-                self.callbacks.check(f"the state after step {s.step} is saved")
+                self.callbacks.check(saved)
                 return False
         return True
 

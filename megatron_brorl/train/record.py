@@ -23,10 +23,10 @@ from megatron_brorl.record import files
 from megatron_brorl.record.schema import GROUPS, ROLLOUTS
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
-from megatron_brorl.rewards.scoring import without_stop
+from megatron_brorl.rewards.scoring import judged_when_cut_off, without_stop
 from megatron_brorl.train.groups import Outcomes, trained
 from megatron_brorl.train.token_ends import TokenEnds
-from megatron_brorl.types import CORRECT, OpenGroup, ScoredRollout
+from megatron_brorl.types import OpenGroup, ScoredRollout
 
 
 def recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig, every: bool = False) -> Tensor:
@@ -87,7 +87,7 @@ class Recorder:
         """
         begun, algo = time.monotonic(), self.config.algo
         used = trained(outcomes, algo.overlong_filter)
-        boosts = algo.correct_boost * (outcomes.rewards >= CORRECT)
+        boosts = algo.correct_boost * outcomes.right
         own = (advantages + boosts).masked_fill(~used, float("nan"))
         where = recorded(groups, outcomes, self.config.run)
         self._write(files.Moment("step", step), groups, outcomes, where, outcomes.closed, rows, own)
@@ -138,8 +138,9 @@ class Recorder:
                 seen[key] = self._read(ids.tolist(), verifier)
             text, answer, ends = seen[key]
 
-            # As Scorer had it: what was cut off may not have been looked at.
-            if row.rollout.finish == "length" and not self.config.reward.cut_off_factor:
+            # The answer of a response that was cut off may not have been judged (rewards.scoring).
+            config = self.config.reward
+            if row.rollout.finish == "length" and not judged_when_cut_off(entry(verifier, "verifier", config), config):
                 answer = None
             own = worth[row.group][row.rollout.index]
             records.append(
@@ -187,7 +188,7 @@ def _columns(row: ScoredRollout) -> dict[str, object]:
         "group": row.group,
         "sibling": r.index,
         "reward": row.reward,
-        "right": row.reward >= CORRECT,
+        "right": row.right,
         # Of a rollout that waited in a checkpoint of an older version nothing more is known.
         "score": verdict.reward if verdict else None,
         "parts": list(verdict.parts.items()) if verdict else None,
@@ -206,7 +207,7 @@ def group_table(groups: Sequence[OpenGroup], outcomes: Outcomes, where: Tensor, 
         # Over the siblings that ended: lost ones have neither reward nor length.
         prompt, ended = groups[g].prompt, outcomes.ended[g]
         rewards, tokens = outcomes.rewards[g][ended].double(), outcomes.tokens[g][ended].double()
-        count, right, whole = len(rewards), int((rewards >= CORRECT).sum()), int(where[g].sum())
+        count, right, whole = len(rewards), int(outcomes.right[g][ended].sum()), int(where[g].sum())
 
         # Texts only of those whose rollouts can be read.
         rows.append(
@@ -215,6 +216,7 @@ def group_table(groups: Sequence[OpenGroup], outcomes: Outcomes, where: Tensor, 
                 "prompt_id": _valid(prompt.id),
                 "verifier": _valid(str(prompt.metadata.get("source_dataset", prompt.verifier))),
                 "rollouts": count,
+                # By reward.correct_at; with partial credit the reward below says more.
                 "right": right,
                 "distinct": len(outcomes.answers[g][ended].unique()),
                 "reward": float(rewards.mean()) if count else None,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_brorl.config.schema import ReferenceConfig
 from megatron_brorl.progress import Progress
+from megatron_brorl.train.console import after
 from megatron_brorl.train.offload import Offload
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.worker import Worker
@@ -43,13 +44,11 @@ class ReferencePolicy:
 
     def reset_where_due(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
         """After `step` steps, whose metrics get "reference_reset": 1 where the actor is the reference from here on."""
-        if "pass_at_1" in metrics:
-            self.stall.record(metrics["pass_at_1"])
         why = self.due(step, metrics["reference_kl"])
         metrics["reference_reset"] = float(bool(why))
         if why:
             self.reset()
-            progress.note(f"step {step}: the reference is now the policy: {why}")
+            progress.note(f"{after(step)} the reference is now the policy: {why}")
 
     def due(self, step: int, kl: float) -> str:
         """Why a reset is due after `step` steps, the last of which had a mean KL of `kl`; "" where none is."""

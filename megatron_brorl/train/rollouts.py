@@ -120,8 +120,8 @@ class Rollouts:
             with span("verdicts", self.reward.timeout_s):
                 scores = scorer.scores([(i, r.index) for i, r in done])
         # Answers go on as codes: tables of numbers cross ranks, texts do not.
-        verdicts = zip(done, scores.rewards.tolist(), scores.answers, scores.verdicts, strict=True)
-        scored = [ScoredRollout(numbers[i], r, reward, code(answer), v) for (i, r), reward, answer, v in verdicts]
+        columns = scores.rewards.tolist(), scores.right, map(code, scores.answers), scores.verdicts
+        scored = [ScoredRollout(numbers[i], r, *own) for (i, r), *own in zip(done, *columns, strict=True)]
         score = time.monotonic() - middle
 
         # The others go on, or are lost.
@@ -129,7 +129,7 @@ class Rollouts:
         cut: list[ScoredRollout] = []
         if sampling.budget:
             for number, rollouts in zip(numbers, result.rollouts, strict=False):  # one that is stuck may still take
-                cut += [ScoredRollout(number, r, float("nan")) for r in rollouts if r.finish == "cut"]
+                cut += [ScoredRollout(number, r, float("nan"), right=False) for r in rollouts if r.finish == "cut"]
 
         # Ranks wait here, so that seconds are a rank's own.
         self.grid.barrier()
@@ -244,7 +244,7 @@ def check_scored(what: str, unscored: float, scored: float) -> None:
     """Raise UserError where more than the share MOST_UNSCORED of the responses has no verdict."""
     if unscored > MOST_UNSCORED * scored:
         raise UserError(
-            f"{what}: the verifiers failed on {unscored:.0f} of {scored:.0f} responses (timeout, crash, no number in "
-            "[0, 1], or an exception on the reference answer too): most rewards mean nothing; mend the verifier or "
+            f"{what}: the verifiers failed on {unscored:.0f} of {scored:.0f} responses (timeout, crash, no finite "
+            "number, or an exception on the reference answer too): most rewards mean nothing; mend the verifier or "
             "raise reward.timeout_s"
         )

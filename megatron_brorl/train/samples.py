@@ -10,7 +10,7 @@ from megatron_brorl.rewards.scoring import without_stop
 from megatron_brorl.train.evaluate import See
 from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.record import Recorder
-from megatron_brorl.types import CORRECT, OpenGroup, ScoredRollout
+from megatron_brorl.types import OpenGroup, ScoredRollout
 
 _SAMPLES = 3
 _MOST = 240  # characters of a prompt or a response
@@ -66,8 +66,8 @@ def sample_lines(
 
 def verdict_line(row: ScoredRollout) -> str:
     """right or wrong, the reward where it is in between, and why."""
-    word = "right" if row.reward >= CORRECT else "wrong"
-    parts = [word if row.reward in (0.0, 1.0) else f"{word} (reward {row.reward:.2f})"]
+    word = "right" if row.right else "wrong"
+    parts = [word if row.reward == float(row.right) else f"{word} (reward {row.reward:.3g})"]
     if row.rollout.finish == "length":
         parts.append("cut off at rollout.max_tokens")
     reason = one_line(row.verdict.reason, _MOST) if row.verdict else ""

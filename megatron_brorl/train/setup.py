@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from megatron_brorl.checkpoints.hugging_face import GENERATION
 from megatron_brorl.config.schema import Config
-from megatron_brorl.data.tokenizers import Tokenizer
-from megatron_brorl.errors import UserError, shown
-from megatron_brorl.json_files import read_object
+from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.rollout.engine import Sampling
 
@@ -25,19 +20,6 @@ def context(config: Config, shape: ModelShape) -> int:
             f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in a context of {limit}"
         )
     return limit
-
-
-def stop_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokenizer's EOS and whatever generation_config.json adds (chat models stop at their end of turn)."""
-    ids = {tokenizer.eos_id}
-    path = directory / GENERATION
-    if path.is_file():
-        extra = read_object(path).get("eos_token_id")
-        listed = extra if isinstance(extra, list) else [] if extra is None else [extra]
-        if any(type(token) is not int or token < 0 for token in listed):
-            raise UserError(f"{path}: eos_token_id = {shown(extra)}: must be a token's id, or a list of them")
-        ids |= set(listed)
-    return tuple(sorted(ids))
 
 
 def training_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:

@@ -21,13 +21,22 @@ from megatron_brorl.models.gpt import Head
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.batch import Packed
 from megatron_brorl.progress import Progress
-from megatron_brorl.train.actor_update import learning_rate
+from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.worker import Worker
 
 
 def sft_optim(config: SftConfig, optim: OptimConfig) -> OptimConfig:
-    """The optimizer of supervised training: that of [optim] at the rates of [sft]."""
-    return replace(optim, lr=config.lr, warmup_steps=config.warmup_steps, weight_decay=config.weight_decay)
+    """Return the optimizer of supervised training: that of [optim] with the rates of [sft].
+
+    Its learning rate follows optim.lr_schedule over the sft.steps optimizer steps.
+    """
+    return replace(
+        optim,
+        lr=config.lr,
+        warmup_steps=config.warmup_steps,
+        lr_decay_steps=config.steps,
+        weight_decay=config.weight_decay,
+    )
 
 
 def sft(

@@ -50,8 +50,8 @@ _NEEDED = 'parallel.tensor = parallel.pipeline = parallel.context = 1 and fp8.re
 class SkippedUpdate:
     """A file of FOLDER."""
 
-    step: int  # under way, counted from 1
-    update: int  # optimizer steps done before, skipped ones too
+    step: int  # the number in metrics.jsonl
+    update: int  # optimizer steps taken before this training step, plus the mini-batches before this one in it
     rank: int
     world: int  # of one copy of the model each
     torch: str  # its version
@@ -142,7 +142,7 @@ class Keeper:
     """Keeps the micro-batches of one step's skipped updates."""
 
     config: Config
-    step: int  # under way, counted from 1
+    step: int  # the number in metrics.jsonl
 
     def keep(self, update: int, worker: Worker, part: Experience, loss: ActorLoss, temperature: float) -> None:
         """Write the first micro-batch that is not finite by itself, as train.keep_nonfinite allows; a collective.

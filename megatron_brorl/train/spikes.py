@@ -35,7 +35,8 @@ class Spikes:
             return []
         found: list[str] = []
         for name, least in WATCHED.items():
-            value, before = abs(metrics[name]), self.last[name]
+            # A gap is not measured where rollout.top_p or top_k cut the distribution.
+            value, before = abs(metrics.get(name, math.nan)), self.last[name]
             if not metrics["updates"] or not math.isfinite(value):
                 continue
 

@@ -11,7 +11,7 @@ from megatron_brorl.checkpoints import best
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.best import Best
 from megatron_brorl.checkpoints.host_copies import HostCopies
-from megatron_brorl.config.schema import Config, TrainConfig
+from megatron_brorl.config.schema import Config, CriticConfig, TrainConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel.grid import Grid
@@ -21,17 +21,21 @@ from megatron_brorl.train.spikes import Spikes
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.training_models import TrainingModels
 
-# What a checkpoint's run.json says of a run, beside what checkpoints.training puts there; those of older versions lack
-# some others.
+# What a checkpoint's run.json says of a run, beside what checkpoints.training puts there.
 _SAVED = {
     "updates": (int,),
     "critic_updates": (int,),
+    "critic_steps": (int,),
     "taken": (int,),
+    "prompts_taken": (int,),
+    "recently": (list,),
     "trained_s": (int, float),
     "spent": (int, float),
     "stalls": (list,),
     "before": (dict, type(None)),
     "fingerprint": (dict,),
+    "began": (int, float),
+    "spikes": (dict,),
 }
 _BEST = (int, str, float)  # of its list
 
@@ -43,8 +47,9 @@ class RunState:
     stall: Stall = field(default_factory=Stall)  # of held-out pass@1
     step: int = 0  # steps done
     taken: Taken = field(default_factory=Taken)  # from the source
-    updates: int = 0  # optimizer steps done; the version of the actor's weights
-    critic_updates: int = 0  # optimizer steps done of the critic
+    updates: int = 0  # optimizer steps taken; the version of the actor's weights
+    critic_updates: int = 0  # optimizer steps taken of the critic
+    critic_steps: int = 0  # training steps in which the critic was updated
     carried: Carried = field(default_factory=Carried)  # rollouts that go on in the next step
     before: dict[str, Any] | None = None  # the evaluation before step 0
     trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
@@ -52,6 +57,10 @@ class RunState:
     spikes: Spikes = field(default_factory=Spikes)  # of the last steps' figures
     best: Best | None = None  # of train.keep_best, on the disk
     began: float = 0.0  # Unix time at which the job began, whatever process goes on with it; 0 = not known
+
+    def critic_warms_up(self, critic: CriticConfig) -> bool:
+        """Whether the critic has been updated and the actor still waits for it (critic.warmup_steps)."""
+        return 0 < self.critic_steps <= critic.warmup_steps
 
     def over(self, config: TrainConfig) -> bool:
         """Whether train.max_seconds or train.patience ends the run; all ranks get the same answer."""
@@ -71,7 +80,7 @@ def begin_save(
 ) -> checkpoint.Save:
     """Take a checkpoint of the run, to be written; a collective.
 
-    fingerprint: what must not change when the run is resumed. seconds: of the job so far. copies: where to take
+    fingerprint: of cli.fingerprint. seconds: of the job so far. copies: where to take
     it, if the run goes on before it is written. new_best: what this checkpoint is the best in, so far.
     """
     # What a resumed run cannot find out by itself, beside weights, optimizers and carried rollouts.
@@ -79,11 +88,12 @@ def begin_save(
     run = {
         "updates": state.updates,
         "critic_updates": state.critic_updates,
+        "critic_steps": state.critic_steps,  # of its warm-up
         "taken": state.taken.rounds,
         "prompts_taken": state.taken.prompts,
-        "recently": [state.taken.asked, state.taken.kept],
+        "recently": [state.taken.asked, state.taken.kept],  # the share of groups kept, which sizes the next round
         "trained_s": state.trained_s,
-        "stalls": [[stall.best, stall.count] for stall in _stalls(state, models)],
+        "stalls": [[stall.best, stall.count] for stall in stalls(state, models)],
         "before": state.before,
         "fingerprint": fingerprint,
         "spent": seconds,
@@ -127,29 +137,29 @@ def restore(
     restored = RunState(
         stall=replace(state.stall),
         step=run[checkpoint.STEP],
-        taken=_taken(run, config.rollout.prompts),
+        taken=_taken(run),
         updates=run["updates"],
         critic_updates=run["critic_updates"],
-        carried=read(directory, source, config.rollout.prompts, grid),
+        critic_steps=run["critic_steps"],
+        carried=read(directory, source, grid),
         before=run["before"],
         trained_s=run["trained_s"],
         spent=run["spent"],
-        # Older checkpoints do not say.
-        began=run.get("began", 0.0),
-        spikes=Spikes(**run.get("spikes", {})),
+        began=run["began"],
+        spikes=Spikes(**run["spikes"]),
         best=best.kept(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
     )
-    for stall, (score, count) in zip(_stalls(restored, models), run["stalls"], strict=True):
+    # The margin of a stall is the configuration's, its count the checkpoint's.
+    for stall, (score, count) in zip(stalls(restored, models), run["stalls"], strict=True):
         stall.best, stall.count = score, count
     return restored
 
 
-def _taken(run: Mapping[str, Any], prompts: int) -> Taken:
-    """What a checkpoint says of the source; one that is older says rounds alone, each of which took `prompts`."""
-    rounds = run["taken"]
-    return Taken(rounds, run.get("prompts_taken", rounds * prompts), *run.get("recently", (0.0, 0.0)))
+def _taken(run: Mapping[str, Any]) -> Taken:
+    """Return what a checkpoint says of the source."""
+    return Taken(run["taken"], run["prompts_taken"], *run["recently"])
 
 
-def _stalls(state: RunState, models: TrainingModels) -> list[Stall]:
-    """In the order of a checkpoint."""
+def stalls(state: RunState, models: TrainingModels) -> list[Stall]:
+    """The counters of evaluations without a new best, in the order of a checkpoint."""
     return [state.stall, *([models.reference.stall] if models.reference else [])]

@@ -22,7 +22,7 @@ class StepTrace:
     """What every rank does in a step from here on: recorded for figures, and drawn where run.trace_every says so."""
 
     def __init__(self, config: RunConfig, step: int, grid: Grid) -> None:
-        """step: the number that it will have when it is done. A collective where the step is drawn."""
+        """Start recording a step; step: its number in metrics.jsonl. A collective where the step is drawn."""
         self.timeline, position.step = Timeline(), step
         record(self.timeline)
         drawn = bool(config.trace_every) and step % config.trace_every == 0

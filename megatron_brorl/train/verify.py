@@ -125,7 +125,11 @@ def reshard_gap(worker: Worker, engine: Watchdog, version: int) -> Gap:
     result = engine.generate(asked, sampling)
 
     # Any replica of the actor can score any engine's responses, so distribute them evenly.
-    own = [ScoredRollout(g, r, 0.0) for g, rollouts in zip(group_of, result.rollouts, strict=True) for r in rollouts]
+    own = [
+        ScoredRollout(g, r, 0.0, right=False)
+        for g, rollouts in zip(group_of, result.rollouts, strict=True)
+        for r in rollouts
+    ]
     outcomes = gather(own, len(groups), SIBLINGS)
     replica = (torch.arange(len(groups)) % grid.data)[:, None].expand_as(outcomes.state)
     # No rank can send a lost response.

@@ -265,7 +265,7 @@ class Stage:
             if not math.isfinite(norm):
                 return Update(norm, applied=False)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"], group["eps"] = lr, optim.eps  # a checkpoint's groups have those of an earlier start
                 # Megatron only marks the one-dimensional parameters; its scheduler, which is not used, spares them.
                 decayed = optim.decay_norms_and_biases or group["wd_mult"]
                 group["weight_decay"] = optim.weight_decay if decayed else 0.0

@@ -35,7 +35,8 @@ def rollout(group: int, sibling: int) -> ScoredRollout:
     # All of group 3 are right, so that it is not kept.
     reward = 1.0 if group == 3 else float(sibling % 4 == 0)
     ids = torch.randint(0, 2**31 - 1, (tokens,), generator=g)
-    return ScoredRollout(group, Rollout(sibling, ids, log_probs, finish, ((0, tokens),)), reward, sibling + 2**40)
+    rollout = Rollout(sibling, ids, log_probs, finish, ((0, tokens),))
+    return ScoredRollout(group, rollout, reward, finish != "cut" and sibling % 3 == 0, sibling + 2**40)
 
 
 def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel, message: int) -> dict[str, Any]:

@@ -77,7 +77,8 @@ def ppo(
         all_rows, advantages = [], torch.zeros(4, 11)
         for i, group in enumerate(OF_PROMPT):
             sibling = i - OF_PROMPT.index(group)
-            all_rows.append(ScoredRollout(group, Rollout(sibling, responses[i], sampled[i], "stop"), rewards[i]))
+            rollout = Rollout(sibling, responses[i], sampled[i], "stop")
+            all_rows.append(ScoredRollout(group, rollout, rewards[i], rewards[i] >= 0.99))
             advantages[group, sibling] = rewards[i]
         own = all_rows[24 * grid.dp_rank // grid.data : 24 * (grid.dp_rank + 1) // grid.data]
         own, experience, credit = make_experience(own, groups, advantages, models, ALGO, TEMPERATURE)

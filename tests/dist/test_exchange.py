@@ -41,7 +41,8 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
             sampled = rollout(row.group, row.rollout.index)
             assert torch.equal(row.rollout.token_ids, sampled.rollout.token_ids)
             assert torch.equal(row.rollout.log_probs, sampled.rollout.log_probs.view(torch.int32))
-            assert (row.reward, row.answer, row.rollout.finish) == (sampled.reward, sampled.answer, sampled.rollout.finish)
+            assert (row.reward, row.right, row.answer) == (sampled.reward, sampled.right, sampled.answer)
+            assert row.rollout.finish == sampled.rollout.finish
             places[row.group, row.rollout.index] = f["replica"]
     expected = {slot for slot in product(KEPT, range(N)) if slot not in LOST | CUT}
     if overlong:

@@ -208,12 +208,17 @@ def test_partial_rollouts_are_carried(single):
         assert figures[now]["carried"] == sum(1 for (s, _, _), n in lengths.items() if s <= now and n > 4 * (now - s + 1))
         if trained:
             assert figures[now]["response_tokens"] == pytest.approx(sum(lengths[k] for k in trained) / len(trained))
-            # Two updates per step; the tokens of a rollout are 2, 1 and 0 steps old where it took three.
-            behind = [2 * (now - s - position // 4) for s, name, i in trained for position in range(lengths[s, name, i])]
+            # Two updates in each step that trains; the tokens of a rollout are 2, 1 and 0 steps old if it took three.
+            trains = [float(figures[step]["trained_tokens"] > 0) for step in range(now)]
+            behind = [
+                2 * sum(trains[s + position // 4 :]) for s, name, i in trained for position in range(lengths[s, name, i])
+            ]
             assert figures[now]["staleness_mean"] == pytest.approx(sum(behind) / len(behind))
             assert figures[now]["staleness_max"] == max(behind)
     assert figures[0]["rollouts"] == 0
-    assert figures[2]["staleness_max"] == 4
+    # No group closes before the third step, so that nothing is trained and no token is older than the weights.
+    assert [f["updates"] for f in figures] == [0, 0, 2, 2, 2]
+    assert [figures[step]["staleness_max"] for step in (2, 3, 4)] == [0, 2, 4]
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"context": 2}), (4, {"pipeline": 2})])

@@ -87,7 +87,7 @@ def test_it_is_named_and_the_run_goes_on(config, init, tmp_path, monkeypatch, ma
     said = [line for line in done.stderr.splitlines() if line.startswith("brorl: ")]
     assert len(said) == 1, done.stderr
     assert said[0].startswith(f"brorl: rank 1 {how} for ")
-    assert f"({key}): step 2, experience{' > waits' * (main is locked)}, and the others wait for it; see the" in said[0]
+    assert f"({key}): step 1, experience{' > waits' * (main is locked)}, and the others wait for it; see the" in said[0]
     assert "Traceback" not in done.stderr
 
     # What each rank was at.
@@ -128,7 +128,7 @@ def test_the_main_rank_that_hangs_after_the_last_step_is_seen_by_those_that_are_
     said = [line for line in done.stderr.splitlines() if line.startswith("brorl: ")]
     assert len(said) == 1, done.stderr
     assert said[0].startswith("brorl: rank 0 has not run for ")
-    assert "(run.progress_timeout_s): step 1, report, and the others wait for it; see the" in said[0]
+    assert "(run.progress_timeout_s): step 0, report, and the others wait for it; see the" in said[0]
 
     # What the run came to is there, and the same command makes what is missing.
     assert (tmp_path / "model" / "model.safetensors").exists()

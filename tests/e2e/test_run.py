@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import time
 
@@ -56,7 +57,7 @@ def test_run_leaves_what_is_promised(finished, warm):
         assert f", pass@2 {100 * wide:.1f}%" in done.stderr
         (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"pass@1 {when}"))
         assert line.endswith(f"pass@2  {wide:.4f}")
-    assert f"held-out after step 4: pass@1 {100 * lines[3]['pass_at_1']:.1f}%" in done.stderr
+    assert f"held-out after 4 steps: pass@1 {100 * lines[3]['pass_at_1']:.1f}%" in done.stderr
     assert f"pass@2 {100 * lines[3]['pass_at_2']:.1f}%" in done.stderr
     assert "6 prompts x 32 rollouts = 192 -> 2 optimizer steps -> each at most " in done.stderr
     assert set(summary["findings"]) <= {"task never right"}  # words backward are beyond this model
@@ -79,7 +80,9 @@ def test_run_leaves_what_is_promised(finished, warm):
     assert sum(g["right"] for g in groups) / (24 * 2) == pytest.approx(summary["pass_at_1_after"]["mean"])
     assert len(read_rollouts(directory / "rollouts", Moment("evaluation", 8))) == 24 * 2
     assert done.stderr.count("held-out sample") == 3 * 3
-    assert "train 8/8" in done.stderr
+    # The console has the numbers of metrics.jsonl.
+    told = [re.match(r"train \d/8 .* step (\d) +reward ([\d.]+)", line) for line in done.stderr.splitlines()]
+    assert [(int(m[1]), m[2]) for m in told if m] == [(line["step"], f"{line['reward']:.3f}") for line in lines]
     assert "pass@1 after" in done.stdout
     trained = AutoModelForCausalLM.from_pretrained(directory / "model")
     before = load_file(warm / "model.safetensors")
@@ -188,7 +191,9 @@ def test_partial_rollouts_resumed(config, warm, tmp_path):
     assert rows(parts) == rows(whole)
     assert (parts / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     assert rows(whole)[1]["carried"] > 0  # at the checkpoint in between
-    assert max(row["staleness_max"] for row in rows(whole)) == 4  # two updates per step
+    # The first group closes in the third step, whose two updates lie between the fourth step and the second.
+    assert [row["updates"] for row in rows(whole)] == [0, 0, 2, 2]
+    assert [row["staleness_max"] for row in rows(whole)] == [0, 0, 0, 2]
     assert all(row["rollouts"] % 32 == 0 for row in rows(whole))  # whole groups
 
 
@@ -228,9 +233,11 @@ def test_a_run_that_stalls_or_is_out_of_time_ends(config, warm, tmp_path):
 
 
 def test_resume_with_another_configuration_is_refused(finished, config, warm):
-    done = brorl("train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.n=16")
+    done = brorl(
+        "train", config, f"model.path={warm}", f"run.dir={finished[0]}", "rollout.max_tokens=5", "train.steps=9"
+    )
     assert done.returncode == 2
-    assert "was written with rollout.n = 32, now 16" in done.stderr
+    assert "was written with rollout.max_tokens = 6, now 5" in done.stderr
 
 
 def test_damaged_checkpoint_is_refused(finished, config, warm, tmp_path):

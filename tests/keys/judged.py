@@ -46,13 +46,14 @@ class Pool:
 
 
 def credit(config: Config, place: Place) -> Any:
-    """Rewards of a response that ended and of one that was cut off, both with partial credit."""
+    """Rewards of a response that ended and of one that was cut off, both with partial credit; which are correct."""
     prompts = [Prompt("a", "", (5,), "4", "exact")]
     rollouts = [Rollout(i, torch.tensor([5, 6]), torch.zeros(2), end) for i, end in enumerate(("stop", "length"))]
     with Scorer(prompts, lambda ids: "<answer>4</answer>", (2,), Pool(), config.reward) as scorer:  # type: ignore[arg-type]
         for rollout in rollouts:
             scorer.finished(0, rollout)
-        return scorer.scores([(0, 0), (0, 1)]).rewards.tolist()
+        scores = scorer.scores([(0, 0), (0, 1)])
+    return scores.rewards.tolist(), scores.right
 
 
 def sandboxed(config: Config, place: Place) -> Any:

@@ -24,6 +24,7 @@ UNEVEN = {"rollout.n": 16, "rollout.adaptive": "variance"}
 PARTIAL = {"rollout.partial_tokens": 2}
 VERIFIED = {"train.verify_reshard": "always"}
 FEW = {"rollout.n": 2, "rollout.refills": 4}
+LINEAR = {"optim.lr_schedule": "linear"}
 FIXED = {"algo.aggregation": "fixed", "algo.aggregation_tokens": 12}
 SOURCE = {"files": ["train.jsonl"], "weight": 1.0}
 OTHER = {"files": ["other.jsonl"], "weight": 1.0}
@@ -117,6 +118,7 @@ CASES = {
     "data.template": Case(built.prompts, "Q: {prompt}"),
     "data.chat": Case(built.prompts, True),
     "data.system_prompt": Case(built.prompts, "hello", beside={"data.chat": True}),
+    "data.chat_template_kwargs": Case(built.prompts, {"greeting": "hi"}, beside={"data.chat": True}),
     "data.skip_bad_rows": Case(built.prompts, True, beside={"data.train": ["bad.jsonl"]}, refused="bad.jsonl:1"),
     "rollout.n": Case(steps.step, 6),
     "rollout.prompts": Case(steps.step, 3),
@@ -198,8 +200,9 @@ CASES = {
     "reward.combination[].parts[].verifier": Case(judged.found, _parts("choice"), before=[BOTH]),
     "reward.combination[].parts[].weight": Case(judged.found, _parts("exact", 0.75, 0.25), before=[BOTH]),
     "reward.unsandboxed": Case(judged.sandboxed, True, refused="bubblewrap is missing"),
-    "reward.strict": Case(judged.credit, False),
-    "reward.cut_off_factor": Case(judged.credit, 0.5, beside={"reward.strict": False}),
+    "reward.correct_at": Case(judged.credit, 0.5),
+    "reward.strict": Case(judged.credit, True),
+    "reward.cut_off_factor": Case(judged.credit, 0.5),
     "shaping.overlong_tokens": Case(steps.step, 4),
     "shaping.cosine_coef": Case(steps.step, 0.5),
     "shaping.cosine_min": Case(steps.step, -1.0, beside=COSINE),
@@ -214,8 +217,8 @@ CASES = {
     "algo.dynamic_sampling": Case(steps.step, False, beside={"rollout.n": 2}),
     "algo.correct_boost": Case(steps.step, 0.5),
     "algo.overlong_filter": Case(steps.step, True),
-    "algo.pass_k": Case(steps.step, 2, before=1, beside={"algo.advantage": "pass_at_k"}),
-    "algo.focal_gamma": Case(steps.step, 1.0),
+    "algo.pass_k": Case(steps.step, 2, before=1, beside={"algo.advantage": "pass_at_k", "reward.strict": True}),
+    "algo.focal_gamma": Case(steps.step, 1.0, beside={"reward.strict": True}),
     "algo.kl_coef": Case(steps.step, 0.1),
     "algo.kl_estimator": Case(steps.step, "k3", beside=KL),
     "algo.kl_in": Case(steps.step, "reward", beside=KL),
@@ -250,6 +253,9 @@ CASES = {
     "optim.lr_for_rollouts": Case(steps.step, 64),
     "optim.lr_counts": Case(steps.step, "kept", beside={"optim.lr_for_rollouts": 64, "rollout.n": 2}),
     "optim.warmup_steps": Case(steps.step, 8),
+    "optim.lr_schedule": Case(steps.step, "cosine", before="linear"),
+    "optim.min_lr_ratio": Case(steps.step, 0.5, beside=LINEAR),
+    "optim.lr_decay_steps": Case(steps.step, 2, beside=LINEAR),
     "optim.betas": Case(steps.step, [0.5, 0.9]),
     "optim.eps": Case(steps.step, 1e-2),
     "optim.weight_decay": Case(steps.step, 0.5),

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
     for name, hidden in (("model", 48), ("wider", 56)):
         sizes = {"vocab_size": 304, "bos_token_id": 0, "eos_token_id": 1, "num_hidden_layers": 2, "hidden_size": hidden}
         tiny.make_model(where / name, "qwen2", True, **sizes)
-        make_hf(where / name, chat_template=CHAT)
+        make_hf(where / name, chat_template="{{ greeting }}" + CHAT)
     sums = [{"prompt": f"{a} + {b} =", "answer": str(a + b), "id": f"{a}/{b}"} for a in range(3) for b in range(4)]
     columns = {"solution": "12", "kind": "math", "info": {"a": 1}, "worked": "6 + 6 = 12"}
     for name, rows in {

@@ -94,7 +94,8 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them(start, t
     # Two tokens in a row, and one alone.
     ends = ([9, 30], [11], [40], [55], [70])
     strings = tuple("".join(chr(0x4E00 + i) for i in end) for end in ends)
-    engine = start(model, options={"stop_strings": strings, "max_rows": 64})
+    decode = lambda ids: "".join(chr(0x4E00 + int(i)) for i in ids)  # noqa: E731
+    engine = start(model, options={"stop_strings": strings, "max_rows": 64}, decode=decode)
     engine.update_weights(model.stream(), 0)
     found = draw(engine, 128, sampling=replace(SAMPLING, stop_strings=strings))
     assert model.gap(found) < 1e-4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def make_engine(
     python: Path,
     config: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
+    decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RemoteEngine:
     c = VllmConfig(**{"python": str(python), "start_timeout_s": 240.0, **(config or {})})
     o = EngineOptions(
@@ -84,7 +86,7 @@ def make_engine(
         }
     )
     folder = make_folder(c.shared_memory, "vllm.shared_memory")
-    return RemoteEngine(process_settings(c), o, hf_shapes(model.shape), folder, [0], log)
+    return RemoteEngine(process_settings(c), o, hf_shapes(model.shape), folder, [0], log, decode=decode)
 
 
 def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> list[Rollout]:

@@ -25,6 +25,7 @@ from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
 from megatron_brorl.cli.preflight import Machines, plan
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.prompts import Verifiers, read_rows, render
+from megatron_brorl.data.stop_ids import stop_ids
 from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.model_shape import CONFIG, WEIGHTS, read_shape
@@ -35,7 +36,6 @@ from megatron_brorl.record.schema import GROUPS, ROLLOUTS
 from megatron_brorl.report import rollouts as recorded
 from megatron_brorl.report.comparison import read_answers
 from megatron_brorl.theory.log import read_log
-from megatron_brorl.train.setup import stop_ids
 from megatron_brorl.train.state import saved
 
 Exercise = Callable[[], object]
@@ -65,7 +65,7 @@ METRICS = [
 ANSWERS = [{"benchmark": "x", "id": str(i), "samples": 4, "right": i, "tokens": 5.5} for i in range(4)]
 RUN = {"step": 3, "optimizers_that_have_stepped": [""], "updates": 6, "critic_updates": 0, "taken": 3,
        "prompts_taken": 12, "recently": [1.0, 2.0], "trained_s": 3.5, "stalls": [[0.5, 1]], "before": None,
-       "spent": 4.0}  # fmt: skip
+       "spent": 4.0, "critic_steps": 0, "began": 0.0, "spikes": {}}  # fmt: skip
 
 
 def file_targets() -> dict[str, Target]:

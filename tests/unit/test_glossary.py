@@ -85,11 +85,17 @@ def test_every_name_stands_once_and_for_itself():
 
 
 def test_faults_are_found():
-    row = {"step": 0, "reward": 0.5, "lr": None, "nonfinite": ["lr"], "time": {"step": 1.0, "ranks/train_idle": 0.0}}
+    row = {
+        "step": 0,
+        "kept_share": 0.5,
+        "lr": None,
+        "nonfinite": ["lr"],
+        "time": {"step": 1.0, "ranks/train_idle": 0.0},
+    }
     assert glossary_faults.of_row(row) == []
-    row |= {"reward": 1.5, "rewards": 1.0, "refit_again": 2.0, "time": {"reward": 1.0, "step": -1.0}}
+    row |= {"kept_share": 1.5, "rewards": 1.0, "refit_again": 2.0, "time": {"reward": 1.0, "step": -1.0}}
     assert [fault.partition(":")[0] for fault in glossary_faults.of_row(row)] == [
-        "reward = 1.5",
+        "kept_share = 1.5",
         "rewards",
         "refit_again = 2.0",
         "reward",

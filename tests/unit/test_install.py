@@ -4,6 +4,7 @@ that is installed beside the sources. No network, nothing is compiled."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -73,12 +79,14 @@ def install(tmp_path):
     log = tmp_path / "log"
     log.touch()
 
-    def run(**given: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    def run(*arguments: str, **given: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("BRORL_", "PIP_"))}
         own = {"PYTHON": tmp_path / "python", "VENV": tmp_path / "venv", "STANDINS": tmp_path, "LOG": log}
         env = kept | {k: str(v) for k, v in own.items()} | {"REAL_PYTHON": sys.executable} | given
         script = ROOT / "tools" / "install.sh"
-        done = subprocess.run(["bash", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["bash", script, *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
         return done, log.read_text().splitlines()
 
     return run
@@ -106,8 +114,48 @@ def test_without_cuda_the_cpu_build_is_taken_and_kept_and_no_kernels_are_built(i
     later = [line for line in log if "--no-deps" not in line and line.startswith("pip ")]
     assert len(later) == 2
     assert all("torch==2.13.0+cpu" in line for line in later)  # which no other package can then exchange
-    assert "--no-build-isolation --editable .[test,docs]" in later[-1]
-    assert later[-1].startswith("pip BRORL_CUDA=0 ")
+    assert log[-1].endswith("--no-build-isolation --no-deps --editable .")
+    assert log[-1].startswith("pip BRORL_CUDA=0 ")
+
+
+def test_a_run_s_packages_come_without_those_of_tests_and_documentation(install):
+    """Each stage is announced before it begins; what only tests, lint and the pages need comes by an own step."""
+    done, log = install(REACHED="up")
+    assert re.findall(r"^install: (\d/4) ", done.stdout, re.M) == ["1/4", "2/4", "3/4", "4/4"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    run, extras = declared["dependency-groups"]["run"], declared["project"]["optional-dependencies"]
+    (asked,) = [line for line in log if "megatron-core" in line]
+    assert all(line in asked for line in run if not line.startswith("torch>"))
+    tools = [line for line in (*extras["test"], *extras["docs"]) if line not in run]
+    assert {"pytest", "ruff", "mypy"} < set(tools)
+    assert not any(tool in line.split() for line in log for tool in tools)
+
+    done, log = install("dev")
+    assert done.returncode == 0, done.stderr
+    assert set(log[-1].split()) > {*tools, "torch==2.13.0+cpu"}
+    assert not any("venv" in line or "--editable" in line for line in log[-1:])
+
+
+def test_make_installs_the_tools_only_where_they_are_needed():
+    """A target's recipe that calls a tool of the extras waits for them, and the quickstart does not."""
+    made = {}
+    for target in (
+        "quickstart",
+        "bench",
+        "wheel",
+        "test",
+        "test-fast",
+        "test-rest",
+        "test-all",
+        "check",
+        "docs",
+        "gpu-check",
+    ):
+        command = ["make", "--no-print-directory", "-n", "-B", target, "VENV=elsewhere"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert "bash tools/install.sh\n" in done.stdout, done.stderr
+        made[target] = "bash tools/install.sh dev\n" in done.stdout
+    assert made == {target: target not in ("quickstart", "bench", "wheel") for target in made}
 
 
 def test_a_cuda_build_is_refused_before_it_is_brought(install):
@@ -124,7 +172,7 @@ def test_brorl_torch_names_another_cpu_build(install, tmp_path):
     assert brought(log) == ["2.12.0+cpu"]
     assert "--no-deps --no-index wheels/cpu.whl" in log[1]
     assert not any("download.pytorch.org" in line for line in log)
-    assert "torch==2.12.0+cpu" in log[-1]
+    assert "torch==2.12.0+cpu" in log[-2]  # with the packages that could exchange it
 
 
 def test_brorl_torch_with_cuda_is_refused_before_its_libraries_come(install):
@@ -143,7 +191,7 @@ def test_with_cuda_the_torch_that_is_there_is_kept(install):
     assert done.returncode == 0, done.stderr
     assert brought(log) == ["2.9.0"]  # by the environment
     assert "--system-site-packages" in "".join(log)
-    assert "torch==2.9.0" in log[-1]
+    assert "torch==2.9.0" in log[-2]
     assert log[-1].startswith("pip BRORL_CUDA=unset ")
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from megatron_brorl.parallel import device
 
-warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # chatter about optional packages
 device.leave_out_compiler()  # before Megatron is imported
 
 import reasoning_gym  # noqa: E402, F401

@@ -6,13 +6,14 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
+from megatron_brorl.data.nulls import from_arrow
 from megatron_brorl.errors import UserError
 
 _SEPARATOR = re.compile(r"\s*,?\s*")
@@ -48,7 +49,7 @@ def raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
     Raises UserError where the file cannot be read or is of another kind, or naming the row that is malformed.
     """
-    readers = {".jsonl": _lines, ".json": _json, ".parquet": _parquet, ".arrow": _arrow, ".csv": _csv}
+    readers = {".jsonl": _lines, ".json": _json, ".parquet": parquet_rows, ".arrow": _arrow, ".csv": _csv}
     if path.suffix not in readers:
         raise UserError(f"{path}: unknown kind of data file; known: {', '.join(readers)}")
     try:
@@ -110,23 +111,23 @@ def _between(text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    number = 0
+def parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 1, row) of a Parquet file; see _arrow_rows. Raises OSError and pyarrow.ArrowException."""
     with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=_BATCH):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+        yield from enumerate(_arrow_rows(file.iter_batches(batch_size=_BATCH)), start=1)
 
 
 def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
     """The stream that datasets writes."""
-    number = 0
     with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:
-        for batch in reader:
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+        yield from enumerate(_arrow_rows(reader), start=1)
+
+
+def _arrow_rows(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[dict[str, Any]]:
+    """Rows with a key for every column, null where a row has none; the values of columns are as in JSON."""
+    for batch in batches:
+        for row in batch.to_pylist(maps_as_pydicts="lossy"):  # the last of equal keys counts, as in JSON
+            yield {name: from_arrow(value) for name, value in row.items()}
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:

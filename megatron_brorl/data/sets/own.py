@@ -9,7 +9,13 @@ from megatron_brorl.errors import UserError
 
 def rows(raw: Raw, where: str) -> Task:
     """The project's own rows (data/prompts.py)."""
-    unknown = set(raw) - {"prompt", "answer", "verifier", "id", "metadata"}
+    unknown = {key for key, value in raw.items() if value is not None} - {
+        "prompt",
+        "answer",
+        "verifier",
+        "id",
+        "metadata",
+    }
     if unknown:
         raise UserError(f"{where}: unknown key {min(unknown)!r} in a row; name the set, or 'custom' with --prompt")
     metadata, answer = raw.get("metadata") or {}, raw.get("answer")

@@ -16,7 +16,7 @@ function chunk(number) {
 }
 
 function momentName(m) {
-  return m.kind === "step" ? `training step ${m.number + 1}` : m.number ? `evaluation after ${m.number} steps` : "evaluation before the first step";
+  return m.kind === "step" ? `training step ${m.number}` : m.number ? `evaluation after ${m.number} steps` : "evaluation before the first step";
 }
 
 const FILTERS = {

@@ -164,7 +164,7 @@ function ticks(from, to, count) {
   return found;
 }
 
-// Bars on one another. rows: [{x, name, y}]; names from below.
+// Bars on one another. rows: [{step, x, x2, name, y}], from x to x2 on the axis; names from below.
 function stacked(title, note, rows, names, options) {
   const order = new Map(names.map((n, i) => [n, i]));
   const values = rows.map((r) => ({ ...r, order: order.get(r.name) }));
@@ -178,12 +178,12 @@ function stacked(title, note, rows, names, options) {
       y: { field: "y", type: "quantitative", title: options.y, stack: true, axis: { tickCount: 5, format: "~s" } },
       color: { field: "name", type: "nominal", title: null, scale: { domain: names, range: palette() }, legend: { symbolType: "square" } },
       order: { field: "order" },
-      tooltip: [{ field: "name", title: "phase" }, { field: "x2", title: "training step" }, { field: "y", title: options.y, format: ".3~g" }],
+      tooltip: [{ field: "name", title: "phase" }, { field: "step", title: "training step" }, { field: "y", title: options.y, format: ".3~g" }],
     },
   });
   const figures = () => {
-    const xs = [...new Set(rows.map((r) => r.x2))];
-    const found = new Map(rows.map((r) => [r.x2 + "/" + r.name, r.y]));
+    const xs = [...new Set(rows.map((r) => r.step))];
+    const found = new Map(rows.map((r) => [r.step + "/" + r.name, r.y]));
     return [["training step", ...names], xs.map((x) => [short(x), ...names.map((n) => short(found.get(x + "/" + n)))])];
   };
   return chart(title, note, spec, figures);

@@ -9,7 +9,7 @@ function prompts(parent, run) {
   }
   if (!made.length) append(parent, [said(run.missing.rollouts)]);
   for (const [kind, word] of [["evaluation", "Held-out prompts"], ["step", "Training prompts that came again"]])
-    if (run.heat[kind]) made.push(heat(run.heat[kind], word));
+    if (run.heat[kind]) made.push(heat(run.heat[kind], word, kind));
   append(parent, [make("div", { class: "charts" }, made, unsampled(run))]);
   if (run.missing.theory) append(parent, [said(run.missing.theory)]);
 }
@@ -18,7 +18,7 @@ function spread(s, word, kind) {
   const right = s.of ? `right of ${s.of}` : "right rollouts of a prompt";
   const total = s.counts.map((row) => row.reduce((a, b) => a + b, 0));
   const last = s.numbers.length - 1;
-  const when = (i) => `after ${s.numbers[i]} step${s.numbers[i] === 1 ? "" : "s"}`;
+  const when = (i) => moment(kind, s.numbers[i]);
   const title = `${word}: how many have how many right`;
   // Both ends of the run; the heat map has what is between.
   const ends = last ? [0, last] : [0];
@@ -45,12 +45,17 @@ function spread(s, word, kind) {
   return made;
 }
 
-function heat(h, word) {
+// A step by its number in metrics.jsonl, an evaluation by the steps done before it.
+function moment(kind, number) {
+  return kind === "step" ? `step ${number}` : `after ${number} step${number === 1 ? "" : "s"}`;
+}
+
+function heat(h, word, kind) {
   const steps = [...h.numbers].reverse();
   const values = h.prompts.flatMap((p, i) => h.numbers.map((n, k) => ({ x: p, y: n, v: h.shares[i][k], task: h.tasks[i] })).filter((c) => c.v !== null));
   const note = `Each column is one of ${h.prompts.length} prompts, in order of its share at first, and then at last.` +
     (h.left_out ? ` ${h.left_out} more prompts are left out.` : "");
-  const figures = () => [["prompt", ...h.numbers.map((n) => `after ${n}`)], h.prompts.map((p, i) => [p, ...h.shares[i].map(percent)])];
+  const figures = () => [["prompt", ...h.numbers.map((n) => moment(kind, n))], h.prompts.map((p, i) => [p, ...h.shares[i].map(percent)])];
   const made = cells(`${word}: share right, prompt by prompt`, note, values, h.prompts, steps,
     { x: "prompts", y: "training step", v: "right", labels: false, domain: [0, 1], height: Math.min(320, Math.max(120, 26 * steps.length)),
       tooltip: [{ field: "x", title: "prompt" }, { field: "task" }, { field: "y", title: "steps" }, { field: "v", title: "right", format: ".1%" }] }, figures);

@@ -39,6 +39,11 @@ function interval(p) {
   return p.low === undefined ? percent(p.mean) : `${percent(p.mean)} (${percent(p.low)} to ${percent(p.high)})`;
 }
 
+function numbers(r) {
+  if (!r) return "-";
+  return r.low === undefined ? short(r.mean) : `${short(r.mean)} (${short(r.low)} to ${short(r.high)})`;
+}
+
 function passes(run) {
   const first = run.evaluations[0], last = run.evaluations[run.evaluations.length - 1];
   const change = new Map((run.change ? run.change.passes : []).map((p) => [p.k, p.difference]));
@@ -48,6 +53,11 @@ function passes(run) {
     return [`pass@${p.k}`, interval(p), first === last ? "-" : interval(of(last, p.k)),
       d ? `${points(d.mean)} (${points(d.low)} to ${points(d.high)})` : "-", d ? (d.p < 1e-4 ? "< 0.0001" : d.p.toFixed(4)) : "-"];
   });
+  if (first.reward || last.reward) {
+    const d = run.change && run.change.reward && run.change.reward.difference;
+    rows.push(["mean reward", numbers(first.reward), first === last ? "-" : numbers(last.reward),
+      d ? numbers(d) : "-", d ? (d.p < 1e-4 ? "< 0.0001" : d.p.toFixed(4)) : "-"]);
+  }
   const head = ["", when(first.steps), first === last ? "later" : when(last.steps), "change, points", "p"];
   return make("div", null,
     table(head, rows, { label: "pass@k before and after" }),
@@ -88,7 +98,7 @@ function phases(c) {
   c.step.forEach((x, i) => {
     if (steps[i] === null) return;
     let rest = steps[i];
-    const add = (name, y) => rows.push({ x: x - c.every, x2: x, name, y });
+    const add = (name, y) => rows.push({ step: x, x: x - c.every + 0.5, x2: x + 0.5, name, y });
     for (const name of PHASES) {
       const seconds = (c.values["time/" + name] || [])[i] || 0;
       rest -= seconds;
@@ -155,6 +165,12 @@ function any_figure(run) {
   return box;
 }
 
+// The keys that a resumed run changed, with both values.
+function changed(start) {
+  const one = ([key, [before, now]]) => `; ${key} = ${JSON.stringify(before)} -> ${JSON.stringify(now)}`;
+  return Object.entries(start.changes || {}).map(one).join("");
+}
+
 function configuration(parent, run) {
   const start = run.starts[run.starts.length - 1];
   for (const key of ["config", "starts"]) if (run.missing[key]) append(parent, [said(run.missing[key])]);
@@ -164,7 +180,7 @@ function configuration(parent, run) {
     append(parent, [
       make("p", null, make("b", null, "Command: "), make("code", null, start.command)),
       table(["", ""], [
-        ["started", run.starts.map((s) => s.time + (s.step ? ` (went on at step ${s.step})` : "")).join(", ")],
+        ["started", run.starts.map((s) => s.time + (s.step ? ` (resumed after ${s.step} steps${changed(s)})` : "")).join(", ")],
         ["ranks", String(start.ranks)],
         ["machine", `${start.machine.system}, ${start.machine.cores} cores, ${start.machine.device}`],
         ["versions", versions],
@@ -189,7 +205,7 @@ function configuration(parent, run) {
 
 function elapsed(run, steps) {
   let seconds = 0;
-  run.curves.step.forEach((s, i) => { if (s <= steps) seconds = run.curves.elapsed[i]; });
+  run.curves.step.forEach((s, i) => { if (s < steps) seconds = run.curves.elapsed[i]; });
   return seconds;
 }
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.extract import after_thought
 from megatron_brorl.rewards.ifeval import language
 from megatron_brorl.rewards.ifeval.kinds import KINDS
 from megatron_brorl.rewards.ifeval.text import count_words
@@ -23,12 +24,11 @@ from megatron_brorl.rewards.returned import MOST_PARTS
 from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
 
 _MODES = ("strict", "loose")
-_END_OF_THOUGHT = "</think>"
 
 
 def find(response: str) -> str | None:
     """What follows the last </think>, or all where there is none; None where nothing is left."""
-    return response.rpartition(_END_OF_THOUGHT)[2].strip() or None
+    return after_thought(response).strip() or None
 
 
 def load() -> Verifier:

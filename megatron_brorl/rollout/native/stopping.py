@@ -1,4 +1,8 @@
-"""When a response ends before its limit: stop tokens, and strings that its text comes to contain."""
+"""When a response ends before its limit: at a stop token, or when its text contains a stop string.
+
+The rule for strings: a response ends with the first token after which its decoded text contains one of them. Decoding
+every prefix would cost the square of the length, so only the end of the text is decoded for most tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-TAIL = 8  # tokens looked at beyond as many as a stop string has characters: a token may add none
+_REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not valid UTF-8, such as part of a character
+_MAX_CHARACTER_BYTES = 4
 
 
 class Stops:
@@ -16,34 +21,80 @@ class Stops:
     def __init__(
         self, ids: Sequence[int], strings: Sequence[str], decode: Callable[[Sequence[int]], str] | None
     ) -> None:
-        """decode: tokens -> text, needed with strings alone; ValueError where it is missing or a string is empty."""
+        """decode: tokens -> text, needed for strings only; ValueError where it is missing or a string is empty."""
         if strings and decode is None:
             raise ValueError("stop strings need an engine that was given a tokenizer's decode")
         if not all(strings):
             raise ValueError("a stop string is empty")
         self.ids, self.strings, self.decode = torch.tensor(list(ids), dtype=torch.int64), tuple(strings), decode
-        self.tail = max(map(len, strings), default=0) + TAIL
-        self.may_end: dict[int, bool] = {}  # by token
+        self.last_characters = {s[-1] for s in strings}
+
+        # A token that adds text adds at least one byte, so a string spans at most as many tokens as it has bytes. The
+        # first token of a window may decode to other text than in the response (a dropped space, part of a character).
+        self.window = max((len(s.encode("utf-8", "surrogatepass")) for s in strings), default=0) + _MAX_CHARACTER_BYTES
+        self.texts: dict[int, str] = {}  # of single tokens
 
     def hit(self, new: Tensor, rows: Tensor, tokens: Tensor, produced: Tensor) -> Tensor:
         """new [B] int64, of rows [B] in tokens [rows, max_tokens], of which produced [rows] are there -> [B] bool."""
         ended = torch.isin(new, self.ids)
         if self.strings:
             for i, (token, row) in enumerate(zip(new.tolist(), rows.tolist(), strict=True)):
-                if self._may_end(token):
-                    end = int(produced[row])
-                    ended[i] |= self._contains(tokens[row, max(0, end - self.tail) : end].tolist())
+                if not ended[i] and self._may_complete(token):
+                    ended[i] = self._contains(tokens[row, : int(produced[row])])
         return ended
 
-    def _contains(self, ids: list[int]) -> bool:
-        assert self.decode is not None
-        text = self.decode(ids)
+    def first_end(self, ids: Tensor, begun: int = 0) -> int | None:
+        """Return the number of tokens of ids [G] after which the response ends, or None where it does not end.
+
+        begun: tokens at its start after which it is known not to end.
+        """
+        for end in range(begun + 1, len(ids) + 1):
+            token = int(ids[end - 1])
+            if bool((self.ids == token).any()) or (self._may_complete(token) and self._contains(ids[:end])):
+                return end
+        return None
+
+    def _may_complete(self, token: int) -> bool:
+        """Return whether a stop string can end inside the text that the token adds.
+
+        A token by itself decodes to that text, with two exceptions: bytes that complete a character, and a space that
+        the decoder drops at the start of a text or adds between two words.
+        """
+        text = self._text(token)
+        return _REPLACEMENT in text or " " in self.last_characters or any(c in text for c in self.last_characters)
+
+    def _contains(self, ids: Tensor) -> bool:
+        """Return whether the text of ids [G] contains a stop string that the last token completes."""
+        start = self._window_start(ids)
+
+        # A window that begins within a character, or within a run of byte tokens that some decoders only accept as a
+        # whole, shows replacement characters: one of the next places to the left begins a character.
+        for first in range(start, max(start - _MAX_CHARACTER_BYTES, -1), -1):
+            text = self._decode(ids[first:])
+            if self._in(text):
+                return first == 0 or self._in(self._decode(ids))
+            if _REPLACEMENT not in text:
+                break
+        return False
+
+    def _window_start(self, ids: Tensor) -> int:
+        """Return where the last `window` tokens that add text begin; other tokens, such as padding, do not count."""
+        start, missing = len(ids), self.window
+        while missing > 0 and start > 0:
+            end, start = start, max(0, start - missing)
+            missing -= sum(bool(self._text(token)) for token in ids[start:end].tolist())
+        return start
+
+    def _in(self, text: str) -> bool:
         return any(s in text for s in self.strings)
 
-    def _may_end(self, token: int) -> bool:
-        """Whether the token can complete a stop string; part of a character may be anything."""
-        if token not in self.may_end:
+    def _decode(self, ids: Tensor) -> str:
+        assert self.decode is not None
+        return self.decode(ids.tolist())
+
+    def _text(self, token: int) -> str:
+        """Return the text of the token by itself."""
+        if token not in self.texts:
             assert self.decode is not None
-            text = self.decode([token])
-            self.may_end[token] = "�" in text or any(c in text for c in {s[-1] for s in self.strings})
-        return self.may_end[token]
+            self.texts[token] = self.decode([token])
+        return self.texts[token]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -50,14 +50,17 @@ class RemoteEngine:
         devices: Sequence[int] | None,
         log: Path,
         node: Node | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """names: every Hugging Face tensor of the model with its shape. folder: of process.make_folder, the same for
         all ranks that share the engine. devices: the engine's CUDA devices; None on all of these ranks but the first.
         log: file for the process's output. node: the ranks that write updates together; None: the leader alone.
+        decode: tokens -> text, needed for stop strings.
 
         Raises UserError where the process does not come up, or cannot do what the configuration asks for.
         """
         self.settings, self.options, self.names, self.folder = settings, options, names, folder
+        self.decode = decode
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.version = -1
         self.leads = devices is not None
@@ -190,7 +193,7 @@ class RemoteEngine:
 
         # What it was asked before is over, however that call ended.
         self._open.clear()
-        pending = PendingRollouts(sampling, watch, supply, self.rows, self.options.vocab)
+        pending = PendingRollouts(sampling, watch, supply, self.rows, self.options.vocab, self.decode)
         pending.add(requests)
         pending.take()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
+from megatron_brorl.json_files import read_object
 from megatron_brorl.parallel import device
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.engine import RemoteEngine
@@ -30,13 +31,14 @@ def join(
     vocab: int,
     stop_ids: tuple[int, ...],
     kv_tokens: int = 0,
+    decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RemoteEngine:
     """This rank's share of an engine of the kind rollout.engine; a collective. As many neighbouring ranks of a node
     share one as the key `tensor` of its section says.
 
     names: every Hugging Face tensor with its shape. context: prompt + response tokens at most. kv_tokens: of keys and
-    values that there is planned room for; 0 = not known. Raises UserError where the ranks of a node cannot be grouped
-    so, or the engine does not come up.
+    values that there is planned room for; 0 = not known. decode: tokens -> text, for stop strings.
+    Raises UserError where the ranks of a node cannot be grouped so, or the engine does not come up.
     """
     # All that depends on the engine is its entry and its section.
     engine = config.rollout.engine
@@ -45,11 +47,7 @@ def join(
 
     # Ids are all that an engine is given; for stop strings it must read text as the trainer does.
     model = Path(config.model.path).resolve()
-    if config.rollout.stop_strings and not (model / "tokenizer.json").is_file():
-        raise UserError(
-            f"rollout.stop_strings: {kind.name} finds them with the model's tokenizer.json, and {model} has none: stop "
-            'at tokens alone, or set rollout.engine = "torch"'
-        )
+    _check_stop_strings(config.rollout.stop_strings, kind.name, model)
 
     # What the configuration asks for must fit the node and the engine.
     rank, tensor = dist.get_rank(), settings.tensor
@@ -100,7 +98,28 @@ def join(
         range(local, local + tensor) if leads else None,  # numbered within the node
         Path(config.run.dir) / "engines" / f"rank_{rank}.log",
         Node(local, per_node, Path(folders[rank - local]), exchange),
+        # Rollouts end at stop strings by the trainer's tokenizer, as those of the built-in engine do.
+        decode,
     )
+
+
+def _check_stop_strings(strings: Sequence[str], engine: str, model: Path) -> None:
+    """Raise UserError where the engine would end responses at other places than the built-in one."""
+    path = model / "tokenizer.json"
+    if strings and not path.is_file():
+        raise UserError(
+            f"rollout.stop_strings: {engine} finds them with the model's tokenizer.json, and {model} has none: stop "
+            'at tokens only, or set rollout.engine = "torch"'
+        )
+
+    # The engine decodes a response after its prompt. Many decoders drop the space at the start of a text, so that only
+    # the engine would see a string with that space at the start of a response.
+    spaced = [s for s in strings if s.startswith(" ")]
+    if spaced and (read_object(path).get("decoder") or {}).get("type") != "ByteLevel":
+        raise UserError(
+            f"rollout.stop_strings: {spaced[0]!r} begins with a space, and {path} drops the space at the start of a "
+            f'response, which {engine} does not: leave the space out, or set rollout.engine = "torch"'
+        )
 
 
 def _exchange(first: int, size: int, timeout_s: float) -> Callable[[Any], list[Any]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -12,6 +12,7 @@ from megatron_brorl.errors import shown
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.continuation import extended, siblings
 from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch
+from megatron_brorl.rollout.native.stopping import Stops
 from megatron_brorl.rollout.remote.messages import Message
 from megatron_brorl.types import FinishReason, Rollout
 
@@ -88,8 +89,17 @@ def sibling_seed(key: int, sibling: int, done: int) -> int:
 class PendingRollouts:
     """Those of one call of generate, and what has come of it."""
 
-    def __init__(self, sampling: Sampling, watch: Watch | None, supply: Supply | None, most: int, vocab: int) -> None:
-        """most: rollouts that the engine has at a time. vocab: of the model, with what pads it."""
+    def __init__(
+        self,
+        sampling: Sampling,
+        watch: Watch | None,
+        supply: Supply | None,
+        most: int,
+        vocab: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """most: rollouts that the engine has at a time. vocab: of the model, with what pads it. decode: see Stops."""
+        self._stops = Stops(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
         self._sampling, self._watch, self._supply, self._most, self._vocab = sampling, watch, supply, most, vocab
         self.faults: list[str] = []  # of answers that were none, each of which costs its rollout
         self.rows: dict[int, PendingRollout] = {}  # by the number that the engine's answers name
@@ -118,7 +128,28 @@ class PendingRollouts:
             self.faults.append(fault)
             self._deliver(row, row.begun)  # as it was before this call
         else:
-            self._deliver(row, row.completed(answer, self._sampling, version))
+            self._complete(row, row.completed(answer, self._sampling, version))
+
+    def _complete(self, row: PendingRollout, rollout: Rollout) -> None:
+        """Deliver a rollout, ended by the built-in engine's rule for stop strings.
+
+        An engine may find a string later: it holds back the text of unfinished characters, and does not see the text
+        that a continued rollout had before.
+        """
+        end = self._stops.first_end(rollout.token_ids, len(row.begun.token_ids)) if self._stops else None
+        if end is not None:
+            version, added = rollout.spans[-1][0], end - len(row.begun.token_ids)
+            rollout = replace(
+                rollout,
+                token_ids=rollout.token_ids[:end],
+                log_probs=rollout.log_probs[:end],
+                finish="stop",
+                spans=extended(row.begun.spans, version, added),
+            )
+        elif self._stops and rollout.finish == "stop":
+            self.faults.append("it ended at a stop string that the text of its tokens does not contain")
+            rollout = row.begun
+        self._deliver(row, rollout)
 
     def result(self) -> list[list[Rollout]]:
         """The rollouts of each request, by index; those that have not come are as they were before this call."""

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megatron_brorl.algo.estimators import Interval, bootstrap_mean, bootstrap_mean_of_means, pass_at_k
+from megatron_brorl.algo.estimators import SHARE, Interval, bootstrap_mean, bootstrap_mean_of_means, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -80,6 +80,36 @@ def test_bootstrap_depends_on_its_arguments_only() -> None:
 def test_bootstrap_of_equal_values_has_no_width() -> None:
     assert bootstrap_mean([0.25], resamples=10, seed=0).as_dict() == {"mean": 0.25, "low": 0.25, "high": 0.25}
     assert bootstrap_mean([0.5] * 9, resamples=10, seed=0) == Interval(0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 40, 320, 10_000])
+def test_equal_shares_have_the_interval_of_clopper_and_pearson(n: int) -> None:
+    """None of n right, or all: the share at which that has a probability of 0.025 (Clopper and Pearson 1934)."""
+    none, every = (bootstrap_mean([v] * n, resamples=10, seed=0, bounds=SHARE) for v in (0.0, 1.0))
+    assert (none.mean, none.low, every.mean, every.high) == (0.0, 0.0, 1.0, 1.0)
+    assert (1 - none.high) ** n == pytest.approx(0.025)
+    assert every.low**n == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize(
+    ("n", "value", "bounds"), [(3, 0.25, (0, 1)), (1, 0.375, (0, 1)), (7, 0.0, (-1, 1)), (4, -0.5, (-1, 1))]
+)
+def test_equal_values_leave_room_for_what_was_not_drawn(n: int, value: float, bounds: tuple[float, float]) -> None:
+    """The ends are means of the extreme prompts that show nothing but one value n times with probability 0.025."""
+    got = bootstrap_mean([value] * n, resamples=10, seed=0, bounds=bounds)
+    seen = 0.025 ** (1 / n)  # the share of prompts with the value
+    assert got.mean == value
+    assert got.low == pytest.approx(seen * value + (1 - seen) * bounds[0])
+    assert got.high == pytest.approx(seen * value + (1 - seen) * bounds[1])
+
+
+def test_bounds_change_nothing_where_values_differ() -> None:
+    values = [0.0] * 30 + [1.0]
+    assert bootstrap_mean(values, 200, 1, SHARE) == bootstrap_mean(values, 200, 1)
+    # A benchmark of equal values widens the mean by its own share.
+    plain, wide = (bootstrap_mean_of_means([values, [0.0] * 8], 200, 1, b) for b in (None, SHARE))
+    assert (wide.mean, wide.low) == (plain.mean, plain.low)
+    assert wide.high - plain.high == pytest.approx((1 - 0.025 ** (1 / 8)) / 2)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import pytest
 
 from megatron_brorl.algo.no_signal import why_no_signal
 
-FINE = {"kept_share": 0.5, "cut_off_share": 0.1, "answered_share": 0.8, "reward": 0.4, "all_right_share": 0.1}
+FINE = {"kept_share": 0.5, "cut_off_share": 0.1, "answered_share": 0.8, "reward_std": 0.4, "all_right_share": 0.1}
 SILENT = FINE | {"kept_share": 0.0}
+NONE_RIGHT = {"all_right_share": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -18,15 +19,18 @@ SILENT = FINE | {"kept_share": 0.0}
         (FINE, None),
         (FINE | {"kept_share": 1.0}, None),
         (SILENT, "no mixed group"),
-        (SILENT | {"reward": 0.0}, "none right"),
-        (SILENT | {"reward": 1.0, "all_right_share": 1.0}, "all right"),
-        (SILENT | {"reward": 0.0, "answered_share": 0.0}, "no answer"),
-        (SILENT | {"reward": 0.0, "answered_share": 0.0, "cut_off_share": 1.0}, "cut off"),
-        (SILENT | {"reward": 0.0, "cut_off_share": 0.97}, "cut off"),
-        (SILENT | {"reward": 0.0, "cut_off_share": 0.89}, "none right"),
+        (SILENT | NONE_RIGHT, "none right"),
+        (SILENT | {"all_right_share": 1.0}, "all right"),
+        (SILENT | NONE_RIGHT | {"answered_share": 0.0}, "no answer"),
+        (SILENT | NONE_RIGHT | {"answered_share": 0.0, "cut_off_share": 1.0}, "cut off"),
+        (SILENT | NONE_RIGHT | {"cut_off_share": 0.97}, "cut off"),
+        (SILENT | NONE_RIGHT | {"cut_off_share": 0.89}, "none right"),
         # Every group is kept without dynamic sampling, which makes no signal of equal rewards.
-        (FINE | {"kept_share": 1.0, "reward": 0.0}, "none right"),
-        (FINE | {"kept_share": 1.0, "reward": 1.0, "all_right_share": 1.0}, "all right"),
+        (FINE | NONE_RIGHT | {"kept_share": 1.0, "reward_std": 0.0}, "none right"),
+        (FINE | {"kept_share": 1.0, "reward_std": 0.0, "all_right_share": 1.0}, "all right"),
+        # Partial credit is a signal where nothing is right, and where everything is.
+        (FINE | NONE_RIGHT | {"kept_share": 1.0}, None),
+        (FINE | {"kept_share": 1.0, "all_right_share": 1.0}, None),
         # Responses that are cut off and keep a part of their reward do have one.
         (FINE | {"cut_off_share": 1.0}, None),
         # What is not known explains nothing.

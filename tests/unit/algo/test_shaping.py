@@ -10,7 +10,7 @@ import torch
 from megatron_brorl.algo.mismatch import mismatch_mask
 from megatron_brorl.algo.shaping import cosine_length, cycle_is_on, repeated_ngrams, shaped, soft_overlong
 from megatron_brorl.config.schema import OptimConfig, ShapingConfig
-from megatron_brorl.train.actor_update import learning_rate, scaled
+from megatron_brorl.train.learning_rate import learning_rate, scaled
 
 
 def test_soft_overlong_penalty():
@@ -67,12 +67,12 @@ def test_terms_add_up_and_the_cosine_is_for_right_responses():
         return reward - max(0, t - 5) / 15 + bonus - 0.01 * again
 
     for step in (0, 1):
-        found = shaped(rewards, tokens, repeats, config, 20, step)
+        found = shaped(rewards, rewards == 1, tokens, repeats, config, 20, step)
         cells = zip(rewards.flatten().tolist(), tokens.flatten().tolist(), repeats.flatten().tolist(), strict=True)
         assert found.flatten().tolist() == pytest.approx([expected(*cell, step == 0) for cell in cells])
     assert config.is_on
     assert not ShapingConfig().is_on
-    assert torch.equal(shaped(rewards, tokens, repeats, ShapingConfig(), 20, 0), rewards)
+    assert torch.equal(shaped(rewards, rewards == 1, tokens, repeats, ShapingConfig(), 20, 0), rewards)
 
 
 def test_mismatch_masks():

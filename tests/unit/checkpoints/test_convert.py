@@ -172,7 +172,7 @@ def wrong_depth(d: Path) -> None:
 
 
 def wrong_family(d: Path) -> None:
-    edit(d / "hf/config.json", architectures=["LlamaForCausalLM"])
+    edit(d / "hf/config.json", architectures=["LlamaForCausalLM"], model_type="llama")
 
 
 def mixed_types(d: Path) -> None:

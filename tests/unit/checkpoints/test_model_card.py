@@ -14,6 +14,7 @@ from megatron_brorl.checkpoints.model_card import CARD, Base, Training, model_ca
 BASE = Base("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", {"license": "apache-2.0"})
 BEFORE = {
     "pass_at_1": {"mean": 0.25, "low": 0.125, "high": 0.3751},
+    "mean_reward": {"mean": 0.3, "low": 0.2, "high": 0.45},
     "pass_at_k": {"1": 0.25, "2": 0.4, "8": 0.75},
     "prompts": 1200,
     "samples": 8,
@@ -68,6 +69,7 @@ def test_figures_before_and_after():
     _, body = parts(model_card(TRAINING))
     assert "1,200 held-out prompts, 8 samples each" in body
     assert cells(body, "pass@1, with its 95% interval") == ["0.2500 (0.1250 to 0.3751)", "0.5000 (0.4000 to 0.6000)"]
+    assert cells(body, "mean reward, with its 95% interval") == ["0.3000 (0.2000 to 0.4500)"] * 2
     assert cells(body, "pass@8") == ["0.7500", "0.8124"]
     assert [line.split("|")[1].strip() for line in body.splitlines() if line.startswith("| pass@")][1:] == [
         "pass@2",

@@ -70,6 +70,45 @@ def test_init_writes_what_load_reads(capsys, tmp_path):
     assert f"{path}: is there already" in said(capsys, "init", path, code=2)
 
 
+def test_every_file_gets_a_folder_of_its_own(capsys, tmp_path, monkeypatch):
+    """Two files of one run.dir: the second run would be refused, or take itself for the first one."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b", "runs/own", "deep/er"):
+        (tmp_path / folder).mkdir(parents=True)
+    expected = {
+        "run.toml": "runs/run",
+        "exp1.toml": "runs/exp1",
+        "exp 2.toml": "runs/exp 2",
+        "exp.v3.toml": "runs/exp.v3",
+        "plain": "runs/plain",
+        "a/run.toml": "runs/a/run",
+        "b/run.toml": "runs/b/run",
+        "./b/../a/other.toml": "runs/a/other",
+        "runs/own/run.toml": "runs/own/run",
+        str(tmp_path / "deep/er/x.toml"): "runs/deep/er/x",
+    }
+    for file in expected:
+        said(capsys, "init", file)
+    assert {file: load(file).run.dir for file in expected} == expected
+    assert len(set(expected.values())) == len(expected)
+
+
+@pytest.mark.parametrize("what", ["metrics.jsonl", "run.json", "checkpoints/step_00000001/run.json"])
+def test_a_folder_that_holds_a_run_is_refused(capsys, tmp_path, monkeypatch, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "x" / what).parent.mkdir(parents=True)
+    (tmp_path / "runs" / "x" / what).write_text("")
+    told = said(capsys, "init", "x.toml", code=2)
+    assert "runs/x" in told
+    assert str(tmp_path / "x.toml") in told
+    assert not (tmp_path / "x.toml").exists()
+    (tmp_path / "other").mkdir()
+    elsewhere = tmp_path / "other"
+    monkeypatch.chdir(elsewhere)  # outside of the working directory the name of the file is all there is
+    said(capsys, "init", tmp_path / "x.toml")
+    assert load(tmp_path / "x.toml").run.dir == "runs/x"
+
+
 def test_init_alone_is_whole_but_for_the_names(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said(capsys, "init")

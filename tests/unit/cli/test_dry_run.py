@@ -77,13 +77,14 @@ def state(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): f"{text} {p.stat().st_mtime_ns}" for p, text in read.items()}
 
 
-def dry(capfd, *overrides: str) -> tuple[int, list[str], str]:
-    """Exit code, names of what was found well, and what is on stderr."""
+def dry(capfd, *overrides: str, told: str = "") -> tuple[int, list[str], str]:
+    """Exit code, names of what was found well, and what is on stderr; told: what stdout must have."""
     before = state(Path())
     with pytest.raises(SystemExit) as end:
         main.main(["train", "run.toml", "--dry-run", *overrides])
     assert state(Path()) == before
     out, err = capfd.readouterr()
+    assert told in out
     return int(end.value.code or 0), [x.split()[1] for x in out.splitlines() if x.startswith("  ok")], err
 
 
@@ -106,9 +107,12 @@ def test_a_checkpoint_is_looked_at_and_left_alone(folder, capfd):
     capfd.readouterr()
     code, names, err = dry(capfd, "train.steps=2")
     assert (code, names, err) == (0, NAMES, "")
-    code, names, err = dry(capfd, "optim.lr=1e-3")
+    told = "changed since that checkpoint: optim.lr = 1e-06 -> 0.001, train.steps = 1 -> 2"
+    code, names, err = dry(capfd, "train.steps=2", "optim.lr=1e-3", told=told)
+    assert (code, names, err) == (0, NAMES, "")
+    code, names, err = dry(capfd, "run.seed=1")
     assert (code, names[-1]) == (2, "inputs")
-    assert "was written with optim.lr = 1e-06, now 0.001: set it back" in err
+    assert "was written with run.seed = 0, now 1: set it back" in err
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n")
     code, _, err = dry(capfd)
     assert code == 2
@@ -137,7 +141,12 @@ def raising(folder: Path) -> None:
         (lambda f: None, ["parallel.tensor=2"], "data", "world size 1 is not a multiple of parallel.tensor"),
         (lambda f: (f / "run").write_text(""), [], "ranks", "Not a directory; make it a writable folder"),
         (not_finite, [], "reward", "not finite"),
-        (raising, ["data.verifier=own.py:score"], "engine", "'own.py:score' on the reference answer of row"),
+        (
+            raising,
+            ["data.verifier=own.py:score"],
+            "engine",
+            "'own.py:score' fails on the reference answer of row rows.jsonl:1: broken: NameError",
+        ),
         (
             lambda f: None,
             ["rollout.engine=trtllm", "trtllm.python=/none"],

@@ -1,101 +1,195 @@
-"""What a resumed run is held to beside its configuration: the files of its user's own verifiers."""
+"""What a resumed run may change, and what it must share with the run that it continues."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
-from megatron_brorl.cli.fingerprint import BEFORE_THE_KEY, check_fingerprint, fingerprint
+from megatron_brorl.cli.fingerprint import change_line, check_fingerprint, fingerprint
 from megatron_brorl.config.describe import keys
-from megatron_brorl.config.schema import Config, RolloutConfig
+from megatron_brorl.config.load import load_table
+from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 
 WHERE = Path("runs/x/checkpoints/step_00000003")
+SHAPE = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
+INPUTS = {"tokenizer": "a" * 64, "train": "b" * 64, "held_out": "c" * 64}
 
-FIRST_KEYS = {  # that checkpoints of every version know; a key that is younger says what runs did before it
-    "data": "chat held_out held_out_prompts held_out_seed skip_bad_rows tasks template train train_seed",
-    "rollout": "adaptive adaptive_first dtype engine max_carried_steps max_tokens n partial_tokens prompts refills "
-    "stop_strings temperature top_k top_p",
-    "reward": "cut_off_factor extract max_chars strict",
-    "shaping": "cosine_coef cosine_max cosine_min cosine_off_steps cosine_on_steps overlong_tokens repetition_ngram "
-    "repetition_penalty",
-    "algo": "advantage aggregation aggregation_tokens correct_boost dual_clip dynamic_sampling entropy_coef epochs "
-    "eps_high eps_low gamma is_cap kl_coef kl_estimator kl_in lam mini_batch_of mini_batches mismatch_high "
-    "mismatch_low mismatch_mask old_log_probs overlong_filter ratio",
-    "critic": "clip lr lr_warmup_steps warmup_steps",
-    "reference": "reset_above_kl reset_every reset_optimizer reset_patience",
-    "ops": "implementation",
-    "optim": "betas clip_grad eps lr lr_for_rollouts warmup_steps weight_decay",
+# Whole sections whose keys may all change: none of them is in the data, the model or what a checkpoint holds.
+FREE_SECTIONS = "parallel fp8 trtllm vllm sglang shaping critic reference ops train theory sft"
+FIXED = {
     "run": "seed",
+    "model": "dtype",
+    "rollout": "max_tokens stop_strings partial_tokens refills",
+    "algo": "gamma",
+    "optim": "betas",
+    "evaluate": "temperature top_p top_k",
 }
+FREE = {"data": "train held_out", "reward": "workers timeout_s unsandboxed"}
+
+
+def of(table):
+    return fingerprint(load_table(table, "the table"), SHAPE, {}, INPUTS)
+
+
+def changes(before, after):
+    """From the first start's table to the second one's; through JSON, as a checkpoint has it."""
+    return check_fingerprint(json.loads(json.dumps(of(before))), of(after), WHERE)
+
+
+def test_every_key_is_fixed_or_may_change():
+    """The list is written out here a second time: a key that is added must be put on one side."""
+    expected = set()
+    for section in (f.name for f in dataclasses.fields(Config)):
+        names = {f.name for f in dataclasses.fields(getattr(Config(), section))}
+        if section in FREE:
+            names -= set(FREE[section].split())
+        elif section in FIXED:
+            names = set(FIXED[section].split())
+        else:
+            assert section in FREE_SECTIONS.split(), section
+            names = set()
+        expected |= {f"{section}.{name}" for name in names}
+    assert {key.path for key in keys() if key.fixed and key.path.count(".") == 1} == expected
+    assert {"data.columns.prompt", "data.tasks[].name", "reward.combination[].how"} <= {
+        k.path for k in keys() if k.fixed
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({}, {"optim": {"lr": 2e-6}}, {"optim.lr": (1e-6, 2e-6)}),
+        ({}, {"optim": {"lr_schedule": "cosine"}}, {"optim.lr_schedule": ("constant", "cosine")}),
+        (
+            {"optim": {"lr_schedule": "cosine"}, "train": {"steps": 100}},
+            {"optim": {"lr_schedule": "cosine", "min_lr_ratio": 0.1}, "train": {"steps": 200}},
+            {"optim.min_lr_ratio": (0.0, 0.1), "train.steps": (100, 200)},
+        ),
+        (
+            {},
+            {"optim": {"weight_decay": 0.0, "eps": 1e-6}},
+            {"optim.weight_decay": (0.01, 0.0), "optim.eps": (1e-8, 1e-6)},
+        ),
+        (
+            {},
+            {"optim": {"warmup_steps": 5, "clip_grad": 0.5}},
+            {"optim.warmup_steps": (0, 5), "optim.clip_grad": (1.0, 0.5)},
+        ),
+        ({}, {"algo": {"eps_high": 0.3, "epochs": 2}}, {"algo.eps_high": (0.28, 0.3), "algo.epochs": (1, 2)}),
+        ({}, {"algo": {"advantage": "grpo"}}, {"algo.advantage": ("reinforce_pp_baseline", "grpo")}),
+        ({"algo": {"kl_coef": 0.1}}, {"algo": {"kl_coef": 0.01}}, {"algo.kl_coef": (0.1, 0.01)}),
+        ({}, {"rollout": {"n": 64}}, {"rollout.n": (512, 64)}),
+        (
+            {},
+            {"rollout": {"temperature": 0.8, "top_p": 0.9}},
+            {"rollout.temperature": (1.0, 0.8), "rollout.top_p": (1.0, 0.9)},
+        ),
+        (
+            {},
+            {"rollout": {"prompts": 32, "max_num_seqs": 64}},
+            {"rollout.prompts": (128, 32), "rollout.max_num_seqs": (2048, 64)},
+        ),
+        (
+            {},
+            {"rollout": {"engine": "vllm", "dtype": "bf16"}},
+            {"rollout.engine": ("torch", "vllm"), "rollout.dtype": ("fp32", "bf16")},
+        ),
+        (
+            {"data": {"train": ["a.jsonl"]}},
+            {"data": {"train": ["b.jsonl"]}},
+            {"data.train": (["a.jsonl"], ["b.jsonl"])},
+        ),
+        ({}, {"reward": {"workers": 4}}, {"reward.workers": (2, 4)}),
+        ({}, {"shaping": {"overlong_tokens": 9}}, {"shaping.overlong_tokens": (0, 9)}),
+        ({}, {"parallel": {"tensor": 2}}, {"parallel.tensor": (1, 2)}),
+        ({}, {"evaluate": {"every": 5}}, {"evaluate.every": (0, 5)}),
+        ({}, {"run": {"started": 5.0, "ends_at": 9.0}}, {}),
+        ({}, {}, {}),
+    ],
+)
+def test_what_may_change_is_told(before, after, expected):
+    found = changes(before, after)
+    assert found == expected
+    line = change_line(found)
+    assert line.count(" -> ") == len(expected)
+    assert all(f"{path} = {old!r} -> {new!r}" in line for path, (old, new) in expected.items())
+
+
+WAITING = {"partial_tokens": 512}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key"),
+    [
+        ({}, {"run": {"seed": 1}}, "run.seed = 0, now 1"),
+        ({}, {"model": {"dtype": "bf16"}}, "model.dtype = 'fp32', now 'bf16'"),
+        ({}, {"data": {"template": "Q {prompt}"}}, "data.template = "),
+        ({}, {"data": {"chat": True}}, "data.chat = False, now True"),
+        ({}, {"data": {"verifier": "mine.py:score"}}, "data.verifier = "),
+        ({}, {"data": {"columns": {"prompt": "question"}}}, "data.columns = "),
+        ({}, {"reward": {"extract": "boxed"}}, "reward.extract = "),
+        ({}, {"reward": {"cut_off_factor": 0.5}}, "reward.cut_off_factor = 0.0, now 0.5"),
+        ({}, {"rollout": {"max_tokens": 2048}}, "rollout.max_tokens = 1024, now 2048"),
+        ({}, {"rollout": {"stop_strings": ["x"]}}, "rollout.stop_strings = [], now ['x']"),
+        ({}, {"rollout": {"partial_tokens": 512}}, "rollout.partial_tokens = 0, now 512"),
+        ({}, {"rollout": {"refills": 2}}, "rollout.refills = 0, now 2"),
+        ({"rollout": WAITING}, {"rollout": {**WAITING, "n": 64}}, "rollout.n = 512, now 64"),
+        ({"rollout": WAITING}, {"rollout": {**WAITING, "top_p": 0.9}}, "rollout.top_p = 1.0, now 0.9"),
+        (
+            {"rollout": {"refills": 1}},
+            {"rollout": {"refills": 1, "temperature": 0.5}},
+            "rollout.temperature = 1.0, now 0.5",
+        ),
+        ({}, {"algo": {"advantage": "gae"}}, "algo.advantage = 'reinforce_pp_baseline', now 'gae'"),
+        ({"algo": {"advantage": "gae"}}, {}, "algo.advantage = 'gae', now"),
+        ({"algo": {"advantage": "gae"}}, {"algo": {"advantage": "gae", "gamma": 0.9}}, "algo.gamma = 1.0, now 0.9"),
+        ({}, {"algo": {"kl_coef": 0.1}}, "algo.kl_coef = 0.0, now 0.1"),
+        ({"algo": {"kl_coef": 0.1}}, {}, "algo.kl_coef = 0.1, now 0.0"),
+        ({}, {"optim": {"betas": [0.9, 0.95]}}, "optim.betas = [0.9, 0.999], now [0.9, 0.95]"),
+        ({}, {"evaluate": {"temperature": 1.0}}, "evaluate.temperature = 0.6, now 1.0"),
+    ],
+)
+def test_what_must_stay_is_refused(before, after, key):
+    with pytest.raises(UserError) as caught:
+        changes(before, {**after, "optim": {**after.get("optim", {}), "lr": 1e-5}})
+    said = str(caught.value)
+    assert said.startswith(f"{WHERE}: was written with {key}")
+    assert "\n" not in said
+
+
+def test_another_model_is_refused():
+    before, now = of({}), fingerprint(Config(), dataclasses.replace(SHAPE, heads=8), {}, INPUTS)
+    with pytest.raises(UserError, match=r"was written with another model in model\.path \(heads = 1, now 8\)"):
+        check_fingerprint(before, now, WHERE)
 
 
 def test_another_file_of_a_verifier_is_refused():
-    saved = {"own_verifiers": {"mine.py:score": "a" * 64}}
-    check_fingerprint(saved, {"own_verifiers": {"mine.py:score": "a" * 64}}, WHERE)
+    before, now = (fingerprint(Config(), SHAPE, {"mine.py:score": x * 64}, INPUTS) for x in "ab")
+    assert check_fingerprint(before, before, WHERE) == {}
     with pytest.raises(UserError) as error:
-        check_fingerprint(saved, {"own_verifiers": {"mine.py:score": "b" * 64}}, WHERE)
+        check_fingerprint(before, now, WHERE)
     assert str(error.value) == (
         f"{WHERE}: was written with another file of verifier mine.py:score (sha256 aaaaaaaaaaaa, now bbbbbbbbbbbb): "
-        "put it back as it was, or start anew with another run.dir or train.resume=never"
+        "put it back as it was, or start a new run with another run.dir or train.resume=never"
     )
 
 
-def test_checkpoints_from_before_these_keys_go_on():
-    now = {"data": {"verifier": "exact"}, "reward": {"combination": []}, "own_verifiers": {}}
-    check_fingerprint({"data": {}, "reward": {}}, now, WHERE)
-    with pytest.raises(UserError, match=r"was written with data\.verifier = 'exact', now 'mine\.py:score'"):
-        check_fingerprint({"data": {}, "reward": {}}, {**now, "data": {"verifier": "mine.py:score"}}, WHERE)
+@pytest.mark.parametrize(
+    ("key", "what"), [("tokenizer", r"other tokenizer files in model\.path"), ("train", r"other rows of data\.train")]
+)
+def test_other_rows_and_another_tokenizer_are_another_run(key, what):
+    before = fingerprint(Config(), SHAPE, {}, {**INPUTS, key: "d" * 64})
+    with pytest.raises(UserError, match=what + r" \(sha256 dddddddddddd, now "):
+        check_fingerprint(before, of({}), WHERE)
 
 
-def test_a_key_says_what_runs_did_before_it():
-    """A run of a version before the key goes on: with its default, or as BEFORE_THE_KEY has it."""
-    shape = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
-    now = fingerprint(Config(rollout=RolloutConfig(refills=1)), shape, {})
-    younger = {
-        section: set(values) - set(FIRST_KEYS[section].split())
-        for section, values in now.items()
-        if section in FIRST_KEYS
-    }
-    assert {k: v for k, v in younger.items() if v} == {k: set(v) for k, v in BEFORE_THE_KEY.items()}
-
-
-def test_rounds_of_another_size_are_another_run():
-    """Checkpoints from before rounds were sized: those of runs without refills go on, the others must say so."""
-    shape = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
-    for refills in (0, 4):
-        config = Config(rollout=RolloutConfig(refills=refills))
-        now = fingerprint(config, shape, {})
-        saved = {**now, "rollout": {k: v for k, v in now["rollout"].items() if k != "max_oversample"}}
-        if not refills:
-            check_fingerprint(saved, now, WHERE)
-            continue
-        with pytest.raises(UserError, match=r"was written with rollout\.max_oversample = 1\.0, now 4\.0: set it back"):
-            check_fingerprint(saved, now, WHERE)
-        as_before = Config(rollout=RolloutConfig(refills=refills, max_oversample=1.0))
-        check_fingerprint(saved, fingerprint(as_before, shape, {}), WHERE)
-
-
-def test_other_rows_and_another_tokenizer_are_another_run():
-    """Where the rows lie is no matter to a checkpoint that says what they are."""
-    now = {"inputs": {"tokenizer": "a" * 64, "train": "b" * 64}, "data": {"train": ["here.jsonl"]}}
-    check_fingerprint({**now, "data": {"train": ["there.jsonl"]}}, now, WHERE)
-    for key, what in (("tokenizer", r"other tokenizer files in model\.path"), ("train", r"other rows of data\.train")):
-        saved = {**now, "inputs": {**now["inputs"], key: "c" * 64}}
-        with pytest.raises(UserError, match=what + r" \(sha256 cccccccccccc, now "):
-            check_fingerprint(saved, now, WHERE)
-    with pytest.raises(UserError, match=r"data\.train = \['there\.jsonl'\], now"):  # one from before there were hashes
-        check_fingerprint({"data": {"train": ["there.jsonl"]}}, now, WHERE)
-
-
-def test_what_may_change_is_not_in_it():
-    shape = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
-    kept = fingerprint(Config(), shape, {})
-    for path in ("rollout.max_num_seqs", "rollout.kv_cache_mib", "reward.workers", "rollout.timeout_s"):
-        section, key = path.split(".")
-        assert key not in kept[section]
-        assert next(k for k in keys() if k.path == path).free
-    assert {"n", "temperature"} <= kept["rollout"].keys()
+def test_a_checkpoint_that_does_not_say_a_key_is_of_another_version():
+    before = of({})
+    del before["optim"]["lr_schedule"]
+    with pytest.raises(UserError, match=r"was written with optim\.lr_schedule = None, now 'constant'"):
+        check_fingerprint(before, of({}), WHERE)

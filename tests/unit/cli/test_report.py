@@ -45,7 +45,7 @@ def test_what_was_not_measured_and_why_nothing_was_learned(tmp_path, capsys):
     write_json(tmp_path / "summary.json", summary | best)
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
-    assert "best     step 12, pass@k 0.5312: checkpoints/best" in capsys.readouterr().out.splitlines()
+    assert "best     after 12 steps, pass@k 0.5312: checkpoints/best" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(

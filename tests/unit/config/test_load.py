@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.cli.fingerprint import check_fingerprint
 from megatron_brorl.config.data_keys import TaskConfig
 from megatron_brorl.config.load import load
 from megatron_brorl.config.renamed import RENAMED
@@ -149,20 +148,29 @@ def test_file_then_overrides(tmp_path):
             "rollout.adaptive = 'kept': a step's rollouts are allocated within the step",
         ),
         (
-            "[algo]\nadvantage = 'maxrl'\n[shaping]\noverlong_tokens = 10",
+            "[algo]\nadvantage = 'maxrl'\n[reward]\nstrict = true\n[shaping]\noverlong_tokens = 10",
             [],
-            "algo.advantage = 'maxrl': advantages over the mean reward need rewards of at least 0",
+            "algo.advantage = 'maxrl': needs rewards of 0 and 1, which [shaping] changes",
         ),
+        ("[algo]\nadvantage = 'maxrl'", [], 'reward.strict = False: algo.advantage = "maxrl" needs rewards of 0 and 1'),
+        ("[algo]\nadvantage = 'pass_at_k'\npass_k = 8", [], 'reward.strict = False: algo.advantage = "pass_at_k"'),
+        ("[algo]\nfocal_gamma = 1", [], "reward.strict = False: algo.focal_gamma weighs groups by"),
+        (
+            "[algo]\nadvantage = 'maxrl'\n[reward]\nstrict = true\ncut_off_factor = 0.5",
+            [],
+            'reward.cut_off_factor = 0.5: algo.advantage = "maxrl" needs rewards of 0 and 1',
+        ),
+        ("[reward]\ncorrect_at = nan", [], "reward.correct_at = nan: must be finite"),
         ("[algo]\nadvantage = 'pass_at_k'", [], "algo.pass_k = 0: must be in [1, rollout.n - 1 = 511]"),
         ("[algo]\nadvantage = 'pass_at_k'\npass_k = 8\n[rollout]\nn = 8", [], "algo.pass_k = 8: must be in [1, roll"),
         ("[algo]\npass_k = 8", [], 'algo.pass_k = 8: of algo.advantage = "pass_at_k": must be 0'),
         (
             "[algo]\nadvantage = 'inverse_variance'\n[reward]\nstrict = false",
             [],
-            "algo.advantage = 'inverse_variance': counts right and wrong: needs reward.strict = true",
+            'reward.strict = False: algo.advantage = "inverse_variance" needs rewards of 0 and 1: must be true',
         ),
         (
-            "[algo]\nfocal_gamma = 1\n[shaping]\noverlong_tokens = 9",
+            "[algo]\nfocal_gamma = 1\n[reward]\nstrict = true\n[shaping]\noverlong_tokens = 9",
             [],
             "algo.focal_gamma = 1.0: weighs groups by their",
         ),
@@ -234,18 +242,6 @@ def test_every_shipped_file_loads():
     assert files
     for path in files:
         load(path)
-
-
-def test_older_checkpoints_are_read_by_the_names_of_now():
-    check_fingerprint(
-        {"rollout": {"n": 8, "most_carried": 3}}, {"rollout": {"n": 8, "max_carried_steps": 3}}, Path("x")
-    )
-    with pytest.raises(UserError, match=r"rollout\.max_carried_steps = 3, now 4"):
-        check_fingerprint({"rollout": {"most_carried": 3}}, {"rollout": {"max_carried_steps": 4}}, Path("x"))
-    tasks = {"tasks": [{"name": "gcd", "keep": "(.*)"}], "train": ["a.jsonl"]}
-    check_fingerprint(
-        {"data": tasks}, {"data": {"tasks": [{"name": "gcd", "prompt_regex": "(.*)"}], "train": ["a.jsonl"]}}, Path("x")
-    )
 
 
 def test_every_old_key_leads_to_one_that_exists():

@@ -17,7 +17,7 @@ from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.extract import extract
-from megatron_brorl.train.actor_update import scaled
+from megatron_brorl.train.learning_rate import scaled
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,6 +49,7 @@ def without_effect(config: Config) -> set[str]:
         "rollout.adaptive_first": config.rollout.adaptive == "off",
         "rollout.max_oversample": not config.rollout.refills,
         "optim.lr_counts": not config.optim.lr_for_rollouts,
+        "optim.min_lr_ratio optim.lr_decay_steps": config.optim.lr_schedule == "constant",
         "shaping.cosine_min shaping.cosine_max shaping.cosine_on_steps shaping.cosine_off_steps": (
             not shaping.cosine_coef
         ),

@@ -53,7 +53,9 @@ def test_special_tokens_in_messages_are_plain_text(directory: Path) -> None:
     text, ids = tokenizer.apply_chat(messages)
     assert text == "<|system|>Be brief.</s><|user|>a</s>b</s><|assistant|>c</s><|user|>12 + 7?</s><|assistant|>"
     assert ids.count(tokenizer.eos_id) == 4  # the frame's; the message's is five characters
-    assert tokenizer.decode([i for i in ids if i != tokenizer.eos_id]) == "<|system|>Be brief.a</s>bc12 + 7?"
+    # The end-of-sequence tokens of the frame are not written; the four characters of the message are.
+    assert tokenizer.decode(ids) == "<|system|>Be brief.<|user|>a</s>b<|assistant|>c<|user|>12 + 7?<|assistant|>"
+    assert tokenizer.decode_all(ids) == text
 
 
 def test_a_template_that_repeats_messages_cannot_hold_special_tokens(tmp_path: Path) -> None:

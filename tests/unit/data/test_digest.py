@@ -38,5 +38,8 @@ def test_two_swapped_pieces_are_another_tokenizer(tmp_path):
     path.write_bytes(swapped.replace(b"\x0a\x01?", b"\x0a\x01b"))
     changed = of_tokenizer(tmp_path)
     assert changed != before
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    two = of_tokenizer(tmp_path)
+    assert two != changed
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
-    assert of_tokenizer(tmp_path) != changed
+    assert of_tokenizer(tmp_path) not in (changed, two)

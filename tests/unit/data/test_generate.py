@@ -184,6 +184,8 @@ def test_rows_of_a_file_are_those_that_the_library_makes_and_scores() -> None:
     rows = list(generated_rows(MIX.tasks, 5, 80))
     assert len({row["prompt"] for row in rows}) == 80
     assert Counter(row["id"].split(":")[0] for row in rows)["chain_sum"] == pytest.approx(60, abs=12)  # 3 to 1
+    # An error message names a row by its line, counted from 1: the id has the same number.
+    assert [row["id"].rpartition(":")[2] for row in rows] == [str(line) for line in range(1, 81)]
     for row in rows:
         metadata = row["metadata"]
         if metadata["source_dataset"] == "chain_sum":
@@ -218,4 +220,4 @@ def test_generated_files_are_data_files(tmp_path: Path, capsys: pytest.CaptureFi
         assert e.value.code == status
         captured = capsys.readouterr()
         assert said in captured.out + captured.err
-    assert [row.id for row in read_rows(out, False)[0]] == [f"gcd:0:{i}" for i in range(7)]
+    assert [row.id for row in read_rows(out, False)[0]] == [f"gcd:0:{line}" for line in range(1, 8)]

@@ -36,7 +36,7 @@ def test_paths_are_paths(cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("Own/tiny").mkdir(parents=True)
     assert model_directory("Own/tiny") == Path("Own/tiny")  # what is there goes before the hub
-    for name in ("/no/where", "a", "a/b/c", ""):
+    for name in ("/no/where", "a", "a/b/c", "."):
         assert model_directory(name) == Path(name)
     assert data_file("rows.jsonl") == tmp_path / "rows.jsonl"
 

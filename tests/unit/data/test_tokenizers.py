@@ -92,13 +92,76 @@ def test_special_tokens_in_a_text_are_plain_text(tmp_path: Path) -> None:
             assert tokenizer.decode(ids) == text
 
 
-def test_decoding_leaves_special_tokens_out(tmp_path: Path) -> None:
+def make_tags(directory: Path, special: bool) -> Path:
+    """A byte-level BPE whose tags are added tokens, as in the tokenizers of reasoning models."""
+    make_hf(directory, pad_token="<|pad|>")
+    inner = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tags = [f"<{slash}{tag}>" for tag in ("think", "answer") for slash in ("", "/")]
+    inner.add_tokens([tokenizers.AddedToken(tag, special=special, normalized=False) for tag in tags])
+    inner.add_special_tokens(["<|pad|>", "<|eot|>"])
+    inner.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_tags_that_are_tokens_are_part_of_a_response(tmp_path: Path, special: bool) -> None:
+    tokenizer = load_tokenizer(make_tags(tmp_path, special))
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in (
+        "<think>a</think><answer>4</answer>",
+        "<think>\n a < b \n</think>\n\n<answer> 你 </answer>\n",
+        "</think>4",
+        "<answer><answer></answer>",
+        "<|eot|>hello<|user|>",
+    ):
+        ids = library.encode(text).ids
+        assert len(ids) < len(tokenizer.encode(text)) or not special
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([tokenizer.pad_id or 0, *ids, tokenizer.eos_id]) == text
+        assert tokenizer.decode_all([tokenizer.pad_id or 0, *ids, tokenizer.eos_id]) == f"<|pad|>{text}</s>"
+
+
+def test_control_pieces_of_sentencepiece_are_part_of_a_response(tmp_path: Path) -> None:
+    import sentencepiece
+
+    tags = ["<think>", "</think>", "<answer>", "</answer>"]
+    for name, settings in (
+        ("exact", {"add_dummy_prefix": False, "remove_extra_whitespaces": False}),
+        ("default", {}),  # a space before each text, which decoding drops
+    ):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(SUMS),
+            model_prefix=str(tmp_path / "tokenizer"),
+            vocab_size=60,
+            hard_vocab_limit=False,
+            model_type="bpe",
+            control_symbols=tags,
+            pad_id=3,
+            minloglevel=2,
+            **settings,
+        )
+        tokenizer = load_tokenizer(tmp_path)
+        think, end, answer, close = range(4, 8)
+        one, two = tokenizer.encode("1 + 2"), tokenizer.encode("3")
+        space = " " if name == "default" else ""
+        ids = [think, *one, end, answer, *two, close, tokenizer.pad_id or 0, tokenizer.eos_id]
+        assert tokenizer.decode(ids) == f"<think>{space}1 + 2</think><answer>{space}3</answer>"
+        assert tokenizer.decode([*one, close]) == "1 + 2</answer>"
+        assert tokenizer.decode_all(ids).endswith("</answer><pad></s>")
+        assert not {4, 5, 6, 7} & set(tokenizer.encode("<think></answer>"))  # a text is data
+
+
+def test_decoding_leaves_out_the_tokens_that_frame_a_sequence(tmp_path: Path) -> None:
     spm = train_sentencepiece(SUMS, tmp_path / "spm", 64)
-    hf = load_tokenizer(make_hf(tmp_path / "hf"))
+    hf = load_tokenizer(make_hf(tmp_path / "hf", pad_token="<|user|>"))
     for tokenizer in (spm, hf):
         ids = tokenizer.encode("1 + 2")
         assert tokenizer.bos_id is not None
-        assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == "1 + 2"
+        assert tokenizer.pad_id is not None
+        assert (
+            tokenizer.decode([tokenizer.bos_id, tokenizer.pad_id, *ids, tokenizer.pad_id, tokenizer.eos_id]) == "1 + 2"
+        )
+        assert tokenizer.decode_all([tokenizer.bos_id, *ids, tokenizer.eos_id]) == "<s>1 + 2</s>"
         assert tokenizer.decode([]) == ""
         assert tokenizer.decode([tokenizer.eos_id]) == ""
 

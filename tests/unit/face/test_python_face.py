@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import subprocess
 import sys
 
@@ -59,7 +61,32 @@ def test_log_probs_are_those_of_transformers(model):
             torch.testing.assert_close(torch.tensor(row.log_probs), expected, atol=1e-4, rtol=1e-4)
             ended = row.token_ids[-1] == 1
             assert row.finish == ("stop" if ended else "length")
-            assert row.text == reader.decode(row.token_ids, skip_special_tokens=True)
+            assert row.text == reader.decode([i for i in row.token_ids if i != 1])
+
+
+def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
+    """The likeliest token after the prompt that transformers makes with the same variables; special tokens are text."""
+    directory, made = model
+    shutil.copytree(directory, tmp_path / "model")
+    make_hf(tmp_path / "model", chat_template=CHAT + "{% if not enable_thinking %}7 + 7{% endif %}")
+    reader = AutoTokenizer.from_pretrained(tmp_path / "model")
+    messages, firsts = [{"role": "user", "content": "12 + 7"}], []
+    with Engine.from_pretrained(tmp_path / "model") as engine:
+        for enable in (True, False):
+            [[row]] = engine.sample(
+                [messages], n=1, max_tokens=1, temperature=0, chat_template_kwargs={"enable_thinking": enable}
+            )
+            asked = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": enable}
+            ids = reader(reader.apply_chat_template(messages, **asked), add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                assert row.token_ids == (int(made(torch.tensor([ids])).logits[0, -1].argmax()),)
+            firsts.append(ids)
+        # Every token is drawn, special ones too.
+        [rows] = engine.sample(["1"], n=400, max_tokens=1, temperature=50.0, stop=("<|user|>",))
+    assert firsts[0] != firsts[1]
+    for token, text, finish in ((2, "<|user|>", "stop"), (3, "<|assistant|>", "length"), (1, "", "stop")):
+        found = {(row.text, row.finish) for row in rows if row.token_ids == (token,)}
+        assert found == {(text, finish)}
 
 
 def test_greedy_is_the_likeliest_token(model):
@@ -80,6 +107,11 @@ def test_greedy_is_the_likeliest_token(model):
         ({"prompts": [""]}, "the prompt has no tokens"),
         ({"prompts": [[{"role": "robot", "content": "x"}]]}, "unknown role 'robot'"),
         ({"prompts": ["1"], "max_tokens": 256}, "leave room for a response"),
+        ({"prompts": ["1"], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: no prompt is a list of messages"),
+        (
+            {"prompts": [[{"role": "user", "content": "x"}]], "chat_template_kwargs": {"a": 1}},
+            "kwargs.a: the chat temp",
+        ),
     ],
 )
 def test_mistakes_end_in_one_line(model, arguments, message):
@@ -105,15 +137,29 @@ def test_scores_are_those_of_the_verifier():
         score(["1", "2"], ["1"])
 
 
+def test_a_row_without_an_id_is_known_by_its_place():
+    """An id that differs from the place in an error message would lead to the wrong row."""
+    ids = []
+
+    def see(response, row):
+        ids.append(row["id"])
+        return 1.0
+
+    score(["a", "b"], ["1", {"answer": "2", "id": "mine"}], verifier=see)
+    assert ids == ["rows[0]", "mine"]
+    with pytest.raises(UserError, match=r"^rows\[0\]: answer must be a string"):
+        score(["a"], [{"answer": 4}], verifier=see)
+
+
 def test_a_function_is_a_verifier():
     def half(response, row):
         if response == "raise":
             raise ValueError("oh")
-        return {"reward": 0.5 if response == row["metadata"]["want"] else 2 if response == "much" else 0.0}
+        return {"reward": 0.5 if response == row["metadata"]["want"] else math.inf if response == "much" else 0.0}
 
     row = {"prompt": "p", "metadata": {"want": "a"}}
     found = score([["a", "b", "raise", "much"]], [row], verifier=half)[0]
     assert [r.reward for r in found] == [0.5, 0.0, 0.0, 0.0]
     assert [r.status for r in found] == ["ok", "ok", "error", "invalid"]
-    with pytest.raises(UserError, match="must be a function of"):
+    with pytest.raises(UserError, match=r"must take \(response, row\)"):
         score(["a"], [row], verifier=lambda response: 1.0)

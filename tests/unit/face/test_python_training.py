@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import tiny
@@ -10,6 +12,7 @@ from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl import StopTraining, UserError, load_run, train
 
+PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 ROWS = [{"prompt": f"{a} + {b} =", "answer": str((a + b) % 10)} for a in range(3) for b in range(3)]
 
 
@@ -84,6 +87,45 @@ def test_a_run_and_what_it_tells(whole):
         result.rollouts(7)
 
 
+def test_a_finished_run_is_returned_as_it_is(tables, tmp_path, capfd):
+    asked = {**tables, "train": {**tables["train"], "steps": 1}, "run": {"log": [], "dir": str(tmp_path)}}
+    first, written = train(asked), tmp_path / "model" / "model.safetensors"
+    before = written.stat().st_mtime_ns
+    capfd.readouterr()
+    again = train(asked)
+    assert (again.finished, again.summary, again.metrics) == (True, first.summary, first.metrics)
+    assert written.stat().st_mtime_ns == before
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"run.dir = {tmp_path}: this run has finished (steps: 1;")
+    assert said.err.count("\n") == 1
+    assert len(train(asked, overrides=["train.steps=2"]).metrics) == 2
+
+
+def test_the_example_of_the_page_runs(whole, tables, tmp_path, monkeypatch):
+    """It needs no package that the project does not install, and its names hold what it says."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "x").symlink_to(whole[0].directory)
+    sections = {**tables, "model": {"path": str(tables["model"]["path"])}}
+    lines = [
+        f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in own.items()) for name, own in sections.items()
+    ]
+    (tmp_path / "run.toml").write_text("\n".join(lines))
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    names = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+
+    samples, rewards = names["groups"][0], names["rewards"][0]
+    assert [r.reward for r in rewards] == [float(s.text.strip() == "19") for s in samples]
+    assert len(samples) == 64
+    assert names["run"].finished
+    assert len(names["run"].metrics) == 20
+    texts, right = whole[0].rollouts(1)["text"].to_pylist(), whole[0].rollouts(1)["right"].to_pylist()
+    assert names["wrong"] == [text for text, ok in zip(texts, right, strict=True) if not ok]
+    assert 0 < len(names["wrong"]) < len(texts)
+
+
 @pytest.mark.parametrize("raised", [StopTraining(), ValueError("plot\nfailed")])
 def test_stopped_runs_go_on_to_the_same_end(whole, tables, tmp_path, raised):
     asked = {"overrides": [f"run.dir={tmp_path}"], "reward": even}
@@ -91,7 +133,7 @@ def test_stopped_runs_go_on_to_the_same_end(whole, tables, tmp_path, raised):
         stopped = train(tables, callbacks=[Watched(raised)], **asked)
         assert (stopped.finished, stopped.summary, len(stopped.metrics)) == (False, None, 1)
     else:
-        message = "callback Watched.on_step: ValueError: plot failed; the state after step 1 is saved"
+        message = "callback Watched.on_step: ValueError: plot failed; the state after 1 step is saved"
         with pytest.raises(UserError, match=message):
             train(tables, callbacks=[Watched(raised)], **asked)
         with pytest.raises(UserError, match="was written with another file of verifier this_process"):
@@ -104,5 +146,5 @@ def test_mistakes_are_those_of_the_command_line(tables, tmp_path):
         train(tables | {"rollout": {"m": 3}})
     with pytest.raises(UserError, match="no such configuration file"):
         train(tmp_path / "none.toml")
-    with pytest.raises(UserError, match="must be a function of"):
+    with pytest.raises(UserError, match=r"must take \(response, row\)"):
         train(tables, overrides=[f"run.dir={tmp_path}"], reward=lambda response: 1.0)

@@ -28,11 +28,13 @@ def make_run(
     steps: int = 4,
     n: int = 32,
     rates: tuple[float, float] = (0.3, 0.6),
+    rewards: tuple[float, float] | None = None,
     ended: bool = True,
     recorded: bool = True,
     record: bool = True,
 ) -> Path:
-    """rates: of right answers, at the first and at the last evaluation; a step's are between them.
+    """rates: of right answers, at the first and at the last evaluation; a step's are between them. rewards: the mean
+    rewards of these evaluations, where they are not the rates.
 
     ended: with a summary. recorded: with rollouts. record: with run.json.
     """
@@ -49,7 +51,8 @@ def make_run(
         shares[number] = float(rights.mean() / samples)
         if recorded:
             names = [f"held/{i} & <b>" for i in range(prompts)]
-            _write(folder, Moment("evaluation", number), names, rights, samples, samples)
+            mean = rewards and rewards[0] + (rewards[1] - rewards[0]) * number / last
+            _write(folder, Moment("evaluation", number), names, rights, samples, samples, mean=mean)
     with MetricsWriter(folder) as writer:
         for step in range(steps):
             rights = random.binomial(n, rate(step), 6)
@@ -75,9 +78,16 @@ def make_run(
 
 
 def _write(
-    folder: Path, moment: Moment, names: list[str], rights: Any, n: int, whole: int, first: int | None = None
+    folder: Path,
+    moment: Moment,
+    names: list[str],
+    rights: Any,
+    n: int,
+    whole: int,
+    first: int | None = None,
+    mean: float | None = None,
 ) -> None:
-    """first: groups of which rollouts are recorded; None: all."""
+    """first: groups of which rollouts are recorded; None: all. mean: reward, a tenth more or less by turns."""
     groups, rollouts = [], []
     for g, (name, right) in enumerate(zip(names, rights.tolist(), strict=True)):
         read = first is None or g < first
@@ -91,7 +101,7 @@ def _write(
                 "rollouts": n,
                 "right": right,
                 "distinct": len({r["answer"] for r in own}),
-                "reward": right / n,
+                "reward": right / n if mean is None else mean + 0.1 * (-1) ** g,
                 "tokens": 3.0,
                 "outcome": {0: "wrong", n: "right"}.get(right, "mixed"),
                 "trained": moment.kind == "step" and 0 < right < n,
@@ -131,10 +141,13 @@ def _rollout(group: int, name: str, sibling: int, right: bool, moment: Moment) -
 
 
 def _metrics(step: int, rights: Any, n: int, pass_at_1: float | None) -> dict[str, float]:
-    held_out = {} if pass_at_1 is None else {"pass_at_1": pass_at_1, "pass_at_1_low": 0.0, "pass_at_1_high": 1.0}
+    names = ("pass_at_1", "held_out_reward")
+    ends = (("", pass_at_1), ("_low", 0.0), ("_high", 1.0))
+    held_out = {f"{name}{end}": value for name in names for end, value in ends if pass_at_1 is not None}
     return {
         "rollouts": float(n * len(rights)),
         "reward": float(rights.mean() / n),
+        "reward_std": float((rights.mean() / n * (1 - rights.mean() / n)) ** 0.5),
         "kept_share": float(((rights > 0) & (rights < n)).mean()),
         "all_right_share": float((rights == n).mean()),
         "all_wrong_share": float((rights == 0).mean()),
@@ -167,12 +180,14 @@ def _summary(shares: dict[int, float], prompts: int, steps: int, n: int) -> dict
         if number not in shares:
             return None
         p = {"mean": shares[number], "low": 0.0, "high": 1.0}
-        return {"pass_at_1": p, "pass_at_k": {"1": shares[number]}, "by_task": {}, "prompts": prompts}
+        return {"pass_at_1": p, "mean_reward": p, "pass_at_k": {"1": shares[number]}, "by_task": {}, "prompts": prompts}
 
     before, after = told(0), told(max(shares, default=-1)) if len(shares) > 1 else None
     return {
         "pass_at_1_before": before and before["pass_at_1"],
         "pass_at_1_after": after and after["pass_at_1"],
+        "mean_reward_before": before and before["mean_reward"],
+        "mean_reward_after": after and after["mean_reward"],
         "before": before,
         "after": after,
         "held_out_prompts": prompts,

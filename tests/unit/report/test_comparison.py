@@ -108,9 +108,9 @@ def test_table_and_figure_of_benchmarks():
         "benchmarks": {"aime": part(0.3, {"1": 0.3, "8": 0.6}, 30.0), "amc": part(0.6, {"1": 0.6, "8": 0.9}, 11.0)},
     }
     text = benchmarks.markdown(result)
-    rest = "30.00% (20.00% to 40.00%) | 35.00% (30.00% to 40.00%) | 60.00% | 30.0 |"
+    rest = "30.00% (20.00% to 40.00%) | 0.35 (0.3 to 0.4) | 60.00% | 30.0 |"
     assert f"| aime | exact, math | 7 | 8 | {rest}" in text
-    rest = "45.00% (35.00% to 55.00%) | 50.00% (45.00% to 55.00%) | 75.00% | 20.5 |"
+    rest = "45.00% (35.00% to 55.00%) | 0.5 (0.45 to 0.55) | 75.00% | 20.5 |"
     assert f"| mean of benchmarks |  | 7 | 8 | {rest}" in text
     assert "| gcd | 25.00% |" in text
     figure = benchmarks.build_figure(result)

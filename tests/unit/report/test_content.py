@@ -41,7 +41,7 @@ def test_curves_are_the_lines_of_metrics(folder, run):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = run["curves"]
     assert found["every"] == 1
-    assert found["step"] == [row["step"] + 1 for row in rows]
+    assert found["step"] == [row["step"] for row in rows]
     names = {name for row in rows for name, value in row.items() if name not in ("step", "nonfinite", "time")}
     assert set(found["values"]) == names | {f"time/{name}" for name in rows[0]["time"]}
     for name in names:
@@ -63,7 +63,7 @@ def test_long_curves_are_means():
     rows = [{"step": i, "reward": float(i), "x": None, "time": {"step": 2.0}} for i in range(1001)]
     found = curves(rows, 400)
     assert found["every"] == 3
-    assert found["step"] == [*range(3, 1001, 3), 1001]
+    assert found["step"] == [*range(2, 1000, 3), 1000]
     assert found["values"]["reward"] == [*(3.0 * i + 1 for i in range(333)), 999.5]
     assert found["elapsed"][-1] == 2002
     assert set(found["values"]) == {"reward", "time/step"}  # x has no value at all
@@ -113,7 +113,7 @@ def test_tasks_spread_and_heat(folder, run):
     for place, name in enumerate(TASKS):
         own = [[g["right"] / 32 for g in rows if g["verifier"] == name] for rows in steps]
         assert run["by_task"]["tasks"][TASKS[place]] == pytest.approx([sum(v) / len(v) for v in own])
-    assert run["by_task"]["step"] == [1, 2, 3, 4]
+    assert run["by_task"]["step"] == [0, 1, 2, 3]
     assert run["by_task"]["distinct"] == pytest.approx([sum(g["distinct"] for g in rows) / 6 for rows in steps])
 
     # Held-out prompts have four samples each, training prompts 32: one by one, and in tenths.
@@ -134,7 +134,7 @@ def test_tasks_spread_and_heat(folder, run):
     shares = {
         p: dict(zip(heat["numbers"], own, strict=True)) for p, own in zip(heat["prompts"], heat["shares"], strict=True)
     }
-    for number, rows in enumerate(steps, start=1):
+    for number, rows in enumerate(steps):
         asked = {g["prompt_id"]: g["right"] / 32 for g in rows}
         assert {p: own[number] for p, own in shares.items() if own[number] is not None} == pytest.approx(
             {p: share for p, share in asked.items() if p in shares}
@@ -167,6 +167,30 @@ def test_verdicts_and_what_is_missing(tmp_path, options, tone, headline, missing
     assert set(found["missing"]) == missing
     if options.get("rates") == (0.0, 0.0):
         assert "no response is right" in found["verdict"]["findings"][0]
+
+
+def test_rewards_stand_beside_pass_at_1(tmp_path):
+    """Where they are not the same, with the interval of the paired difference; here every prompt gained 0.4."""
+    run = content([make_run(tmp_path / "a", prompts=40, rewards=(-0.2, 0.2))])[0]["runs"][0]
+    assert run["verdict"]["headline"].startswith("It learned: pass@1 rose from")
+    assert run["verdict"]["details"][0] == ("mean reward rose from -0.2 to 0.2, +0.4 (95% interval +0.4 to +0.4).")
+    assert run["change"]["reward"]["before"] == pytest.approx(-0.2)
+    first = run["evaluations"][0]["reward"]
+    assert first["mean"] == pytest.approx(-0.2)
+    # Half of the prompts at -0.1 and half at -0.3: a standard error of 0.1 / sqrt(40).
+    assert first["high"] - first["low"] == pytest.approx(2 * 1.96 * 0.1 / 40**0.5, rel=0.2)
+
+    # Nothing is right, and the reward says that it learned all the same.
+    run = content([make_run(tmp_path / "b", prompts=40, rates=(0.0, 0.0), rewards=(0.2, 0.6))])[0]["runs"][0]
+    assert run["verdict"]["headline"].startswith("It learned: mean reward rose from 0.2 to 0.6, +0.4 (95% interval ")
+    assert run["verdict"]["details"][0].startswith(
+        "pass@1 went from 0.0% to 0.0%, 0.0 points (95% interval -8.8 to +8.8)"
+    )
+
+    # Rewards of right and wrong say nothing more.
+    run = content([make_run(tmp_path / "c", prompts=40)])[0]["runs"][0]
+    assert run["change"]["reward"] is None
+    assert "reward" not in run["verdict"]["headline"] + run["verdict"]["details"][0]
 
 
 def test_a_finding_is_told(tmp_path):

@@ -14,6 +14,7 @@ FINE = {
     "cut_off_share": 0.25,
     "answered_share": 0.8,
     "reward": 0.4,
+    "reward_std": 0.49,
     "all_right_share": 0.0,
     "rollouts": 2000,
     "updates": 4,
@@ -34,6 +35,9 @@ def found(rows, config=Config(), before=HELD_OUT, after=HELD_OUT, differ=True): 
 
 def test_a_run_that_learns_has_none():
     assert found([{}, {"kept_share": 0.0, "reward": 0.0}]) == {}
+    # Nothing is correct, and rewards differ: without dynamic sampling, too, that is a signal.
+    assert found([{"kept_share": 1.0, "reward": -0.5}]) == {}
+    assert found([{"kept_share": 1.0, "reward": 0.0}]) == {}  # as +1 and -1 come to
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,12 @@ def test_a_run_that_learns_has_none():
         ),
         ({"reward": 0.0}, "none right", ["no response of 4,000 was right", "warm start (brorl sft)"]),
         ({"reward": 1.0, "all_right_share": 1.0}, "all right", ["take harder prompts"]),
-        ({}, "no mixed group", ["no group had a signal", "rollout.n = 512"]),
+        (
+            {"reward": 0.5, "reward_std": 0.0},
+            "none right",
+            ["no response of 4,000 was right (mean reward 0.5, reward.correct_at = 1): check"],
+        ),
+        ({"all_right_share": 0.4}, "no mixed group", ["no group had a signal", "rollout.n = 512"]),
     ],
 )
 def test_no_group_had_a_signal(row, name, parts):
@@ -66,7 +75,7 @@ def test_no_group_had_a_signal(row, name, parts):
     ("row", "optim", "part"),
     [
         ({}, OptimConfig(lr=0.0), "optim.lr = 0: raise it"),
-        ({"updates_skipped": 4}, OptimConfig(), "every update was skipped"),
+        ({"updates": 0, "updates_skipped": 4}, OptimConfig(), "every update was skipped"),
         ({"updates": 0}, OptimConfig(), "critic.warmup_steps"),
         ({}, OptimConfig(lr=1e-12), "8 updates at optim.lr = 1e-12 are too small for weights in bf16"),
     ],

@@ -67,7 +67,7 @@ def _bands(axes: Axes) -> dict[str, StepPatch]:
 def test_curves_are_the_rows(panel: int, key: str, count: int) -> None:
     rows = _rows(count)
     axes = build_figure(rows, {}).axes[panel]
-    assert _drawn(axes) == ([row["step"] + 1 for row in rows], [row[key] for row in rows])
+    assert _drawn(axes) == ([row["step"] for row in rows], [row[key] for row in rows])
     assert (axes.get_yscale() == "log") == (key == "logprob_gap_max")
 
 
@@ -142,7 +142,7 @@ def test_step_time_is_stacked_and_adds_up(count: int) -> None:
     below = np.zeros(count)
     for phase in ("generate", "score", "train", "refit"):
         values, edges, baseline = bands[phase].get_data()
-        np.testing.assert_allclose(edges, np.arange(count + 1) + 0.5)
+        np.testing.assert_allclose(edges, np.arange(count + 1) - 0.5)
         np.testing.assert_allclose(baseline, below)
         np.testing.assert_allclose(values - below, [row["time"][phase] for row in rows])
         below = values
@@ -152,7 +152,7 @@ def test_step_time_is_stacked_and_adds_up(count: int) -> None:
 def test_step_time_of_a_missing_step_is_a_hole() -> None:
     rows = [row for row in _rows(4) if row["step"] != 2]
     values, edges, _ = _bands(build_figure(rows, {}).axes[SECONDS])["generate"].get_data()
-    assert (values.tolist(), edges[0], edges[-1]) == ([5.0, 5.0, 0.0, 5.0], 0.5, 4.5)
+    assert (values.tolist(), edges[0], edges[-1]) == ([5.0, 5.0, 0.0, 5.0], -0.5, 3.5)
 
 
 def test_without_the_gap_the_gradient_norm_takes_its_place() -> None:

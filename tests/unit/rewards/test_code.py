@@ -156,16 +156,17 @@ def test_one_endless_test_costs_only_itself_and_the_whole_has_a_deadline() -> No
     ("text", "found"),
     [
         ("```python\nprint(1)\n```", "print(1)\n"),
-        ("first\n```py\n1\n```\nthen\n```\n2\n```\nend", "2\n"),
+        ("first\n```py\n1\n```\nthen\n```text\n2\n```\nend", "1\n"),
+        ("first\n```py\n1\n```\nthen\n```\n2\n```\nend", "```py\n1\n```\nthen\n```\n2\n```"),
         ("```python\n1\n```\n```bash\nls\n```", "1\n"),
         ("no fence", None),
         ("```python\nnever closed", None),
         ("```\n```", ""),
-        ("  ```python\n  x\n  ```", "  x\n"),
+        ("  ```python\n  x\n  ```", "x\n"),
         ("x = '```'\n```python\ny = '```'\n```", "y = '```'\n"),
     ],
 )
-def test_the_answer_is_the_last_closed_block_of_python(text: str, found: str | None) -> None:
+def test_the_answer_is_the_closed_block_or_all_from_the_first_of_several(text: str, found: str | None) -> None:
     assert code.find(text) == found
 
 

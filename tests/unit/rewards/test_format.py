@@ -50,3 +50,48 @@ def test_one_form_one_skeleton() -> None:
     assert skeleton("<think>a</think> <answer>4</answer>") == "<think>.</think><answer>.</answer>"
     assert skeleton("<think>b c</think><answer>5</answer>\n") == "<think>.</think><answer>.</answer>"
     assert skeleton("<" * 1000 + "a" * 1000) == "."
+
+
+FULL = "<think>a</think><answer>4</answer>"
+REST = "a</think>\n<answer>4</answer>"
+ENDS = [
+    # What the prompt ends with, tags of the row, then right and wrong responses.
+    ("<|assistant|>\n<think>\n", None, [REST], [FULL, "</think><answer>4</answer>", "<answer>4</answer>", "a"]),
+    ("<|assistant|><think>", None, [REST, " b < c " + REST], [FULL, f"{REST}!", REST + REST, "<think>" + FULL]),
+    ("\nLet me solve this step by step.\n<think>", None, [REST], [FULL]),
+    ("<think>\n\n</think>\n\n", None, ["<answer>4</answer>"], [FULL, REST, "4", "<answer></think></answer>"]),
+    ("<think>a</think>\n<answer>", None, ["4</answer>"], [FULL, REST, "<answer>4</answer>", "</answer>", "4"]),
+    ("<answer>\n", None, ["4</answer>"], [FULL, "<answer>4</answer>"]),
+    ("<reasoning>\n", ["reasoning", "solution"], ["r</reasoning><solution>4</solution>"], [REST, FULL]),
+    ("<think>\n", ["answer"], ["a</think><answer>4</answer>", "<answer>4</answer>"], [FULL, "a", "a</think>4"]),
+    ("<think>\nOkay,", None, [REST, "</think><answer>4</answer>"], ["a", "<answer>4</answer>"]),
+    # The prompt mentions tags, and opens none.
+    ("as <think>...</think><answer>...</answer>", None, [FULL], [REST, "4</answer>"]),
+    ("in <think></think> and <answer></answer> tags.<|im_end|>\n<|im_start|>assistant\n", None, [FULL], [REST]),
+    ("Begin with <think>.<|im_end|>\n<|im_start|>assistant\n", None, [FULL], [REST, "</think><answer>4</answer>"]),
+    ("<think></think> tags. Assistant:", None, [FULL], [REST]),
+    ("Is 3 <b> 4?", None, [FULL], [REST]),
+    ("<assistant>\n", None, [FULL], [REST]),
+    ("", None, [FULL], [REST]),
+]
+
+
+@pytest.mark.parametrize(("end", "tags", "right", "wrong"), ENDS, ids=[end for end, *_ in ENDS])
+def test_the_form_counts_from_the_end_of_the_prompt(
+    end: str, tags: list[str] | None, right: list[str], wrong: list[str]
+) -> None:
+    for before in ("", "What is 2 + 2? ", "Write <think>a</think><answer>b</answer>. <|im_start|>"):
+        asked = VerifierRow(id="r", prompt=before + end, answer=None, metadata={"format_tags": tags} if tags else {})
+        if end == "" and before:
+            continue
+        for text in right:
+            assert format_(skeleton(text), asked) == Score(1.0), (before, text)
+        for text in wrong:
+            score = format_(skeleton(text), asked)
+            assert score.reward == 0, (before, text)
+            assert score.reason
+
+
+def test_a_second_opening_tag_is_named() -> None:
+    asked = VerifierRow(id="r", prompt="<think>\n", answer=None, metadata={})
+    assert "<think> occurs" in format_(skeleton(FULL), asked).reason

@@ -52,7 +52,7 @@ def test_cases_written_by_hand(kind, right, reference, answer):
     ],
 )
 def test_hostile_answers_never_reach_algebra(answer, why, monkeypatch):
-    monkeypatch.setattr(math_verifier, "_algebra", lambda *_: pytest.fail("it reached math-verify"))
+    monkeypatch.setattr(math_verifier, "_algebra", lambda *_: pytest.fail("it reached sympy"))
     score = verify(answer, row("12"))
     assert score.reward == 0
     assert why in score.reason
@@ -104,4 +104,4 @@ def test_no_alarm_and_no_word_in_the_log(monkeypatch, caplog):
     with caplog.at_level(logging.DEBUG):
         assert verify(r"\sqrt{8}", row(r"2\sqrt{2}")).reward == 1
         assert verify(r"\sqrt{8}+\frac", row(r"2\sqrt{2}")).reward == 0
-    assert not [r for r in caplog.records if r.name.startswith(("math_verify", "latex2sympy2"))]
+    assert not [r for r in caplog.records if r.name.startswith("latex2sympy2")]

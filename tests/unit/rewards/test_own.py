@@ -37,7 +37,7 @@ full.pure = True
 number = 3
 def alone(response): return 1.0
 def bad(response, row):
-    return {"nan": float("nan"), "string": "1", "above": 1.5, "none": None}[response]
+    return {"nan": float("nan"), "string": "1", "infinite": float("inf"), "none": None}[response]
 """
 
 
@@ -81,10 +81,11 @@ def test_a_file_of_ones_own(place: Path) -> None:
 
 def test_what_is_no_score_is_told_with_its_value(place: Path) -> None:
     with RewardPool(1, 20.0) as pool:
-        verdicts = pool.score(ask("my_rewards.py:bad", "nan", "string", "above", "none"))
+        verdicts = pool.score(ask("my_rewards.py:bad", "nan", "string", "infinite", "none"))
     assert verdicts == [Verdict(0.0, "invalid")] * 4
-    shown = ["nan", "'1'", "1.5", "None"]
-    assert [v.reason for v in verdicts] == [f"returned {s} for a reward, not a number in [0, 1]" for s in shown]
+    shown = ["nan", "'1'", "inf", "None"]
+    why = "not a finite number (1e+30 at most)"
+    assert [v.reason for v in verdicts] == [f"returned {s} for a reward, {why}" for s in shown]
 
 
 def test_equal_answers_are_judged_once_where_the_function_says_it_is_pure(place: Path) -> None:
@@ -121,6 +122,50 @@ def test_modules_and_installed_packages(installed: None) -> None:
 
 def test_nothing_is_started_for_verifiers_of_the_package() -> None:
     assert look_at(["exact", "reasoning_gym", "format"], RewardConfig()) == Started()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        # Of TRL's documentation and of published training scripts.
+        "prompts, completions, **kwargs",
+        "completions, **kwargs",
+        "completions, ground_truth, **kwargs",
+        "completions, answer, **kwargs",
+        "prompts, completions, answer, **kwargs",
+        "prompts, completions, completion_ids, trainer_state, **kwargs",
+        "completions, completion_ids",
+        "completions, target, nums, **kwargs",
+        "*, prompts, completions, **kwargs",
+        "prompts, completions",
+        "completions",
+    ],
+)
+def test_reward_functions_of_trl_are_answered_in_one_line(place: Path, parameters: str) -> None:
+    """Several of them can be called with a response and a row, and would judge characters of the response."""
+    (place / "trl.py").write_text(f"def accuracy({parameters}): return [1.0 for c in completions]\n")
+    with pytest.raises(UserError) as caught:
+        look_at(["trl.py:accuracy"], RewardConfig())
+    message = str(caught.value)
+    assert message.startswith("verifier trl.py:accuracy: takes (")
+    assert "as a reward function of TRL does" in message
+    assert "def score(response, row)" in message
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "response, row",
+        "completion, row",
+        "prompt, answer",
+        "solution_str, ground_truth, extra_info=None",
+        "*args",
+        "a, b, *c",
+    ],
+)
+def test_other_names_of_two_parameters_are_taken(place: Path, parameters: str) -> None:
+    (place / "other.py").write_text(f"def score({parameters}): return 1\n")
+    assert list(look_at(["other.py:score"], RewardConfig()).sha256) == ["other.py:score"]
 
 
 @pytest.mark.parametrize(

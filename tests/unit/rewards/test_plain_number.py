@@ -68,7 +68,7 @@ def test_units(text, powers):
 
 def test_units_clash_unless_one_is_a_part_of_the_other():
     def clash(a, b):
-        return units_clash(plain_number(a), plain_number(b))
+        return units_clash(plain_number(a).unit, plain_number(b).unit)
 
     assert clash("5 m", "5 cm")
     assert clash("5 m", "5 m^2")

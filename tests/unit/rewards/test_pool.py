@@ -110,13 +110,11 @@ def test_what_an_allowed_scorer_raises_on_is_a_wrong_answer(task: str, answer: s
     assert verdicts[0].reason == f"{error.type.__name__}: {error.value}"
 
 
-def test_only_numbers_between_0_and_1_are_rewards(pool: RewardPool) -> None:
-    bad = ["nan", "inf", "none", "string", "list", "negative", "above", "complex"]
+def test_only_finite_numbers_are_rewards(pool: RewardPool) -> None:
+    bad = ["nan", "inf", "none", "string", "list", "complex"]
     assert pool.score(ask("returns", *bad)) == [Verdict(0.0, "invalid")] * len(bad)
-    assert pool.score(ask("returns", "true", "int", "half")) == [
-        Verdict(1.0, "ok"),
-        Verdict(1.0, "ok"),
-        Verdict(0.5, "ok"),
+    assert pool.score(ask("returns", "true", "int", "half", "negative", "above")) == [
+        Verdict(reward, "ok") for reward in (1.0, 1.0, 0.5, -0.001, 1.001)
     ]
 
 

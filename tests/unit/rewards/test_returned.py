@@ -1,12 +1,15 @@
-"""What counts as a score, told by the published rule: a real number in [0, 1], with or without reason and parts."""
+"""What counts as a score, told by the published rule: any finite real number, with or without reason and parts."""
 
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_brorl.rewards.returned import NoScore, score_of
 from megatron_brorl.rewards.verifier import Score
@@ -18,10 +21,32 @@ from megatron_brorl.rewards.verifier import Score
         (0.25, Score(0.25)),
         (1, Score(1.0)),
         (True, Score(1.0)),
+        (False, Score(0.0)),
+        (-1, Score(-1.0)),
+        (2.5, Score(2.5)),
+        (-1e-9, Score(-1e-9)),
+        (-1e30, Score(-1e30)),
+        (10**30, Score(1e30)),
         (Fraction(1, 2), Score(0.5)),
+        (Fraction(-7, 2), Score(-3.5)),
+        (Decimal("0.9"), Score(0.9)),
+        (np.float64(-0.25), Score(-0.25)),
+        (np.float32(0.5), Score(0.5)),
+        (np.float16(1.5), Score(1.5)),
+        (np.int64(3), Score(3.0)),
+        (np.bool_(True), Score(1.0)),  # of a comparison of arrays; not a numbers.Real
+        (np.array(0.5), Score(0.5)),
+        (np.array([0.5]), Score(0.5)),
+        (torch.tensor(-2.0), Score(-2.0)),
+        (torch.tensor([0.25]), Score(0.25)),
+        (torch.tensor(True), Score(1.0)),
         (Score(0.5, "half", {"a": 1}), Score(0.5, "half", {"a": 1.0})),
         ({"reward": 0, "reason": "no"}, Score(0.0, "no")),
         ({"reward": 1.0, "parts": {"a": 1, "b": 0.5}}, Score(1.0, "", {"a": 1.0, "b": 0.5})),
+        (
+            {"reward": -3, "parts": {"length": -4, "right": np.float32(1)}},
+            Score(-3.0, "", {"length": -4.0, "right": 1.0}),
+        ),
     ],
 )
 def test_three_forms(returned: Any, score: Score) -> None:
@@ -33,18 +58,31 @@ def test_three_forms(returned: Any, score: Score) -> None:
 @pytest.mark.parametrize(
     ("returned", "why"),
     [
-        ("1", "returned '1' for a reward, not a number in [0, 1]"),
-        (None, "returned None for a reward, not a number in [0, 1]"),
-        (math.nan, "returned nan for a reward, not a number in [0, 1]"),
-        (1.5, "returned 1.5 for a reward, not a number in [0, 1]"),
-        (-1e-9, "returned -1e-09 for a reward, not a number in [0, 1]"),
-        (10**400, f"returned 1{'0' * 59} for a reward, not a number in [0, 1]"),
-        (1j, "returned an object of type complex for a reward, not a number in [0, 1]"),
+        ("1", "returned '1' for a reward, not a finite number (1e+30 at most)"),
+        (None, "returned None for a reward, not a finite number (1e+30 at most)"),
+        (math.nan, "returned nan for a reward, not a finite number (1e+30 at most)"),
+        (math.inf, "returned inf for a reward, not a finite number (1e+30 at most)"),
+        (-math.inf, "returned -inf for a reward, not a finite number (1e+30 at most)"),
+        (np.float32("nan"), "returned nan for a reward, not a finite number (1e+30 at most)"),
+        (torch.tensor(math.inf), "returned inf for a reward, not a finite number (1e+30 at most)"),
+        (1e31, "returned 1e+31 for a reward, not a finite number (1e+30 at most)"),
+        (-2e38, "returned -2e+38 for a reward, not a finite number (1e+30 at most)"),
+        (Decimal("NaN"), "returned an object of type Decimal for a reward, not a finite number (1e+30 at most)"),
+        (Decimal("sNaN"), "returned an object of type Decimal for a reward, not a finite number (1e+30 at most)"),
+        (b"1", "returned an object of type bytes for a reward, not a finite number (1e+30 at most)"),
+        (np.str_("1"), "returned '1' for a reward, not a finite number (1e+30 at most)"),
+        ([0.5], "returned [0.5] for a reward, not a finite number (1e+30 at most)"),
+        ((0.5, "why"), "returned an object of type tuple for a reward, not a finite number (1e+30 at most)"),
+        (np.array([0.5, 1.0]), "returned an object of type ndarray for a reward, not a finite number (1e+30 at most)"),
+        (torch.zeros(0), "returned an object of type Tensor for a reward, not a finite number (1e+30 at most)"),
+        (np.complex64(1), "returned an object of type complex for a reward, not a finite number (1e+30 at most)"),
+        (10**400, f"returned 1{'0' * 59} for a reward, not a finite number (1e+30 at most)"),
+        (1j, "returned an object of type complex for a reward, not a finite number (1e+30 at most)"),
         ({"score": 1}, "returned a dict with keys ['score'], not reward, reason, parts"),
         ({"reward": 1, "reason": 3}, "returned the reason 3, not a string"),
         ({"reward": 1, "parts": [1]}, "returned the parts [1], not a dict of numbers by name"),
-        ({"reward": 1, "parts": {"a": 2}}, "returned 2 for part 'a', not a number in [0, 1]"),
-        (Score("x" * 100), f"returned '{'x' * 59} for a reward, not a number in [0, 1]"),  # type: ignore[arg-type]
+        ({"reward": 1, "parts": {"a": math.inf}}, "returned inf for part 'a', not a finite number (1e+30 at most)"),
+        (Score("x" * 100), f"returned '{'x' * 59} for a reward, not a finite number (1e+30 at most)"),  # type: ignore[arg-type]
     ],
 )
 def test_the_rest_says_what_it_was(returned: Any, why: str) -> None:
@@ -59,4 +97,4 @@ def test_an_object_that_lies_about_itself_is_not_asked() -> None:
             raise AssertionError
 
     with pytest.raises(NoScore, match="an object of type Liar"):
-        score_of(Liar(2))
+        score_of(Liar("nan"))

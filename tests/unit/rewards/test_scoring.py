@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rewards.scoring import Scorer, Scores
-from megatron_brorl.types import FinishReason, Prompt, Rollout
+from megatron_brorl.rewards.scoring import Scorer, Scores, worth
+from megatron_brorl.types import FinishReason, Prompt, Rollout, Status, Verdict
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,8 @@ def gym(answer: str) -> Prompt:
 def test_strict_rewards(pool: RewardPool) -> None:
     exact = Prompt("e", "?", (1,), "yes", "exact")
     asked = responses(exact, ["stop", "length", "stop"]) + responses(gym("3"), ["stop", "stop", "stop", "length"])
-    scores = score(asked, ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"], pool, RewardConfig(extract="full"))
+    texts = ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"]
+    scores = score(asked, texts, pool, RewardConfig(extract="full", strict=True))
     assert scores.rewards.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert scores.rewards.dtype == torch.float32
     assert scores.answers == ["yes", None, "no", "3", "13", None, None]
@@ -60,9 +64,10 @@ def test_partial_credit(pool: RewardPool) -> None:
         responses(gym("3"), ["stop", "stop", "length"]),
         ["3", "13", "3"],
         pool,
-        RewardConfig(strict=False, cut_off_factor=1.0, extract="full"),
+        RewardConfig(cut_off_factor=1.0, extract="full"),
     )
     assert scores.rewards.tolist() == [1.0, 0.5, 1.0]
+    assert scores.right == [True, False, True]
     assert scores.counts["ok"] == 3
     assert scores.counts["length"] == 0
 
@@ -106,6 +111,84 @@ def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:
     }
 
 
+SUM = 0.7 + 0.2 + 0.1  # the largest float64 below 1
+BELOW = math.nextafter(1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "correct_at", "right"),
+    [
+        # By the rule: reward >= correct_at, both rounded to float32.
+        (1.0, 1.0, True),
+        (SUM, 1.0, True),
+        (BELOW, 1.0, True),
+        (1 - 1e-6, 1.0, False),
+        (0.99, 1.0, False),
+        (2.0, 1.0, True),
+        (0.9, 0.9, True),
+        (0.1 * 3 * 3, 0.9, True),  # 0.9000000000000001
+        (0.3 + 0.6, 0.9, True),  # 0.8999999999999999
+        (float(np.float32(0.9)), 0.9, True),  # 0.8999999761581421
+        (0.8999, 0.9, False),
+        (0.2, 0.2, True),
+        (0.0, 0.0, True),
+        (-0.0, 0.0, True),
+        (-1e-3, 0.0, False),
+        (-0.5, -0.5, True),
+        (-0.6, -0.5, False),
+        (1e30, 1e30, True),
+        (3.0, 4.0, False),
+    ],
+)
+def test_a_reward_is_correct_from_correct_at_on(reward: float, correct_at: float, right: bool) -> None:
+    verdict = Verdict(reward, "ok")
+    assert worth(verdict, False, RewardConfig(correct_at=correct_at)) == (reward, right)
+    assert worth(verdict, False, RewardConfig(correct_at=correct_at, strict=True)) == (float(right), right)
+
+
+@pytest.mark.parametrize(
+    ("reward", "factor", "strict", "expected", "right"),
+    [
+        (2.0, 0.5, False, 1.0, False),  # the factor leaves it at correct_at, and it was cut off still
+        (2.0, 1.0, False, 2.0, True),
+        (2.0, 0.0, False, 0.0, False),
+        (2.0, 0.5, True, 0.5, False),
+        (0.5, 0.5, False, 0.25, False),
+        # Being cut off is no better than being wrong.
+        (-1.0, 0.0, False, -1.0, False),
+        (-1.0, 0.5, False, -1.0, False),
+        (-1.0, 1.0, False, -1.0, False),
+        (-1.0, 0.0, True, 0.0, False),
+    ],
+)
+def test_a_response_that_was_cut_off(reward: float, factor: float, strict: bool, expected: float, right: bool) -> None:
+    config = RewardConfig(cut_off_factor=factor, strict=strict)
+    assert worth(Verdict(reward, "ok"), True, config) == (expected, right)
+
+
+@pytest.mark.parametrize("status", [status for status in get_args(Status) if status != "ok"])
+def test_what_was_not_scored_is_never_correct(status: Status) -> None:
+    """Where 0 is the best reward as well."""
+    assert worth(Verdict(0.0, status), False, RewardConfig(correct_at=0.0)) == (0.0, False)
+    assert worth(Verdict(0.0, status), False, RewardConfig(correct_at=-1.0, strict=True)) == (0.0, False)
+
+
+def test_negative_rewards_are_asked_for_where_a_response_was_cut_off(pool: RewardPool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(response, row): return 1 if response == row['answer'] else -1\n")
+    own = Prompt("a", "?", (1,), "yes", f"{tmp_path}/mine.py:score")
+    exact = Prompt("b", "?", (1,), "yes", "exact")
+    asked = responses(own, ["stop", "stop", "length", "length"]) + responses(exact, ["length"])
+    texts = ["yes", "no", "yes", "no", "yes"]
+    found = score(asked, texts, pool, RewardConfig())
+    assert found.rewards.tolist() == [1.0, -1.0, 0.0, -1.0, 0.0]
+    assert found.right == [True, False, False, False, False]
+    assert (found.counts["ok"], found.counts["length"]) == (4, 1)
+    # Rewards of 0 and 1 need no look at it.
+    strict = score(asked, texts, pool, RewardConfig(strict=True))
+    assert strict.rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert strict.counts["length"] == 3
+
+
 def test_an_answer_is_found_as_its_verifier_looks_for_it(pool: RewardPool) -> None:
     exact = Prompt("e", "?", (1,), "<answer>3</answer>", "exact")
     asked = responses(gym("3"), ["stop"] * 2) + responses(exact, ["stop"])
@@ -118,10 +201,11 @@ def test_what_is_no_score_is_told_once_with_its_row(pool: RewardPool, tmp_path: 
     (tmp_path / "mine.py").write_text("def score(response, row): return float(response) * 2\n")
     own = Prompt("rows.jsonl:7", "?", (1,), "1", f"{tmp_path}/mine.py:score")
     scores = score(responses(own, ["stop"] * 3), ["0.5", "0.75", "nan"], pool, RewardConfig())
-    assert scores.rewards.tolist() == [1.0, 0.0, 0.0]
-    assert scores.counts["invalid"] == 2
+    assert scores.rewards.tolist() == [1.0, 1.5, 0.0]
+    assert scores.right == [True, True, False]
+    assert scores.counts["invalid"] == 1
     what = f"verifier {own.verifier} gave no score, so that its answer scores 0"
-    assert scores.raised == {what: "row rows.jsonl:7: returned 1.5 for a reward, not a number in [0, 1]"}
+    assert scores.raised == {what: "row rows.jsonl:7: returned nan for a reward, not a finite number (1e+30 at most)"}
 
 
 def test_a_hundred_megabytes_are_a_counted_zero(pool: RewardPool) -> None:

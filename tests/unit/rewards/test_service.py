@@ -23,6 +23,10 @@ from megatron_brorl.types import Prompt
 ROW = VerifierRow(id="r", prompt="?", answer="3", metadata={"n": 1})
 
 
+def reward_of(response: str) -> object:
+    return len(response) / 10 if len(response) < 11 else "much"
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """Half the length of a response over ten; paths misbehave."""
 
@@ -30,7 +34,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server: Any = self.server
         server.batches.append(body["items"])
-        scores: Any = [{"reward": len(i["response"]) / 10, "reason": i["row"]["id"]} for i in body["items"]]
+        scores: Any = [{"reward": reward_of(i["response"]), "reason": i["row"]["id"]} for i in body["items"]]
         status = 200
         if self.path == "/flaky" and len(server.batches) < 3:
             status = 503
@@ -71,7 +75,7 @@ def test_answers_go_in_batches_and_come_back_as_verdicts(server: Any) -> None:
     assert [v.reason for v in verdicts[:4]] == [
         "row7",
         "row7",
-        "returned 1.1 for a reward, not a number in [0, 1]",
+        "returned 'much' for a reward, not a finite number (1e+30 at most)",
         "row7",
     ]
     assert verdicts[2:4] == [Verdict(0.0, "invalid"), Verdict(0.3, "ok")]

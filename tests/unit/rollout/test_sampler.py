@@ -85,9 +85,8 @@ def test_rows_travel_bit_for_bit():
     ):
         ids = torch.randint(0, 2**40, (length,), generator=g)
         reward = float("nan") if finish == "cut" else 1 / 3
-        rows.append(
-            ScoredRollout(i % 2, Rollout(i, ids, torch.randn(length, generator=g), finish, spans), reward, 2**52 - i)
-        )
+        rollout = Rollout(i, ids, torch.randn(length, generator=g), finish, spans)
+        rows.append(ScoredRollout(i % 2, rollout, reward, i == 2, 2**52 - i))
     half = Verdict(1 / 3, "ok", 'says "\u2028"', {"format": 1.0, "answer": 0.1})
     rows[0], rows[2] = (replace(row, verdict=half) for row in (rows[0], rows[2]))
     old = {key: value for key, value in to_tensors(rows).items() if not key.startswith("verdict")}
@@ -104,7 +103,7 @@ def test_rows_travel_bit_for_bit():
                 b.rollout.finish,
                 b.rollout.spans,
             )
-            assert a.answer == b.answer
+            assert (a.answer, a.right) == (b.answer, b.right)
             assert torch.equal(a.rollout.token_ids, b.rollout.token_ids)
             assert torch.equal(a.rollout.log_probs, b.rollout.log_probs)
             assert b.reward == pytest.approx(a.reward, abs=1e-7, nan_ok=True)  # a float32

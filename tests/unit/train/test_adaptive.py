@@ -32,7 +32,7 @@ def outcomes_of(rewards: Sequence[Sequence[float]]) -> Outcomes:
         table[g, : len(row)] = torch.tensor(row)
         state[g, : len(row)] = STOP
     none = torch.zeros(len(rewards), width, dtype=torch.int64)
-    return Outcomes(state, table, none, none, none, none)
+    return Outcomes(state, table, table == 1, none, none, none, none)
 
 
 def draws(prompt: int, n: int):

@@ -94,7 +94,7 @@ class Writer:
         self.rows = []
 
     def write(self, step, metrics, seconds):
-        self.rows.append((metrics, seconds))
+        self.rows.append((step, metrics, seconds))
 
 
 def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path):
@@ -111,7 +111,7 @@ def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path)
         trainer.run(writer, p, lambda: False)
 
     # One rank waits for nobody; what it sampled and trained is known.
-    for metrics, seconds in writer.rows:
+    for _, metrics, seconds in writer.rows:
         assert glossary_faults.of_row({**metrics, "time": seconds}) == []
         assert seconds["ranks/idle"] == 0.0
         assert seconds["ranks/step_slowest"] == seconds["step"]
@@ -121,11 +121,12 @@ def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path)
         assert seconds["throughput/update_mfu"] == pytest.approx(seconds["throughput/update_tflops"] / 1e-3)
         assert 0 < seconds["ranks/train_slowest"] <= seconds["train"]
         assert "kv_cache/peak" not in seconds  # the fake engine does not tell
-        assert {"tok/s/device", "MFU"} <= console_line(metrics, seconds).keys()
+        assert {"tok/s/device", "MFU"} <= console_line(0, metrics, seconds).keys()
 
-    # A trace of the second step alone, inner spans within the outer ones.
-    (path,) = (tmp_path / "traces").iterdir()
-    assert path.name == "step_000002.json"
+    # A trace of steps 0 and 2 as metrics.jsonl counts them, inner spans within the outer ones.
+    assert [step for step, _, _ in writer.rows] == [0, 1, 2]
+    first, path = sorted((tmp_path / "traces").iterdir())
+    assert (first.name, path.name) == ("step_000000.json", "step_000002.json")
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     found = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events}
     for inner, outer in [

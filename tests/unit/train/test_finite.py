@@ -164,7 +164,7 @@ def test_a_gradient_that_no_row_explains_is_skipped(processes, model):
     before = {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
     poison_gradients(trainer.worker.actor)
     values, _ = trainer.train_step()
-    assert (values["updates"], values["updates_skipped"], values["nonfinite_rows"]) == (1, 1, 0)
+    assert (values["updates"], values["updates_skipped"], values["nonfinite_rows"]) == (0, 1, 0)
     assert trainer.worker.optimizer.optimizer.state == {}
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.worker.hf_tensors())
 
@@ -187,7 +187,7 @@ def test_a_run_ends_after_so_many_steps_in_a_row(processes, model, tmp_path, wha
         trainer.run(None, _Silent(), lambda: False)
     said = str(caught.value)
     assert said.startswith("3 steps in a row (train.max_nonfinite_steps = 3) skipped an update")
-    assert "the state after step 6 is saved" in said
+    assert "the state after 6 steps is saved" in said
     assert "\n" not in said
     found = checkpoint.find(tmp_path / "checkpoints")
     assert found is not None
@@ -225,7 +225,9 @@ def test_a_checkpoint_never_holds_what_is_not_finite(processes, model, tmp_path,
     name = break_weight(trainer, value)
     with pytest.raises(UserError) as caught:
         trainer.save()
-    assert str(caught.value).startswith(f"step 2, actor: weights that are not finite: {name}; no checkpoint is written")
+    assert str(caught.value).startswith(
+        f"the state after 2 steps, actor: weights that are not finite: {name}; no checkpoint is written"
+    )
     assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == files
     assert checkpoint.find(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_00000001"
 
@@ -235,7 +237,9 @@ def test_a_critic_s_weights_are_looked_at_too(processes, model, tmp_path):
     with torch.no_grad():
         trainer.critic.critic.output_layer.weight[0, 0] = NAN
         trainer.critic.critic.decoder.final_layernorm.weight[0] = NAN
-    with pytest.raises(UserError, match=r"^step 0, critic: .*: decoder\.final_layernorm\.weight \(and 1 other tensors"):
+    with pytest.raises(
+        UserError, match=r"^the state after 0 steps, critic: .*: decoder\.final_layernorm\.weight \(and 1 other tensors"
+    ):
         trainer.save()
 
 
@@ -255,7 +259,7 @@ def breaking(trainer):
 def test_weights_that_an_update_breaks_reach_no_engine(processes, model):
     trainer = trainer_of(model, processes, {})
     name, engine = breaking(trainer), trainer.rollouts.engine.engine
-    with pytest.raises(UserError, match=rf"^step 1, actor: weights that are not finite: {name}; "):
+    with pytest.raises(UserError, match=rf"^the state after 1 step, actor: weights that are not finite: {name}; "):
         trainer.train_step()
     assert engine.verbs.count("update_weights") == 1  # before the step
 

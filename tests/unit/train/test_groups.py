@@ -34,7 +34,7 @@ def row(group: int, sibling: int, reward: float | str) -> ScoredRollout:
     rollout = Rollout(
         sibling, torch.arange(tokens), torch.zeros(tokens), "cut" if cut else ("stop", "length")[group % 2]
     )
-    return ScoredRollout(group, rollout, math.nan if cut else reward, (group + sibling) % 4)
+    return ScoredRollout(group, rollout, math.nan if cut else reward, reward == 1.0, (group + sibling) % 4)
 
 
 def all_rows() -> list[ScoredRollout]:
@@ -78,8 +78,10 @@ def test_figures_are_over_survivors_of_closed_groups(outcomes):
     got = group_metrics(select(outcomes))
     alive = [(g, i, r) for g, rewards in enumerate(TABLE) if g != 5 for i, r in enumerate(rewards) if r is not None]
     assert len(alive) == 7 + 8 + 7 + 1 + 0 + 6
+    mean = sum(r for _, _, r in alive) / 29
     expected = {
-        "reward": sum(r for _, _, r in alive) / 29,
+        "reward": mean,
+        "reward_std": math.sqrt(sum((r - mean) ** 2 for _, _, r in alive) / 29),
         "kept_share": 2 / 6,
         "all_right_share": 2 / 6,  # the one with a single survivor too
         "all_wrong_share": 1 / 6,

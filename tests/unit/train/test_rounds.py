@@ -52,15 +52,10 @@ def test_one_extra_round_in_twenty_steps(begin, end):
 
             # In between the state goes through a checkpoint.
             kept = {"taken": taken.rounds, "prompts_taken": taken.prompts, "recently": [taken.asked, taken.kept]}
-            assert _taken(json.loads(json.dumps(kept)), 128) == taken
+            assert _taken(json.loads(json.dumps(kept))) == taken
         rounds.append(taken.rounds)
         prompts.append(taken.prompts * (begin + end) / 2 / (20 * 128))
     assert max(rounds) <= 21
     # What waits is made up for: no more prompts are asked than the groups trained on need, but for what waits at last.
     assert max(prompts) < 1.1
     assert max(waited) < 128
-
-
-def test_what_an_older_checkpoint_says():
-    """It counted rounds, all of which took rollout.prompts."""
-    assert _taken({"taken": 7}, 128) == Taken(rounds=7, prompts=896)

@@ -61,9 +61,9 @@ def skipped(processes, tmp_path, capsys):
     calls = []
     trainer.worker.train = poisoned
     values, _ = trainer.train_step()
-    assert (values["updates"], values["updates_skipped"]) == (2, 1)
+    assert (values["updates"], values["updates_skipped"]) == (1, 1)
     (path,) = kept(tmp_path)
-    said = f"step 2: an update was skipped; advantages of a response token is not finite: brorl replay {path}\n"
+    said = f"step 1: an update was skipped; advantages of a response token is not finite: brorl replay {path}\n"
     assert said in capsys.readouterr().err
     return path, trainer
 
@@ -71,7 +71,8 @@ def skipped(processes, tmp_path, capsys):
 @pytest.mark.slow
 def test_it_is_computed_again_to_the_same_bits(skipped, tmp_path):
     path, trainer = skipped
-    assert path.name == "step_00000002_update_00000003.pt"  # two updates in the first step, one before it in the second
+    # Both count from 0: two updates in the first step, and one before it in the second.
+    assert path.name == "step_00000001_update_00000003.pt"
     found = SkippedUpdate.read(path)
     assert 2 in found.batch.rows
     assert not found.found.loss.isfinite()
@@ -81,7 +82,7 @@ def test_it_is_computed_again_to_the_same_bits(skipped, tmp_path):
     done = brorl("replay", path)
     assert done.returncode == 0, done.stderr
     first, *lines = done.stdout.splitlines()
-    assert first.startswith("step 2, update 3, rank 0 of 1, torch ")
+    assert first.startswith("step 1, update 3, rank 0 of 1, torch ")
     assert first.endswith(": as in the run, bit for bit")
     assert lines[2] == "first not finite  advantages of a response token (in the run advantages of a response token)"
     broken = [line.split() for line in lines if line.endswith("from token 0")]

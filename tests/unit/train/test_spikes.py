@@ -87,7 +87,7 @@ def test_a_run_ends_saved_and_goes_on_with_what_it_remembers(processes, tmp_path
 
     # The second in a row ends it, with the state of that step.
     stopped = trainer_of("stopped", 2)
-    with pytest.raises(UserError, match=r"2 steps in a row .* the state after step 4 is saved"):
+    with pytest.raises(UserError, match=r"2 steps in a row .* the state after 4 steps is saved"):
         stopped.run(None, _Silent(), lambda: False)
     found = checkpoint.find(tmp_path / "stopped" / "checkpoints")
     assert checkpoint.read_run(found)["step"] == 4

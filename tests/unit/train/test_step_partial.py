@@ -37,6 +37,7 @@ def test_stale_tokens_are_weighted_by_what_they_were_sampled_with(processes, mod
         update, "update_policy", lambda worker, made, *rest: seen.append(made) or train(worker, made, *rest)
     )
     began = {}
+    taken = [0]  # optimizer steps before each step
     stale = capped = 0
     for step in range(6):
         for prompt in fakes.prompts(PROMPTS, PROMPTS * step):
@@ -45,13 +46,15 @@ def test_stale_tokens_are_weighted_by_what_they_were_sampled_with(processes, mod
         model[1].load_state_dict(dict(trainer.worker.hf_tensors()), strict=False)
         values, _ = trainer.train_step()
         made = seen.pop()
+        assert values["updates"] == (updates if len(made) else 0)
+        taken.append(taken[-1] + int(values["updates"]))
         terms = 0.0
         for i, (prompt, row) in enumerate(zip(made.prompts, made.responses, strict=True)):
             born = began[tuple(prompt.tolist()), tuple(row.tolist())]
-            versions = [updates * (born + position // BUDGET) for position in range(len(row))]
+            versions = [taken[born + position // BUDGET] for position in range(len(row))]
             sampled = torch.tensor([fakes.log_prob(t, v) for t, v in zip(row.tolist(), versions, strict=True)])
             assert torch.equal(made.rollout_log_probs[i], sampled)
-            stale += versions[0] < updates * step
+            stale += versions[0] < taken[step]
             current = log_probs(model[1], prompt, row)
             if updates > 1:
                 torch.testing.assert_close(made.old_log_probs[i], current, atol=1e-4, rtol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 
 import fakes
@@ -12,11 +13,13 @@ from by_hand import responses, update
 from dist.steps import configured, make_trainer
 from step_verifiers import RULES
 
+from megatron_brorl.algo.no_signal import why_no_signal
 from megatron_brorl.errors import UserError
+from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.progress import progress
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.train.console import console_line
+from megatron_brorl.train.console import console_line, evaluation_line, evaluation_metrics
 
 N, TOKENS = 32, 12
 # The verifier of each prompt of a step.
@@ -26,6 +29,9 @@ BATCHES = {
     "all wrong": ["wrong"] * 3,
     "continuous": ["share", "right", "share"],
     "continuous and binary": ["share", "even", "wrong"],
+    "none is right, all differ": ["half", "half", "wrong"],
+    "negative": ["signed", "even", "signed"],
+    "below 0 and above 1": ["wide", "right", "wide"],
     "some are NaN": ["holes", "even", "right"],
     "a group is NaN": ["even", "nan", "even"],
 }
@@ -55,7 +61,7 @@ def pool():
 
 
 def trainer_of(model, processes, pool, rules, changes):
-    reward = {"strict": False, "cut_off_factor": 1.0, "extract": "full"}
+    reward = {"cut_off_factor": 1.0, "extract": "full"}
     config = configured({"rollout": {"n": N, "prompts": 3}, "reward": reward, **changes})
     trainer = make_trainer(model[0], processes, config, fakes.Engine())
     trainer.train_source = Source(rules)
@@ -93,8 +99,11 @@ def test_a_step_equals_the_one_written_out(processes, pool, model, batch, dynami
     assert (holes > 0) == ("NaN" in batch)
     assert values["reward"] == pytest.approx(sum(rewards) / (3 * N))
     assert values["kept_share"] == pytest.approx(len(kept) / 3)
-    assert values["all_right_share"] == pytest.approx(sum(set(g[2]) == {1.0} for g in groups) / 3)
-    assert values["all_wrong_share"] == pytest.approx(sum(set(g[2]) == {0.0} for g in groups) / 3)
+    assert values["reward_std"] == pytest.approx(statistics.pstdev(rewards), rel=1e-6)
+    # A response is right from reward.correct_at = 1 on.
+    assert values["all_right_share"] == pytest.approx(sum(min(g[2]) >= 1 for g in groups) / 3)
+    assert values["all_wrong_share"] == pytest.approx(sum(max(g[2]) < 1 for g in groups) / 3)
+    assert (why_no_signal(values) is None) == any(len(set(g[2])) > 1 for g in groups)
     assert values["updates_skipped"] == 0
     signal = any(len(set(g[2])) > 1 for g in groups)
     assert signal == (batch not in ("all right", "all wrong"))
@@ -135,7 +144,7 @@ def test_exceptions_on_answers_are_counted_zeros_and_told_once(processes, pool, 
     assert values["verdict_errors"] == odd > 0
     assert values["unscored_share"] == 0
     assert values["reward"] == pytest.approx(1 - odd / (3 * N))
-    assert console_line(values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
+    assert console_line(0, values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
     trainer.train_step()
     said = [line for line in capfd.readouterr().err.splitlines() if "verifier" in line]
     what = "verifier picky raised on an answer, which scores 0 (figure verdict_errors)"
@@ -174,10 +183,53 @@ def test_a_verifier_that_raises_on_the_reference_too_ends_the_run(processes, poo
 
 
 def test_strict_rewards_take_nan_for_wrong(processes, pool, model):
-    """reward.strict = true, the default: partial credit and NaN are both 0, and only the latter is unscored."""
-    trainer = trainer_of(model, processes, pool, ["holes", "share", "wrong"], {"reward": {"cut_off_factor": 1.0}})
+    """reward.strict = true: partial credit and NaN are both 0, and only the latter is unscored."""
+    reward = {"strict": True, "cut_off_factor": 1.0}
+    trainer = trainer_of(model, processes, pool, ["holes", "share", "wrong"], {"reward": reward})
     values, _ = trainer.train_step()
     groups, holes = groups_of(trainer.config.run.seed, ["holes", "share", "wrong"])
-    right = sum(r >= 0.99 for g in groups for r in g[2])
+    right = sum(r >= 1 for g in groups for r in g[2])
     assert values["reward"] == pytest.approx(right / (3 * N))
     assert values["unscored_share"] == holes / (3 * N)
+
+
+@pytest.mark.parametrize("correct_at", [0.5, 1.0, 3.5, -2.5])
+def test_what_counts_as_correct_follows_the_key(processes, pool, model, correct_at):
+    """In pass@1, in the groups' shares and in the boost of correct responses; rewards themselves stay as they are."""
+    changes = {"reward": {"correct_at": correct_at, "cut_off_factor": 1.0}}
+    trainer = trainer_of(model, processes, pool, ["wide", "right", "half"], changes)
+    values, _ = trainer.train_step()
+    groups, _ = groups_of(trainer.config.run.seed, ["wide", "right", "half"])
+    rewards = [r for g in groups for r in g[2]]
+    assert values["reward"] == pytest.approx(sum(rewards) / (3 * N))
+    assert values["all_right_share"] == pytest.approx(sum(min(g[2]) >= correct_at for g in groups) / 3)
+    assert values["all_wrong_share"] == pytest.approx(sum(max(g[2]) < correct_at for g in groups) / 3)
+
+    trainer.held_out = trainer.train_source.prompts
+    with progress(1, "train", False) as p:
+        found = trainer.evaluate(p)
+    rewards = []
+    for prompt in trainer.held_out:
+        key = stream_key(trainer.config.run.seed, "evaluate", prompt.id)
+        rows = fakes.draws(key, range(trainer.config.evaluate.samples), TOKENS)
+        texts = [row[: row.index(fakes.STOP)] if fakes.STOP in row else row for row in rows]
+        rewards.append([RULES[prompt.verifier](text) for text in texts])
+    right = [sum(r >= correct_at for r in own) / len(own) for own in rewards]
+    assert found.pass_at_1.mean == pytest.approx(sum(right) / 3)
+    assert found.mean_reward.mean == pytest.approx(sum(sum(own) / len(own) for own in rewards) / 3)
+    assert found.mean_reward.low <= found.mean_reward.mean <= found.mean_reward.high
+    told = evaluation_line(found.as_dict())
+    assert f"mean reward {found.mean_reward.mean:.4g} (95% interval {found.mean_reward.low:.4g} to " in told
+    assert evaluation_metrics(found)["held_out_reward"] == found.mean_reward.mean
+
+
+def test_rewards_of_right_and_wrong_are_not_told_twice(processes, pool, model):
+    """None of three prompts is right: the share of right prompts may be as large as 1 - 0.025^(1/3)."""
+    trainer = trainer_of(model, processes, pool, ["wrong"] * 3, {})
+    trainer.held_out = trainer.train_source.prompts
+    trainer.train_step()
+    with progress(1, "train", False) as p:
+        found = trainer.evaluate(p)
+    assert (found.pass_at_1.low, found.pass_at_1.high) == (0.0, pytest.approx(1 - 0.025 ** (1 / 3)))
+    assert found.mean_reward == found.pass_at_1
+    assert "reward" not in evaluation_line(found.as_dict())

@@ -116,7 +116,8 @@ def outcomes():
     table = [[math.nan if r is None else r for r in row] for row in REWARDS]
     state = [[LOST if r is None else (STOP, LENGTH)[i % 2] for i, r in enumerate(row)] for row in REWARDS]
     none = torch.zeros(3, 4).long()
-    return Outcomes(torch.tensor(state), torch.tensor(table).nan_to_num(0.0), torch.ones(3, 4).long(), none, none, none)
+    rewards = torch.tensor(table).nan_to_num(0.0)
+    return Outcomes(torch.tensor(state), rewards, rewards == 1, torch.ones(3, 4).long(), none, none, none)
 
 
 @pytest.mark.parametrize("ops", OPS)

@@ -7,22 +7,29 @@ messages are the program's results, and what they should be is known outside alo
 from __future__ import annotations
 
 import functools
+import gc
+import json
+import os
+import site
 import sys
 from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any
 
-from megatron_brorl.rewards.sandbox.inside import codec
-from megatron_brorl.rewards.sandbox.inside.fork import Fork
+from megatron_brorl.rewards.sandbox.inside import codec, script
+from megatron_brorl.rewards.sandbox.inside.fork import Fork, exit_code
 from megatron_brorl.rewards.sandbox.inside.wire import Wire
 
 
 def scripts(wire: Wire, order: dict[str, Any]) -> None:
     """Run the program as a script once per request {"stdin"}."""
     code = _compiled(wire, order)
+    gc.freeze()  # a script's end collects garbage, which then passes over all that is here already
     while code and (line := wire.read()) is not None:
         fork = Fork(order, codec.parse(line)["stdin"].encode("utf-8", "surrogatepass"))
-        wire.write(fork.run(functools.partial(_as_main, code)))
+
+        # The exit code and the text are the result.
+        wire.write(fork.run(functools.partial(script.run, code)) | {"result": "null"})
 
 
 def calls(wire: Wire, order: dict[str, Any]) -> None:
@@ -34,30 +41,40 @@ def calls(wire: Wire, order: dict[str, Any]) -> None:
     sys.modules["solution"] = module
     function: Callable[..., Any] | str
     try:
-        exec(code, module.__dict__)
+        _load(code, module)
         function = _function(module, order["function"])
     except BaseException as e:  # SystemExit too
         function = f"{type(e).__name__} while the program was loaded"
     while (line := wire.read()) is not None:
         if isinstance(function, str):
             wire.write({"status": "error", "why": function})
-        else:
-            wire.write(Fork(order).run(functools.partial(_called, function, line)))
+            continue
+        message = Fork(order).run(functools.partial(_called, function, line))
+        if message["status"] == "ok" and not message["result"]:
+            message = {"status": "error", "why": "the program exited before the function returned"}
+        wire.write(message)
+
+
+def _load(code: CodeType, module: ModuleType) -> None:
+    """Execute a program, which may exit with 0 once it has defined its function."""
+    pid = os.getpid()
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as e:
+        if exit_code(e.code):
+            raise
+    finally:
+        if os.getpid() != pid:
+            os._exit(0)  # a process that the program forked must not answer requests
 
 
 def _compiled(wire: Wire, order: dict[str, Any]) -> CodeType | None:
+    site.setquit()  # defines exit() and quit(), which the option -S leaves out
     try:
         return compile(order["program"], "solution.py", "exec", dont_inherit=True)
     except BaseException as e:  # SyntaxError, ValueError of null bytes, MemoryError of deep nesting
         wire.write({"status": "syntax", "why": f"{type(e).__name__}: the program does not compile"})
         return None
-
-
-def _as_main(code: CodeType) -> None:
-    module = ModuleType("__main__")
-    sys.modules["__main__"] = module
-    sys.argv = ["solution.py"]
-    exec(code, module.__dict__)
 
 
 def _function(module: ModuleType, name: str) -> Callable[..., Any]:
@@ -70,6 +87,6 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
     return found
 
 
-def _called(function: Callable[..., Any], line: bytes) -> Any:
+def _called(function: Callable[..., Any], line: bytes) -> bytes:
     request = codec.decode(codec.parse(line))
-    return codec.encode(function(*request["args"], **request["kwargs"]))
+    return json.dumps(codec.encode(function(*request["args"], **request["kwargs"]))).encode()

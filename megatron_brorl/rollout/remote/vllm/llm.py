@@ -145,6 +145,8 @@ class Llm(EngineLeaf):
             logprobs=0 if log_probs else None,  # of the sampled token alone
             flat_logprobs=True,
             detokenize=bool(stop_strings),
+            skip_special_tokens=False,  # a stop string may be the text of one
+            spaces_between_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 

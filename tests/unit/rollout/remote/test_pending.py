@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -9,10 +10,13 @@ import fakes
 import pytest
 import torch
 
+from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.remote.group import _check_stop_strings
 from megatron_brorl.rollout.remote.messages import Message
 from megatron_brorl.rollout.remote.pending import PendingRollouts, sibling_seed
+from megatron_brorl.types import Rollout
 
 
 def test_rollouts_are_taken_as_others_are_answered():
@@ -86,3 +90,51 @@ def test_an_answer_that_is_none_costs_its_rollout(ids, log_probs, finish, fault)
     assert len(pending.faults) == 1
     assert fault in pending.faults[0]
     assert [(r.token_ids.tolist(), r.finish) for r in pending.result()[0]] == [([], "cut"), ([7, 2], "stop")]
+
+
+def test_stop_strings_end_a_rollout_where_the_built_in_engine_ends_it():
+    """An engine may end it later, or overlook a string that began before; a wrong end costs the rollout."""
+    text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  0 is a
+    sampling = Sampling(1.0, 1.0, 0, 12, (25,), ("bcd", "xx"))
+    begun = Rollout(3, torch.tensor([0, 1]), torch.tensor([-0.5, -1.5]), "cut", ((3, 2),))
+    pending = PendingRollouts(sampling, None, None, 8, 50, text)
+    pending.add([Request(fakes.prompts(1)[0], 4, 4, 0, (begun,))])
+    for number, (added, finish) in enumerate(
+        [
+            ([1, 2, 3, 9, 9], "stop"),  # two tokens too many
+            ([1, 2, 9, 25], "stop"),  # a stop token
+            ([1, 2, 9], "stop"),  # none of them
+            ([2, 3, 7] + [8] * 7, "length"),  # continues a rollout that ended with "b"
+        ]
+    ):
+        tensors = {"ids": torch.tensor(added), "log_probs": -torch.arange(1.0, len(added) + 1)}
+        pending.answered(Message("rollout", {"number": number, "finish": finish}, tensors), 4)
+    (found,) = pending.result()
+    assert [(r.token_ids.tolist(), r.log_probs.tolist(), r.finish, r.spans) for r in found] == [
+        ([1, 2, 3], [-1.0, -2.0, -3.0], "stop", ((4, 3),)),
+        ([1, 2, 9, 25], [-1.0, -2.0, -3.0, -4.0], "stop", ((4, 4),)),
+        ([], [], "cut", ()),
+        ([0, 1, 2, 3], [-0.5, -1.5, -1.0, -2.0], "stop", ((3, 2), (4, 2))),
+    ]
+    assert pending.faults == ["it ended at a stop string that the text of its tokens does not contain"]
+
+
+@pytest.mark.parametrize(
+    ("strings", "decoder", "fault"),
+    [
+        (["x"], None, None),
+        (["x"], "missing", "has none"),
+        ([" x"], {"type": "ByteLevel"}, None),
+        (["x", " y"], {"type": "Metaspace"}, "' y' begins with a space"),
+        ([" x"], None, "' x' begins with a space"),
+        ([], "missing", None),
+    ],
+)
+def test_stop_strings_that_an_engine_reads_otherwise_are_refused(tmp_path, strings, decoder, fault):
+    if decoder != "missing":
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"decoder": decoder}))
+    if fault is None:
+        _check_stop_strings(strings, "vLLM", tmp_path)
+        return
+    with pytest.raises(UserError, match=f"^rollout.stop_strings: .*{fault}"):
+        _check_stop_strings(strings, "vLLM", tmp_path)

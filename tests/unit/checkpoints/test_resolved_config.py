@@ -1,0 +1,257 @@
+"""config.json as transformers resolves it: every key that ModelShape reads, in every form that transformers accepts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import parse_shape, read_shape
+from megatron_brorl.ops.rope import inverse_frequencies
+
+SIZES = {
+    "vocab_size": 103,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+
+
+def without(scaling: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in scaling.items() if key not in keys}
+
+
+# Rotations of the families whose layers are all alike. One of several sources of a value wins in each.
+ROPES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "theta alone": {"rope_theta": 777.0},
+    "theta as an integer": {"rope_theta": 1000000},
+    "parameters": {"rope_parameters": PLAIN},
+    "parameters and an older theta": {"rope_parameters": PLAIN, "rope_theta": 777.0},
+    "parameters without theta": {"rope_parameters": LINEAR, "rope_theta": 777.0},
+    "parameters without a type": {"rope_parameters": {"rope_theta": 777.0}},
+    "older linear": {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 777.0},
+    "theta inside of the scaling": {"rope_scaling": {**LINEAR, "rope_theta": 300.0}, "rope_theta": 777.0},
+    "both types": {"rope_scaling": {**LINEAR, "type": "yarn"}},
+    "plain type and older yarn": {"rope_scaling": {**YARN, "rope_type": "default", "type": "yarn"}},
+    "yarn and plain parameters": {"rope_scaling": YARN, "rope_parameters": PLAIN},
+    "linear and plain parameters": {"rope_scaling": LINEAR, "rope_parameters": PLAIN},
+    "llama3 and plain parameters": {"rope_scaling": LLAMA3, "rope_parameters": PLAIN},
+    "both and an older theta": {"rope_scaling": LINEAR, "rope_parameters": PLAIN, "rope_theta": 777.0},
+    "plain scaling and yarn parameters": {"rope_scaling": {"rope_type": "default"}, "rope_parameters": YARN},
+    "empty scaling and parameters": {"rope_scaling": {}, "rope_parameters": {**YARN, "rope_theta": 5e5}},
+    "null scaling and parameters": {"rope_scaling": None, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+    "null parameters and scaling": {"rope_scaling": LINEAR, "rope_parameters": None, "rope_theta": 5e5},
+    "empty parameters and theta": {"rope_parameters": {}, "rope_theta": 777.0},
+    "yarn without its original context": {"rope_scaling": without(YARN, "original_max_position_embeddings")},
+    "llama3 without its original context": {"rope_scaling": without(LLAMA3, "original_max_position_embeddings")},
+    "yarn, original context outside": {"rope_scaling": YARN, "original_max_position_embeddings": 128},
+    "llama3, original context outside": {"rope_parameters": LLAMA3, "original_max_position_embeddings": 128},
+    "yarn with a factor of null": {"rope_scaling": {**YARN, "factor": None}},
+    "yarn with scales": {"rope_scaling": {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}},
+    "yarn with one scale": {"rope_scaling": {**YARN, "mscale": 0.707}},
+    "yarn with an attention factor": {"rope_scaling": {**YARN, "attention_factor": 1.25}},
+    "yarn with betas": {"rope_scaling": {**YARN, "beta_fast": 16, "beta_slow": 2}},
+    "yarn with null betas": {"rope_scaling": {**YARN, "beta_fast": None, "beta_slow": None}},
+    "yarn with reversed betas": {"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 8}},
+    "yarn without rounding": {"rope_scaling": {**YARN, "truncate": False}},
+    "yarn of a short context": {"rope_scaling": {**YARN, "original_max_position_embeddings": 4}},
+    "yarn of a context of one wave": {"rope_scaling": {**YARN, "original_max_position_embeddings": 6}},
+    "yarn that shortens": {"rope_scaling": {**YARN, "factor": 0.5}},
+    "whole rotation": {"partial_rotary_factor": 1.0, "rope_scaling": {**LINEAR, "partial_rotary_factor": 1.0}},
+    "null rotation": {"partial_rotary_factor": None, "rope_theta": 777.0},
+}
+# Keys that any of these families has. ABSENT removes a key, so that the default of the family's class shows.
+ABSENT = object()
+KEYS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "no kv heads": {"num_key_value_heads": ABSENT, "num_attention_heads": 64, "hidden_size": 1024, "head_dim": 16},
+    "null kv heads": {"num_key_value_heads": None},
+    "no context": {"max_position_embeddings": ABSENT},
+    "head_dim": {"head_dim": 32},
+    "eps": {"rms_norm_eps": 1e-5},
+    "windows that are off": {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1},
+    "kinds of layers": {"layer_types": ["full_attention"] * 4},
+    "another name of silu": {"hidden_act": "swish"},
+    "two types of weights": {"torch_dtype": "float16", "dtype": "bfloat16"},
+    "dropout": {"attention_dropout": 0.1},
+    "single precision numbers": {"initializer_range": 0.01, "use_cache": False},
+}
+GEMMA: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "no kv heads": {"num_key_value_heads": ABSENT},
+    "no head_dim": {"head_dim": ABSENT},
+    "untied": {"tie_word_embeddings": False},
+    "no context": {"max_position_embeddings": ABSENT},
+    "older": {"rope_theta": 7e5, "rope_local_base_freq": 300.0, "rope_scaling": LINEAR, "sliding_window_pattern": 2},
+    "parameters": {"rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 5e5}}},
+    "parameters of local layers": {"rope_parameters": {"sliding_attention": {"rope_theta": 50.0}}},
+    "parameters and older bases": {
+        "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
+        "rope_theta": 7e5,
+        "rope_local_base_freq": 300.0,
+    },
+    "parameters and scaling": {
+        "rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN},
+        "rope_scaling": LINEAR,
+    },
+    "parameters and older base of local layers": {
+        "rope_parameters": {"full_attention": PLAIN},
+        "rope_local_base_freq": 300.0,
+    },
+    "scaling with a base": {"rope_scaling": {**LINEAR, "rope_theta": 300.0}, "rope_theta": 7e5},
+    "parameters for no kind of layer": {"rope_parameters": {**LINEAR, "rope_theta": 5e5}},
+    "window": {"sliding_window": 128, "query_pre_attn_scalar": 24},
+}
+CASES = [
+    *((kind, f"rope: {name}") for kind in ("llama", "qwen2", "qwen3") for name in ROPES),
+    *((kind, f"key: {name}") for kind in ("llama", "qwen2", "qwen3") for name in KEYS),
+    *(("gemma3_text", f"gemma: {name}") for name in GEMMA),
+]
+TABLES = {"rope": ROPES, "key": KEYS, "gemma": GEMMA}
+
+
+def write(directory: Path, kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+    raw = {"architectures": [CLASSES[kind]], "model_type": kind, **SIZES, **changes}
+    if kind == "gemma3_text":
+        raw["num_hidden_layers"] = 6  # every sixth layer has full attention
+    raw = {key: value for key, value in raw.items() if value is not ABSENT}
+    (directory / "config.json").write_text(json.dumps(raw))
+    return raw
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
+    table, _, case = name.partition(": ")
+    write(tmp_path, kind, TABLES[table][case])
+    resolved, shape = AutoConfig.from_pretrained(tmp_path), read_shape(tmp_path)
+    gemma = kind == "gemma3_text"
+
+    heads, hidden = resolved.num_attention_heads, resolved.hidden_size
+    context = min(resolved.max_position_embeddings, resolved.sliding_window) if gemma else None
+    expected = {
+        "layers": resolved.num_hidden_layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": resolved.num_key_value_heads,
+        "head_dim": getattr(resolved, "head_dim", None) or hidden // heads,
+        "ffn": resolved.intermediate_size,
+        "vocab": resolved.vocab_size,
+        "context": context or resolved.max_position_embeddings,
+        "norm_eps": resolved.rms_norm_eps,
+        "tied": resolved.tie_word_embeddings,
+        "init_std": resolved.initializer_range,
+    }
+    assert {key: getattr(shape, key) for key in expected} == expected
+
+    if gemma:
+        embedding = Gemma3RotaryEmbedding(resolved)
+        pairs = [
+            (shape, embedding.full_attention_inv_freq, embedding.full_attention_attention_scaling),
+            (
+                shape.of_local_layers,
+                embedding.sliding_attention_inv_freq,
+                embedding.sliding_attention_attention_scaling,
+            ),
+        ]
+        assert shape.local_layers == tuple(
+            i for i, kind in enumerate(resolved.layer_types) if kind == "sliding_attention"
+        )
+        assert shape.attention_scale == resolved.query_pre_attn_scalar**-0.5
+    else:
+        embedding = LlamaRotaryEmbedding(resolved)  # the same in Qwen2 and Qwen3
+        pairs = [(shape, embedding.inv_freq, embedding.attention_scaling)]
+    for rotated, inv_freq, scale in pairs:
+        got, factor = inverse_frequencies(rotated)
+        torch.testing.assert_close(got, inv_freq, rtol=1e-6, atol=0)
+        assert factor == pytest.approx(scale, rel=1e-12)
+
+
+# Whatever changes the computation and is not computed here ends in one line that names the key.
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type = 'dynamic'"),
+    "dynamic next to plain": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": PLAIN},
+        "rope_scaling.rope_type = 'dynamic'",
+    ),
+    "longrope": ({"rope_parameters": LONGROPE}, "rope_parameters.rope_type = 'longrope'"),
+    "older longrope": ({"rope_scaling": {**LONGROPE, "rope_type": "su"}}, "rope_scaling.rope_type = 'su'"),
+    "mrope": ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, "rope_scaling.rope_type = 'mrope'"),
+    "proportional": ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type = 'proportional'"),
+    "a type that is no text": ({"rope_parameters": {"rope_type": 3}}, "rope_parameters.rope_type = 3"),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "partial inside": ({"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "partial scaling": ({"rope_scaling": {**LINEAR, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "a rotation per kind of layer": ({"rope_parameters": {"full_attention": PLAIN}}, "rope_parameters.full_attention"),
+    "scaling that is no object": ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn'"),
+    "base that is no number": ({"rope_scaling": {**LINEAR, "rope_theta": "1e4"}}, "rope_scaling.rope_theta = '1e4'"),
+    "windows": ({"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window = True"),
+    "layers with windows": ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+    "layers without attention": ({"layer_types": ["linear_attention"] * 4}, "layer_types"),
+    "bias of the MLP": ({"mlp_bias": True}, "mlp_bias = True"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    "another class": ({"model_type": "mistral", "sliding_window": 16}, "model_type = 'mistral'"),
+    "a model with pictures": ({"text_config": SIZES}, "text_config"),
+    "layers that differ": ({"per_layer_config": {"1": {"intermediate_size": 44}}}, "per_layer_config"),
+    "other weights": ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_computed_is_refused(tmp_path, kind, name):
+    changes, key = REFUSED[name]
+    raw = write(tmp_path, kind, changes)
+    with pytest.raises(UserError) as e:
+        parse_shape(raw, "dir/config.json")
+    assert str(e.value).startswith("dir/config.json: ")
+    assert key in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rope_scaling": YARN}, "full_attention.rope_type = 'yarn'"),
+        ({"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention.rope_type = 'linear'"),
+        ({"rope_parameters": {"full_attention": {**PLAIN, "partial_rotary_factor": 0.5}}}, "partial_rotary_factor"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"model_type": "gemma2"}, "model_type = 'gemma2'"),
+        ({"text_config": SIZES}, "text_config"),
+    ],
+)
+def test_what_is_not_computed_of_gemma_is_refused(tmp_path, changes, key):
+    raw = write(tmp_path, "gemma3_text", changes)
+    with pytest.raises(UserError) as e:
+        parse_shape(raw, "dir/config.json")
+    assert str(e.value).startswith("dir/config.json: ")
+    assert key in str(e.value)

@@ -1,0 +1,169 @@
+"""Variables and dates of chat templates, against transformers with the same variables."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from unit.data.test_tokenizers import make_hf
+
+from megatron_brorl.config.schema import DataConfig
+from megatron_brorl.data.digest import of_inputs
+from megatron_brorl.data.prompts import render
+from megatron_brorl.data.solved import solved_examples
+from megatron_brorl.data.source import load_benchmarks, load_sources
+from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.errors import UserError
+
+# As Qwen 3 has it: an empty thought where thinking is off.
+THINKING = (
+    "{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"
+    "{% else %}{{ '<think>\n' }}{% endif %}{% endif %}{{ effort | default('') }}{{ style.tone if style is defined }}"
+)
+# As Llama 3 has it: a date unless one is given.
+DATED = (
+    "{%- if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "Today: {{ date_string }}\n{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+)
+# Within a macro, after {% generation %}, and with the time of day.
+MACRO = (
+    "{% macro now() %}{{ strftime_now('%Y-%m-%d %H:%M') }}{% endmacro %}{% for m in messages %}{% generation %}"
+    "{{ m.content }}{% endgeneration %}{% endfor %}{{ now() }}"
+)
+MESSAGES = [{"role": "user", "content": "12 + 7?"}]
+DAY = datetime.date(2026, 1, 31)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"enable_thinking": False},
+        {"enable_thinking": True},
+        {"effort": "high", "style": {"tone": ["short", 1]}},
+        {"enable_thinking": False, "effort": 3, "style": {}},
+    ],
+)
+@pytest.mark.parametrize("content", ["12 + 7?", "a</s>b"])
+def test_prompts_are_those_of_transformers_with_the_same_variables(
+    tmp_path: Path, variables: dict[str, Any], content: str
+) -> None:
+    directory = make_hf(tmp_path / "hf", chat_template=THINKING)
+    config = DataConfig(chat=True, chat_template_kwargs=variables)
+    tokenizer = load_tokenizer(directory)
+    text, ids = render(content, tokenizer, config, 200, "here")
+    library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    messages = [{"role": "user", "content": content}]
+    asked: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **variables}
+    assert text == library.apply_chat_template(messages, **asked)
+    assert tokenizer.decode_all(ids) == text
+    assert ("<think>\n\n</think>" in text) == (variables.get("enable_thinking") is False)
+
+
+def test_every_reader_of_rows_passes_the_variables_on(tmp_path: Path) -> None:
+    """Training, held-out rows, benchmarks, generated tasks and supervised examples; the digest tells them apart."""
+    tokenizer = load_tokenizer(make_hf(tmp_path / "hf", chat_template=THINKING))
+    rows = tmp_path / "f.jsonl"
+    rows.write_text(json.dumps({"prompt": "12 + 7?", "answer": "19"}) + "\n")
+    digests = []
+    for variables, end in (({}, "<think>\n"), ({"enable_thinking": False}, "</think>\n\n")):
+        config = DataConfig(train=(str(rows),), held_out=(str(rows),), chat=True, chat_template_kwargs=variables)
+        sources = load_sources(config, tokenizer, 100, 0)
+        (asked,), (kept,) = sources.train.take(0, 1), sources.held_out
+        benchmark = load_benchmarks([f"b={rows}"], config, tokenizer, 100)[0]["b"][0]
+        for prompt in (asked, kept, benchmark):
+            assert prompt.text.endswith(end)
+            assert tokenizer.decode_all(prompt.token_ids) == prompt.text
+        assert solved_examples([asked], tokenizer)[0][0] == list(asked.token_ids)
+        digests.append(of_inputs(tmp_path / "hf", sources, None))
+    assert digests[0]["tokenizer"] == digests[1]["tokenizer"]
+    assert digests[0]["train"] != digests[1]["train"]
+    assert digests[0]["held_out"] != digests[1]["held_out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_thinkng", False),
+        ("messages", []),
+        ("add_generation_prompt", False),
+        ("tokenize", True),
+        ("chat_template", "x"),
+        ("strftime_now", "x"),
+        ("namespace", 1),
+    ],
+)
+def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    directory = make_hf(tmp_path, chat_template=THINKING + DATED)
+    config = DataConfig(chat=True, chat_template_kwargs={name: value})
+    with pytest.raises(UserError) as e:
+        render("a", load_tokenizer(directory), config, 200, "f.jsonl:3")
+    assert str(e.value).startswith(f"f.jsonl:3: data.chat_template_kwargs.{name}: the chat template of {directory} ")
+    assert "date_string, effort, enable_thinking, style" in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_a_loop_that_a_variable_begins_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_brorl.data.chat_template.SECONDS", 2.0)
+    loop = "{% for i in range(n | default(1)) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = load_tokenizer(
+        make_hf(tmp_path, chat_template="{{ strftime_now('%Y') }}" + loop + "{{ messages[0].content }}")
+    )
+    tokenizer.apply_chat(MESSAGES)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: the chat template does not end"):
+        tokenizer.apply_chat(MESSAGES, {"n": 99999})
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "text"),
+    [
+        (DATED, {}, "Today: 31 Jan 2026\n<|user|>12 + 7?<|assistant|>"),
+        (DATED, {"date_string": "26 Jul 2024"}, "Today: 26 Jul 2024\n<|user|>12 + 7?<|assistant|>"),
+        (MACRO, {}, "12 + 7?2026-01-31 00:00"),
+    ],
+)
+def test_templates_write_the_date_of_the_run(
+    tmp_path: Path, template: str, variables: dict[str, Any], text: str
+) -> None:
+    directory = make_hf(tmp_path, chat_template=template)
+    tokenizer = load_tokenizer(directory, DAY)
+    assert tokenizer.apply_chat(MESSAGES, variables)[0] == text
+    assert tokenizer.template_date == DAY
+    assert load_tokenizer(directory).template_date == datetime.date.today()
+
+
+def test_templates_without_a_date_have_none(tmp_path: Path) -> None:
+    assert load_tokenizer(make_hf(tmp_path / "a", chat_template=THINKING), DAY).template_date is None
+    assert load_tokenizer(make_hf(tmp_path / "b"), DAY).template_date is None
+
+
+@pytest.mark.parametrize(
+    "begin", ["", " ", "\n", "  {% if true %}x{% endif %}\n", "{%- set a = 1 %}\n\n", "{# c #}\n", "é\n {{- 'a' }}"]
+)
+@pytest.mark.parametrize(
+    "form",
+    ["%d %b %Y", "%Y-%m-%d", "%A, %B %-d, %y", "%%d %H:%M:%S %j %U", "", "%", "Y%Yé%", "%x %X %c", "%F %T %e %p %Z"],
+)
+def test_dates_and_text_are_those_of_transformers_on_that_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str, form: str
+) -> None:
+    from transformers.utils import chat_template_utils
+
+    class Day(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> Day:
+            return cls(2026, 1, 31)
+
+    template = (
+        begin + f"[{{{{ strftime_now('{form}') }}}}]\n{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}} \n"
+    )
+    directory = make_hf(tmp_path, chat_template=template)
+    text = load_tokenizer(directory, DAY).apply_chat(MESSAGES)[0]
+    monkeypatch.setattr(chat_template_utils, "datetime", Day)
+    library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    assert text == library.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)

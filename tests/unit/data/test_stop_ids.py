@@ -1,0 +1,91 @@
+"""Where responses end, against the generation configuration that transformers makes of the same files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from megatron_brorl.checkpoints import hugging_face
+from megatron_brorl.data.stop_ids import stop_ids
+from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.errors import UserError
+
+EOS = 2  # of the tokenizer
+ABSENT = object()
+
+# (eos_token_id of config.json, content of generation_config.json): ids that transformers stops at, by hand.
+CASES: dict[str, tuple[Any, dict[str, Any] | None, set[int]]] = {
+    "an id": (40, None, {40}),
+    "the tokenizer's id": (EOS, None, {EOS}),
+    "a list": ([40, 42], None, {40, 42}),
+    "a list with the tokenizer's": ([EOS, 42], None, {EOS, 42}),
+    "a list of one": ([42], None, {42}),
+    "an empty list": ([], None, set()),
+    "null": (None, None, set()),
+    "missing": (ABSENT, None, set()),
+    "both files": ([40, 42], {"eos_token_id": 41}, {41}),
+    "both files, lists": ([40, 42], {"eos_token_id": [EOS, 41]}, {EOS, 41}),
+    "a generation config without the key": ([40, 42], {"temperature": 0.5}, set()),
+    "a generation config with null": ([40, 42], {"eos_token_id": None, "top_k": 5}, set()),
+    "a generation config alone": (ABSENT, {"eos_token_id": [41, 40]}, {40, 41}),
+    "zero": (0, None, {0}),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("made")
+    tiny.make_model(directory, "llama", True)
+    train_sentencepiece(["abc", "1+1=2"] * 20, directory, 60)
+    return directory
+
+
+def arrange(made: Path, config: Any, generation: dict[str, Any] | None) -> None:
+    raw = json.loads((made / "config.json").read_text())
+    raw.pop("eos_token_id", None)
+    (made / "config.json").write_text(json.dumps(raw if config is ABSENT else {**raw, "eos_token_id": config}))
+    (made / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (made / "generation_config.json").write_text(json.dumps(generation))
+
+
+def resolved(directory: Path) -> set[int]:
+    """As transformers' generate() has it."""
+    found = AutoModelForCausalLM.from_pretrained(directory).generation_config.eos_token_id
+    return set() if found is None else set(found) if isinstance(found, list) else {found}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_responses_end_where_transformers_stops_and_at_the_tokenizer_s_eos(
+    made: Path, tmp_path: Path, name: str
+) -> None:
+    config, generation, expected = CASES[name]
+    arrange(made, config, generation)
+    tokenizer = load_tokenizer(made)
+    assert tokenizer.eos_id == EOS
+    assert resolved(made) == expected
+    assert set(stop_ids(made, tokenizer)) == expected | {EOS}
+
+    # An export stops in transformers where the trainer did; what else the files say is kept.
+    weights = tiny.weights(made)
+    hugging_face.save(weights.items(), made, tmp_path / "out", "float32")
+    assert resolved(tmp_path / "out") == expected | {EOS}
+    kept = GenerationConfig.from_pretrained(tmp_path / "out").to_dict()
+    for key, value in (generation or {}).items():
+        assert key == "eos_token_id" or kept[key] == value
+    assert (kept["bos_token_id"], kept["pad_token_id"]) == ((1, 3) if generation is None else (None, None))
+    assert set(stop_ids(tmp_path / "out", tokenizer)) == expected | {EOS}
+
+
+@pytest.mark.parametrize("given", ["2", 2.0, True, [2, "3"], [[2]], -1, {"id": 2}])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_what_is_no_id_is_refused(made: Path, file: str, given: object) -> None:
+    arrange(made, given, None if file == "config.json" else {"eos_token_id": given})
+    with pytest.raises(UserError) as e:
+        stop_ids(made, load_tokenizer(made))
+    assert str(e.value).startswith(f"{made / file}: eos_token_id = ")

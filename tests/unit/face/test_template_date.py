@@ -1,0 +1,145 @@
+"""A chat template that writes today's date: one date for a run, its resumption and evaluations in its folder."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from types import SimpleNamespace
+
+import pytest
+import tiny
+from e2e.runs import brorl
+from unit.data.test_tokenizers import make_hf
+
+from megatron_brorl import StopTraining, UserError, train
+from megatron_brorl.cli import template_date
+from megatron_brorl.data import hf_tokenizer
+
+TEMPLATE = (
+    "{{ strftime_now('%d %b %Y') }}{% if not enable_thinking %} /no_think{% endif %} "
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+FIRST, NEXT = datetime.date(2026, 1, 31), datetime.date(2026, 2, 1)
+TOML = """
+[model]
+path = "{0}/model"
+[data]
+train = ["{0}/rows.jsonl"]
+held_out = ["{0}/rows.jsonl"]
+chat = true
+chat_template_kwargs = {{ enable_thinking = false }}
+[rollout]
+n = 8
+prompts = 2
+max_tokens = 4
+[reward]
+workers = 1
+cut_off_factor = 1.0
+[train]
+steps = 2
+tokens_per_micro_batch = 256
+[evaluate]
+samples = 2
+bootstrap = 50
+[run]
+log = []
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dated")
+    tiny.make_model(folder / "model", "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
+    make_hf(folder / "model", chat_template=TEMPLATE)
+    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(3) for b in range(3)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.toml").write_text(TOML.format(folder))
+    return folder / "run.toml"
+
+
+@pytest.fixture
+def today(monkeypatch):
+    """Sets the date of this process."""
+
+    def make(day):
+        clock = SimpleNamespace(date=SimpleNamespace(today=lambda: day))
+        monkeypatch.setattr(hf_tokenizer, "datetime", clock)
+
+    return make
+
+
+class Stopping:
+    def on_step(self, step, metrics):
+        raise StopTraining
+
+
+def even(response, row):
+    return float(len(response) % 2 == 0)
+
+
+def without_time(rows):
+    return [{k: v for k, v in row.items() if k != "time"} for row in rows]
+
+
+def test_a_run_goes_on_and_is_evaluated_with_the_date_of_its_first_start(config, tmp_path, today):
+    whole, parts = [f"run.dir={tmp_path / 'whole'}"], [f"run.dir={tmp_path / 'parts'}"]
+    today(FIRST)
+    expected = train(config, overrides=whole, reward=even)
+    assert not train(config, overrides=parts, reward=even, callbacks=[Stopping()]).finished
+    today(NEXT)
+    resumed = train(config, overrides=parts, reward=even)
+    assert without_time(resumed.metrics) == without_time(expected.metrics)
+    for step in (0, 1):
+        prompts = resumed.groups(step)["prompt"].to_pylist()
+        assert all(prompt.startswith("31 Jan 2026 /no_think ") for prompt in prompts if prompt)
+    assert (tmp_path / "parts" / template_date.FILE).read_text() == "2026-01-31\n"
+
+    # An evaluation in the same folder has the same prompts, one elsewhere those of today; both say so.
+    verifier = "data.verifier=exact"
+    for name, date in (("parts", FIRST), ("elsewhere", datetime.date.today())):
+        done = brorl("evaluate", config, f"run.dir={tmp_path / name}", verifier)
+        assert done.returncode == 0, done.stderr
+        found = json.loads((tmp_path / name / "evaluation.json").read_text())
+        assert found["template_date"] in (str(date), str(datetime.date.today()))
+        assert found["template_date"] == str(date) or name == "elsewhere"
+        assert found["chat_template_kwargs"] == {"enable_thinking": False}
+    compared = brorl("compare", tmp_path / "parts", tmp_path / "elsewhere")
+    assert compared.returncode == 0, compared.stderr
+    assert "warning: the chat template wrote other dates: 2026-01-31 in" in compared.stderr
+
+    # Without its date the run is another one; a run that starts anew takes today's.
+    (tmp_path / "parts" / template_date.FILE).unlink()
+    with pytest.raises(UserError, match=r"the date 2026-01-31 .*now 2026-02-01: write 2026-01-31 into run\.dir/"):
+        train(config, overrides=[*parts, "train.steps=3"], reward=even)
+    (tmp_path / "parts" / template_date.FILE).write_text("2026-01-31\n")
+    train(config, overrides=[*parts, "train.resume=never", "train.steps=1"], reward=even)
+    assert (tmp_path / "parts" / template_date.FILE).read_text() == "2026-02-01\n"
+
+
+def test_other_variables_are_another_run(config, tmp_path):
+    asked = {"overrides": [f"run.dir={tmp_path}"], "reward": even}
+    assert not train(config, callbacks=[Stopping()], **asked).finished
+    with pytest.raises(UserError, match=r"was written with data\.chat_template_kwargs = \{'enable_thinking': False\}"):
+        train(config, overrides=[*asked["overrides"], "data.chat_template_kwargs={}"], reward=even)
+
+
+def test_a_file_without_a_date_is_an_error(tmp_path):
+    assert template_date.stored(tmp_path) is None
+    (tmp_path / template_date.FILE).write_text("2026-01-31\n")
+    assert template_date.stored(tmp_path) == FIRST
+    for wrong in (b"", b"yesterday", b"31.1.2026", b"\xff"):
+        (tmp_path / template_date.FILE).write_bytes(wrong)
+        with pytest.raises(UserError, match=rf"^{tmp_path}/template_date: must hold a date"):
+            template_date.stored(tmp_path)
+
+
+def test_ranks_that_start_on_two_days_do_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(template_date.collectives, "all_gather_text", lambda text: [text, str(NEXT)])
+    with pytest.raises(UserError, match="ranks started on different days, 2026-01-31 and 2026-02-01"):
+        template_date.keep(tmp_path, FIRST, True)
+    assert not list(tmp_path.iterdir())
+    template_date.keep(tmp_path, None, True)
+    template_date.keep(tmp_path, NEXT, False)
+    assert not list(tmp_path.iterdir())
+    template_date.keep(tmp_path, NEXT, True)
+    assert template_date.stored(tmp_path) == NEXT

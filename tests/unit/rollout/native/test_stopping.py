@@ -1,0 +1,245 @@
+"""Stop strings against brute force: decode every prefix, and end at the first one that contains a stop string."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+
+import pytest
+import sentencepiece
+import tokenizers
+import torch
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.rollout.native.stopping import Stops
+
+TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<|im_end|>", "<pad>"]
+WORDS = [
+    "the",
+    "answer",
+    "is",
+    "step",
+    "so",
+    "User",
+    "done",
+    "stop",
+    "ab",
+    "abc",
+    "12",
+    "7",
+    "naïve",
+    "да",
+    "привет",
+    "你好",
+    "答案",
+]
+STRINGS = [
+    "\n", "\n\n", " ", "  ", " the", "the ", " answer ", "\nUser:", "User: ", "Answer: ", "a", "ab", "ba", "aba", "12",
+    "你好", "答案是四二", "你好你好你好", "龘靐齉爩", "привет", "двенадцатьбук", "да ", " да", "é", "naïve", "ü ",
+    "🙂", "🙂🙃😀😁", "👩‍👩‍👧", " 🙂 ", "a🙂b", "</answer>", "<|im_end|>", "</think>\n", " </answer>", "<pad>",
+    "</s>", "x</answer>y", "the answer is 42.", "Final answer: the number of steps is 12, so stop here", "#", "##",
+]  # fmt: skip
+PAIRS = [("ab", "abc"), ("b", "aab"), ("the ", "the answer"), ("🙂", "🙂🙃"), ("</answer>", "\n"), ("答", "案是")]
+
+
+def texts():
+    draw = random.Random(0)
+    return [" ".join(draw.choices([*WORDS, "User:\n", "Answer: 42.", "aba", "##"], k=8)) for _ in range(300)]
+
+
+def save(directory, inner, **settings):
+    inner.save(str(directory / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", **settings}
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    )
+    return load_tokenizer(directory)
+
+
+def byte_level(directory):
+    """A character outside ASCII takes a token per byte, unless a merge was learned."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "</s>", *TAGS]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(texts(), trainer)
+    return save(directory, inner)
+
+
+def llama(directory):
+    """Pieces with U+2581 for spaces, a token per byte of what is no piece, the first space dropped."""
+    pieces = ["▁", "▁▁", "▁▁▁▁", *"abcdefghijklmnopqrstuvwxyz0123456789:.#", "▁the", "▁answer", "▁a", "ab", "User"]
+    vocab = ["<unk>", "<s>", "</s>", *TAGS, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    inner = tokenizers.Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(vocab)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    inner.add_special_tokens(["<unk>", "<s>", "</s>", *TAGS])
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return save(directory, inner, unk_token="<unk>")
+
+
+def word_piece(directory):
+    """The decoder puts spaces between words, and none before a piece that begins with ##."""
+    characters = sorted(set("".join(STRINGS)) - {" ", "\n"})
+    vocab = ["[UNK]", "<s>", "</s>", *TAGS, *WORDS, *characters, *(f"##{c}" for c in characters), "##b##", "##er"]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(vocab))}
+    inner = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    inner.add_special_tokens(["[UNK]", "<s>", "</s>", *TAGS])
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=True)
+    return save(directory, inner, unk_token="[UNK]")
+
+
+def suffixed(directory):
+    """A word ends with </w>, which is a space where another token follows."""
+    inner = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.WhitespaceSplit(), decoders.BPEDecoder(suffix="</w>")
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<unk>", "<s>", "</s>", *TAGS],
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    inner.train_from_iterator([*texts(), *STRINGS], trainer)
+    return save(directory, inner, unk_token="<unk>")
+
+
+def metaspace(directory):
+    pieces = ["▁", *(f"▁{w}" for w in WORDS), *sorted(set("".join(STRINGS)) - {" "}), "▁▁", "er▁the"]
+    vocab = {p: i for i, p in enumerate(dict.fromkeys(["<unk>", "<s>", "</s>", *TAGS, *pieces]))}
+    inner = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    inner.add_special_tokens(["<unk>", "<s>", "</s>", *TAGS])
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return save(directory, inner, unk_token="<unk>")
+
+
+def pieces(directory):
+    """sentencepiece as this project trains it."""
+    return train_sentencepiece(texts(), directory, 600)
+
+
+def few_pieces(directory):
+    """The same without byte pieces."""
+    return train_sentencepiece([*texts(), *STRINGS], directory, 300)
+
+
+def own_pieces(directory):
+    """sentencepiece by its defaults: a space before each text, white space removed; tags are control pieces."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*texts(), *STRINGS]),
+        model_writer=model,
+        vocab_size=700,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        control_symbols=[tag for tag in TAGS if tag != "<pad>"],
+        pad_id=3,
+        minloglevel=2,
+    )
+    (directory / "tokenizer.model").write_bytes(model.getvalue())
+    return load_tokenizer(directory)
+
+
+KINDS = [byte_level, llama, word_piece, suffixed, metaspace, pieces, few_pieces, own_pieces]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda make: make.__name__)
+def tokenizer(request, tmp_path_factory):
+    return request.param(tmp_path_factory.mktemp("tokenizer"))
+
+
+def brute_force(decode, strings, ids):
+    return next((n for n in range(1, len(ids) + 1) if any(s in decode(ids[:n]) for s in strings)), None)
+
+
+def ids_with(tokenizer, text):
+    """The ids of a text in which tags are special tokens."""
+    parts, rest = [], text
+    tags = {tag: [i for i in range(3, 12) if tokenizer.decode_all([i]) == tag] for tag in TAGS}
+    while rest:
+        at, tag = min(((rest.find(t), t) for t, ids in tags.items() if ids and t in rest), default=(len(rest), ""))
+        parts += [*tokenizer.encode(rest[:at]), *tags.get(tag, [])]
+        rest = rest[at + len(tag) :]
+    return parts
+
+
+def responses(tokenizer, strings, draw):
+    """Texts around the stop strings, as the tokenizer writes them, and random tokens between them."""
+    usual = lambda: draw.randrange(tokenizer.vocab_size + 3)  # noqa: E731  some ids are beyond the vocabulary
+    for s in strings:
+        before, after = (" ".join(draw.choices(WORDS, k=draw.randint(0, 25))) for _ in range(2))
+        for write in (tokenizer.encode, lambda text: ids_with(tokenizer, text)):
+            yield write(before + s + after)
+            yield [*write(before), *write(s), *write(after)]  # tokens that the tokenizer would not choose
+            # Tokens that add no text, and parts of characters.
+            whole = write(f"{before} {s}{after}")
+            at = draw.randrange(len(whole) + 1)
+            yield whole[:at] + [draw.choice([tokenizer.vocab_size, usual()])] * draw.randint(1, 9) + whole[at:]
+        part = tokenizer.encode(s)
+        yield [usual() for _ in range(20)] + part[draw.randrange(len(part) or 1) :] + part + [usual()]
+    yield [usual() for _ in range(40)]
+
+
+def test_a_response_ends_where_brute_force_ends_it(tokenizer):
+    draw, wrong, ended = random.Random(1), [], 0
+    for decode in (tokenizer.decode, tokenizer.decode_all):
+        for strings in [*((s,) for s in STRINGS), *PAIRS]:
+            stops = Stops((), strings, decode)
+            for ids in responses(tokenizer, strings, draw):
+                expected = brute_force(decode, strings, ids)
+                ended += expected is not None
+                if stops.first_end(torch.tensor(ids)) != expected:
+                    wrong.append((strings, ids))
+    assert not wrong, f"{len(wrong)}: {wrong[0]}"
+    assert ended > 200
+
+
+def test_byte_runs_that_are_long(tmp_path):
+    """Llama's decoder takes byte tokens side by side only as a whole: a window must not begin within a character."""
+    tokenizer = llama(tmp_path)
+    for filler in ("你", "д", "🙂", "é你🙂"):
+        for string in ("答案是四二", "двенадцатьбукв", "🙃😀😁😂", "\n"):
+            ids = tokenizer.encode(filler * 40 + string + filler)
+            expected = brute_force(tokenizer.decode, (string,), ids)
+            assert expected is not None
+            assert Stops((), (string,), tokenizer.decode).first_end(torch.tensor(ids)) == expected
+
+
+def test_most_tokens_decode_a_short_window(tmp_path):
+    """The cost of a long response stays linear: no call but the one that confirms an end decodes all of it."""
+    tokenizer = byte_level(tmp_path)
+    lengths = []
+
+    def decode(ids):
+        lengths.append(len(ids))
+        return tokenizer.decode(ids)
+
+    ids = tokenizer.encode("the answer 你好 is\n" * 100 + "stop")
+    assert Stops((), ("\nstop", "\n\n"), decode).first_end(torch.tensor(ids)) == len(ids)
+    assert sorted(lengths)[-2] <= 20
+
+
+def test_rows_end_by_their_own_tokens(tmp_path):
+    """Of several rows that are decoded together; a stop token ends a row whatever its text is."""
+    tokenizer = byte_level(tmp_path)
+    end = tokenizer.encode("q")[0]
+    stops = Stops((end,), ("ab", "答"), tokenizer.decode)
+    rows = [tokenizer.encode(text) for text in ("x ab", "x 答 y", "xq", "a b")]
+    tokens = torch.zeros(6, 30, dtype=torch.int64)
+    for row, ids in zip((4, 0, 5, 2), rows, strict=True):
+        tokens[row, : len(ids)] = torch.tensor(ids)
+    ends = {}
+    for n in range(1, 1 + max(map(len, rows))):
+        active = torch.tensor([row for row, ids in zip((4, 0, 5, 2), rows, strict=True) if len(ids) >= n])
+        produced = torch.full((6,), n)
+        for row, hit in zip(active.tolist(), stops.hit(tokens[active, n - 1], active, tokens, produced), strict=True):
+            if hit:
+                ends.setdefault(row, n)
+    assert ends == {4: len(rows[0]), 0: brute_force(tokenizer.decode, ("答",), rows[1]), 5: len(rows[2])}

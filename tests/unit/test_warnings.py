@@ -1,0 +1,35 @@
+"""What a fresh process prints when the package and all of Megatron-Core that it uses are imported: nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+# A run from Python imports these in this order, and a checkpoint is read by the second.
+IMPORTS = """
+import megatron_brorl, warnings
+import megatron_brorl.face.training, megatron_brorl.checkpoints.training
+from megatron.core.transformer.transformer_config import TransformerConfig
+TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+print("imported")
+"""
+# Warnings of the same modules and categories that a user can act on.
+OTHERS = """
+for category, text in ((UserWarning, "the device is out of memory"), (FutureWarning, "`other` is deprecated")):
+    warnings.warn_explicit(text, category, "optimizer.py", 1, module="megatron.core.optimizer")
+    warnings.warn_explicit(text, category, "serialization.py", 1, module="torch.serialization")
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"} | {"TORCHDYNAMO_DISABLE": "1"}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_importing_is_silent_and_other_warnings_are_shown():
+    done = run(IMPORTS + OTHERS)
+    assert done.stdout == "imported\n", done.stderr
+    assert done.stderr.count("Warning") == 4, done.stderr
+    assert done.stderr.count("the device is out of memory") == 2
+    assert done.stderr.count("`other` is deprecated") == 2

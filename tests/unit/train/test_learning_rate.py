@@ -1,0 +1,221 @@
+"""The learning-rate schedule: closed forms, transformers and Megatron-Core, whole steps, the critic and `brorl sft`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+from dist.steps import _Silent, configured, make_trainer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
+from unit.train.test_finite import Sums
+from unit.train.test_updates_counted import Pool
+
+from megatron_brorl.config.load import load
+from megatron_brorl.config.schema import OptimConfig, SftConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.train.learning_rate import learning_rate, scaled
+from megatron_brorl.train.sft import sft, sft_optim
+
+R = math.sqrt(2) / 2
+
+
+@pytest.mark.parametrize(
+    ("optim", "expected"),
+    [
+        (OptimConfig(lr=8.0), [8, 8, 8]),
+        (OptimConfig(lr=8.0, warmup_steps=4), [2, 4, 6, 8, 8, 8]),
+        (OptimConfig(lr=8.0, lr_schedule="linear", lr_decay_steps=4), [8, 6, 4, 2, 0, 0]),
+        (OptimConfig(lr=8.0, lr_schedule="linear", lr_decay_steps=4, min_lr_ratio=0.5), [8, 7, 6, 5, 4, 4]),
+        (OptimConfig(lr=8.0, warmup_steps=2, lr_schedule="linear", lr_decay_steps=6), [4, 8, 8, 6, 4, 2, 0, 0]),
+        # (1 + cos(pi x)) / 2 at x = 0, 1/4, 1/2, 3/4, 1
+        (OptimConfig(lr=8.0, lr_schedule="cosine", lr_decay_steps=4), [8, 4 + 4 * R, 4, 4 - 4 * R, 0, 0]),
+        (
+            OptimConfig(lr=8.0, warmup_steps=1, lr_schedule="cosine", lr_decay_steps=5, min_lr_ratio=0.25),
+            [8, 8, 5 + 3 * R, 5, 5 - 3 * R, 2, 2],
+        ),
+        (OptimConfig(lr=8.0, lr_schedule="cosine", lr_decay_steps=3, min_lr_ratio=1.0), [8, 8, 8, 8]),
+        # A run that is shorter than its warm-up only warms up.
+        (OptimConfig(lr=8.0, warmup_steps=4, lr_schedule="cosine", lr_decay_steps=2), [2, 4]),
+        (OptimConfig(lr=0.0, warmup_steps=2, lr_schedule="cosine", lr_decay_steps=4), [0, 0, 0, 0]),
+    ],
+)
+def test_closed_forms(optim, expected):
+    assert [learning_rate(optim, i) for i in range(len(expected))] == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def by_transformers(schedule, warmup, steps, ratio, count):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-4)
+    made = {
+        "constant": lambda: get_constant_schedule_with_warmup(optimizer, warmup),
+        "linear": lambda: get_linear_schedule_with_warmup(optimizer, warmup, steps),
+        "cosine": lambda: get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, steps, min_lr_rate=ratio),
+    }[schedule]()
+    found = []
+    for _ in range(count):
+        found.append(made.get_last_lr()[0])
+        optimizer.step()
+        made.step()
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("steps", [8, 40])
+@pytest.mark.parametrize(("schedule", "ratio"), [("constant", 0.0), ("linear", 0.0), ("cosine", 0.0), ("cosine", 0.1)])
+def test_the_decay_is_that_of_transformers(schedule, ratio, steps, warmup):
+    """After the warm-up, which begins at 0 there and at lr / warmup_steps here."""
+    optim = OptimConfig(3e-4, warmup_steps=warmup, lr_schedule=schedule, lr_decay_steps=steps, min_lr_ratio=ratio)
+    expected = by_transformers(schedule, warmup, steps, ratio, steps + 1)
+    found = [learning_rate(optim, i) for i in range(steps + 1)]
+    assert found[warmup:] == pytest.approx(expected[warmup:], rel=1e-12, abs=1e-18)
+    assert found[:warmup] == pytest.approx(expected[1 : warmup + 1], rel=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize(("schedule", "ratio"), [("constant", 0.0), ("linear", 0.2), ("cosine", 0.1)])
+def test_the_decay_is_that_of_megatron(schedule, ratio, warmup):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-4)
+    others = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 0, "wd_incr_style": "constant"}
+    theirs = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=3e-4,
+        min_lr=ratio * 3e-4,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=30,
+        lr_decay_style=schedule,
+        **others,
+    )
+    optim = OptimConfig(3e-4, warmup_steps=warmup, lr_schedule=schedule, lr_decay_steps=30, min_lr_ratio=ratio)
+    for update in range(40):
+        expected = theirs.get_lr({})
+        if update >= warmup:
+            assert learning_rate(optim, update) == pytest.approx(expected, rel=1e-12)
+        theirs.step(1)
+
+
+def test_the_floor_follows_the_size_of_the_batch():
+    optim = OptimConfig(1e-6, lr_for_rollouts=100, lr_schedule="linear", lr_decay_steps=10, min_lr_ratio=0.1)
+    assert learning_rate(scaled(optim, 400, 0), 10) == pytest.approx(0.2e-6)
+
+
+def trainer_of(model, processes, changes, tmp_path=None):
+    base = {
+        "run": {"seed": 3, "dir": str(tmp_path)},
+        "rollout": {"n": 8, "prompts": 3},
+        "reward": {"cut_off_factor": 1.0},
+        "algo": {"mini_batches": 2},
+        "train": {"steps": 5},
+        "theory": {"every": 0},
+    }
+    trainer = make_trainer(model[0], processes, configured({**base, **changes}), fakes.Engine())
+    trainer.rollouts = replace(trainer.rollouts, pool=Pool())
+    trainer.held_out = []
+    trainer.refit()
+    return trainer
+
+
+def last_rates(trainer, plan):
+    """The rates of the last optimizer step of each step; plan: whether a step has a signal."""
+    found = []
+    for signal in plan:
+        trainer.rollouts.pool.all_right = not signal
+        metrics, _ = trainer.train_step()
+        found.append((metrics["lr"], metrics.get("critic_lr")))
+    return found
+
+
+def test_a_run_decays_over_its_own_steps_and_goes_on_where_it_was(processes, model, tmp_path):
+    """Five steps of two updates; the third has none, so that the run ends at the eighth update of ten."""
+    changes = {"optim": {"lr": 1e-3, "lr_schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.2}}
+    whole = trainer_of(model, processes, changes, tmp_path)
+    found = last_rates(whole, (True, True, False))
+    whole.save()
+    resumed = trainer_of(model, processes, changes, tmp_path)
+    resumed.restore(tmp_path / "checkpoints" / "step_00000003")
+    found += last_rates(resumed, (True, True))
+    # Updates 1, 3, 5 and 7 of T = 10 with W = 2: x = (u - 2) / 8.
+    expected = [1e-3, *(1e-3 * (0.2 + 0.8 * (1 - (u - 2) / 8)) for u in (3, 5, 7))]
+    assert [lr for lr, _ in found if lr] == pytest.approx(expected, rel=1e-12)
+    assert found[2][0] == 0
+    groups = resumed.worker.optimizer.param_groups
+    assert {group["lr"] for group in groups} == {found[-1][0]}
+
+
+def test_actor_and_critic_decay_over_what_each_of_them_does(processes, model):
+    """critic.warmup_steps = 2 of 5 steps: 10 updates of the critic, 6 of the actor."""
+    changes = {
+        "algo": {"advantage": "gae", "mini_batches": 2},
+        "critic": {"lr": 4e-3, "lr_warmup_steps": 0, "warmup_steps": 2},
+        "optim": {"lr": 1e-3, "lr_schedule": "cosine"},
+    }
+    found = last_rates(trainer_of(model, processes, changes), (True,) * 5)
+    critic = [4e-3 * (1 + math.cos(math.pi * u / 10)) / 2 for u in (1, 3, 5, 7, 9)]
+    actor = [0, 0, *(1e-3 * (1 + math.cos(math.pi * u / 6)) / 2 for u in (1, 3, 5))]
+    assert [lr for lr, _ in found] == pytest.approx(actor, rel=1e-12)
+    assert [lr for _, lr in found] == pytest.approx(critic, rel=1e-12)
+
+
+def test_a_given_length_counts_before_the_run_s(processes, model):
+    changes = {"optim": {"lr": 1e-3, "lr_schedule": "linear", "lr_decay_steps": 4}}
+    found = last_rates(trainer_of(model, processes, changes), (True,) * 3)
+    assert [lr for lr, _ in found] == pytest.approx([0.75e-3, 0.25e-3, 0], rel=1e-12)
+
+
+def test_supervised_training_follows_the_schedule_over_its_steps(processes, model):
+    config = SftConfig(steps=5, examples_per_step=4, lr=1e-3, warmup_steps=1)
+    optim = sft_optim(config, OptimConfig(lr=7.0, lr_schedule="linear", min_lr_ratio=0.5, lr_decay_steps=99))
+    rows = []
+
+    class Rows:
+        def write(self, _step, metrics, _seconds):
+            rows.append(metrics["lr"])
+
+    sft(trainer_of(model, processes, {}).worker, Sums(), Sums(), config, optim, Rows(), _Silent())
+    assert rows == pytest.approx([1e-3, 1e-3, 0.875e-3, 0.75e-3, 0.625e-3], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("[optim]\nmin_lr_ratio = 0.1", "optim.min_lr_ratio = 0.1"),
+        ("[optim]\nlr_decay_steps = 100", "optim.lr_decay_steps = 100"),
+        ("[optim]\nlr_schedule = 'linear'\nlr_decay_steps = 10\nwarmup_steps = 10", "optim.lr_decay_steps = 10"),
+        (
+            "[algo]\nadvantage = 'gae'\n[critic]\nlr_warmup_steps = 20\n"
+            "[optim]\nlr_schedule = 'cosine'\nlr_decay_steps = 10",
+            "optim.lr_decay_steps = 10",
+        ),
+        ("[optim]\nlr_schedule = 'cosine'\nmin_lr_ratio = 1.5", "optim.min_lr_ratio = 1.5"),
+        ("[optim]\nlr_schedule = 'cosine'\nmin_lr_ratio = -0.1", "optim.min_lr_ratio = -0.1"),
+        ("[optim]\nlr_schedule = 'wsd'", "optim.lr_schedule"),
+        ("[optim]\nlr_scheduler_type = 'cosine'", "optim.lr_schedule"),
+        ("[optim]\nwarmup_ratio = 0.1", "optim.warmup_steps"),
+        ("[actor_rollout_ref.actor.optim]\nlr_warmup_steps_ratio = 0.1", "optim.warmup_steps"),
+        ("[actor_rollout_ref.actor.optim]\nwarmup_style = 'cosine'", "optim.lr_schedule"),
+        ("[policy.megatron_cfg.scheduler]\nlr_decay_iters = 100", "optim.lr_decay_steps"),
+        ("[policy.megatron_cfg.scheduler]\nlr_decay_style = 'cosine'", "optim.lr_schedule"),
+    ],
+)
+def test_mistakes_name_file_and_key(tmp_path, text, key):
+    path = Path(tmp_path / "run.toml")
+    path.write_text(text + "\n")
+    with pytest.raises(UserError) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+    assert key in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_schedule_may_have(tmp_path):
+    path = Path(tmp_path / "run.toml")
+    path.write_text("[optim]\nlr_schedule = 'cosine'\nwarmup_steps = 320\n[train]\nsteps = 2\n")
+    assert load(path).optim.lr_decay_steps == 0  # a trial of two steps, shorter than the warm-up

@@ -1,0 +1,83 @@
+"""A resumed run with other settings of the optimizer: its next step is AdamW's with these, on the moments it had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from unit.train.test_learning_rate import trainer_of
+
+BEFORE = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8, "clip_grad": 1.0}
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        {"lr": 1e-4},
+        {"eps": 1e-2},
+        {"weight_decay": 0.5},
+        {"decay_norms_and_biases": True},
+        {"lr_schedule": "linear", "min_lr_ratio": 0.5},
+        {"warmup_steps": 8},
+        {"clip_grad": 1e-3},
+        {"lr": 3e-4, "eps": 1e-4, "weight_decay": 0.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("critic", [False, True], ids=["actor", "critic"])
+def test_the_next_step_takes_them(processes, model, tmp_path, after, critic):
+    gae = {"advantage": "gae"} if critic else {}
+    algo = {"algo": {"mini_batches": 1, **gae}, "critic": {"lr": 2e-3}}
+    first = trainer_of(model, processes, {**algo, "optim": BEFORE}, tmp_path)
+    for _ in range(2):
+        first.train_step()
+    first.save()
+
+    resumed = trainer_of(model, processes, {**algo, "optim": {**BEFORE, **after}}, tmp_path)
+    resumed.restore(tmp_path / "checkpoints" / "step_00000002")
+    resumed.refit()
+    stage = resumed.critic if critic else resumed.worker
+    before = {name: p.detach().clone().double() for name, p in stage.module.named_parameters()}
+    adam = stage.optimizer.chained_optimizers[0].optimizer
+    moments = {p: (s["exp_avg"].clone().double(), s["exp_avg_sq"].clone().double()) for p, s in adam.state.items()}
+    metrics, _ = resumed.train_step()
+
+    # AdamW (Loshchilov & Hutter 2019), from the moments of the checkpoint and the gradient that they have moved by.
+    optim = resumed.config.optim
+    lr = metrics["critic_lr" if critic else "lr"]
+    updates = metrics["critic_updates" if critic else "updates"]
+    assert updates == 1
+    names = {p: name for name, p in stage.module.named_parameters()}
+    norm = 0.0
+    for group in adam.param_groups:
+        for p in group["params"]:
+            state, old = adam.state[p], before[names[p]]
+            gradient = (state["exp_avg"].double() - 0.9 * moments[p][0]) / 0.1
+            norm += float(gradient.square().sum())
+            m = 0.9 * moments[p][0] + 0.1 * gradient
+            v = 0.999 * moments[p][1] + 0.001 * gradient.square()
+            t = int(state["step"])
+            assert t == 3
+            decay = optim.weight_decay if old.dim() > 1 or optim.decay_norms_and_biases else 0.0
+            step = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + optim.eps)
+            expected = old * (1 - lr * decay) - lr * step
+            torch.testing.assert_close(p.detach().double(), expected, rtol=1e-5, atol=1e-7)
+    limit = metrics["critic_grad_norm" if critic else "grad_norm"]
+    assert norm**0.5 == pytest.approx(min(limit, optim.clip_grad), rel=1e-2)
+
+
+def test_fewer_siblings_and_prompts(processes, model, tmp_path):
+    """The source goes on where it was, whatever the size of the steps before."""
+    first = trainer_of(model, processes, {}, tmp_path)
+    for _ in range(2):
+        first.train_step()
+    first.save()
+    resumed = trainer_of(model, processes, {"rollout": {"n": 4, "prompts": 2, "temperature": 0.5}}, tmp_path)
+    resumed.restore(tmp_path / "checkpoints" / "step_00000002")
+    resumed.refit()
+    engine = resumed.rollouts.engine.engine
+    metrics, _ = resumed.train_step()
+    assert metrics["rollouts"] == 8
+    assert [request.prompt.id for request in engine.calls[-1]] == ["p/6", "p/7"]
+    assert resumed.state.taken == replace(resumed.state.taken, rounds=3, prompts=8)

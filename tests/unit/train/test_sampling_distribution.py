@@ -1,0 +1,132 @@
+"""The engine's log-probabilities as the old policy: right for the whole softmax, refused where sampling cuts it."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from dist.steps import configured, make_trainer
+
+from megatron_brorl.config.load import load
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.reference.sampling import sample_tokens
+from megatron_brorl.rollout.native.engine import TorchEngine
+
+CUTS = [(0.8, 0), (1.0, 5), (0.9, 20)]  # (top_p, top_k)
+
+
+class Engine(TorchEngine):
+    """The built-in engine, which keeps what it sampled."""
+
+    def generate(self, requests, *rest):
+        groups = super().generate(requests, *rest)
+        pairs = zip(requests, groups, strict=True)
+        self.sampled = [(request.prompt, rollout) for request, rollouts in pairs for rollout in rollouts]
+        return groups
+
+
+def step(model, processes, temperature, top_p=1.0, top_k=0, **algo):
+    """Metrics of one step with the built-in engine, and what it sampled."""
+    rollout = {"n": 16, "prompts": 3, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    others = {"reward": {"cut_off_factor": 1.0}, "theory": {"every": 0}, "optim": {"lr": 1e-7}}
+    config = configured({"rollout": rollout, "algo": algo, **others})
+    shape = read_shape(model[0])
+    engine = Engine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 64, sample_tokens)
+    trainer = make_trainer(model[0], processes, config, engine)
+    trainer.held_out = []
+    trainer.refit()
+    metrics, _ = trainer.train_step()
+    return metrics, engine.sampled
+
+
+def by_transformers(model, sampled, temperature, top_p, top_k):
+    """Log-probabilities of all sampled tokens and the mass that the cut leaves at each, by transformers' model."""
+    whole, masses = [], []
+    for prompt, rollout in sampled:
+        ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids.tolist()]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1].double() / temperature
+        p = logits.softmax(-1)
+        for row, token in zip(p, rollout.token_ids.tolist(), strict=True):
+            ordered = sorted(row.tolist(), reverse=True)
+            kept = ordered[: top_k or len(ordered)]
+            nucleus, mass = [], 0.0
+            for x in kept:
+                if mass >= top_p * sum(kept):
+                    break
+                nucleus.append(x)
+                mass += x
+            whole.append(float(row[token].log()))
+            masses.append(mass)
+    return torch.tensor(whole, dtype=torch.float32), torch.tensor(masses, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+@pytest.mark.parametrize("old", ["actor", "rollout"])
+def test_the_ratio_is_one_at_the_first_update(processes, model, temperature, old):
+    metrics, sampled = step(model, processes, temperature, old_log_probs=old, mini_batches=1, is_cap=0.0)
+    expected, mass = by_transformers(model[1], sampled, temperature, 1.0, 0)
+    engine = torch.cat([rollout.log_probs for _, rollout in sampled])
+    torch.testing.assert_close(engine, expected, rtol=0, atol=5e-5)
+    torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-6)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=5e-5)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=5e-5)
+    assert metrics["clipped_low"] == metrics["clipped_high"] == 0
+    assert metrics["logprob_gap_max"] < 5e-5
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), CUTS)
+def test_a_cut_renormalises_what_the_engine_reports(processes, model, top_p, top_k):
+    """Where engine and trainer agree, pi / pi_rollout is the mass that the cut leaves."""
+    metrics, sampled = step(model, processes, 0.7, top_p, top_k, mini_batches=2)
+    whole, mass = by_transformers(model[1], sampled, 0.7, top_p, top_k)
+    engine = torch.cat([rollout.log_probs for _, rollout in sampled])
+    torch.testing.assert_close((whole - engine).exp(), mass, rtol=0, atol=5e-5)
+    assert 0 < float(mass.mean()) < 0.95
+    # The trainer's own log-probabilities are the old policy, from which the first mini-batch has not moved.
+    assert metrics["clipped_low"] == metrics["clipped_high"] == 0
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=5e-5)
+    # What the engine reports says nothing of how well both agree.
+    assert "logprob_gap_mean" not in metrics
+    assert "logprob_gap_max" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("cut", "algo"),
+    list(
+        product(
+            ("top_p = 0.95", "top_p = 0.999999", "top_k = 1", "top_k = 50", "top_p = 0.9\ntop_k = 20"),
+            (
+                "old_log_probs = 'rollout'",
+                "old_log_probs = 'rollout'\nkl_coef = 0.1\nkl_in = 'reward'",
+                "old_log_probs = 'rollout'\nkl_coef = 0.1",
+                "mismatch_mask = 'token'",
+                "mismatch_mask = 'sequence'",
+            ),
+        )
+    ),
+)
+def test_a_cut_distribution_is_not_taken_for_the_policy(tmp_path, cut, algo):
+    path = Path(tmp_path / "run.toml")
+    path.write_text(f"[rollout]\n{cut}\n[algo]\n{algo}\n")
+    with pytest.raises(UserError) as caught:
+        load(path)
+    said = str(caught.value)
+    assert said.startswith(f"{path}: algo.{algo.split(' ')[0]} = ")
+    assert "rollout.top_p" in said
+    assert "rollout.top_k" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_a_temperature_is_no_cut(tmp_path, temperature):
+    path = Path(tmp_path / "run.toml")
+    for algo in ("old_log_probs = 'rollout'\nkl_coef = 0.1\nkl_in = 'reward'", "mismatch_mask = 'token'"):
+        path.write_text(f"[rollout]\ntemperature = {temperature}\n[algo]\n{algo}\n")
+        assert load(path).rollout.temperature == temperature
+    path.write_text("[rollout]\ntop_p = 0.9\ntop_k = 20\n")
+    assert load(path).algo.old_log_probs == "actor"

@@ -1,0 +1,185 @@
+"""Only optimizer steps that were taken count, for warm-up, staleness and the version of the weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fakes
+import pytest
+import torch
+from dist.steps import _Silent, configured, make_trainer
+
+from megatron_brorl.train.stall import Stall
+
+NAN = float("nan")
+GAE = {"algo": {"advantage": "gae", "mini_batches": 2}}
+
+
+class Pool(fakes.Pool):
+    """Rewards even sums, or where `all_right` is set, every response."""
+
+    all_right = False
+
+    def judge(self, answer):
+        return 1.0 if self.all_right else super().judge(answer)
+
+
+def trainer_of(model, processes, changes, tmp_path=None):
+    base = {
+        "run": {"seed": 3, "dir": str(tmp_path)},
+        "rollout": {"n": 8, "prompts": 3},
+        "reward": {"cut_off_factor": 1.0},
+        "optim": {"lr": 1e-3, "warmup_steps": 100},
+        "critic": {"lr": 1e-3, "lr_warmup_steps": 100},
+        "algo": {"mini_batches": 2},
+        "theory": {"every": 0},
+    }
+    merged = {name: {**base.get(name, {}), **changes.get(name, {})} for name in {**base, **changes}}
+    trainer = make_trainer(model[0], processes, configured(merged), fakes.Engine())
+    trainer.rollouts = replace(trainer.rollouts, pool=Pool())
+    trainer.held_out = []
+    trainer.refit()
+    return trainer
+
+
+def poison_gradients(stage, active):
+    """Make the gradient of every update in which active() holds NaN."""
+
+    def hook(_module, _args, output):
+        if output.requires_grad and active():
+            output.register_hook(lambda gradient: gradient * NAN)
+
+    stage.module.embedding.register_forward_hook(hook)
+
+
+def versions(trainer):
+    """The version that the state, the engine and Adam's own counter say the weights have."""
+    optimizer = trainer.worker.optimizer.chained_optimizers[0].optimizer
+    steps = {int(s["step"]) for s in optimizer.state.values()} or {0}
+    assert len(steps) == 1
+    return trainer.state.updates, trainer.rollouts.engine.engine.version, steps.pop()
+
+
+@pytest.mark.parametrize("changes", [{}, {"algo": {"epochs": 3}}, GAE], ids=["actor", "epochs", "gae"])
+def test_a_step_without_a_signal_counts_nothing(processes, model, changes):
+    trainer = trainer_of(model, processes, changes)
+    taken = 0
+    for all_right in (True, False, True, True, False):
+        trainer.rollouts.pool.all_right = all_right
+        values, _ = trainer.train_step()
+        assert (values["updates"] == 0) == all_right
+        taken += int(values["updates"])
+        assert versions(trainer) == (taken, taken, taken)
+        assert values["lr"] == (0 if all_right else pytest.approx(1e-3 * taken / 100))
+        if trainer.critic:
+            assert trainer.state.critic_updates == taken
+            assert values["critic_lr"] == values["lr"]
+
+
+def test_a_mini_batch_without_a_row_counts_nothing(processes, model):
+    """One prompt of three has a signal: of three mini-batches, two have no row."""
+    trainer = trainer_of(model, processes, {"algo": {"mini_batches": 3}})
+    groups = {}
+
+    class OfOnePrompt(fakes.Pool):
+        def submit(self, request):
+            groups.setdefault(request.prompt.id, len(groups))
+            if groups[request.prompt.id] % 3:
+                request = replace(request, answer="2")
+            return super().submit(request)
+
+    trainer.rollouts = replace(trainer.rollouts, pool=OfOnePrompt())
+    for step in range(1, 4):
+        values, _ = trainer.train_step()
+        assert values["updates"] == 1
+        assert versions(trainer) == (step, step, step)
+        assert values["lr"] == pytest.approx(1e-3 * step / 100)
+
+
+def test_an_update_that_is_not_applied_counts_nothing(processes, model):
+    """The first step of two mini-batches is spoiled whole, the second in its first mini-batch."""
+    trainer = trainer_of(model, processes, {})
+    train, calls = trainer.worker.train, []
+
+    def counted(*arguments):
+        calls.append(1)
+        return train(*arguments)
+
+    trainer.worker.train = counted
+    poison_gradients(trainer.worker, lambda: len(calls) <= 3)
+    found = [trainer.train_step()[0] for _ in range(3)]
+    assert [(v["updates"], v["updates_skipped"]) for v in found] == [(0, 2), (1, 1), (2, 0)]
+    assert [v["lr"] for v in found] == pytest.approx([0, 1e-3 * 1 / 100, 1e-3 * 3 / 100])
+    assert versions(trainer) == (3, 3, 3)
+
+
+def test_an_update_of_the_critic_that_is_not_applied_counts_nothing(processes, model):
+    trainer = trainer_of(model, processes, GAE)
+    poison_gradients(trainer.critic, lambda: trainer.state.step == 0)
+    found = [trainer.train_step()[0] for _ in range(2)]
+    assert [(v["critic_updates"], v["critic_updates_skipped"]) for v in found] == [(0, 2), (2, 0)]
+    assert [v["critic_lr"] for v in found] == pytest.approx([0, 1e-3 * 2 / 100])
+    assert (trainer.state.critic_updates, trainer.state.updates) == (2, 4)
+
+
+def test_the_actor_waits_for_a_critic_that_has_learned(processes, model, tmp_path):
+    """critic.warmup_steps = 2: steps without an update of the critic are none of them, before and after a resume."""
+    trainer = trainer_of(model, processes, {**GAE, "critic": {"lr": 1e-3, "warmup_steps": 2}}, tmp_path)
+    updates = []
+    for step, all_right in enumerate((True, False, True, False, False)):
+        if step == 3:
+            trainer.save()
+            saved = tmp_path / "checkpoints" / "step_00000003"
+            trainer = trainer_of(model, processes, {**GAE, "critic": {"lr": 1e-3, "warmup_steps": 2}}, tmp_path)
+            trainer.restore(saved)
+        trainer.rollouts.pool.all_right = all_right
+        values, _ = trainer.train_step()
+        updates.append((values["critic_updates"], values["updates"]))
+    assert updates == [(0, 0), (2, 0), (0, 0), (2, 0), (2, 2)]
+
+
+def test_evaluations_while_the_actor_waits_do_not_end_the_run(processes, model, tmp_path):
+    changes = {
+        **GAE,
+        "critic": {"lr": 1e-3, "warmup_steps": 3},
+        "train": {"steps": 9, "patience": 2, "min_delta": 1.0},
+        "evaluate": {"every": 1, "samples": 2, "bootstrap": 10},
+        "rollout": {"n": 8, "prompts": 3},
+    }
+    trainer = trainer_of(model, processes, changes, tmp_path)
+    trainer.held_out = fakes.prompts(2, 1000)
+    trainer.state.stall = Stall(1.0)
+    trainer.run(None, _Silent(), lambda: False)
+    # The first evaluation that counts, of step 4, is the best; two more are not better by 1.
+    assert trainer.state.step == 6
+
+
+def test_tokens_are_as_old_as_the_updates_since(processes, model):
+    """Rollouts that go on over steps without an update come from the weights of now."""
+    trainer = trainer_of(model, processes, {"rollout": {"n": 8, "prompts": 3, "partial_tokens": 2}})
+    trainer.rollouts.pool.all_right = True
+    found = [trainer.train_step()[0] for _ in range(8)]
+    assert sum(v["rollouts"] for v in found) > 0
+    assert {v["updates"] for v in found} == {0}
+    assert {v["staleness_max"] for v in found} == {0}
+    spans = [row.rollout.spans for row in trainer.state.carried.rows]
+    assert spans
+    assert {version for own in spans for version, _ in own} == {0}
+
+
+def test_a_resumed_run_goes_on_counting(processes, model, tmp_path):
+    trainer = trainer_of(model, processes, {}, tmp_path)
+    for all_right in (True, False, True):
+        trainer.rollouts.pool.all_right = all_right
+        trainer.train_step()
+    trainer.save()
+    again = trainer_of(model, processes, {}, tmp_path)
+    again.restore(tmp_path / "checkpoints" / "step_00000003")
+    again.refit()
+    assert versions(again) == (2, 2, 2)
+    values, _ = again.train_step()
+    assert values["lr"] == pytest.approx(1e-3 * 4 / 100)
+    weights = dict(again.worker.hf_tensors())
+    trainer.rollouts.pool.all_right = False
+    trainer.train_step()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.worker.hf_tensors())
