@@ -116,6 +116,13 @@ def test_tensorrt_llm_without_ray_is_told(monkeypatch):
     )
 
 
+def test_a_vllm_that_is_too_old_is_told(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor.metadata, "version", lambda _: "0.31.0")
+    remedy = "vLLM 0.31.0 is too old: install 0.32 or newer"
+    assert doctor._remote_engine("vllm") == doctor.Finding("vLLM", "0.31.0", remedy, stops=False)
+
+
 def doctor_of(config: Path, *options: str) -> list[str]:
     return doctor.plan_of(main._parse(["doctor", str(config), *options]))
 
