@@ -41,6 +41,7 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
         package="tensorrt_llm",
         leaf="megatron_brorl.rollout.remote.trtllm.llm",
         dtypes=("bf16",),
+        least="1.3.0rc21",  # of the Dockerfile; ExecutorMemoryType and SleepConfig are in llmapi.llm_args
         needs={"ray": "Ray starts its workers and is not here: pip install ray"},
         environment={
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # so that Ray listens on 127.0.0.1 alone, on Linux too

@@ -16,21 +16,29 @@ LISTINGS = Path(__file__).parent / "listings"
 
 class Listing:
     """signatures: parameters by the name of a function, or of a class for its constructor. Those after "*" are given by
-    keyword alone. modules: names by module. members: names by enumeration."""
+    keyword alone. modules: names by module. members: names by enumeration, with their values where these matter."""
 
     def __init__(self, name: str) -> None:
         held = json.loads((LISTINGS / f"{name}.json").read_text(encoding="utf-8"))
         self.release: str = held["release"]
         self.modules: Mapping[str, list[str]] = held["modules"]
-        self.members: Mapping[str, list[str]] = held["members"]
+        self.members: Mapping[str, Mapping[str, str] | list[str]] = held["members"]
         self.signatures: Mapping[str, list[str]] = held["signatures"]
         self.defaults: Mapping[str, float] = held.get("defaults", {})
+
+    def parameters(self, name: str) -> list[str]:
+        """Those of a function or constructor, with the ones that it hands on to another ("**Other")."""
+        found: list[str] = []
+        for parameter in self.signatures[name]:
+            further = self.parameters(parameter[2:]) if parameter[:2] == "**" else [parameter]
+            found += [p for p in further if p != "*" or "*" not in found]
+        return found
 
     def refusal(self, name: str, positional: int, keywords: Sequence[str]) -> str:
         """Why a call of this would end in an error; "" where it would not."""
         if name not in self.signatures:
             return f"{name} is not in {self.release}"
-        given = self.signatures[name]
+        given = self.parameters(name)
         in_order = given[: given.index("*")] if "*" in given else given
         if positional > len(in_order):
             return f"{name} takes {len(in_order)} arguments in order, not {positional}"
