@@ -138,6 +138,9 @@ class Engine:
         for _ in tensors:
             pass
 
+    def meet(self) -> None:
+        self.verbs.append("meet")
+
     def generate(
         self,
         requests: Sequence[Request],

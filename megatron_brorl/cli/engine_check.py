@@ -54,6 +54,9 @@ def engine_line(config: Config) -> str:
     for package, remedy in kind.needs.items():
         if not there[package]:
             raise UserError(f"{where}: {remedy}")
+    # The engine's process refuses it too, but only when the run has started.
+    if kind.too_old(version):
+        raise UserError(f"{where}: {kind.too_old(version)}")
     return f"{kind.name} {version} in {python}"
 
 

@@ -18,7 +18,6 @@ class TrtLlmConfig:
     python: str = ""  # interpreter of the environment that has tensorrt_llm and ray; "" = the one that runs the trainer
     # Tensor-parallel size of an engine, which so many neighbouring ranks of a node share
     tensor: int = at_least(1, default=1)
-    sampler: Literal["auto", "TRTLLMSampler", "TorchSampler"] = "auto"  # auto: the one that takes a seed per request
     # For keys and values, of the GPU memory that trainer and the engine's weights leave while engines generate
     memory_fraction: float = within("(0, 1)", default=0.85)
     kv_dtype: Literal["auto", "fp8"] = "auto"  # of keys and values; auto: that of the model
@@ -27,7 +26,7 @@ class TrtLlmConfig:
     cuda_graphs: bool = True  # of decoding, for a list of batch sizes up to the rows of an engine; others are padded
     # Which requests run. GUARANTEED_NO_EVICT: those whose longest responses fit together. MAX_UTILIZATION: as many as
     # fit now; some are thrown out and computed again when they grow, which cost 40% of the throughput where far more
-    # was asked for than fits (TensorRT-LLM issue 16827), and crashes under TRTLLMSampler unless overlap = false.
+    # was asked for than fits (TensorRT-LLM issue 16827).
     scheduler: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = "GUARANTEED_NO_EVICT"
     overlap: bool = True  # a step is scheduled while the GPU computes the one before
     # Each engine's Ray takes the first block of 100 free ports from here on. From 32768 on Linux gives ports to whoever

@@ -105,12 +105,6 @@ def _rollout(config: Config) -> Iterator[Rule]:
 
 def _trtllm(config: Config) -> Iterator[Rule]:
     t = config.trtllm
-    # auto is resolved where TensorRT-LLM is (rollout.remote.trtllm.llm), which refuses the same.
-    yield (
-        t.scheduler != "MAX_UTILIZATION" or t.sampler != "TRTLLMSampler" or not t.overlap,
-        "trtllm.overlap",
-        'trtllm.scheduler = "MAX_UTILIZATION" crashes under TRTLLMSampler and the overlap scheduler: must be false',
-    )
     yield (
         t.tensor == 1 or t.transport != "cuda_ipc",
         "trtllm.transport",

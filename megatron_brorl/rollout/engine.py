@@ -146,7 +146,13 @@ class RolloutEngine(Protocol):
         """Begin anew with the weights that it has, where it is a process; False, on all ranks, where it is none."""
 
     def sleep(self) -> None:
-        """Give memory back (weights and caches) until wake."""
+        """Give memory back (weights and caches) until wake. Every rank that shares the engine calls it, and it returns
+        when the memory of all their GPUs is free."""
 
     def wake(self) -> None:
-        """Be ready for update_weights and generate again; weights must be sent anew."""
+        """Be ready for update_weights and generate again; weights must be sent anew. Every rank that shares the engine
+        calls it, and the engine takes no memory before all of them have."""
+
+    def meet(self) -> None:
+        """Wait for the other ranks that share this engine. It stands for sleep or wake on a rank whose engine cannot be
+        asked, because those of the other ranks wait for it."""

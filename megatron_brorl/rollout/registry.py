@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from packaging.version import InvalidVersion, Version
+
 
 @dataclass(frozen=True)
 class EngineKind:
@@ -19,9 +21,18 @@ class EngineKind:
     package: str  # that its environment must have
     leaf: str  # module with the class Llm, imported in the engine's process alone
     dtypes: tuple[str, ...]  # values of rollout.dtype that it computes in on a GPU
+    least: str = "0"  # the oldest version whose interface the leaf knows
     needs: Mapping[str, str] = field(default_factory=dict)  # further packages -> what to do where one is missing
     # Variables that it needs beside a trainer; {folder} is the engine's own
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    def too_old(self, version: str) -> str:
+        """What to do where this version of the package is older than `least`; "" where it is not, or says nothing."""
+        try:
+            old = Version(version) < Version(self.least)
+        except InvalidVersion:  # a build from source may have a name instead
+            old = False
+        return f"{self.name} {version} is too old: install {self.least} or newer" if old else ""
 
 
 ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
@@ -30,6 +41,7 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
         package="tensorrt_llm",
         leaf="megatron_brorl.rollout.remote.trtllm.llm",
         dtypes=("bf16",),
+        least="1.3.0rc21",  # of the Dockerfile; ExecutorMemoryType and SleepConfig are in llmapi.llm_args
         needs={"ray": "Ray starts its workers and is not here: pip install ray"},
         environment={
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # so that Ray listens on 127.0.0.1 alone, on Linux too
@@ -44,6 +56,7 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
         package="vllm",
         leaf="megatron_brorl.rollout.remote.vllm.llm",
         dtypes=("bf16", "fp32"),
+        least="0.32",  # initialize_layerwise_reload and finalize_layerwise_reload
         environment={
             "VLLM_HOST_IP": "127.0.0.1",  # or its workers meet on an address that others reach
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainer take turns on the same cores

@@ -116,13 +116,11 @@ class Watchdog:
 
     def sleep(self) -> None:
         """As RolloutEngine.sleep; a stuck engine still uses its memory."""
-        if not self.stuck:
-            self.engine.sleep()
+        (self.engine.meet if self.stuck else self.engine.sleep)()
 
     def wake(self) -> None:
-        """As RolloutEngine.wake."""
-        if not self.stuck:
-            self.engine.wake()
+        """As RolloutEngine.wake; a stuck engine is left as it is."""
+        (self.engine.meet if self.stuck else self.engine.wake)()
 
     def _name_missing(self, call: _Call, seconds: float, then: str) -> int:
         asked, missing = call.missing()

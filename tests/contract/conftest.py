@@ -31,9 +31,9 @@ def fresh():
     """Engines are processes of their own."""
 
 
-@pytest.fixture(params=["1.2", "1.3"])
-def api(request, monkeypatch):
-    monkeypatch.setenv("BRORL_DOUBLE_API", request.param)
+@pytest.fixture(params=["1.3.0rc21", "1.3.0rc29"])
+def release(request, monkeypatch):
+    monkeypatch.setenv("BRORL_DOUBLE_VERSION", request.param)
     return request.param
 
 

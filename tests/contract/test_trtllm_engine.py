@@ -13,6 +13,7 @@ import torch
 from contract.engines import PROMPT, SAMPLING, draw, same
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.rollout.duplicates import improbable
 from megatron_brorl.rollout.engine import Request
 
@@ -35,20 +36,16 @@ def has_members(group):
     return True
 
 
-CAPABILITIES = {
-    "1.2": ("1.2", "TRTLLMSampler", "request", "tempered", 1),
-    "1.3": ("1.3", "TorchSampler", "request", "processed", 0),
-}
+SEEDS = {"1.3.0rc21": "generator", "1.3.0rc29": "request"}
 TAGS = {"sampler", "drafter", "guided_decoder", "spec_resource_manager", "model_extra", "executor_extra"}
-TAGS |= {"kv_cache", "model", "draft_model"}
+TAGS |= {"kv_cache", "model", "draft_model", "model_weights", "draft_model_weights"}
 
 
-def test_both_generations_generate_sleep_and_take_weights(api, model, start):
+def test_an_engine_generates_sleeps_and_takes_weights(model, start):
     engine = start()
     c = engine.capabilities
-    found = (c.details["api"], c.details["sampler"], c.seeds, c.log_probs, c.details["log_probs_value"])
-    assert found == CAPABILITIES[api]
-    assert set(c.details["tags"]) == TAGS | ({"model_weights", "draft_model_weights"} if api == "1.3" else set())
+    assert (c.engine, c.seeds, c.log_probs) == ("TensorRT-LLM 1.3.0rc29", "request", "processed")
+    assert set(c.details["tags"]) == TAGS
     with pytest.raises(RuntimeError, match="no weights"):
         draw(engine)
     engine.update_weights(model.stream(), 3)
@@ -108,13 +105,13 @@ def test_budget_and_continuation(model, start):
     assert len(longest.log_probs) == 12
 
 
-def test_log_probs_are_of_the_sampling_distribution(api, model, start):
-    """top-k: reported ones are renormalised on 1.2. top-p: 1.2 cannot say, which is refused, unless nobody asks."""
-    from megatron_brorl.ops.reference.sampling import sampling_log_probs
-
+def test_log_probs_are_of_the_sampling_distribution(release, model, start):
+    """After the temperature and all cuts, and none where nobody asks."""
     engine = start()
+    assert engine.capabilities.seeds == SEEDS[release]
     engine.update_weights(model.stream(), 0)
-    for sampling in (replace(SAMPLING, temperature=0.7), replace(SAMPLING, temperature=0.7, top_k=5, top_p=0.8)):
+    cut = replace(SAMPLING, temperature=0.6, top_p=0.95)
+    for sampling in (replace(SAMPLING, temperature=0.7), replace(SAMPLING, temperature=0.7, top_k=5, top_p=0.8), cut):
         for rollout in draw(engine, 8, sampling=sampling):
             ids = torch.tensor([[*PROMPT.token_ids, *rollout.token_ids.tolist()]])
             with torch.no_grad():
@@ -122,12 +119,6 @@ def test_log_probs_are_of_the_sampling_distribution(api, model, start):
             expected = sampling_log_probs(logits, sampling.temperature, sampling.top_p, sampling.top_k)
             expected = expected.gather(-1, rollout.token_ids[:, None])[:, 0]
             torch.testing.assert_close(rollout.log_probs, expected, atol=5e-5, rtol=0)
-    cut = replace(SAMPLING, temperature=0.6, top_p=0.95)
-    if api == "1.2":
-        with pytest.raises(UserError, match="reports log-probs before top-p: train at temperature 1"):
-            draw(engine, sampling=cut)
-    else:
-        assert bool(torch.isfinite(draw(engine, sampling=cut)[0].log_probs).all())
     unasked = draw(engine, sampling=replace(cut, log_probs=False))
     assert all(bool(r.log_probs.isnan().all()) for r in unasked)
     greedy = draw(engine, 3, sampling=replace(SAMPLING, temperature=0.0))
@@ -241,14 +232,10 @@ def test_two_ranks_share_an_engine(model, start):
         assert same(draw(leader, 20), [*results[0], *results[10]])
 
 
-@pytest.mark.parametrize("seeds", ["1", "0"])
-def test_512_siblings_over_two_replicas_never_agree_by_seed(seeds, api, model, start, monkeypatch):
+def test_512_siblings_over_two_replicas_never_agree_by_seed(release, model, start):
     """Where the sampler takes no seed per request, its generator is seeded for every call."""
-    monkeypatch.setenv("BRORL_DOUBLE_SEEDS", seeds)
-    sampler = {} if api == "1.2" and seeds == "1" else {"sampler": "TorchSampler"}
-    engines = [start(config=sampler) for _ in range(2)]
-    kind = "request" if (seeds == "1" and (api == "1.3" or not sampler)) else "generator"
-    assert {e.capabilities.seeds for e in engines} == {kind}
+    engines = [start() for _ in range(2)]
+    assert {e.capabilities.seeds for e in engines} == {SEEDS[release]}
     requests, rollouts = [], []
     for i, engine in enumerate(engines):
         engine.update_weights(model.stream(), 0)
@@ -261,8 +248,7 @@ def test_512_siblings_over_two_replicas_never_agree_by_seed(seeds, api, model, s
 
 
 def test_replicas_that_repeat_one_another_are_seen(model, start, monkeypatch):
-    monkeypatch.setenv("BRORL_DOUBLE_API", "1.3")
-    monkeypatch.setenv("BRORL_DOUBLE_SEEDS", "0")
+    monkeypatch.setenv("BRORL_DOUBLE_VERSION", "1.3.0rc21")
     # A call's generator is seeded by its number alone. One rollout per call: timing has no say in what is drawn.
     monkeypatch.setattr("megatron_brorl.rollout.remote.engine.stream_key", lambda _, number, *rest: number)
     requests, rollouts = [], []
@@ -276,9 +262,9 @@ def test_replicas_that_repeat_one_another_are_seen(model, start, monkeypatch):
     assert len(first) > 4
     assert len(hashes) == 2 * len(first)
     assert len(set(hashes.tolist())) == len(first)
-    assert engine.if_repeating.startswith("TensorRT-LLM 1.3.")
-    choices = 'choose another trtllm.sampler, or start anew with rollout.engine = "torch"'
-    assert engine.if_repeating.endswith(f" with TorchSampler; {choices}")
+    assert engine.if_repeating.startswith(
+        "TensorRT-LLM 1.3.0rc21; install a TensorRT-LLM that takes a seed per request"
+    )
 
 
 @pytest.mark.parametrize(
@@ -287,12 +273,10 @@ def test_replicas_that_repeat_one_another_are_seen(model, start, monkeypatch):
         ({"python": "/nowhere/python"}, r"trtllm\.python = /nowhere/python: No such file or directory"),
         ({"shared_memory": "/nowhere"}, r"trtllm\.shared_memory = /nowhere: cannot be written"),
         ({"transport": "cuda_ipc"}, r'trtllm\.transport = "cuda_ipc": there is no GPU: use "host"'),
-        ({"sampler": "TRTLLMSampler"}, "sampler_type TRTLLMSampler: one of"),
         ({"start_timeout_s": 0.3}, r"did not answer within trtllm\.start_timeout_s = 0\.3 s; see"),
     ],
 )
-def test_what_cannot_start_says_why(config, message, start, monkeypatch, fresh):
-    monkeypatch.setenv("BRORL_DOUBLE_API", "1.3")
+def test_what_cannot_start_says_why(config, message, start, fresh):
     with pytest.raises(UserError, match=message) as caught:
         start(config=config)
     assert "\n" not in str(caught.value)
@@ -313,18 +297,19 @@ def test_memory_that_holds_no_response_is_told(start, monkeypatch):
         start()
 
 
-UTILIZATION = {"scheduler": "MAX_UTILIZATION", "sampler": "TRTLLMSampler"}
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc9", "1.3.0rc20"])
+def test_a_version_that_is_too_old_is_refused_in_one_line(version, start, monkeypatch):
+    monkeypatch.setenv("BRORL_DOUBLE_VERSION", version)
+    told = rf"TensorRT-LLM {version} is too old: install 1\.3\.0rc21 or newer$"
+    with pytest.raises(UserError, match=told) as caught:
+        start()
+    assert "\n" not in str(caught.value)
 
 
-def test_max_utilization_asks_for_what_does_not_crash(model, start, monkeypatch):
-    """More than fits: with the overlap scheduler TRTLLMSampler asserts when a paused request comes back."""
-    monkeypatch.setenv("BRORL_DOUBLE_API", "1.2")
+def test_both_schedulers_draw_the_same(model, start, monkeypatch):
+    """More than fits: MAX_UTILIZATION begins all of it."""
     monkeypatch.setenv("BRORL_DOUBLE_KV_TOKENS", "400")
-    with pytest.raises(
-        UserError, match=r"crashes under TRTLLMSampler and the overlap scheduler: set trtllm\.overlap ="
-    ):
-        start(config=UTILIZATION)
-    engine = start(config={**UTILIZATION, "overlap": False})
+    engine = start(config={"scheduler": "MAX_UTILIZATION"})
     assert engine.capabilities.rows == 600
     engine.update_weights(model.stream(), 0)
     squeezed = draw(engine, 64)

@@ -88,9 +88,8 @@ def test_cuda_ipc_path_with_a_stand_in_for_the_handles(fault, model, start, monk
         assert same(draw(engine), old)
 
 
-def test_fp8_refit_gives_the_quantised_model(api, model, start):
-    engine = start(config={"quantization": "fp8_block"})
-    assert engine.capabilities.details["fp8_refit"]
+def test_fp8_refit_gives_the_quantised_model(model, start):
+    engine = start(config={"quantization": "fp8_block", "cuda_graphs": True})
     engine.update_weights(model.stream(), 0)
     rollouts = draw(engine)
     exact = {n: p.detach().clone() for n, p in model.module.named_parameters()}
@@ -104,12 +103,6 @@ def test_fp8_refit_gives_the_quantised_model(api, model, start):
         for name, p in model.module.named_parameters():
             p.data = exact[name]
     assert any(not torch.allclose(r.log_probs, model.log_probs(r), atol=1e-3) for r in rollouts)
-
-
-def test_fp8_under_cuda_graphs_is_refused_on_1_2(model, start, monkeypatch):
-    monkeypatch.setenv("BRORL_DOUBLE_API", "1.2")
-    with pytest.raises(UserError, match=r"cannot take FP8 weights under CUDA graphs: set trtllm\.cuda_graphs = false"):
-        start(config={"quantization": "fp8_block", "cuda_graphs": True})
 
 
 def test_engines_of_a_node_share_one_file(model, start):

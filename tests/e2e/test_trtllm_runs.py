@@ -62,8 +62,8 @@ def test_steps_with_an_engine_per_rank(two_engines, warm):
     assert any(not torch.equal(tensor, before[name]) for name, tensor in trained.items())
 
 
-def test_one_engine_for_two_ranks_and_the_other_generation(two_engines, config, warm, tmp_path):
-    train(config, warm, tmp_path, "trtllm.tensor=2", BRORL_DOUBLE_API="1.3")
+def test_one_engine_for_two_ranks(two_engines, config, warm, tmp_path):
+    train(config, warm, tmp_path, "trtllm.tensor=2")
     assert pids(tmp_path) == ["rank_0.log"]
     assert_same_runs(tmp_path, two_engines)
 

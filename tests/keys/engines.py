@@ -29,7 +29,6 @@ _OURS = "megatron_brorl.rollout.remote.trtllm.llm"
 def arguments(config: Config, place: Place) -> Any:
     """What TensorRT-LLM's double and its Ray are called with."""
     place.monkeypatch.syspath_prepend(str(DOUBLE))
-    place.monkeypatch.setenv("BRORL_DOUBLE_API", "1.3")
     before = set(sys.modules)
     try:
         llm = importlib.import_module(_OURS)

@@ -145,7 +145,6 @@ CASES = {
     ),
     "trtllm.python": Case(engines.starts, "/opt/trtllm/bin/python", beside=PROCESS),
     "trtllm.tensor": Case(engines.arguments, 2),
-    "trtllm.sampler": Case(engines.arguments, "TRTLLMSampler"),
     "trtllm.memory_fraction": Case(engines.arguments, 0.5),
     "trtllm.kv_dtype": Case(engines.arguments, "fp8"),
     "trtllm.quantization": Case(engines.arguments, "fp8_block"),

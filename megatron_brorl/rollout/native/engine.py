@@ -81,6 +81,9 @@ class TorchEngine:
         for _ in tensors:  # making each of them is a collective
             pass
 
+    def meet(self) -> None:
+        """See RolloutEngine: no other rank has this one."""
+
     def kv_usage(self) -> KvUsage | None:
         """See RolloutEngine."""
         pool = self._pool

@@ -51,11 +51,13 @@ class RemoteEngine:
         log: Path,
         node: Node | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        meet: Callable[[], object] = lambda: None,
     ) -> None:
         """names: every Hugging Face tensor of the model with its shape. folder: of process.make_folder, the same for
         all ranks that share the engine. devices: the engine's CUDA devices; None on all of these ranks but the first.
         log: file for the process's output. node: the ranks that write updates together; None: the leader alone.
         decode: tokens -> text, needed for stop strings.
+        meet: a barrier of the ranks that share the engine.
 
         Raises UserError where the process does not come up, or cannot do what the configuration asks for.
         """
@@ -66,6 +68,7 @@ class RemoteEngine:
         self.leads = devices is not None
         self.supervisor: Supervisor | None = None
         self.node = node or (Node.alone(folder) if self.leads else None)
+        self._meet = meet
         self._calls = self._stages = 0
         self._open: set[int] = set()  # calls of this generation that are not over
         self._link = Link(address(folder))
@@ -291,14 +294,22 @@ class RemoteEngine:
         self.version = -1
         if self.supervisor:
             self.supervisor.sleep()
+        # The engine's workers are on the GPUs of all its ranks. A rank may load its models only when they have let go.
+        self.meet()
 
     def wake(self) -> None:
         """See RolloutEngine. Raises UserError where no engine comes up any more."""
+        # The other way round: every rank has offloaded its models before the workers take memory.
+        self.meet()
         try:
             if self.supervisor:
                 self.supervisor.wake()
         except EngineError as e:
             raise UserError(f"{self.options.key}: {e}") from None
+
+    def meet(self) -> None:
+        """See RolloutEngine."""
+        self._meet()
 
     def close(self) -> None:
         """End the process."""

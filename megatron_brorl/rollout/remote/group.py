@@ -72,6 +72,7 @@ def join(
     folders: list[str] = [""] * dist.get_world_size()  # by rank; "" of those that do not lead
     dist.all_gather_object(folders, mine)  # a collective: what fails on all ranks alike was checked above
     exchange = _exchange(rank - local, per_node, config.parallel.timeout_s)
+    engine_exchange = _exchange(rank - local % tensor, tensor, config.parallel.timeout_s)
 
     # The process is given plain values; what is the engine's own, its leaf reads from its section.
     options = EngineOptions(
@@ -100,6 +101,7 @@ def join(
         Node(local, per_node, Path(folders[rank - local]), exchange),
         # Rollouts end at stop strings by the trainer's tokenizer, as those of the built-in engine do.
         decode,
+        lambda: engine_exchange(None),  # returns when every rank of the engine has called it
     )
 
 
@@ -123,12 +125,12 @@ def _check_stop_strings(strings: Sequence[str], engine: str, model: Path) -> Non
 
 
 def _exchange(first: int, size: int, timeout_s: float) -> Callable[[Any], list[Any]]:
-    """A collective of the node's ranks first .. first + size - 1, over gloo: what each gives, in order."""
-    # Nodes may have different numbers of ranks; all must hear of all groups.
-    nodes: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
-    dist.all_gather_object(nodes, (first, size))
+    """A collective of the ranks first .. first + size - 1, over gloo: what each gives, in order."""
+    # Nodes may have different numbers of ranks, and every rank takes part in making every group.
+    spans: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
+    dist.all_gather_object(spans, (first, size))
     group = None
-    for start, count in sorted(set(nodes)):  # every rank takes part in making every group
+    for start, count in sorted(span for span in set(spans) if span[1] > 1):
         ranks = list(range(start, start + count))
         made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
         group = made if start == first else group

@@ -191,7 +191,12 @@ class Server:
 
 
 async def _main(address: str, options: EngineOptions) -> None:
-    llm: EngineLeaf = importlib.import_module(ENGINES[options.engine].leaf).Llm(options)
+    # An older engine lacks what the leaf imports; the reason must be the last line of the log, where the trainer reads.
+    kind = ENGINES[options.engine]
+    old = kind.too_old(importlib.import_module(kind.package).__version__)
+    if old:
+        raise SystemExit(old)
+    llm: EngineLeaf = importlib.import_module(kind.leaf).Llm(options)
     await Server(llm, await llm.start(), address).serve()
 
 

@@ -110,10 +110,17 @@ def test_a_fault_is_told_with_its_remedy(plant, check, mark, remedy, monkeypatch
 
 def test_tensorrt_llm_without_ray_is_told(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
-    monkeypatch.setattr(doctor.metadata, "version", lambda _: "1.2.1")
+    monkeypatch.setattr(doctor.metadata, "version", lambda _: "1.3.0rc21")
     assert doctor._remote_engine("trtllm") == doctor.Finding(
-        "TensorRT-LLM", "1.2.1", "Ray starts its workers and is not here: pip install ray", stops=False
+        "TensorRT-LLM", "1.3.0rc21", "Ray starts its workers and is not here: pip install ray", stops=False
     )
+
+
+def test_a_vllm_that_is_too_old_is_told(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor.metadata, "version", lambda _: "0.31.0")
+    remedy = "vLLM 0.31.0 is too old: install 0.32 or newer"
+    assert doctor._remote_engine("vllm") == doctor.Finding("vLLM", "0.31.0", remedy, stops=False)
 
 
 def doctor_of(config: Path, *options: str) -> list[str]:

@@ -133,6 +133,13 @@ def raising(folder: Path) -> None:
     (folder / "own.py").write_text("def score(answer, row):\n    return float(row['answer'] == nothing)\n")
 
 
+def old_engine(folder: Path) -> None:
+    """An interpreter whose environment has an engine of another time."""
+    python = folder / "python"
+    python.write_text('#!/bin/sh\necho \'[{"vllm": true}, "0.31.2"]\'\n')
+    python.chmod(0o755)
+
+
 @pytest.mark.parametrize(
     ("fault", "overrides", "last", "says"),
     [
@@ -154,8 +161,14 @@ def raising(folder: Path) -> None:
             "trtllm.python = /none: No such",
         ),
         (lambda f: None, ["rollout.engine=trtllm"], "checkpoint", "has no tensorrt_llm; give the interpreter"),
+        (
+            old_engine,
+            ["rollout.engine=vllm", "vllm.python=./python"],
+            "checkpoint",
+            "vllm.python = ./python: vLLM 0.31.2 is too old: install 0.32 or newer",
+        ),
     ],
-    ids=["tokenizer", "data", "layout", "folder", "weights", "verifier", "interpreter", "engine"],
+    ids=["tokenizer", "data", "layout", "folder", "weights", "verifier", "interpreter", "engine", "old engine"],
 )
 def test_the_first_fault_is_told_in_one_line(folder, capfd, fault, overrides, last, says):
     fault(folder)

@@ -98,11 +98,6 @@ def test_file_then_overrides(tmp_path):
         ),
         ("[rollout]\ntop_p = 0", [], "rollout.top_p = 0.0: must be in (0, 1]"),
         ("[optim]\nbetas = [0.9, 1.0]", [], "optim.betas = (0.9, 1.0): must be in [0, 1)"),
-        (
-            "[trtllm]\nscheduler = 'MAX_UTILIZATION'\nsampler = 'TRTLLMSampler'",
-            [],
-            'trtllm.overlap = True: trtllm.scheduler = "MAX_UTILIZATION" crashes under TRTLLMSampler',
-        ),
         ("", ["trtllm.heartbeat_timeout_s=4"], "heartbeat_timeout_s = 4.0: must be at least 5: an engine process"),
         ("[rollout]\ntemperature = 0", [], "rollout.temperature = 0.0: must be above 0 (sampling needs randomness)"),
         (

@@ -43,11 +43,11 @@ class BrorlExtension(WorkerExtension):
         self.engine.reset_prefix_cache()
 
     def brorl_reseed(self, seed: int) -> None:
-        """Seed the generator of a sampler that takes no seed per request."""
+        """Seed the generator of a sampler that takes no seed per request; it is there once something was drawn."""
         self.engine.sampler._generator.manual_seed(seed)
 
     def brorl_kv_tokens(self) -> int:
-        """Tokens whose keys and values this worker's memory holds."""
+        """Tokens whose keys and values this worker's memory holds, by the first manager (llm.py asks for it)."""
         manager = self.engine.resource_manager.get_resource_manager(ResourceManagerType.KV_CACHE_MANAGER)
         stats = manager.get_kv_cache_stats()
         return int(stats.max_num_blocks * stats.tokens_per_block)

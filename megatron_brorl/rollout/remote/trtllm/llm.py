@@ -1,20 +1,25 @@
-"""TensorRT-LLM's AsyncLLM as the engine process uses it, in the forms of 1.2 and of 1.3.
+"""TensorRT-LLM's AsyncLLM as the engine process uses it, from 1.3.0rc21 on.
 
-With extension.py the only file that imports tensorrt_llm; examples and the container use 1.3. Not yet run on a GPU;
-tests run it on the contract double.
+With extension.py the only file that imports tensorrt_llm. Not yet run on a GPU; tests run it on the contract double.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import tensorrt_llm
 import torch
 from tensorrt_llm import AsyncLLM, SamplingParams
-from tensorrt_llm._torch.virtual_memory import ExecutorMemoryType
-from tensorrt_llm.llmapi import CapacitySchedulerPolicy, CudaGraphConfig, KvCacheConfig, SchedulerConfig, llm_args
+from tensorrt_llm.llmapi.llm_args import (
+    CapacitySchedulerPolicy,
+    CudaGraphConfig,
+    ExecutorMemoryType,
+    KvCacheConfig,
+    SchedulerConfig,
+    SleepConfig,
+)
+from tensorrt_llm.sampling_params import LogprobMode
 
 from megatron_brorl.config.engine_keys import TrtLlmConfig
 from megatron_brorl.rollout.remote import seeds
@@ -30,9 +35,12 @@ from megatron_brorl.rollout.remote.trtllm.settings import (
 )
 
 EXTENSION = "megatron_brorl.rollout.remote.trtllm.extension.BrorlExtension"
-_SLEEP_CONFIG = hasattr(llm_args, "SleepConfig")  # 1.3; enable_sleep before
 # Quantised with the scales of each 128 x 128 block, from whatever full weights come (rollout.remote.fp8_blocks).
 _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+_IF_REPEATING = {  # by what decides which tokens are drawn
+    "request": "it takes a seed per rollout, and two of them agree",
+    "generator": "install a TensorRT-LLM that takes a seed per request (August 2026)",
+}
 
 
 class Llm(EngineLeaf):
@@ -41,61 +49,29 @@ class Llm(EngineLeaf):
     def __init__(self, options: EngineOptions) -> None:
         """Raises ValueError where this version of TensorRT-LLM cannot do what is asked."""
         self.options, self.config = options, TrtLlmConfig(**options.section)
-
-        # TorchSampler of 1.2 ignores seeds; 1.3 has no TRTLLMSampler any more.
-        automatic = "TorchSampler" if _SLEEP_CONFIG else "TRTLLMSampler"
-        self.sampler = automatic if self.config.sampler == "auto" else self.config.sampler
-
-        # FP8 weights can be replaced in 1.3, and in 1.2 where no graph was captured.
-        self.fp8_refit = _SLEEP_CONFIG or not self.config.cuda_graphs
-        if self.config.quantization == "fp8_block" and not self.fp8_refit:
-            raise ValueError(
-                f"TensorRT-LLM {tensorrt_llm.__version__} cannot take FP8 weights under CUDA graphs: set "
-                "trtllm.cuda_graphs = false or trtllm.quantization = 'none'"
-            )
-
-        # Requests that are thrown out under the overlap scheduler come back with a token too many for TRTLLMSampler,
-        # which asserts (TensorRT-LLM pull request 10943).
-        c = self.config
-        if c.scheduler == "MAX_UTILIZATION" and c.overlap and self.sampler == "TRTLLMSampler":
-            raise ValueError(
-                "trtllm.scheduler = 'MAX_UTILIZATION' crashes under TRTLLMSampler and the overlap scheduler: set "
-                "trtllm.overlap = false, or trtllm.scheduler = 'GUARANTEED_NO_EVICT'"
-            )
-
-        # Names that changed between the generations.
         self.tags = sleep_tags(str(tag.value) for tag in ExecutorMemoryType)
-        # The enumeration of SamplingParams.logprobs_mode, where there is one.
-        modes: list[Any] = [type(f.default) for f in dataclasses.fields(SamplingParams) if f.name == "logprobs_mode"]
-        self.mode = modes[0] if modes else None
 
         # Tables of log-probs and CUDA graphs are of this size: no larger than what can run together.
+        c = self.config
         self.rows = options.max_rows
         if options.max_kv_tokens:
             self.rows = rows_at_a_time(options.max_kv_tokens, options.context, options.max_rows, c.scheduler)
 
-        self.log_probs_value = 0  # found out by `start`
-        self.ray = ray_node.start(self.config.ray_port, self.config.tensor)
+        self.ray = ray_node.start(c.ray_port, c.tensor)
         self._llm = self._build()
 
     def _build(self) -> Any:
         o, c = self.options, self.config
 
-        # What depends on the generation and on the configuration.
-        extra: dict[str, Any] = {"enable_sleep": True}
-        if _SLEEP_CONFIG:
-            modes = {ExecutorMemoryType(tag): mode for tag, mode in restore_modes(self.tags).items()}
-            extra = {"sleep_config": llm_args.SleepConfig(restore_modes=modes)}
-        if c.quantization == "fp8_block":
-            extra["model_kwargs"] = {"quantization_config": _FP8}
-
-        # What training needs is set here; the rest is left to the engine.
+        # What training needs is set here; the rest is left to the engine. sampler_type is left out: it was removed in
+        # August 2026, and TorchSampler is the default before.
         return AsyncLLM(
             model=o.model,
             skip_tokenizer_init=True,  # ids in, ids out
             tensor_parallel_size=c.tensor,
             dtype=o.dtype,
             load_format="dummy",  # weights come from the trainer
+            model_kwargs={"quantization_config": _FP8} if c.quantization == "fp8_block" else None,
             max_batch_size=self.rows,
             # Neither a prompt nor a rollout that goes on may be cut short of the context.
             max_input_len=o.context,
@@ -108,6 +84,8 @@ class Llm(EngineLeaf):
                 free_gpu_memory_fraction=c.memory_fraction,
                 max_tokens=o.max_kv_tokens or None,
                 dtype=c.kv_dtype,
+                # The second manager, which "auto" may choose, tells bytes and no number of blocks (brorl_kv_tokens).
+                use_kv_cache_manager_v2=False,
             ),
             scheduler_config=SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy(c.scheduler)),
             disable_overlap_scheduler=not c.overlap,
@@ -115,35 +93,30 @@ class Llm(EngineLeaf):
             cuda_graph_config=(
                 CudaGraphConfig(batch_sizes=graph_sizes(self.rows), enable_padding=True) if c.cuda_graphs else None
             ),
-            sampler_type=self.sampler,
+            sleep_config=SleepConfig(
+                restore_modes={ExecutorMemoryType(tag): mode for tag, mode in restore_modes(self.tags).items()}
+            ),
             ray_worker_extension_cls=EXTENSION,  # the brorl_ calls, in every worker
-            **extra,
         )
 
     async def start(self) -> Capabilities:
         """See EngineLeaf."""
         await self._llm
-        value = await self._find_log_probs()
+        await self._check_log_probs()
         kind = await self._find_seeds()
         tokens = min(await self._llm.collective_rpc("brorl_kv_tokens"))
         rows = rows_at_a_time(tokens, self.options.context, self.rows, self.config.scheduler)
         return Capabilities(
-            engine=f"TensorRT-LLM {tensorrt_llm.__version__} with {self.sampler}",
+            engine=f"TensorRT-LLM {tensorrt_llm.__version__}",
             torch=torch.__version__,
             seeds=kind,
             keeps_cut=False,  # nothing proves that they are what was drawn
-            log_probs="processed" if self.mode else "tempered" if self.sampler == "TRTLLMSampler" else "raw",
-            if_repeating="choose another trtllm.sampler",
+            log_probs="processed",
+            if_repeating=_IF_REPEATING[kind],
             devices=tuple(await self._llm.collective_rpc("brorl_device")),
             kv_tokens=tokens,
             rows=rows,
-            details={
-                "api": "1.3" if _SLEEP_CONFIG else "1.2",  # generation: sleep_config, or enable_sleep
-                "sampler": self.sampler,
-                "log_probs_value": value,  # SamplingParams.logprobs with which the sampled token's is among them
-                "fp8_refit": self.fp8_refit,
-                "tags": self.tags,  # of sleep and wake
-            },
+            details={"tags": self.tags},  # of sleep and wake
         )
 
     def params(
@@ -161,10 +134,8 @@ class Llm(EngineLeaf):
         All settings are explicit: left out, they would mean greedy.
         """
         stop = list(self.options.stop_ids)
-        value = max(self.log_probs_value, top_k if self.mode is None else 0)
-        extra: dict[str, Any] = {"logprobs_mode": self.mode["PROCESSED"]} if self.mode else {}
         return SamplingParams(
-            end_id=-1 if self.sampler == "TRTLLMSampler" else stop[0],
+            end_id=stop[0],
             pad_id=stop[0],
             max_tokens=tokens,
             stop_token_ids=stop,
@@ -173,10 +144,10 @@ class Llm(EngineLeaf):
             top_p=top_p,
             top_k=top_k,
             seed=seed,
-            logprobs=value if log_probs else None,
+            logprobs=0 if log_probs else None,  # of the sampled token alone
+            logprobs_mode=LogprobMode.PROCESSED,  # of the distribution that tokens are drawn from
             detokenize=False,
             add_special_tokens=False,
-            **extra,
         )
 
     def submit(self, ids: Sequence[int], params: SamplingParams) -> Any:
@@ -223,16 +194,12 @@ class Llm(EngineLeaf):
         """See EngineLeaf."""
         await self._llm.collective_rpc("brorl_reseed", args=(seed,))
 
-    async def _find_log_probs(self) -> int:
-        """The least SamplingParams.logprobs with which every sampled token's log-prob is reported."""
-        for value in (0, 1):
-            self.log_probs_value = value
-            drawn = await seeds.draw(self, 1)
-            if len(drawn.reported) == len(drawn.token_ids) and all(
-                token in entry for token, entry in zip(drawn.token_ids, drawn.reported, strict=True)
-            ):
-                return value
-        raise ValueError(f"TensorRT-LLM {tensorrt_llm.__version__} reports no log-probs of sampled tokens")
+    async def _check_log_probs(self) -> None:
+        """Raises ValueError unless the log-prob of every sampled token is reported."""
+        drawn = await seeds.draw(self, 1)
+        reported = [token for token, entry in zip(drawn.token_ids, drawn.reported, strict=False) if token in entry]
+        if reported != drawn.token_ids:
+            raise ValueError(f"TensorRT-LLM {tensorrt_llm.__version__} reports no log-probs of sampled tokens")
 
     async def _find_seeds(self) -> Literal["request", "generator"]:
         """What decides which tokens are drawn: a request's own seed, or that of the sampler's generator."""
@@ -246,7 +213,4 @@ class Llm(EngineLeaf):
         if drawn[0] == drawn[1] and drawn[0] != drawn[2]:
             return "generator"
 
-        raise ValueError(
-            f"TensorRT-LLM {tensorrt_llm.__version__} with {self.sampler} takes no seed: {seeds.REPEATED}; "
-            "choose another trtllm.sampler"
-        )
+        raise ValueError(f"TensorRT-LLM {tensorrt_llm.__version__} takes no seed: {seeds.REPEATED}")

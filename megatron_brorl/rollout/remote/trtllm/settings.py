@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 KV_CACHE = "kv_cache"  # memory tag of keys and values
-_SENT_AGAIN = ("model_weights", "draft_model_weights")  # what a sleep may lose, for weights follow it; 1.3
+_SENT_AGAIN = ("model_weights", "draft_model_weights")  # what a sleep may lose, for weights follow it
 _STEPS = ((64, 8), (256, 16), (512, 32))  # up to so many rows, graphs for every so many; beyond them every 64
 
 
@@ -15,7 +15,7 @@ def sleep_tags(known: Iterable[str]) -> list[str]:
 
 
 def restore_modes(tags: Iterable[str]) -> dict[str, str]:
-    """What becomes of each tag's memory in a sleep of 1.3: lost, or kept in host memory.
+    """What becomes of each tag's memory in a sleep: lost, or kept in host memory.
 
     Weights are sent again after a sleep (rollout.remote.engine) and caches are empty; all else, such as the tables of
     rotary embeddings under "model" or the sampler's state, is needed as it was.

@@ -29,6 +29,9 @@ from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf, Named
 
 EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.BrorlExtension"
 _SPARE_TOKENS = 2 * 512  # of pages that requests fill in part
+# Of the GPU's whole memory. vLLM does not start unless this share is free (0.92 by default), even where the bytes for
+# keys and values are given. A trainer on the same GPU may hold more than the rest. Nothing else depends on it then.
+_FREE_SHARE = 0.01
 _WATCH_S = 1.0  # between two questions whether vLLM's own processes are alive
 
 
@@ -70,7 +73,11 @@ class Llm(EngineLeaf):
 
         # What differs between devices. vLLM's seeds crash under chunked prefill on CPUs, and eager code starts sooner.
         if self.on_gpu:
-            own: dict[str, Any] = {"enable_sleep_mode": True, "enforce_eager": not c.cuda_graphs}
+            own: dict[str, Any] = {
+                "enable_sleep_mode": True,
+                "enforce_eager": not c.cuda_graphs,
+                "gpu_memory_utilization": _FREE_SHARE,
+            }
         else:
             own = {"enable_chunked_prefill": False, "enforce_eager": True}
         if c.quantization == "fp8":

@@ -1,8 +1,9 @@
 """A contract double of TensorRT-LLM: its signatures and strictness, with a CPU engine behind them. For tests alone.
 
-BRORL_DOUBLE_API chooses the generation: 1.2 or 1.3. BRORL_DOUBLE_KV_TOKENS: tokens that there is room for.
-BRORL_DOUBLE_SEEDS=0: TorchSampler of 1.3 ignores seeds, as its first builds did. BRORL_DOUBLE_DIE=POINT:NUMBER:FILE
-ends the process by SIGKILL the NUMBERth time that it comes to POINT (load, finish, row, sleep), once; it makes FILE.
+Names and arguments are those of tests/contract/listings/tensorrt_llm_1_3.json, which is recorded from public sources.
+BRORL_DOUBLE_VERSION chooses the release: with 1.3.0rc21 TorchSampler ignores seeds, with 1.3.0rc29 it heeds them.
+BRORL_DOUBLE_KV_TOKENS: tokens that there is room for. BRORL_DOUBLE_DIE=POINT:NUMBER:FILE ends the process by SIGKILL
+the NUMBERth time that it comes to POINT (load, finish, row, sleep), once; it makes FILE.
 
 What is not modelled: speed, memory, CUDA graphs, real tensor parallelism (every worker has the whole model).
 """
@@ -11,11 +12,11 @@ from __future__ import annotations
 
 import torch
 
-from tensorrt_llm._double import API
+from tensorrt_llm._double import VERSION
 from tensorrt_llm._torch.async_llm import AsyncLLM
 from tensorrt_llm.sampling_params import SamplingParams
 
 torch.set_num_threads(1)  # an engine is started without the OMP_NUM_THREADS of its trainer; tests share few cores
 
-__version__ = {"1.2": "1.2.1", "1.3": "1.3.0rc21"}[API]
+__version__ = VERSION
 __all__ = ["AsyncLLM", "SamplingParams"]

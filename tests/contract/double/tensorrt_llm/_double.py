@@ -1,13 +1,35 @@
-"""What a test chooses about the double."""
+"""What a test chooses about the double, and what is recorded of the releases that it stands for."""
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
+from typing import Any, ClassVar
 
 from dying import come_to
 
-API = os.environ.get("BRORL_DOUBLE_API", "1.3")
+VERSION = os.environ.get("BRORL_DOUBLE_VERSION", "1.3.0rc29")
+SEEDS = VERSION != "1.3.0rc21"  # whether the sampler heeds the seed of a request
 KV_TOKENS = int(os.environ.get("BRORL_DOUBLE_KV_TOKENS", "200000"))
-SEEDS = os.environ.get("BRORL_DOUBLE_SEEDS", "1") == "1"
-assert API in ("1.2", "1.3"), API
-__all__ = ["API", "KV_TOKENS", "SEEDS", "come_to"]
+LISTING = json.loads((Path(__file__).parents[2] / "listings" / "tensorrt_llm_1_3.json").read_text(encoding="utf-8"))
+__all__ = ["KV_TOKENS", "LISTING", "SEEDS", "VERSION", "Recorded", "come_to"]
+
+
+class Recorded:
+    """Takes the arguments that are recorded of the class, and no other, as pydantic's extra = "forbid" does."""
+
+    usual: ClassVar[dict[str, Any]] = {}  # values of arguments that are left out, where it is not None
+    refusal: ClassVar[type[Exception]] = ValueError
+
+    def __init__(self, **given: Any) -> None:
+        known = LISTING["signatures"][type(self).__name__][1:]
+        unknown = sorted(given.keys() - set(known))
+        if unknown:
+            raise self.refusal(f"{type(self).__name__} has no argument {', '.join(unknown)}")
+        for name in known:
+            setattr(self, name, given.get(name, self.usual.get(name)))
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError for values that TensorRT-LLM refuses."""

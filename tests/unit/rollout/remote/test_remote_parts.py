@@ -154,6 +154,21 @@ def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
     assert process.environment(tmp_path, [2, 3], {})["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
+@pytest.mark.parametrize(
+    ("engine", "old", "new"),
+    [
+        ("vllm", ["0.31.9", "0.4.1", "0.32.0rc1"], ["0.32", "0.32.0", "0.32.0+cpu", "0.33.1.dev5+g12ab", "1.0", "dev"]),
+        ("trtllm", ["1.2.1", "1.3.0rc20", "1.3.0rc9"], ["1.3.0rc21", "1.3.0rc22.post1", "1.3.0", "1.4.0rc1"]),
+        ("sglang", [], ["0.5.23"]),
+    ],
+)
+def test_versions_that_are_too_old(engine, old, new):
+    kind = ENGINES[engine]
+    for version in old:
+        assert kind.too_old(version) == f"{kind.name} {version} is too old: install {kind.least} or newer"
+    assert [kind.too_old(version) for version in new] == [""] * len(new)
+
+
 def test_folders_of_trainers_that_are_gone_are_removed(tmp_path):
     gone = tmp_path / f"{process.PREFIX}{2**22 + 1}-x"  # above the largest process number
     gone.mkdir()

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from megatron_brorl.types import Rollout
-from tensorrt_llm._double import API, come_to
+from tensorrt_llm._double import come_to
 from tensorrt_llm._ray_utils import control_action_decorator
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor, Row
-from tensorrt_llm._torch.virtual_memory import verify_sleep_wakeup_tags
-from tensorrt_llm.llmapi.llm_args import RayPlacementConfig, TorchLlmArgs
+from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType, RayPlacementConfig, TorchLlmArgs
 
 
 class RayGPUWorker:
@@ -32,7 +31,7 @@ class RayGPUWorker:
         come_to("sleep")
         tags = self._verify(sleep_tags)
         self.engine.release(tags)
-        modes = self.llm_args.sleep_config.restore_modes if API == "1.3" else {}
+        modes = self.llm_args.sleep_config.restore_modes
         lost = {tag for tag in tags if modes.get(tag) == "NONE"}
         if "model_weights" in lost:
             self.engine.model_engine.model.drop()
@@ -46,9 +45,9 @@ class RayGPUWorker:
         self.engine.asleep -= tags
 
     def _verify(self, tags: list[str]) -> set[str]:
-        if not self.llm_args.can_sleep:
+        if self.llm_args.sleep_config is None:
             raise ValueError("sleep is not enabled")
-        return {str(tag.value) for tag in verify_sleep_wakeup_tags(tags)}
+        return {str(ExecutorMemoryType(tag).value) for tag in tags}  # raises ValueError where one is unknown
 
 
 def _inject(extension: str | None) -> Any:
@@ -135,10 +134,7 @@ class AsyncLLM:
             per_worker_gpu_share=per_worker_gpu_share,
         )
         kwargs.setdefault("ray_worker_extension_cls", "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension")
-        try:
-            self.args = TorchLlmArgs(*args, **kwargs)
-        except TypeError as e:
-            raise ValueError(f"Extra inputs are not permitted: {e}") from None
+        self.args = TorchLlmArgs(*args, **kwargs)
         self._workers: list[Any] = []
         self._requests = 0
         self._compared = False  # whether all workers have the same weights
@@ -153,18 +149,7 @@ class AsyncLLM:
         self._workers = [worker(i, self.args) for i in range(self.args.tensor_parallel_size)]
         return self
 
-    def generate_async(
-        self,
-        inputs: Any,
-        sampling_params: Any = None,
-        lora_request: Any = None,
-        prompt_adapter_request: Any = None,
-        streaming: bool = False,
-        disaggregated_params: Any = None,
-        kv_cache_retention_config: Any = None,
-        scheduling_params: Any = None,
-        cache_salt: str | None = None,
-    ) -> RequestOutput:
+    def generate_async(self, inputs: Any, sampling_params: Any = None) -> RequestOutput:
         p = sampling_params
         longest = min(x for x in (self.args.max_input_len, self.args.max_seq_len) if x)
         if not inputs or len(inputs) > longest or len(inputs) + p.max_tokens > self.args.max_seq_len:
@@ -199,6 +184,7 @@ class AsyncLLM:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         unique_reply_rank: int | None = None,
+        target_ranks: Any = None,
     ) -> list[Any]:
         self._compared = False
         calls = [getattr(worker, method) for worker in self._workers]

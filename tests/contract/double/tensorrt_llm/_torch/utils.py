@@ -1,2 +1,2 @@
-def get_device_uuid(device_idx: int) -> str:
-    return f"GPU-double-{device_idx}"
+def get_device_uuid(device_id: int) -> str:
+    return f"GPU-double-{device_id}"

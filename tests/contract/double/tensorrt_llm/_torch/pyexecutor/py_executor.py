@@ -22,9 +22,8 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.remote.fp8_blocks import dequantize
 from megatron_brorl.types import Prompt, Rollout
-from tensorrt_llm._double import API, SEEDS, come_to
+from tensorrt_llm._double import SEEDS, come_to
 from tensorrt_llm._torch.pyexecutor.resource_manager import KVCacheManager, ResourceManager, ResourceManagerType
-from tensorrt_llm.llmapi.llm_args import CapacitySchedulerPolicy
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -92,11 +91,10 @@ class ModelEngine:
 
 
 class Sampler:
-    """TRTLLMSampler: a seed per request. TorchSampler: one generator, seeded 42; late 1.3 heeds seeds beside it."""
+    """TorchSampler. Where it ignores seeds, one generator seeded 42 serves all requests; the first of them makes it."""
 
-    def __init__(self, kind: str) -> None:
-        self.trtllm = kind == "TRTLLMSampler"
-        self._generator = torch.Generator().manual_seed(42)
+    def __init__(self) -> None:
+        self._generator: torch.Generator | None = None
         self.rows: dict[int, Row] = {}  # by the key that the CPU engine knows them by
 
     def __call__(
@@ -110,10 +108,11 @@ class Sampler:
         top_k: int,
     ) -> tuple[Tensor, Tensor]:
         rows = [self.rows[key] for key in keys.tolist()]
-        if self.trtllm or (API == "1.3" and SEEDS):
+        if SEEDS:
             seeds = torch.tensor([row.params.seed or 0 for row in rows])
             us = philox.uniforms(seeds, torch.zeros_like(position), position)
         else:
+            self._generator = self._generator or torch.Generator().manual_seed(42)
             us = torch.rand(len(rows), dtype=torch.float64, generator=self._generator)
         ids, log_probs = sample(logits, us, temperature, top_p, top_k)
         for i, row in enumerate(rows):
@@ -121,10 +120,10 @@ class Sampler:
         return ids, log_probs
 
     def _report(self, logits: Tensor, token: int, params: Any, temperature: float) -> dict[int, Logprob]:
-        if params.logprobs is None or (API == "1.2" and not params.logprobs):
+        if params.logprobs is None:
             return {}
-        values = (logits.float() / (temperature if self.trtllm and temperature else 1)).log_softmax(-1)
-        if getattr(params, "logprobs_mode", "raw") == "processed" and temperature:
+        values = logits.float().log_softmax(-1)
+        if params.logprobs_mode == "processed" and temperature:
             values = sampling_log_probs(logits[None], temperature, params.top_p, params.top_k)[0]
         tokens = {token, *(values.topk(params.logprobs).indices.tolist() if params.logprobs > 1 else [])}
         return {t: Logprob(float(values[t])) for t in tokens}
@@ -135,11 +134,9 @@ class PyExecutor:
 
     def __init__(self, args: Any) -> None:
         quantized = bool((args.model_kwargs or {}).get("quantization_config"))
-        if quantized and API == "1.2" and args.cuda_graph_config is not None:
-            raise RuntimeError("pre_reload_weights is incompatible with CUDA graphs")
         model = Model(args.model, quantized)
         self.model_engine = ModelEngine(model)
-        self.sampler = Sampler("TRTLLMSampler" if args.sampler_type == "TRTLLMSampler" else "TorchSampler")
+        self.sampler = Sampler()
         self.asleep: set[str] = set()
         self.lost: set[str] = set()  # memory whose contents a sleep did not keep
         self.args = args
@@ -191,23 +188,11 @@ class PyExecutor:
                     traceback.print_exc()
                     os._exit(1)
 
-    def _pause(self, rows: list[Row]) -> None:
-        """What fits together is computed together; MAX_UTILIZATION begins more than fits and pauses some of it."""
-        stats = self.kv_cache_manager.get_kv_cache_stats()
-        pressed = sum(len(row.ids) + row.params.max_tokens for row in rows[: self.args.max_batch_size])
-        pausing = (
-            self.args.scheduler_config.capacity_scheduler_policy == CapacitySchedulerPolicy.MAX_UTILIZATION
-            and pressed > stats.max_num_blocks * stats.tokens_per_block
-        )
-        if pausing and self.sampler.trtllm and not self.args.disable_overlap_scheduler:
-            raise SystemError("Assertion failed: reqTokens.size() == promptLen")
-
     def _generate(
         self, rows: list[Row], temperature: Any, top_p: Any, top_k: Any, tokens: int, stops: Any, greedy: bool
     ) -> None:
         if self.lost:
             raise SystemError(f"generate with {self.lost} lost in a sleep")
-        self._pause(rows)
         if self.asleep or self.dangling:
             raise SystemError(f"generate with released memory ({self.asleep}) or prefixes that point to it")
         self.prefixes = True

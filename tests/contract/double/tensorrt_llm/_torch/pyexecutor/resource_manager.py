@@ -6,34 +6,36 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from tensorrt_llm._double import KV_TOKENS
+from tensorrt_llm._double import KV_TOKENS, LISTING
 
-
-class ResourceManagerType(Enum):
-    KV_CACHE_MANAGER = "KV_CACHE_MANAGER"
-    SEQ_SLOT_MANAGER = "SEQ_SLOT_MANAGER"
+ResourceManagerType = Enum("ResourceManagerType", {name: name for name in LISTING["members"]["ResourceManagerType"]})
 
 
 @dataclass
 class KvCacheStats:
-    max_num_blocks: int
-    tokens_per_block: int
+    max_num_blocks: int = 0
+    tokens_per_block: int = 0
+    allocated_bytes: int = 0
 
 
 class KVCacheManager:
-    """As much as fits (BRORL_DOUBLE_KV_TOKENS), or max_tokens where that is less."""
+    """As much as fits (BRORL_DOUBLE_KV_TOKENS), or max_tokens where that is less. The second manager, which "auto"
+    stands for here, tells bytes alone."""
 
     def __init__(self, config: Any) -> None:
+        self.second = config.use_kv_cache_manager_v2 is not False
         self.tokens_per_block = config.tokens_per_block
         self.blocks = min(KV_TOKENS, config.max_tokens or KV_TOKENS) // self.tokens_per_block
 
     def get_kv_cache_stats(self) -> KvCacheStats:
+        if self.second:
+            return KvCacheStats(allocated_bytes=self.blocks * self.tokens_per_block * 1024)
         return KvCacheStats(self.blocks, self.tokens_per_block)
 
 
 class ResourceManager:
-    def __init__(self, managers: dict[ResourceManagerType, Any]) -> None:
+    def __init__(self, managers: dict[Any, Any]) -> None:
         self.resource_managers = managers
 
-    def get_resource_manager(self, kind: ResourceManagerType) -> Any:
+    def get_resource_manager(self, kind: Any) -> Any:
         return self.resource_managers.get(kind)

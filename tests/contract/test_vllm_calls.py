@@ -1,0 +1,82 @@
+"""Every call into vLLM, read from the source and checked against what is recorded of the release for GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+from contract.listing import Listing, keys_of, problems
+from keys import engines
+from keys.case import Place
+
+import megatron_brorl
+from megatron_brorl.config.schema import Config
+
+LEAF = Path(megatron_brorl.__file__).parent / "rollout" / "remote" / "vllm"
+LISTING = Listing("vllm_0_33")
+GIB = 2**30
+
+
+def source(name: str) -> str:
+    return (LEAF / name).read_text(encoding="utf-8")
+
+
+def test_every_call_of_the_process_fits():
+    wrong, seen = problems(source("llm.py"), "vllm", LISTING, {"self._llm": "AsyncLLM"})
+    assert wrong == []
+    methods = ("from_engine_args", "generate", "abort", "collective_rpc", "is_paused", "reset_prefix_cache")
+    expected = {f"AsyncLLM.{name}" for name in (*methods, "sleep", "wake_up")}
+    assert seen == {*expected, "AsyncEngineArgs", "SamplingParams", "TokensPrompt"}
+    given = keys_of(source("llm.py"), "arguments")
+    assert len(given) >= 20
+    assert LISTING.refusal("AsyncEngineArgs", 0, sorted(given)) == ""
+
+
+def test_every_call_of_the_workers_fits():
+    holders = {"method": "UnquantizedEmbeddingMethod"}
+    wrong, seen = problems(source("extension.py"), "vllm", LISTING, holders)
+    assert wrong == []
+    assert seen == {
+        *("set_current_vllm_config", "initialize_layerwise_reload", "finalize_layerwise_reload"),
+        "UnquantizedEmbeddingMethod.process_weights_after_loading",
+    }
+
+
+def test_the_check_sees_what_is_wrong():
+    text = """
+from vllm import SamplingParams, TokenPrompt
+from vllm.nowhere import Anything
+from vllm.sampling_params import RequestOutputKind
+SamplingParams(temprature=1.0)
+RequestOutputKind.FINAL
+self._llm.sleep(1, "abort", 3)
+self._llm.sleeps()
+"""
+    wrong, _ = problems(text, "vllm", LISTING, {"self._llm": "AsyncLLM"})
+    assert sorted(wrong) == [
+        "AsyncLLM.sleep takes 2 arguments in order, not 3",
+        "AsyncLLM.sleeps is not in vLLM 0.33.0",
+        "RequestOutputKind has no FINAL",
+        "SamplingParams has no argument temprature",
+        "vllm has no TokenPrompt",
+        "vllm.nowhere has no Anything",
+    ]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    tiny.make_model(tmp_path / "model", "qwen2", False, 0)
+    monkeypatch.chdir(tmp_path)
+    return Place(None, monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("free", [1, 4, 20, 60, 79])
+def test_it_starts_beside_a_trainer(free, place):
+    """vLLM 0.33 raises at start where less is free than gpu_memory_utilization of the whole memory, and asks no less
+    where the bytes for keys and values are given (request_memory in v1/worker/utils.py)."""
+    given = engines.vllm_arguments(Config(), place)
+    assert given["kv_cache_memory_bytes"] > 0
+    share = given.get("gpu_memory_utilization", LISTING.defaults["gpu_memory_utilization"])
+    assert 0 < share <= 1  # the bounds of its field
+    assert free * GIB >= 80 * GIB * share

@@ -1,0 +1,157 @@
+"""What the processes of test_shared_engine.py run; see jobs.py.
+
+Each job returns what happened, in the order in which it happened on all ranks. The stand-ins wait for what another rank
+does, never for a time: a rank that should wait is known to wait when it has come to the barrier.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from dist.jobs import grid_of
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron_brorl.config.engine_keys import TrtLlmConfig
+from megatron_brorl.config.schema import Config, ModelConfig, RolloutConfig
+from megatron_brorl.rollout.remote import group
+from megatron_brorl.rollout.remote.engine import RemoteEngine
+from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.train import refit
+
+
+class Events:
+    """What happened on all ranks."""
+
+    def __init__(self, name: str) -> None:
+        grid_of()  # the processes meet
+        self.store = dist.PrefixStore(name, _get_default_store())
+
+    def happened(self, what: str) -> None:
+        """Note it after everything that was noted before, and let those go on that wait for it."""
+        self.store.set(str(self.store.add("count", 1)), what)
+        self.store.set(f"first of {what.split()[0]}", "")
+
+    def wait(self, who: str) -> None:
+        """Until something happened on this rank."""
+        self.store.wait([f"first of {who}"])
+
+    def all(self) -> list[str]:
+        """In their order. A collective."""
+        dist.barrier()
+        return [self.store.get(str(i + 1)).decode() for i in range(self.store.add("count", 0))]
+
+
+def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
+    """What group.join gives this rank's engine: whether it leads, and the barrier of the ranks that share it."""
+    config = replace(
+        Config(),
+        rollout=RolloutConfig(engine="trtllm"),
+        model=ModelConfig(path=folder),
+        trtllm=TrtLlmConfig(tensor=tensor, shared_memory=folder),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(dist.get_rank()))
+        patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
+        patch.setattr(group, "RemoteEngine", lambda *given: given)
+        given: Any = group.join(config, {}, 200, 304, (2,))
+    _, _, _, place, devices, _, _, meet = given
+    dist.barrier()
+    shutil.rmtree(place, ignore_errors=True)
+    return devices is not None, meet
+
+
+def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> RemoteEngine:
+    """This rank's share of an engine of both ranks, whose process is a stand-in that says what it was asked."""
+    leads, meet = _joined(folder, 2)
+    me = "leader" if leads else "other"
+
+    def told_meet() -> None:
+        events.store.set(f"first of {me}", "")  # it has come to the barrier
+        meet()
+
+    def sleep() -> None:
+        before_sleep()
+        events.happened("engine asleep")
+
+    engine: Any = RemoteEngine.__new__(RemoteEngine)
+    engine._meet = told_meet
+    engine.supervisor = None
+    if leads:
+        engine.supervisor = SimpleNamespace(sleep=sleep, wake=lambda: events.happened("engine awake"))
+    return engine
+
+
+def sleeping(rank: int, folder: str, name: str) -> list[str]:
+    """The leader's engine is slow to fall asleep: it does when the other rank has gone on, or waits."""
+    events = Events(name)
+    engine = _engine(events, folder, lambda: events.wait("other"))
+    Watchdog(engine, 60.0).sleep()
+    if rank == 1:
+        events.happened("other loads its models")
+    return events.all()
+
+
+def waking(rank: int, folder: str, name: str) -> list[str]:
+    """The other rank is slow to offload its models: it does when the leader has woken its engine, or waits."""
+    events = Events(name)
+    engine = _engine(events, folder, lambda: None)
+    if rank == 1:
+        events.wait("leader")
+        events.happened("other has offloaded")
+    Watchdog(engine, 60.0).wake()
+    if rank == 0:
+        events.happened("leader goes on")
+    return events.all()
+
+
+def stuck(rank: int, folder: str, name: str, which: int) -> list[str]:
+    """One rank was given up in generate: neither waits for ever, and a leader that is stuck asks its engine nothing."""
+    events = Events(name)
+    dog = Watchdog(_engine(events, folder, lambda: None), 60.0)
+    dog.stuck = rank == which
+    dog.sleep()
+    dog.wake()
+    return events.all()
+
+
+def updating(rank: int, name: str) -> list[str]:
+    """The leader's engine is slow to load: it has the weights when the other rank has gone on, or waits."""
+    events = Events(name)
+    agree = refit._agree
+
+    def told_agree(*given: Any) -> str:
+        if rank == 1:
+            events.store.set("first of other", "")
+        return agree(*given)
+
+    def update_weights(tensors: Any, version: int) -> None:
+        if rank == 0:
+            events.wait("other")
+            events.happened("engine has loaded")
+
+    worker: Any = SimpleNamespace(hf_tensors=lambda: iter(()), grid=SimpleNamespace(rank=rank, world=2))
+    engine: Any = SimpleNamespace(update_weights=update_weights)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refit, "_agree", told_agree)
+        refit.refit(worker, engine, 1)
+    if rank == 1:
+        events.happened("other goes on")
+    return events.all()
+
+
+def groups(rank: int, folder: str, name: str) -> list[str]:
+    """Two engines of two ranks each: the second's ranks meet after the first's have gone on."""
+    events = Events(name)
+    _, meet = _joined(folder, 2)
+    if rank >= 2:
+        events.wait("first")
+    meet()
+    if rank in (0, 2):
+        events.happened("first engine's ranks met" if rank == 0 else "second engine's ranks met")
+    return events.all()
