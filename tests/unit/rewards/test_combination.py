@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -68,6 +69,31 @@ def test_rewards(how: str, weights: tuple[float, ...], text: str, reward: float,
     assert math.isclose(score.reward, reward)
     assert score.reason == reasons
     assert list(score.parts) == ["format", "exact", "share"]
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "reward"),
+    [
+        ("sum", "-2", 0.1 + 0.6 - 0.3 * 2),
+        ("sum", "5", 0.1 + 0.6 + 0.3 * 5),
+        ("product", "-2", -2.0),
+        ("product", "5", 5.0),
+        ("gate", "-2", -2.0),
+    ],
+)
+def test_parts_may_have_any_reward(how: str, said: str, reward: float) -> None:
+    weights = (0.1, 0.6, 0.3) if how == "sum" else (1, 1, 1)
+    assert math.isclose(judged(how, TEXT.format("a", said), said, *weights).reward, reward)
+
+
+@pytest.mark.parametrize(("part", "reward"), [(2.0, 1.0), (0.7 + 0.2 + 0.1, 1.0), (0.999, 0.0), (-1.0, 0.0)])
+def test_a_gate_opens_from_1_on(part: float, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = dataclasses.replace(registry.ENTRIES["share"], load=lambda: lambda answer, row: Score(part))
+    monkeypatch.setitem(registry.ENTRIES, "share", first)
+    parts = (PartConfig("share"), PartConfig("exact"))
+    settings = RewardConfig(combination=(CombinationConfig("mix", "gate", parts),))
+    verify = registry.verifier(registry.for_workers(["mix"], settings)["mix"])
+    assert verify("yes", VerifierRow(id="r", prompt="?", answer="yes", metadata={})).reward == reward
 
 
 def test_parts_are_named() -> None:

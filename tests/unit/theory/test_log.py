@@ -167,3 +167,10 @@ def test_advise_from_a_log(tmp_path, capsys):
     assert spent == pytest.approx(plan["tokens"])
     assert spent <= 30_000
     assert plan["value"] >= plan["uniform_value"]
+
+
+def test_rewards_of_float32_are_logged_as_what_they_were():
+    """A threshold of 0.9 finds a reward of 0.9, which is 0.8999999761581421 as float64."""
+    rewards = np.array([0.9, -0.1, 1e-30], dtype=np.float32)
+    row = log_row("a", 0, rewards, np.zeros(3, np.int64), np.ones(3, np.int64))
+    assert row["rewards"] == [0.9, -0.1, 1e-30]
