@@ -21,7 +21,7 @@ import pytest
 from e2e.runs import ENVIRONMENT, rows
 
 from megatron_brorl.config.load import load
-from megatron_brorl.train.actor_update import scaled
+from megatron_brorl.train.learning_rate import scaled
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "brorl_1.5b.sh"

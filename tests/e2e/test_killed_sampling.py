@@ -40,7 +40,7 @@ def test_killed_while_sampling_and_resumed(config, warm, tmp_path):
     # Of what was recovered nobody was slow or fast: two devices have sampled the rest alone.
     sampled = 2 * times[1]["throughput/generate_tokens_per_s"] * times[1]["ranks/generate_slowest"]
     assert sampled == pytest.approx(sum(tokens for *_, tokens in rest))
-    assert "step 2: 80 rollouts had been sampled before a restart" in done.stderr
+    assert "step 1: 80 rollouts had been sampled before a restart" in done.stderr
     assert not (parts / "unfinished_step").exists()
 
     assert rows(parts) == rows(whole)
