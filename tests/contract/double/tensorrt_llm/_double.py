@@ -31,5 +31,8 @@ class Recorded:
             setattr(self, name, given.get(name, self.usual.get(name)))
         self.check()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({vars(self)})"
+
     def check(self) -> None:
         """Raise ValueError for values that TensorRT-LLM refuses."""
