@@ -47,7 +47,8 @@ class _Train(ModuleType):
 # given when Megatron-Core is imported, so the filters are set before any module of the package is.
 _NO_USE_TO_A_USER: list[tuple[type[Warning], str]] = [
     (UserWarning, r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "),
-    (UserWarning, "full scope is deprecated. Use empty cuda_graph_scope"),
+    (UserWarning, "full scope is deprecated. Use empty cuda_graph_(scope|modules)"),
+    (UserWarning, "MimoModelConfig is experimental and still under active development"),
     (FutureWarning, "Please use DTensor instead and we are deprecating ShardedTensor"),
     (FutureWarning, "`load_state_dict` is deprecated and will be removed"),
 ]

@@ -26,6 +26,7 @@ from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rollout.registry import ENGINES
 
 LEAST_TORCH = (2, 6)  # as pyproject.toml has it
+TESTED_MEGATRON = ("0.16", "0.19")  # of pyproject.toml: for Python before 3.12, and from it on
 LEAST_SHARED_MIB = 1024  # Docker's default of 64 holds no weights
 LEAST_DISK_MIB = 1024  # for a checkpoint of the smallest models; `brorl train --dry-run` knows how much a run takes
 LEAST_FILES = 1024
@@ -79,12 +80,14 @@ def _torch() -> Finding:
 
 
 def _megatron() -> Finding:
-    remedy = 'pip install "megatron-core==0.16.*"'
+    wanted = TESTED_MEGATRON[sys.version_info >= (3, 12)]
+    remedy = f'pip install "megatron-core=={wanted}.*"'
     try:
         version = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         return Finding("megatron-core", "none", remedy)
-    return Finding("megatron-core", version, "" if version.startswith("0.16.") else remedy)
+    known = any(version.startswith(f"{x}.") for x in TESTED_MEGATRON)
+    return Finding("megatron-core", f"{version} (tested: {', '.join(TESTED_MEGATRON)})", "" if known else remedy)
 
 
 def _devices() -> Finding:

@@ -14,7 +14,8 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.parallel import device
 
-MIN_TE_VERSION = (2, 9)  # of Megatron-Core 0.16
+# Megatron-Core 0.16 asks for 2.9. Megatron-Core 0.19 declares no range.
+MIN_TE_VERSION = (2, 9)
 
 
 def problem(
@@ -28,7 +29,7 @@ def problem(
     # What Transformer Engine and the GPU can do.
     gpu = "{}.{}".format(*capability)
     if _version(engine) < MIN_TE_VERSION:
-        return f"Transformer Engine {engine} is too old for Megatron-Core 0.16: install 2.9 or newer"
+        return f"Transformer Engine {engine} is too old: install 2.9 or newer"
 
     # The GPU: each recipe has a first generation that computes it, block scaling a first CUDA too.
     if capability < (8, 9):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.layout import Entry
 
 _ACTIVATIONS = {None: torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
+# Megatron-Core 0.19 logs this for every GPTModel. Its successor, HybridModel, takes layers of Transformer Engine alone.
+logging.getLogger(GPTModel.__module__).addFilter(lambda x: not str(x.msg).startswith("GPTModel IS DEPRECATED"))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 # Fields of Megatron's configuration that recompute the core of attention alone.
 ATTENTION_ALONE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -278,7 +281,9 @@ def build_actor(
         actor = Actor(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
     mark_sharded(actor, entries(shape, grid.pipeline, actor.fused_norms))
     if actor.post_process and not actor.pre_process and shape.tied:
-        set_tensor_model_parallel_attributes(actor.output_layer.weight, True, 0, 1)
+        weight = actor.output_layer.weight
+        if not hasattr(weight, "tensor_model_parallel"):  # Megatron-Core 0.19 sets it for a tied head itself
+            set_tensor_model_parallel_attributes(weight, True, 0, 1)
     return actor.to(device=device.default_device(), dtype=dtype)
 
 
@@ -317,9 +322,10 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer, norm = spec.submodules, FusedRmsNorm if fused else RmsNorm
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    # Megatron-Core 0.19 describes the MLP by a partial, 0.16 by a ModuleSpec.
+    mlp = layer.mlp.keywords["submodules"] if isinstance(layer.mlp, partial) else layer.mlp.submodules
     if fused:
         # The activation becomes a pass-through: the product after it computes it.
-        mlp = layer.mlp.submodules
         mlp.linear_fc1, mlp.activation_func, mlp.linear_fc2 = FusedColumnLinear, TakenActivation, FusedSwiGluLinear
 
     # Attention.
@@ -335,7 +341,7 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
 
     # The norm of what either part gives comes with its last product.
     if shape.post_norms:
-        attention.linear_proj = layer.mlp.submodules.linear_fc2 = PostNormRowLinear
+        attention.linear_proj = mlp.linear_fc2 = PostNormRowLinear
 
     # One description serves all layers of the stage; layer_norm is the model's final norm.
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)

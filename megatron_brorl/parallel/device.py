@@ -54,6 +54,7 @@ def prepare() -> None:
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment, return-value]
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
     torch.cuda.manual_seed = lambda seed: None  # no generator of a device to seed
     Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]

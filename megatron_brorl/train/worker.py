@@ -390,7 +390,11 @@ class Worker(Stage):
                 self.optimizer.prepare_grads()
 
         # As Megatron takes the norm: without what tensor ranks or tied embeddings have twice.
-        found = [g for part in self.optimizer.chained_optimizers for g in part.get_main_grads_for_grad_norm()]
+        found = []
+        for part in self.optimizer.chained_optimizers:
+            # Megatron-Core 0.19 has renamed the method of 0.16.
+            renamed = hasattr(part, "get_grads_for_grad_norm")
+            found += part.get_grads_for_grad_norm() if renamed else part.get_main_grads_for_grad_norm()
         return found, self.optimizer.get_grad_stats_parallel_group()
 
     def _head(self, temperature: float) -> MakeHead:

@@ -73,6 +73,35 @@ def test_result_and_gradient(stream, kv_heads, heads, dim):
     torch.testing.assert_close(mine.double(), right, rtol=0, atol=3e-6 * max(1.0, float(right.abs().max())))
 
 
+@pytest.mark.parametrize("dim", [16, 24])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_gradient_reaches_the_projection(normed, bias, dim):
+    """The projection is a view of what a function of ops made, as in FusedSelfAttention; attention overwrites it."""
+    segments, (_, angle) = table([(3, (2, 4))]), inputs(9, 2, 2, dim, seed=6)
+    g = torch.Generator().manual_seed(7)
+    x, weight = torch.randn(9, 1, 8, generator=g), torch.randn(2 * 4 * dim, 8, generator=g) / 3
+    norm, offset = torch.rand(8, generator=g) + 0.5, torch.randn(2 * 4 * dim, generator=g) if bias else None
+    narrow = [t.clone().requires_grad_() for t in (x, weight, norm)]
+    wide = [t.double().requires_grad_() for t in (x, weight, norm)]
+    up = torch.randn(9, 2 * 2 * dim, generator=g)
+
+    if normed:
+        projected = ops.norm_linear(narrow[0], narrow[2], 1e-6, narrow[1], offset)
+        rows = torch.nn.functional.rms_norm(wide[0], (8,), wide[2], 1e-6)
+    else:
+        projected, rows = ops.linear(narrow[0], narrow[1], offset), wide[0]
+    got = ops.attend(projected.view(9, 2, 4, dim), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
+    qkv = torch.nn.functional.linear(rows, wide[1], offset.double() if bias else None).view(9, 2, 4, dim)
+    expected = brute_force(qkv, angle, segments, dim**-0.5)
+
+    used = slice(3 if normed else 2)
+    mine = torch.autograd.grad(got, narrow[used], up)
+    right = torch.autograd.grad(expected, wide[used], up.double())
+    for a, b in zip(mine, right, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * float(b.abs().max()))
+
+
 def test_large_scores():
     """Weights that are 0 or 1 in float32 are, and nothing overflows."""
     segments = table([(600, (3,))])

@@ -23,7 +23,8 @@ class FusedSelfAttention(SelfAttention):
         projected, _ = self.linear_qkv(hidden_states)
         kv_heads, d = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         qkv = projected.view(len(projected), kv_heads, -1, d)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
+        # Without norms Megatron-Core 0.16 has an IdentityOp here, for which a copy would be wasted, and 0.19 None.
+        if self.config.qk_layernorm:
             query, key, value = qkv.split([qkv.shape[2] - 2, 1, 1], dim=2)
             qkv = torch.cat((self.q_layernorm(query), self.k_layernorm(key), value), dim=2)
         return qkv, None, None

@@ -167,7 +167,9 @@ class _SegmentAttention(torch.autograd.Function):
         torch.ops.brorl.rotate_(qkv[:, :, :-1], cos, sin, False)
         increment_version(qkv)  # whoever kept it for a backward pass of its own is told
         out, log_sums = torch.ops.brorl.segment_attention(qkv, segments, scale)
-        ctx.save_for_backward(qkv, out, log_sums, segments, cos, sin)
+        # Detached, because qkv may be a view of a product of _Linear or _NormLinear. Unpacking a saved input asks for
+        # its grad_fn, which autograd refuses for such a view once its memory has been written.
+        ctx.save_for_backward(qkv.detach(), out, log_sums, segments, cos, sin)
         ctx.scale = scale
         return out
 

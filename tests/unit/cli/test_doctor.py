@@ -50,6 +50,9 @@ def small(name, **amounts):
     return plant
 
 
+MEGATRON = "0.16" if sys.version_info < (3, 12) else "0.19"
+
+
 def version(found):
     def plant(monkeypatch):
         def look(package):
@@ -81,8 +84,9 @@ def no_kernels(monkeypatch):
     ("plant", "check", "mark", "remedy"),
     [
         (lambda m: m.setattr(torch, "__version__", "2.4.1+cpu"), "_torch", "BAD", 'pip install "torch>=2.6"'),
-        (version("0.14.0"), "_megatron", "BAD", 'pip install "megatron-core==0.16.*"'),
-        (version(None), "_megatron", "BAD", 'pip install "megatron-core==0.16.*"'),
+        (version("0.14.0"), "_megatron", "BAD", f'pip install "megatron-core=={MEGATRON}.*"'),
+        (version("0.17.1"), "_megatron", "BAD", f'pip install "megatron-core=={MEGATRON}.*"'),
+        (version(None), "_megatron", "BAD", f'pip install "megatron-core=={MEGATRON}.*"'),
         (no_kernels, "extension", "BAD", "pip install . in the checkout"),
         (small("cpu", free=10 << 20), "_disk", "BAD", "give a run.dir on a larger disk"),
         (small("gpu", total=64 << 20), "_shared_memory", "BAD", "docker run --shm-size=16g"),

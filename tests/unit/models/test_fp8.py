@@ -37,7 +37,7 @@ def shape(**changes: int) -> ModelShape:
         ("blockwise", H100, "12.8", "2.9", "CUDA 12.9 (here: 9.0 and 12.8): use 'tensorwise'"),
         ("blockwise", L40, "12.9", "2.9", "compute capability 9.0"),
         ("mxfp8", H100, "13.0", "2.9", "H100 and H200 have 9.0): use 'blockwise'"),
-        ("tensorwise", H100, "12.9", "2.8.1", "Transformer Engine 2.8.1 is too old"),
+        ("tensorwise", H100, "12.9", "2.8.1", "Transformer Engine 2.8.1 is too old: install 2.9"),
     ],
 )
 def test_devices_and_versions(recipe, capability, cuda, engine, message):
