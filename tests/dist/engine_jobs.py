@@ -60,7 +60,7 @@ def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
         patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
         patch.setattr(group, "RemoteEngine", lambda *given: given)
         given: Any = group.join(config, {}, 200, 304, (2,))
-    _, _, _, place, devices, _, _, meet = given
+    _, _, _, place, devices, *_, meet = given
     dist.barrier()
     shutil.rmtree(place, ignore_errors=True)
     return devices is not None, meet
