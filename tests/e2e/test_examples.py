@@ -85,6 +85,8 @@ def smoke_model(tmp_path_factory):
 
 
 FEWER = ["rollout.n=16", "rollout.prompts=6", "reward.workers=1", "data.held_out_prompts=4"]
+# With pull, time decides which rollouts are decoded together, and with it the last bits of the engine's floats.
+REPEATABLE = [*FEWER, "rollout.pull=false"]
 
 
 # As a job of Slurm's: below.
@@ -101,7 +103,7 @@ def test_a_smoke_run_that_is_killed_resumes_bit_for_bit(how, smoke_model, tmp_pa
     for name in ("whole", "killed"):
         directory = tmp_path / name
         shutil.copytree(smoke_model, tmp_path / f"{name}_model")
-        command = [*how, str(SCRIPT), "--smoke", f"run.dir={directory}", *FEWER]
+        command = [*how, str(SCRIPT), "--smoke", f"run.dir={directory}", *REPEATABLE]
         if name == "killed":
             env = {**ENVIRONMENT, "PATH": PATH}
             with open(tmp_path / "output", "w") as output:
