@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # With what tests, lint and documentation need besides.
 DEV := $(VENV)/.installed-dev
 
-.PHONY: quickstart test-fast test test-rest test-all check docs bench torture sanitize wheel test-wheel test-vllm gpu-check clean
+.PHONY: quickstart test-fast test test-rest test-all check docs bench torture sanitize wheel test-wheel test-vllm test-megatron-next gpu-check clean
 
 quickstart: $(INSTALLED)  ## the main job on this machine: a tiny model, 512 rollouts per prompt, a plot and a summary
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
@@ -47,6 +47,9 @@ torture: $(DEV)  ## spoiled inputs, changed layouts, 500 steps, then runs that a
 
 test-vllm: $(DEV)  ## the engine tests on vLLM itself, which gets an environment of its own (3.5 GB)
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/test_vllm.sh
+
+test-megatron-next: $(DEV)  ## tests/dist, models, checkpoints and whole runs on Megatron-Core 0.19
+	VENV="$(VENV)" WORKERS="$(WORKERS)" bash tools/test_megatron_next.sh
 
 gpu-check: $(DEV)  ## what this machine's GPU has to show, in half an hour: tables in gpu_check.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/gpu_check.py
