@@ -26,6 +26,7 @@ elif [[ ! -f $NEXT/.installed || $VENV/.installed-dev -nt $NEXT/.installed ]]; t
   touch "$NEXT/.installed"
 fi
 
+PATH="$(realpath "$VENV")/bin:$PATH" # for shellcheck
 echo "test_megatron_next: Megatron-Core $(version_of "$NEXT")"
 exec "$NEXT/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder \
   tests/dist tests/unit/models tests/unit/checkpoints tests/e2e "$@"

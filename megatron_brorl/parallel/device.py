@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def prepare() -> None:
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_: None
-    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment, return-value]
+    no_stream: Any = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
+    torch.cuda.current_stream = lambda *_: no_stream
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
     torch.cuda.manual_seed = lambda seed: None  # no generator of a device to seed
     Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
@@ -73,6 +75,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         device = kwargs.get("device")
         if device is not None and str(device).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
+        if kwargs.get("pin_memory"):  # Pinning needs an accelerator.
+            kwargs = {**kwargs, "pin_memory": False}
         result = func(*args, **kwargs)
         if func is Tensor.type and len(args) == 1 and not kwargs:
             return result.replace("torch.", "torch.cuda.", 1)

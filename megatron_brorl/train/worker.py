@@ -109,11 +109,12 @@ class Stage:
             module=self.module,
         )
 
-        # Adam as [optim] says; the learning rate is set anew for every step.
+        # Adam as [optim] says. Every step sets the learning rate. Here it is the same in all runs, because Megatron-Core
+        # 0.19 uses it to find the parameter groups of a checkpoint, and a resumed run may change optim.lr.
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=optim.lr,
+                lr=0.0,
                 weight_decay=optim.weight_decay,
                 adam_beta1=optim.betas[0],
                 adam_beta2=optim.betas[1],

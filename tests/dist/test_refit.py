@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from conversions import assert_same_weights, to_hf, to_megatron
@@ -150,6 +152,8 @@ def test_checkpoints_are_cut_as_megatron_cuts_them(worlds, tmp_path, case):
     def described(name):
         found = {}
         for key, meta in FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata.items():
+            if key.startswith("common_state/"):
+                continue  # Megatron-Core 0.19 writes a copy of common.pt here, and reads either.
             found[key] = None
             if hasattr(meta, "chunks"):
                 chunks = sorted((tuple(c.offsets), tuple(c.sizes)) for c in meta.chunks)
@@ -157,6 +161,7 @@ def test_checkpoints_are_cut_as_megatron_cuts_them(worlds, tmp_path, case):
         return found
 
     assert described("ours") == described("theirs")
-    assert (tmp_path / "ours/metadata.json").read_text() == (tmp_path / "theirs/metadata.json").read_text()
+    ours, theirs = (json.loads((tmp_path / name / "metadata.json").read_text()) for name in ("ours", "theirs"))
+    assert theirs.items() <= ours.items()  # Megatron-Core 0.19 names no backend of common.pt any more.
     to_hf(tmp_path / "theirs", tmp_path / "back", config=tmp_path / "hf")
     assert_same_weights(tmp_path / "hf", tmp_path / "back")
