@@ -109,8 +109,8 @@ class Stage:
             module=self.module,
         )
 
-        # Adam as [optim] says. Every step sets the learning rate. Here it is the same in all runs, because Megatron-Core
-        # 0.19 uses it to find the parameter groups of a checkpoint, and a resumed run may change optim.lr.
+        # Adam as [optim] says. Every step sets the learning rate. Here it is the same in all runs: Megatron-Core 0.19
+        # uses it to find the parameter groups of a checkpoint, and a resumed run may change optim.lr.
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
