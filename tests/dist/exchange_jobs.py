@@ -59,7 +59,10 @@ def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: Cost
         got = exchanges.exchange(own, outcomes, assigned.replica, grid)
     return {
         "replica": grid.dp_rank,
-        "rows": [replace(row, rollout=replace(row.rollout, log_probs=row.rollout.log_probs.view(torch.int32))) for row in got.rows],
+        "rows": [
+            replace(row, rollout=replace(row.rollout, log_probs=row.rollout.log_probs.view(torch.int32)))
+            for row in got.rows
+        ],
         "held": [(row.group, row.rollout.index) for row in own],
         "moved": got.moved,
         "balance": assigned.balance,

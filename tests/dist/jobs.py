@@ -5,35 +5,34 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import tiny
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from ops.linear_cases import make
 
-import tiny
 from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ParallelConfig
 from megatron_brorl.model_shape import read_shape
-from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused import linear as fused
+from megatron_brorl.ops.fused.decode import FusedDecode
+from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.batch import Packed
-from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.train.actor_update import update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience, Prompt
 
-
 CPU = torch.device("cpu")
 
 
 def rows(seed: int, count: int = 24) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Ragged prompts and responses: four prompts with 9, 3, 11 and 1 siblings of different lengths, one of one token."""
+    """Return four prompts with 9, 3, 11 and 1 responses of different lengths, one of them of one token."""
     g = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (5, 9, 2, 6)]
     lengths = [1, *torch.randint(1, 20, (count - 1,), generator=g).tolist()]

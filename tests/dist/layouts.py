@@ -9,7 +9,7 @@ import pytest
 
 
 def covering(layouts: Sequence[tuple[Any, ...]], cases: Sequence[Any], every: int = 0) -> list[Any]:
-    """(*layout, case) of all pairs, of which `make test` takes one in `every` (0: as few as it can), the rest being full.
+    """Return (*layout, case) for all pairs. `make test` takes one in `every` (0: as few as it can); the rest are full.
 
     Of what it takes, every layout and every case is a part; a fault of one family, or of one layout, is found at once.
     """

@@ -17,7 +17,12 @@ NAN = float("nan")
 
 
 def steps(
-    _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], token: int, rows: list[tuple[str, int]]
+    _rank: int,
+    directory: str,
+    parallel: dict[str, Any],
+    changes: dict[str, Any],
+    token: int,
+    rows: list[tuple[str, int]],
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Two steps in which the embedding of `token` comes to NaN and the engine gives no log-prob of `rows`."""
     engine = fakes.Engine(nonfinite=dict.fromkeys(rows, NAN))

@@ -16,11 +16,11 @@ from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
 from megatron_brorl.train.actor_update import update_policy
 from megatron_brorl.train.critic_update import update_critic
+from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.experience import make_experience
 from megatron_brorl.train.groups import mini_batches
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.training_models import TrainingModels
-from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout
 
@@ -84,7 +84,9 @@ def ppo(
         own, experience, credit = make_experience(own, groups, advantages, models, ALGO, TEMPERATURE)
         batches = mini_batches(own, [0, 1, 2, 3], ALGO.mini_batches, "siblings") * ALGO.epochs
         valued = update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
-        figures.append({**credit, **valued, **update_policy(worker, experience, batches, ALGO, OPTIM, TEMPERATURE, 4 * step)})
+        figures.append(
+            {**credit, **valued, **update_policy(worker, experience, batches, ALGO, OPTIM, TEMPERATURE, 4 * step)}
+        )
     return figures, {name: tensor.clone() for name, tensor in worker.hf_tensors()}, critic_weights(critic)
 
 
@@ -96,4 +98,3 @@ def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
     if grid.last_stage:
         found["value_head"] = critic.critic.output_layer.weight.detach().clone()
     return found
-

@@ -12,8 +12,8 @@ import torch
 from dist.jobs import grid_of
 from dist.steps import configured, make_trainer
 
-from megatron_brorl.model_shape import read_shape
 from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.fused.sampling import sample_tokens
@@ -31,7 +31,8 @@ class Judge(fakes.Pool):
         return self.reward
 
 
-def _trainer(directory: str, parallel: dict[str, Any], changes: dict[str, Any], reward: float | None, engine: Any = None
+def _trainer(
+    directory: str, parallel: dict[str, Any], changes: dict[str, Any], reward: float | None, engine: Any = None
 ) -> Trainer:
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), engine or fakes.Engine())
     if reward is not None:

@@ -15,6 +15,7 @@ from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopySer
 from megatron.core.resharding.refit import swap_model_weights
 from safetensors.torch import load_file
 
+from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.backend import backend
@@ -22,11 +23,10 @@ from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel import device
 from megatron_brorl.reshard.plan import make_plan
-from megatron_brorl.rollout.receive import UpdateRefused, receive
-from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.train.refit import refit
+from megatron_brorl.rollout.receive import UpdateRefused, receive
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.train.refit import refit
 from megatron_brorl.train.verify import verify_reshard
 from megatron_brorl.train.worker import StageOptions, Worker
 
@@ -172,9 +172,7 @@ def drifted(rank: int, directory: str, parallel: dict[str, Any]) -> str:
 def verified(_rank: int, directory: str, parallel: dict[str, Any], wrong: bool) -> float | str:
     """verify_reshard of a TorchEngine; wrong: the engine's weights are those of another step."""
     worker = make_worker(directory, parallel)
-    engine = TorchEngine(
-        worker.shape, hf_shapes(worker.shape), torch.device("cpu"), torch.float32, 100, sample_tokens
-    )
+    engine = TorchEngine(worker.shape, hf_shapes(worker.shape), torch.device("cpu"), torch.float32, 100, sample_tokens)
     refit(worker, engine, 0)
     if wrong:
         with torch.no_grad():

@@ -13,6 +13,7 @@ import fakes
 import torch
 from dist.jobs import grid_of, make_worker
 
+from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import (
     Config,
     EvaluateConfig,
@@ -23,7 +24,6 @@ from megatron_brorl.config.schema import (
     TrainConfig,
 )
 from megatron_brorl.model_shape import read_shape
-from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops import philox
@@ -33,16 +33,16 @@ from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.network import shared_store
 from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.sampler import deal, requests
-from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.train.critic_update import critic_optim
+from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.rollouts import Rollouts
-from megatron_brorl.train.critic_update import critic_optim
-from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import OpenGroup
 

@@ -73,7 +73,7 @@ def test_another_layout_is_refused(worlds, directory, tmp_path, now, changes, wo
 
 
 def test_masters_are_the_values_of_the_file(worlds, directory, tmp_path):
-    """The weights are rounded to bfloat16, the masters are not; so they are after a checkpoint before the first step."""
+    """The weights are rounded to bfloat16 and the masters are not, also after a checkpoint before the first step."""
     names = {
         "embedding.word_embeddings.weight": "model.embed_tokens.weight",
         "decoder.layers.1.mlp.linear_fc2.weight": "model.layers.1.mlp.down_proj.weight",

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 import torch
-from dist.exchange_jobs import CUT, LOST, N, PROMPTS, rollout
+from dist.exchange_jobs import CUT, LOST, PROMPTS, N, rollout
 
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel.balance import CostModel
@@ -54,7 +54,11 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
     mean, most = 0.0, 0.0
     for step in range(3):
         parts = [
-            [(g, s) for (g, s), at in places.items() if at == i and (KEPT.index(g) if of == "prompts" else s) % 3 == step]
+            [
+                (g, s)
+                for (g, s), at in places.items()
+                if at == i and (KEPT.index(g) if of == "prompts" else s) % 3 == step
+            ]
             for i in replicas
         ]
         costs = [cost(part) for part in parts]
@@ -65,7 +69,9 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
 
     # A row goes once to every rank of its replica that did not sample it: 4 bytes per id and per log-probability.
     holders = {slot: f["replica"] for f in found for slot in f["held"]}
-    needed = sum(8 * len(rollout(*slot).rollout.token_ids) * (model - (holders[slot] == at)) for slot, at in places.items())
+    needed = sum(
+        8 * len(rollout(*slot).rollout.token_ids) * (model - (holders[slot] == at)) for slot, at in places.items()
+    )
     assert {f["moved"] for f in found} == {needed}
     assert sum(f["sent"] for f in found) == needed
     assert all(f["messages"] > (1 if message < 2**25 else 0) for f in found)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from dist.jobs import rows
 from dist.layouts import covering
@@ -14,7 +14,6 @@ from dist.world import World
 from ops.linear_cases import EVERYTHING, OTHER_LOSSES, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
 
-import tiny
 from megatron_brorl.ops.reference import linear as reference
 
 LAYOUTS = [

@@ -28,8 +28,13 @@ def neighbours(rank: int, size: int, parallel: dict[str, int], axes: tuple[str, 
 @pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
 def test_groups_are_of_their_ranks_and_made_once(worlds, size, parallel):
     of = {
-        **{"tp": ("tensor",), "pp": ("pipeline",), "cp": ("context",), "dp": ("data",)},
-        **{"dp_cp": ("data", "context"), "mp": ("tensor", "pipeline"), "replica": ("tensor", "context", "pipeline")},
+        "tp": ("tensor",),
+        "pp": ("pipeline",),
+        "cp": ("context",),
+        "dp": ("data",),
+        "dp_cp": ("data", "context"),
+        "mp": ("tensor", "pipeline"),
+        "replica": ("tensor", "context", "pipeline"),
     }
     expected = [{name: neighbours(rank, size, parallel, axes) for name, axes in of.items()} for rank in range(size)]
     for rank, (ranks, sums, same) in enumerate(worlds(size).run("jobs:groups", parallel, list(of))):

@@ -6,12 +6,12 @@ import pytest
 import tiny
 import torch
 
+from megatron_brorl.checkpoints.random_init import qwen2_config
+from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import parse_shape, read_shape
 from megatron_brorl.models import memory
-from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.parallel import grid
-from megatron_brorl.config.schema import ParallelConfig
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,10 @@ class Critic(torch.nn.Module):
 def optimizer(module, config):
     """Norm weights and biases are not decayed."""
     kinds = {kind: [p for p in module.parameters() if (p.dim() > 1) == kind] for kind in (True, False)}
-    groups = [{"params": kinds[True], "weight_decay": config.weight_decay}, {"params": kinds[False], "weight_decay": 0.0}]
+    groups = [
+        {"params": kinds[True], "weight_decay": config.weight_decay},
+        {"params": kinds[False], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
@@ -98,7 +101,13 @@ def loop(directory, case):
         ]
         gaps = [(o - s).exp() for o, s in zip(old, sampled, strict=True)]
         trusted = [(g >= ALGO.mismatch_low) & (g <= ALGO.mismatch_high) for g in gaps]
-        found = {"explained_variance": 1 - (flat.var() / goal.var()).item(), "value_loss": 0.0, "loss": 0.0, "clipped": 0, "masked": 0}
+        found = {
+            "explained_variance": 1 - (flat.var() / goal.var()).item(),
+            "value_loss": 0.0,
+            "loss": 0.0,
+            "clipped": 0,
+            "masked": 0,
+        }
         for _ in range(ALGO.epochs):
             for part in range(2):
                 members = [i for i, g in enumerate(OF_PROMPT) if (i - OF_PROMPT.index(g)) % 2 == part]

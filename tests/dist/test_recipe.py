@@ -88,7 +88,9 @@ def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, 
         assert found["stepped"]
         assert not found["stepped_after_reset"]
         # One update per step: before the first nothing has moved, before the third the reference was reset.
-        assert [f["reference_kl"] for f in found["figures"]] == pytest.approx([0, found["figures"][1]["reference_kl"], 0])
+        assert [f["reference_kl"] for f in found["figures"]] == pytest.approx(
+            [0, found["figures"][1]["reference_kl"], 0]
+        )
         assert found["figures"][1]["reference_kl"] > 1e-8
 
 
@@ -108,7 +110,9 @@ def prompts_of_a_round(missing, asked, kept, most):
     if missing <= 0:
         return 1
     p = kept / asked
-    return next((m for m in range(most) if p and m * p - 3 * math.sqrt(m * p * (1 - p) * (1 + m / asked)) >= missing), most)
+    return next(
+        (m for m in range(most) if p and m * p - 3 * math.sqrt(m * p * (1 - p) * (1 + m / asked)) >= missing), most
+    )
 
 
 @pytest.mark.parametrize("most", [1, 4])
@@ -178,16 +182,14 @@ def test_cut_off_responses_without_loss(worlds, directory):
 
 def test_shaping_reaches_the_advantages_and_not_the_selection(worlds, directory):
     shaping = {"overlong_tokens": 6, "cosine_coef": 1.0, "repetition_ngram": 1, "repetition_penalty": 0.01}
-    ((plain, _, a),) = worlds(1).run("steps:run_steps", directory, {}, SMALL, 1, {})
-    ((shaped, _, b),) = worlds(1).run("steps:run_steps", directory, {}, SMALL | {"shaping": shaping}, 1, {})
+    ((plain, _, _a),) = worlds(1).run("steps:run_steps", directory, {}, SMALL, 1, {})
+    ((shaped, _, _b),) = worlds(1).run("steps:run_steps", directory, {}, SMALL | {"shaping": shaping}, 1, {})
     assert [shaped[0][k] for k in ("reward", "kept_share", "rollouts")] == [
         plain[0][k] for k in ("reward", "kept_share", "rollouts")
     ]
     total = 0.0
     for prompt in fakes.prompts(3):
-        for row, right in zip(
-            fakes.draws(stream_key(3, 0, prompt.id), range(16), 12), passes(prompt, 0), strict=True
-        ):
+        for row, right in zip(fakes.draws(stream_key(3, 0, prompt.id), range(16), 12), passes(prompt, 0), strict=True):
             t = row.index(fakes.STOP) + 1 if fakes.STOP in row else 12
             ids = row[:t]
             total += right * (1 - 0.5 + 0.25 * (1 + math.cos(math.pi * t / 12))) - max(0, t - 6) / 6

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import tiny
 import torch
 from conversions import assert_same_weights, to_hf, to_megatron
 from dist.jobs import rows
 from dist.layouts import covering
 from dist.world import World
-
-import tiny
 
 pytestmark = pytest.mark.slow
 BIG = (4, {"tensor": 2, "pipeline": 2})
@@ -47,8 +46,10 @@ def test_every_layout_and_family(worlds, tmp_path, size, parallel, case):
 
 FAULTS = {
     "drop": "weight update: 7 tensors missing, for example model.layers.0.",
-    "swap": "weight update: 2 tensors are not what was sent (checksum), for example model.layers.2.self_attn.k_proj.weight",
-    "flip": "weight update: 1 tensors are not what was sent (checksum), for example model.layers.3.mlp.down_proj.weight",
+    "swap": "weight update: 2 tensors are not what was sent (checksum), "
+    "for example model.layers.2.self_attn.k_proj.weight",
+    "flip": "weight update: 1 tensors are not what was sent (checksum), "
+    "for example model.layers.3.mlp.down_proj.weight",
     "stop": "weight update: broke off after 8 of 50 tensors: RuntimeError: engine killed",
 }
 
@@ -126,7 +127,7 @@ def test_megatron_s_own_resharding_agrees(worlds, tmp_path, size, source, target
     covering([(1, {}), (2, {"pipeline": 2}), BIG, (4, {"tensor": 2})], [("qwen2", True), ("qwen3", False)]),
 )
 def test_megatron_loads_converted_checkpoints(worlds, tmp_path, size, parallel, case):
-    """Converted for two tensor ranks and two stages, loaded by Megatron under every layout; log-probs of transformers."""
+    """Convert for two tensor ranks and two stages, load by Megatron under every layout, compare with transformers."""
     model = tiny.make_model(tmp_path / "hf", *case)
     to_megatron(tmp_path / "hf", tmp_path / "megatron", 2, 2)
     prompts, responses = rows(1)

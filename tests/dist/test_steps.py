@@ -29,7 +29,10 @@ LAYOUTS = [
 UNEVEN = {"rollout": {"prompts": 3}}
 VARIANTS = {
     "whole": UNEVEN
-    | {"algo": {"mini_batches": 2}, "theory": {"prompts": 2, "positions": 20, "measure_every": 1, "measure_samples": 5, "noise_every": 1}},
+    | {
+        "algo": {"mini_batches": 2},
+        "theory": {"prompts": 2, "positions": 20, "measure_every": 1, "measure_samples": 5, "noise_every": 1},
+    },
     "siblings": UNEVEN | {"algo": {"mini_batches": 3, "mini_batch_of": "siblings", "epochs": 2}},
     "one": UNEVEN,
     "critic": UNEVEN
@@ -39,7 +42,13 @@ VARIANTS = {
     },
     "reward_kl": UNEVEN
     | {
-        "algo": {"kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1", "mini_batches": 2, "mismatch_mask": "sequence"},
+        "algo": {
+            "kl_coef": 0.05,
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+            "mini_batches": 2,
+            "mismatch_mask": "sequence",
+        },
         "optim": {"lr_for_rollouts": 24},
     },
     "partial": {"rollout": {"prompts": 3, "partial_tokens": 4, "max_carried_steps": 2}, "algo": {"mini_batches": 2}},
@@ -112,7 +121,10 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     assert first == set(product(("p/0", "p/1", "p/2"), range(32)))
     sizes = [sum(len(part) for step, _, part in calls if step == 0) for _, _, calls in results]
     assert sizes == [96 // size] * size
-    holders = {prompt: {r for r, (_, _, calls) in enumerate(results) for _, p, _ in calls if p == prompt} for prompt, _ in first}
+    holders = {
+        prompt: {r for r, (_, _, calls) in enumerate(results) for _, p, _ in calls if p == prompt}
+        for prompt, _ in first
+    }
     assert max(map(len, holders.values())) > 1
 
 
@@ -124,7 +136,9 @@ def test_adaptive_groups_equal_those_of_one_process(worlds, directory, size, par
     (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, 2, {"lose": LOST})
     assert_same(results, expected)
     every = [[(call, prompt, i) for call, prompt, part in calls for i in part] for _, _, calls in results]
-    assert sorted(slot for part in every for slot in part) == sorted((c, p, i) for c, p, part in expected[2] for i in part)
+    assert sorted(slot for part in every for slot in part) == sorted(
+        (c, p, i) for c, p, part in expected[2] for i in part
+    )
     for call in range(4):
         sizes = [sum(c == call for c, _, _ in part) for part in every]
         assert max(sizes) - min(sizes) <= 2
@@ -157,7 +171,9 @@ def test_what_other_ranks_take_changes_nothing(worlds, directory, single, size, 
     expected = single(variant, set())
     assert_same(results, expected)
     every = [[(call, prompt, i) for call, prompt, part in calls for i in part] for _, _, calls in results]
-    assert sorted(slot for part in every for slot in part) == sorted((c, p, i) for c, p, part in expected[2] for i in part)
+    assert sorted(slot for part in every for slot in part) == sorted(
+        (c, p, i) for c, p, part in expected[2] for i in part
+    )
     # In each call four of its own at most, and with partial rollouts those that it had begun.
     for call in range(steps if variant != "partial" else 1):
         assert sum(c == call for c, _, _ in every[slow]) <= 4
@@ -205,13 +221,17 @@ def test_partial_rollouts_are_carried(single):
         closing -= waiting
         trained = [key for key in lengths if key[:2] in closing]
         assert figures[now]["rollouts"] == len(trained)
-        assert figures[now]["carried"] == sum(1 for (s, _, _), n in lengths.items() if s <= now and n > 4 * (now - s + 1))
+        assert figures[now]["carried"] == sum(
+            1 for (s, _, _), n in lengths.items() if s <= now and n > 4 * (now - s + 1)
+        )
         if trained:
             assert figures[now]["response_tokens"] == pytest.approx(sum(lengths[k] for k in trained) / len(trained))
             # Two updates in each step that trains; the tokens of a rollout are 2, 1 and 0 steps old if it took three.
             trains = [float(figures[step]["trained_tokens"] > 0) for step in range(now)]
             behind = [
-                2 * sum(trains[s + position // 4 :]) for s, name, i in trained for position in range(lengths[s, name, i])
+                2 * sum(trains[s + position // 4 :])
+                for s, name, i in trained
+                for position in range(lengths[s, name, i])
             ]
             assert figures[now]["staleness_mean"] == pytest.approx(sum(behind) / len(behind))
             assert figures[now]["staleness_max"] == max(behind)
@@ -221,7 +241,9 @@ def test_partial_rollouts_are_carried(single):
     assert [figures[step]["staleness_max"] for step in (2, 3, 4)] == [0, 2, 4]
 
 
-@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"context": 2}), (4, {"pipeline": 2})])
+@pytest.mark.parametrize(
+    ("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"context": 2}), (4, {"pipeline": 2})]
+)
 def test_resume_is_bit_exact_with_carried_rollouts(worlds, directory, tmp_path, size, parallel):
     variant = VARIANTS["partial"]
     whole = worlds(size).run("steps:run_steps", directory, parallel, variant, 4, {})
@@ -259,7 +281,9 @@ def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
         assert (got["prompts"], got["samples"], got["lost"]) == (5, 4, 7)
 
 
-@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2})])
+@pytest.mark.parametrize(
+    ("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2})]
+)
 def test_resume_is_bit_exact_with_a_critic(worlds, directory, tmp_path, size, parallel):
     """The figures after the checkpoint tell the critic's weights and its optimizer's state apart from any other."""
     variant = VARIANTS["critic"]
@@ -295,7 +319,9 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
     (whole,) = worlds(1).run("steps:draw", directory, {}, asked, n, 4096)
     assert set(whole) == set(product((f"p/{i}" for i in asked), range(n)))
     others = [("alone", [worlds(1).run("steps:draw", directory, {}, [i], n, 300)[0] for i in asked])]
-    others += [(str(layout), worlds(2).run("steps:draw", directory, layout, asked, n, 4096)) for layout in ({}, {"tensor": 2})]
+    others += [
+        (str(layout), worlds(2).run("steps:draw", directory, layout, asked, n, 4096)) for layout in ({}, {"tensor": 2})
+    ]
     for name, parts in others:
         found = {place: drawn for part in parts for place, drawn in part.items()}
         assert sum(map(len, parts)) == len(found)
@@ -312,7 +338,6 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
             gap = (a.logits[at] - b.logits[at]).abs().max().item()
             cdf = a.logits[at].double().softmax(-1).cumsum(-1)
             step = cdf[min(a.tokens[at], b.tokens[at])].item()
-            print(f"{name} {place}: token {at}, logits differ by {gap:.1e}, the draw is {a.uniforms[at] - step:.1e} from a step")
             assert gap <= 1e-4
             assert abs(a.uniforms[at] - step) <= 1e-5
 
