@@ -23,8 +23,8 @@ from megatron_brorl.rewards import (
     own,
     short_answer_verifier,
 )
-from megatron_brorl.rewards.ifeval import verifier as ifeval
 from megatron_brorl.rewards.verifier import Entry, Score, Verifier, VerifierRow
+from megatron_brorl.rewards.verifiers import ifeval
 
 
 def _reasoning_gym() -> Verifier:
