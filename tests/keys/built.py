@@ -23,7 +23,7 @@ from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8, memory
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.parallel.device import bridge
-from megatron_brorl.rewards.pool import ScoreRequest
+from megatron_brorl.rewards.worker_pool import ScoreRequest
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train import worker as workers

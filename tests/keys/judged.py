@@ -9,13 +9,12 @@ import torch
 from keys.case import Place
 
 from megatron_brorl.config.schema import Config
-from megatron_brorl.rewards import registry
+from megatron_brorl.rewards import preflight, registry
 from megatron_brorl.rewards.extract import extract
-from megatron_brorl.rewards.pool import ScoreRequest
 from megatron_brorl.rewards.sandbox import isolation
 from megatron_brorl.rewards.scoring import Scorer
-from megatron_brorl.rewards.startup import look_at, probe
 from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.worker_pool import ScoreRequest
 from megatron_brorl.types import Prompt, Rollout, Verdict
 
 TEXTS = ("<answer>4</answer>", "It is \\boxed{5}.", "4", "<think>x</think>\n<answer>4</answer>")
@@ -26,7 +25,7 @@ def found(config: Config, place: Place) -> Any:
     entry = registry.entry("exact", "here", config.reward)
     row = VerifierRow(id="a", prompt="2 + 2", answer="4", metadata={})
     answers = [extract(text, entry.find, entry.max_chars) for text in TEXTS]
-    scores = [registry.verifier("exact")(a.answer, row).reward if a.answer is not None else None for a in answers]
+    scores = [registry.judge("exact")(a.answer, row)[1] if a.answer is not None else None for a in answers]
     return answers, scores
 
 
@@ -55,10 +54,10 @@ def credit(config: Config, place: Place) -> Any:
 
 def sandboxed(config: Config, place: Place) -> Any:
     """Whether programs may run where there is no sandbox."""
-    place.monkeypatch.setattr(probe, "problem_seen_from", lambda _: "bubblewrap is missing")
+    place.monkeypatch.setattr(preflight, "call_in_worker", lambda _: "bubblewrap is missing")
     place.monkeypatch.setattr(isolation, "tell_workers", lambda *_: None)
     try:
-        return look_at({"code"}, config.reward).unsandboxed
+        return preflight.check_verifiers({"code"}, config.reward).unsandboxed
     finally:
         place.monkeypatch.undo()
         place.monkeypatch.chdir(place.folder)
