@@ -117,7 +117,6 @@ CASES = {
     "data.chat": Case(built.prompts, True),
     "data.system_prompt": Case(built.prompts, "hello", beside={"data.chat": True}),
     "data.chat_template_kwargs": Case(built.prompts, {"greeting": "hi"}, beside={"data.chat": True}),
-    "data.skip_bad_rows": Case(built.prompts, True, beside={"data.train": ["bad.jsonl"]}, refused="bad.jsonl:1"),
     "rollout.n": Case(steps.step, 6),
     "rollout.prompts": Case(steps.step, 3),
     "rollout.engine": Case(built.plan, "trtllm"),
