@@ -269,8 +269,7 @@ class Session:
         """Where rollouts are kept until their step is over."""
         c = self.config
         # What decides an engine's arithmetic beside its weights.
-        section = getattr(c, c.rollout.engine, None)  # of an engine in a process of its own
-        of_engine = (section.quantization, section.kv_dtype) if section else ()
+        of_engine = () if c.rollout.engine == "torch" else (c.engine.quantization, c.engine.kv_dtype)
         arithmetic = (c.rollout.engine, c.rollout.dtype, c.ops.implementation, *of_engine)
         durable = DurableRollouts(self.dir / FOLDER, self.grid.rank, repr(arithmetic))
         # A run that was stopped goes on with the step that another process left unfinished.

@@ -180,7 +180,7 @@ def test_a_worker_that_stands_still_in_a_refit(point, model, begin, monkeypatch,
     assert engine.supervisor.pid != pid
     assert [r.token_ids.tolist() for r in draw(engine, 20)] == [r.token_ids.tolist() for r in expected]
     part = "finish" if point == "end" else point
-    assert f"has not done '{part}' after 5 s (sglang.heartbeat_timeout_s)" in capfd.readouterr().err
+    assert f"has not done '{part}' after 5 s (engine.heartbeat_timeout_s)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("readable", [True, False])

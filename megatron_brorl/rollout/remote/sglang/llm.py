@@ -44,7 +44,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 
-from megatron_brorl.config.engine_keys import SglangConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.rollout.remote import seeds
 from megatron_brorl.rollout.remote.cuda_ipc import own_device
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
@@ -60,7 +60,7 @@ class Llm(EngineLeaf):
 
     def __init__(self, options: EngineOptions) -> None:
         """Raises ValueError where the model's own end-of-text ids would end what is to go on."""
-        self.options, self.config = options, SglangConfig(**options.section)
+        self.options, self.config = options, EngineConfig(**options.section)
         self._names = count()
         self._updating = False  # between begin_weight_update and end_weight_update
         foreign = _end_ids(Path(options.model)) - set(options.stop_ids)
@@ -109,7 +109,7 @@ class Llm(EngineLeaf):
         if tokens < o.context + _SPARE:
             raise ValueError(
                 f"keys and values of {tokens} tokens fit, and one response with its prompt may take {o.context}: raise "
-                "sglang.memory_fraction or sglang.tensor, set train.offload = true, or lower rollout.max_tokens"
+                "engine.memory_fraction or engine.tensor, set train.offload = true, or lower rollout.max_tokens"
             )
 
         # Siblings must differ, whichever engine draws them.
