@@ -37,7 +37,7 @@ class RunConfig:
     progress_timeout_s: float = at_least(0, default=540.0)
     # Where figures go besides metrics.jsonl, each if it is installed: TensorBoard to run.dir/tensorboard, the others to
     # the project "brorl", or where their own environment variables say (WANDB_PROJECT, MLFLOW_TRACKING_URI)
-    log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     # Write a trace of all ranks, dir/traces/step_000010.json, for each step whose number in metrics.jsonl is a multiple
     # of this; 0 = never
     trace_every: int = at_least(0, default=0)
