@@ -70,7 +70,6 @@ def test_heavy_packages_stay_in_their_rooms():
         "megatron": lambda m: room(m) in ("parallel", "models", "checkpoints") or m == "megatron_brorl.train.worker",
         "tensorrt_llm": lambda m: m.startswith("megatron_brorl.rollout.remote.trtllm."),
         "vllm": lambda m: m.startswith("megatron_brorl.rollout.remote.vllm."),
-        "sglang": lambda m: m.startswith("megatron_brorl.rollout.remote.sglang."),
         "reasoning_gym": lambda m: room(m) == "rewards",
         "latex2sympy2_extended": lambda m: m == "megatron_brorl.rewards.math_values",
         "sympy": lambda m: m in ("megatron_brorl.rewards.math_values", "megatron_brorl.rewards.math_equal"),

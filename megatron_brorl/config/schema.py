@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_brorl.config.bounds import above, at_least, within
 from megatron_brorl.config.data_keys import DataConfig
-from megatron_brorl.config.engine_keys import SglangConfig, TrtLlmConfig, VllmConfig
+from megatron_brorl.config.engine_keys import TrtLlmConfig, VllmConfig
 from megatron_brorl.config.optim_keys import OptimConfig
 
 
@@ -88,8 +88,8 @@ class RolloutConfig:
     # Prompts per step, over all ranks. A step may span epochs of data.train, and take more prompts than there are: one
     # that it takes twice is two groups of n, each with its own random numbers and its own baseline.
     prompts: int = at_least(1, default=128)
-    # Built in, TensorRT-LLM (section trtllm), vLLM (section vllm), or SGLang (section sglang)
-    engine: Literal["torch", "trtllm", "vllm", "sglang"] = "torch"
+    # Built in, TensorRT-LLM (section trtllm) or vLLM (section vllm)
+    engine: Literal["torch", "trtllm", "vllm"] = "torch"
     # What logits are divided by before sampling
     temperature: float = above(0, default=1.0, why=" (sampling needs randomness)")
     top_p: float = within("(0, 1]", default=1.0)  # probability of the likeliest tokens that are sampled from
@@ -365,7 +365,6 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trtllm: TrtLlmConfig = field(default_factory=TrtLlmConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
-    sglang: SglangConfig = field(default_factory=SglangConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)

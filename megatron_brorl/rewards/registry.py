@@ -28,8 +28,8 @@ from megatron_brorl.rewards import (
     service,
     short_answer_verifier,
 )
-from megatron_brorl.rewards.ifeval import verifier as ifeval
 from megatron_brorl.rewards.verifier import Entry, Verifier
+from megatron_brorl.rewards.verifiers import ifeval
 
 GROUP = "megatron_brorl.verifiers"  # entry points of installed packages: NAME = "package.module:function"
 _CONFIGURED = "configured:"  # before the JSON of what workers get in place of a name

@@ -16,8 +16,6 @@ TRTLLM = {"rollout.engine": "trtllm"}
 PROCESS = {**TRTLLM, "trtllm.start_timeout_s": 0.3, "trtllm.max_restarts": 1}
 VLLM = {"rollout.engine": "vllm"}
 VLLM_PROCESS = {**VLLM, "vllm.start_timeout_s": 0.3, "vllm.max_restarts": 1}
-SGLANG = {"rollout.engine": "sglang"}
-SGLANG_PROCESS = {**SGLANG, "sglang.start_timeout_s": 0.3, "sglang.max_restarts": 1}
 THEORY = {"theory.every": 1}
 MEASURED = {**THEORY, "theory.measure_every": 1, "theory.measure_samples": 4}
 UNEVEN = {"rollout.n": 16, "rollout.adaptive": "variance"}
@@ -174,20 +172,6 @@ CASES = {
     "vllm.start_timeout_s": Case(engines.patience, 0.9, before=0.1, beside=VLLM),
     "vllm.heartbeat_timeout_s": Case(engines.silence, 5.0, beside=VLLM),
     "vllm.max_restarts": Case(engines.starts, 3, before=1, beside=VLLM),
-    "sglang.python": Case(engines.starts, "/opt/sglang/bin/python", beside=SGLANG_PROCESS),
-    "sglang.tensor": Case(engines.sglang_arguments, 2),
-    "sglang.memory_fraction": Case(engines.sglang_arguments, 0.5),
-    "sglang.kv_dtype": Case(engines.sglang_arguments, "fp8"),
-    "sglang.quantization": Case(engines.sglang_arguments, "fp8", refused="sglang.quantization = 'fp8': must be"),
-    "sglang.max_num_tokens": Case(engines.sglang_arguments, 4096),
-    "sglang.cuda_graphs": Case(engines.sglang_arguments, False),
-    "sglang.transport": Case(
-        engines.transports, "cuda_ipc", beside=SGLANG, refused='sglang.transport = "cuda_ipc": there is no GPU'
-    ),
-    "sglang.shared_memory": Case(engines.starts, "memory", beside=SGLANG_PROCESS),
-    "sglang.start_timeout_s": Case(engines.patience, 0.9, before=0.1, beside=SGLANG),
-    "sglang.heartbeat_timeout_s": Case(engines.silence, 5.0, beside=SGLANG),
-    "sglang.max_restarts": Case(engines.starts, 3, before=1, beside=SGLANG),
     "reward.workers": Case(built.serving, 2),
     "reward.timeout_s": Case(built.serving, 0.1, beside={"data.verifier": "slow.py:score"}),
     "reward.max_chars": Case(judged.found, 1, beside={"reward.extract": "full"}),
