@@ -43,7 +43,6 @@ from megatron_brorl.parallel import collectives, device, grid, network
 from megatron_brorl.record import files as record_files
 from megatron_brorl.rewards import here
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rewards.registry import for_workers
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.startup import Started, look_at
 from megatron_brorl.rollout.durable import FOLDER, DurableRollouts
@@ -259,7 +258,6 @@ class Session:
             self.program.reward,
             c.workers,
             c.timeout_s,
-            stand_ins=for_workers(self._verifiers - {here.NAME}, c),
             impure=self.started_verifiers.impure,
         )
         self._closing.append(pool.close)

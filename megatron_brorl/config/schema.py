@@ -130,23 +130,6 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
-class PartConfig:
-    """A part of a combined verifier."""
-
-    verifier: str  # as rows name it
-    weight: float = 1.0  # share of the reward where how = "sum"; together 1
-
-
-@dataclass(frozen=True)
-class CombinationConfig:
-    """A verifier made of others, which rows and data.verifier name as any other."""
-
-    name: str  # that rows and data.verifier may use
-    how: Literal["sum", "product", "gate"]  # gate: the last part's where all others give 1 or more, else 0
-    parts: tuple[PartConfig, ...]  # verifiers that each give a reward
-
-
-@dataclass(frozen=True)
 class RewardConfig:
     workers: int = at_least(1, default=2)  # scoring processes per rank
     # Seconds per answer; a worker that takes longer is killed and the answer scores 0
@@ -154,7 +137,6 @@ class RewardConfig:
     max_chars: int = at_least(1, default=65536)  # a longer answer scores 0 unseen; some verifiers take less
     # What part of a response is the answer. "verifier": what its row's verifier looks for; the others are for all rows
     extract: Literal["verifier", "full", "answer_tag", "boxed"] = "verifier"
-    combination: tuple[CombinationConfig, ...] = ()  # verifiers made of others
     # Programs that the model writes run in a sandbox; true: where there is none, or not, they run without isolation
     unsandboxed: bool = False
     # The smallest reward of a response that counts as correct: in pass@1, pass@k and every other count of right

@@ -359,10 +359,3 @@ def _data(config: Config) -> Iterator[Rule]:
         "data.verifier",
         "rows of data.tasks are judged by the scorers of their tasks: leave it out",
     )
-
-    # A part finds its answer where it looks for it, which another rule for all rows would undo.
-    yield (
-        not config.reward.combination or config.reward.extract == "verifier",
-        "reward.extract",
-        'the parts of reward.combination find their own answers: must be "verifier"',
-    )

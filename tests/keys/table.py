@@ -41,21 +41,6 @@ WORD = r"nus\): (.+)"
 GCD = {"name": "gcd"}
 TASKS = {"data.train": None, "data.held_out": None, "data.held_out_prompts": 4}
 GENERATED = {**TASKS, "data.tasks": [TASK]}
-UNWEIGHTED = [{"verifier": "exact"}, {"verifier": "format"}]
-BOTH = {
-    "name": "both",
-    "how": "sum",
-    "parts": [{"verifier": "exact", "weight": 0.5}, {"verifier": "format", "weight": 0.5}],
-}
-
-
-def _both(**changes: object) -> list[object]:
-    return [{**BOTH, **changes}]
-
-
-def _parts(verifier: str = "exact", *weights: float) -> list[object]:
-    first, second = weights or (0.5, 0.5)
-    return _both(parts=[{"verifier": verifier, "weight": first}, {"verifier": "format", "weight": second}])
 
 
 CASES = {
@@ -176,12 +161,6 @@ CASES = {
     "reward.timeout_s": Case(built.serving, 0.1, beside={"data.verifier": "slow.py:score"}),
     "reward.max_chars": Case(judged.found, 1, beside={"reward.extract": "full"}),
     "reward.extract": Case(judged.found, "boxed"),
-    "reward.combination": Case(judged.found, [BOTH]),
-    "reward.combination[].name": Case(judged.found, _both(name="two"), before=[BOTH], refused="'both'"),
-    "reward.combination[].how": Case(judged.found, _both(how="product", parts=UNWEIGHTED), before=[BOTH]),
-    "reward.combination[].parts": Case(judged.found, _parts("math"), before=[BOTH]),
-    "reward.combination[].parts[].verifier": Case(judged.found, _parts("choice"), before=[BOTH]),
-    "reward.combination[].parts[].weight": Case(judged.found, _parts("exact", 0.75, 0.25), before=[BOTH]),
     "reward.unsandboxed": Case(judged.sandboxed, True, refused="bubblewrap is missing"),
     "reward.correct_at": Case(judged.credit, 0.5),
     "reward.strict": Case(judged.credit, True),
