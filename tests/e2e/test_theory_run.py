@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-import glossary_faults
+import metric_faults
 import pytest
 from e2e.runs import brorl, rows
 
@@ -41,7 +41,7 @@ def test_figures_summary_and_log(watched):
             assert line["theory_measured/change"] == pytest.approx(change, abs=1e-12)
     assert any(line.get("theory_measured/change") for line in lines)
     summary = json.loads((directory / "summary.json").read_text())
-    assert glossary_faults.of_summary(summary) == []
+    assert metric_faults.of_summary(summary) == []
     theory = summary["theory"]
     assert theory["steps"] == len(due) > 0
     assert set(theory["predictions"]) == {"theorem", "policy_gradient", "answers", "spread"}
