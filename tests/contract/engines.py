@@ -49,13 +49,12 @@ def make_engine(
     config: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     leader: RemoteEngine | None = None,
-    engine: str = "trtllm",
 ) -> RemoteEngine:
     """An engine of its own, or another rank's share of the leader's."""
     c = EngineConfig(**{"start_timeout_s": 120.0, "cuda_graphs": False, **(config or {})})
     o = EngineOptions(
         **{
-            "engine": engine,
+            "engine": "trtllm",
             "model": str(model.directory),
             "vocab": model.shape.vocab,
             "context": 200,
