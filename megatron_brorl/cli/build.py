@@ -50,8 +50,8 @@ from megatron_brorl.rewards.startup import Started, look_at
 from megatron_brorl.rollout.durable import FOLDER, DurableRollouts
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
+from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.record import Recorder
@@ -248,7 +248,7 @@ class Session:
             grid=self.grid,
             max_lost_share=c.rollout.max_lost_share,
             durable=self._durable() if c.rollout.durable else None,
-            pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
+            work_stealing=WorkStealing(network.shared_store()) if c.rollout.pull else None,
         )
 
     @functools.cached_property

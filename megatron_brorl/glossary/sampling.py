@@ -160,24 +160,6 @@ RECOVERED = Section(
 )
 
 
-HANDED_ON = Section(
-    "Rollouts of other engines",
-    "With `rollout.pull` an engine that runs out goes on with what others have begun.",
-    (
-        Figure("handed_on", "rollouts", NUMBER, "that engines handed on to others half done, over all ranks"),
-        Figure(
-            "tokens_again",
-            "tokens",
-            NUMBER,
-            "of these rollouts, whose keys and values were computed again",
-            "not far below what was sampled: `rollout.pull = false`",
-        ),
-    ),
-    group="rollout",
-    timed=True,
-)
-
-
 VERDICTS = Section(
     "Verdicts",
     "What the verifiers did, over all ranks.",

@@ -2,7 +2,7 @@
 
 Every rank appends to a file of its own in one folder. A rollout is found again by what was asked of whom: engine and
 weights, how responses are drawn, stream key, sibling, prompt and the tokens that it goes on from. Which rank asked is
-no part of it: after a restart there may be more of them, or fewer. Nor is that a rollout was handed on within the step.
+no part of it: after a restart there may be more of them, or fewer.
 
 A record is written by one call as its rollout ends, and never synced. What a killed process wrote is the kernel's
 already; a node that dies takes along what the kernel had not written back, which is its last half-minute (Linux's
@@ -14,14 +14,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BufferedWriter
 from itertools import groupby
 from pathlib import Path
 
-from megatron_brorl.rollout.continuation import without_last
-from megatron_brorl.rollout.engine import Held, Request, Sampling, Supply
+from megatron_brorl.rollout.engine import Request, Sampling, Supply
 from megatron_brorl.rollout.records import Place, decoded, encoded, places
 from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
 from megatron_brorl.types import Rollout
@@ -85,8 +84,8 @@ class DurableRollouts:
             own = shared.copy()
             own.update(sibling.to_bytes(8, "little"))
             begun = before.get(sibling)
-            if begun and len(begun.token_ids) > request.drawn:
-                own.update(encoded(b"", without_last(begun, request.drawn)))
+            if begun and len(begun.token_ids):
+                own.update(encoded(b"", begun))
             identities[sibling] = own.digest()
         return identities
 
@@ -213,7 +212,7 @@ class _Call:
     def settle(self, result: GenerationResult) -> None:
         """Take what came of the engine's call."""
         for (number, request), rollouts in zip(self._parts, result.rollouts, strict=False):  # a stuck engine may take
-            begun = {r.index: len(r.token_ids) - request.drawn for r in request.begun}
+            begun = {r.index: len(r.token_ids) for r in request.begun}
             for rollout in rollouts:
                 # What has spent its budget is done for this step too; what was told to stop is not.
                 spent = len(rollout.token_ids) == begun.get(rollout.index, 0) + self._sampling.budget
@@ -229,28 +228,16 @@ class _Missing:
         self._call, self._supply = call, supply
         self.rows, self.prompt_tokens = supply.rows, supply.prompt_tokens
 
-    def take(self, room: int, rows: int) -> list[Request]:
+    def take(self, room: int) -> list[Request]:
         """See Supply. What is there leaves its room to what comes after it, for nothing would end the engine's call."""
-        while requests := self._supply.take(room, rows):
+        while requests := self._supply.take(room):
             if missing := self._call.add(requests):
                 return missing
         return []
 
-    def excess(self, rows: int, held: Callable[[], Sequence[Held]]) -> list[Held]:
-        """See Supply."""
-        return self._supply.excess(rows, held)
-
-    def give(self, rows: Sequence[tuple[int, Rollout]]) -> None:
-        """See Supply; whoever takes them keeps them when they have ended."""
-        self._supply.give([(self._call.number(part), rollout) for part, rollout in rows])
-
     def wait(self) -> bool:
         """See Supply."""
         return self._supply.wait()
-
-    def leave(self) -> list[Request]:
-        """See Supply."""
-        return self._call.add(self._supply.leave())
 
 
 def _version(path: Path) -> int:

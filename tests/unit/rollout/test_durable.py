@@ -11,7 +11,6 @@ import torch
 from megatron_brorl.rollout.durable import DurableRollouts
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.watchdog import Watchdog
-from megatron_brorl.types import Rollout
 
 SAMPLING = Sampling(1.0, 1.0, 0, 12, (fakes.STOP,))
 IN_PARTS = replace(SAMPLING, budget=4)
@@ -155,14 +154,14 @@ OTHERS = {
 }
 
 
-class Listed(fakes.Supplier):
+class Listed:
     """A supply of requests in turn, whatever the room."""
 
     def __init__(self, requests):
         self.left = list(requests)
         self.rows, self.prompt_tokens = sum(r.n for r in requests), 8
 
-    def take(self, room, rows):
+    def take(self, room):
         return [self.left.pop(0)] if self.left else []
 
 
@@ -178,33 +177,6 @@ def test_what_an_engine_takes_as_it_goes_is_found_too(tmp_path):
     assert sorted(told) == sorted(found)
     assert process.asked() == [*PLACES[7:], (0, 64), (0, 65)]
     assert process.durable.take_recovered() == 7
-
-
-@pytest.mark.parametrize(("sampling", "before"), [(SAMPLING, 0), (IN_PARTS, 0), (IN_PARTS, 3)], ids=str)
-def test_a_rollout_that_was_handed_on_is_found_by_what_was_asked_first(sampling, before, tmp_path):
-    """It had `before` tokens when the step began; two later another rank goes on, and a later process asks anew."""
-    sibling, ids = next((s, ids) for s, ids in enumerate(fakes.draws(11, range(99), 12)) if fakes.STOP not in ids[:8])
-    log_probs = [fakes.log_prob(i, WEIGHTS[0]) for i in ids]
-
-    def begun(tokens):
-        spans = ((WEIGHTS[0] - 1, before), (WEIGHTS[0], tokens - before)) if before else ((WEIGHTS[0], tokens),)
-        made = torch.tensor(ids[:tokens]), torch.tensor(log_probs[:tokens])
-        return Rollout(sibling, *made, "cut", tuple(span for span in spans if span[1]))
-
-    # The fake engine adds a budget's tokens to what it is given: the end of the budget is the native engine's test.
-    handed = Request(FIRST, 11, 1, sibling, (begun(before + 2),), drawn=2, hands=1)
-    taken = Process(tmp_path).sample([handed], replace(sampling, budget=sampling.budget and sampling.budget - 2))
-    got = taken[0, sibling][0]
-    assert got == ids[: before + 4 if sampling.budget else len(got)]
-
-    first = Request(FIRST, 11, 1, sibling, (begun(before),) if before else ())
-    own = Process(tmp_path).durable.identities(first, sampling)
-    assert own == Process(tmp_path).durable.identities(handed, sampling)
-    assert own != Process(tmp_path).durable.identities(replace(handed, drawn=1), sampling)
-    if not sampling.budget:
-        later = Process(tmp_path, rank=1)
-        assert later.sample([first], sampling) == taken
-        assert later.asked([first]) == []
 
 
 @pytest.mark.parametrize("change", OTHERS)
