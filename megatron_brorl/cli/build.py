@@ -47,8 +47,8 @@ from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.startup import Started, look_at
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
+from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
@@ -243,7 +243,7 @@ class Session:
             seed=c.run.seed,
             grid=self.grid,
             max_lost_share=c.rollout.max_lost_share,
-            pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
+            work_stealing=WorkStealing(network.shared_store()) if c.rollout.pull else None,
         )
 
     @functools.cached_property
