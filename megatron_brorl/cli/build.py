@@ -17,7 +17,6 @@ import psutil
 import torch.distributed as dist
 
 from megatron_brorl import hang, ranks
-from megatron_brorl.boards import check_installed, open_boards
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import Training, model_card
@@ -44,14 +43,13 @@ from megatron_brorl.parallel import collectives, device, grid, network
 from megatron_brorl.record import files as record_files
 from megatron_brorl.rewards import here
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rewards.registry import for_workers
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.startup import Started, look_at
-from megatron_brorl.rollout.durable import FOLDER, DurableRollouts
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
+from megatron_brorl.rollout.work_stealing import WorkStealing
+from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.record import Recorder
@@ -139,7 +137,6 @@ class Session:
             hang.process_ends()
             if not self.program.goes_on:
                 return  # and with it all that it holds
-            self.stopped_by = self.stopped_by or "stopped by an error"  # what was sampled of its step is kept
         for close in reversed(self._closing):
             close()
 
@@ -238,7 +235,6 @@ class Session:
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
 
-        # What ends is kept until its step is over, and what waits is anybody's.
         return Rollouts(
             engine=watchdog,
             pool=self.pool,
@@ -247,8 +243,7 @@ class Session:
             seed=c.run.seed,
             grid=self.grid,
             max_lost_share=c.rollout.max_lost_share,
-            durable=self._durable() if c.rollout.durable else None,
-            pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
+            work_stealing=WorkStealing(network.shared_store()) if c.rollout.pull else None,
         )
 
     @functools.cached_property
@@ -259,23 +254,10 @@ class Session:
             self.program.reward,
             c.workers,
             c.timeout_s,
-            stand_ins=for_workers(self._verifiers - {here.NAME}, c),
             impure=self.started_verifiers.impure,
         )
         self._closing.append(pool.close)
         return pool
-
-    def _durable(self) -> DurableRollouts:
-        """Where rollouts are kept until their step is over."""
-        c = self.config
-        # What decides an engine's arithmetic beside its weights.
-        section = getattr(c, c.rollout.engine, None)  # of an engine in a process of its own
-        of_engine = (section.quantization, section.kv_dtype) if section else ()
-        arithmetic = (c.rollout.engine, c.rollout.dtype, c.ops.implementation, *of_engine)
-        durable = DurableRollouts(self.dir / FOLDER, self.grid.rank, repr(arithmetic))
-        # A run that was stopped goes on with the step that another process left unfinished.
-        self._closing.append(lambda: durable.close(over=not self.stopped_by))
-        return durable
 
     def _torch_engine(self) -> RolloutEngine:
         c = self.config
@@ -327,8 +309,8 @@ class Session:
         """Where a step's figures go, on the main rank; resume_step: see metrics.Lines."""
         if not self.is_main_rank:
             return None
-        boards = open_boards(self.config.run.log, self.dir, resume_step, asdict(self.config))
-        writer = MetricsWriter(self.dir, boards, resume_step)
+        trackers = open_trackers(self.config.run.log, self.dir, resume_step, asdict(self.config))
+        writer = MetricsWriter(self.dir, trackers, resume_step)
         self._closing.append(writer.close)
         return writer
 

@@ -16,7 +16,7 @@ from megatron_brorl.config.data_keys import ColumnsConfig
 from megatron_brorl.config.schema import DataConfig, RewardConfig
 from megatron_brorl.data.chat import conversation
 from megatron_brorl.data.columns import guess
-from megatron_brorl.data.files import without_nulls
+from megatron_brorl.data.files import parse_row, raw_rows, without_nulls
 from megatron_brorl.data.prompts import Row, read_rows
 from megatron_brorl.errors import UserError
 from megatron_brorl.face.scores import score
