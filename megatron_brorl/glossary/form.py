@@ -6,12 +6,11 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-# What stands for a {name} in the name of a figure. Predictions are those of theory.agreement.
+# What stands for a {name} in the name of a figure.
 PLACES = {
     "k": r"\d+",
     "h": r"\d+",
     "phase": "generate|score|exchange|train|refit",
-    "prediction": "theorem|policy_gradient|answers|spread",
     "when": "before|after",
     "end": "mean|low|high",
     "side": "low|high",

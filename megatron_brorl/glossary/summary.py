@@ -58,17 +58,6 @@ SUMMARY = Section(
             "that never ended; the figures are over the others",
             "above 0: see `lost_share`",
         ),
-        Figure("theory", "", "null", "no step was measured (`theory.measure_every`)"),
-        Figure("theory.steps", "steps", NUMBER, "that were measured"),
-        Figure("theory.change", "success rate", "[-1, 1]", "measured change of pass@1 per update, mean over them"),
-        Figure("theory.predictions", "", "{}", "none of the measured steps has a prediction"),
-        Figure(
-            "theory.predictions.{prediction}.over_steps.{end}", "correlation", "[-1, 1]", "with the change, over steps"
-        ),
-        Figure("theory.predictions.{prediction}.over_steps", "", "null", "too few steps"),
-        Figure("theory.predictions.{prediction}.over_prompts.{end}", "correlation", "[-1, 1]", "over a step's prompts"),
-        Figure("theory.predictions.{prediction}.over_prompts", "", "null", "too few prompts"),
-        Figure("theory.predictions.{prediction}.same_sign", "share of steps", SHARE, "in which both have one sign"),
         Figure("findings", "", "{}", "nothing kept the run from learning"),
         Figure("findings.{name}", "a sentence", "", "why the run learned nothing, or cannot show it, and what to do"),
     ),

@@ -21,9 +21,7 @@ TIME = Section(
         Figure("train", "s", NUMBER, "log-probabilities, values, advantages and optimizer steps"),
         Figure("refit", "s", NUMBER, "new weights to the engines"),
         Figure("record", "s", NUMBER, "writing `rollouts/`", "more than a little: a slow disk; `run.record_groups`"),
-        Figure("diagnose", "s", NUMBER, "`[theory]` without measurements"),
-        Figure("measure", "s", NUMBER, "pass@1 before and after the update; with `theory.measure_every`"),
-        Figure("noise", "s", NUMBER, "passes for the noise of the gradient; with `theory.noise_every`"),
+        Figure("diagnose", "s", NUMBER, "the live mass balance, `[theory]`"),
         Figure("evaluate", "s", NUMBER, "held-out prompts, after the step and not part of `step`"),
         Figure(
             "checkpoint", "s", NUMBER, "that the checkpoint after the step before held up the run, without the wait"

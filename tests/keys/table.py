@@ -19,7 +19,6 @@ VLLM_PROCESS = {**VLLM, "vllm.start_timeout_s": 0.3, "vllm.max_restarts": 1}
 SGLANG = {"rollout.engine": "sglang"}
 SGLANG_PROCESS = {**SGLANG, "sglang.start_timeout_s": 0.3, "sglang.max_restarts": 1}
 THEORY = {"theory.every": 1}
-MEASURED = {**THEORY, "theory.measure_every": 1, "theory.measure_samples": 4}
 UNEVEN = {"rollout.n": 16, "rollout.adaptive": "variance"}
 PARTIAL = {"rollout.partial_tokens": 2}
 VERIFIED = {"train.verify_reshard": "always"}
@@ -285,10 +284,6 @@ CASES = {
     "theory.prompts": Case(steps.step, 1, beside=THEORY),
     "theory.positions": Case(steps.step, 2, beside=THEORY),
     "theory.max_position": Case(steps.step, 1, beside=THEORY),
-    "theory.measure_every": Case(steps.step, 1, beside={**THEORY, "theory.measure_samples": 4}),
-    "theory.measure_samples": Case(steps.step, 8, beside=MEASURED),
-    "theory.noise_every": Case(steps.step, 1, beside=THEORY),
-    "theory.log_rollouts": Case(built.writers, True),
     "evaluate.every": Case(steps.run, 1),
     "evaluate.samples": Case(steps.evaluation, 2),
     "evaluate.pass_at": Case(steps.evaluation, [3]),

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import tiny
+from megatron_brorl.theory.log import read_log
 from torture.mutations import spoil_bytes, spoil_json
 
 from megatron_brorl.checkpoints import manifest
@@ -35,7 +36,6 @@ from megatron_brorl.record import files as record_files
 from megatron_brorl.record.schema import GROUPS, ROLLOUTS
 from megatron_brorl.report import rollouts as recorded
 from megatron_brorl.report.comparison import read_answers
-from megatron_brorl.theory.log import read_log
 from megatron_brorl.train.state import saved
 
 Exercise = Callable[[], object]

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_brorl"
 SOURCES = [
     *sorted((PACKAGE / "train").glob("*.py")),
     *(PACKAGE / folder / f"{name}.py" for folder, name in [("cli", "train"), ("algo", "estimators")]),
-    *(PACKAGE / "theory" / f"{name}.py" for name in ("agreement", "diagnostics", "noise", "token_level")),
+    *(PACKAGE / "theory" / f"{name}.py" for name in ("unsampled_mass", "token_level")),
 ]
 EXAMPLES = {"k": "8", "h": "8", "phase": "train", "prediction": "theorem", "when": "after", "end": "low", "name": "x"}
 EXAMPLES["side"] = "low"

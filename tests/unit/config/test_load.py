@@ -106,26 +106,6 @@ def test_file_then_overrides(tmp_path):
             "train.keep_best = 'pass_at_1': no step is evaluated with evaluate.every",
         ),
         ("[theory]\nprompts = 0", [], "theory.prompts = 0: must be at least 1"),
-        (
-            "[theory]\nevery = 2\nmeasure_every = 3",
-            [],
-            "theory.measure_every = 3: a measurement is compared with a prediction: must be a multiple of theory.every",
-        ),
-        (
-            "[theory]\nevery = 2\nnoise_every = 3",
-            [],
-            "theory.noise_every = 3: the other figures of its prompts stand beside it: must be a multiple of",
-        ),
-        (
-            "[rollout]\nn = 2\n[theory]\nnoise_every = 1",
-            [],
-            "theory.noise_every = 1: two halves of a prompt's rollouts",
-        ),
-        (
-            "[rollout]\nn = 16\nadaptive = 'kept'\n[theory]\nnoise_every = 1",
-            [],
-            "theory.noise_every = 1: two halves of a prompt's rollouts are compared: needs rollout.adaptive",
-        ),
         ("[rollout]\nn = 4\nadaptive = 'kept'", [], "rollout.n = 4: rollout.adaptive cuts a prompt's rollouts in two"),
         (
             "[rollout]\nn = 16\nadaptive = 'kept'\nadaptive_first = 15",
