@@ -2,10 +2,10 @@
 
 A line is {"step": 3, "reward": 0.5, ..., "time": {"generate": 1.9, ...}}. Everything outside "time" is a function of
 the configuration and the seed as long as no rollout is late: two runs with the same seed write the same bytes there.
-Wall-clock values live in "time" only, so that a comparison drops that one key, and with them what depends on time:
-"recovered_rollouts", which a process before this one had sampled; "handed_on" and "tokens_again", what engines handed
-on to others and computed again. Floats are written by repr and come back bit for bit. JSON has no NaN: a value that is
-not finite becomes null, and its key is listed under "nonfinite". What each figure is stands in glossary/.
+Wall-clock values are in "time" only, so that a comparison drops that one key, and with them what depends on time:
+"handed_on" and "tokens_again", what engines handed on to others and computed again. Floats are written by repr and come
+back bit for bit. JSON has no NaN: a value that is not finite becomes null, and its key is listed under "nonfinite".
+glossary/ says what each figure means.
 """
 
 from __future__ import annotations

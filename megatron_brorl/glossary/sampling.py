@@ -136,27 +136,8 @@ ROLLOUTS = Section(
             "high: far off-policy; raise `rollout.partial_tokens`",
         ),
         Figure("staleness_max", "optimizer steps", NUMBER, "the same of the oldest token"),
-        Figure("group_size_least", "rollouts", NUMBER, "of the smallest group; with `rollout.adaptive`"),
-        Figure("group_size_most", "rollouts", NUMBER, "of the largest one"),
     ),
     group="rollout",
-)
-
-
-RECOVERED = Section(
-    "Rollouts of a process before",
-    "A step that was killed and is done again samples only what had not ended.",
-    (
-        Figure(
-            "recovered_rollouts",
-            "rollouts",
-            NUMBER,
-            "that this step did not sample, because a process that was killed had (`rollout.durable`); `recovered` in "
-            "rows of older versions",
-        ),
-    ),
-    group="rollout",
-    timed=True,
 )
 
 

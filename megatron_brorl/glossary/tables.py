@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_brorl.glossary.form import Figure, Section
-from megatron_brorl.glossary.sampling import EVALUATE, HANDED_ON, RECOVERED, REWARD, ROLLOUTS, VERDICTS
+from megatron_brorl.glossary.sampling import EVALUATE, HANDED_ON, REWARD, ROLLOUTS, VERDICTS
 from megatron_brorl.glossary.summary import SUMMARY
 from megatron_brorl.glossary.theory import THEORY
 from megatron_brorl.glossary.updates import CRITIC, ENGINE, POLICY, STEP
@@ -13,7 +13,7 @@ from megatron_brorl.glossary.wall_clock import KV_CACHE, RANKS, THROUGHPUT, TIME
 
 # In the order of the page.
 OF_A_STEP = (REWARD, EVALUATE, ROLLOUTS, VERDICTS, POLICY, ENGINE, CRITIC, STEP, THEORY)
-OF_TIME = (TIME, RECOVERED, HANDED_ON, RANKS, THROUGHPUT, KV_CACHE)
+OF_TIME = (TIME, HANDED_ON, RANKS, THROUGHPUT, KV_CACHE)
 OF_A_RUN = (SUMMARY,)
 SECTIONS = (*OF_A_STEP, *OF_TIME, *OF_A_RUN)
 

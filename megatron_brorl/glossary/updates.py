@@ -38,13 +38,6 @@ POLICY = Section(
             "not applied, because the gradient was not finite",
             "above 0: lower `optim.lr`, train in fp32; `train.max_nonfinite_steps` ends the run",
         ),
-        Figure(
-            "spikes",
-            "figures",
-            NUMBER,
-            "of loss, gradient norm and KL that are above `train.spike_factor` times the median of the last steps",
-            "several in a row: look at what these steps trained on; lower `optim.lr`; `train.max_spike_steps`",
-        ),
         Figure("trained_tokens", "tokens", NUMBER, "of responses in the losses, each once per epoch"),
         Figure(
             "finite_rows",

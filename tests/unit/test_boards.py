@@ -106,7 +106,6 @@ def test_groups(name, expected):
         ("ranks/train_idle", "ranks/train_idle"),
         ("throughput/mfu", "throughput/mfu"),
         ("kv_cache/peak", "kv_cache/peak"),
-        ("recovered_rollouts", "rollout/recovered_rollouts"),
         ("unheard_of", "time/unheard_of"),
     ],
 )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.cli import main, train
-from megatron_brorl.cli.build import ROLLOUTS_FILE
 from megatron_brorl.cli.program import NOTHING
 from study import results
 from study.design import Design
@@ -37,7 +36,7 @@ def sample(design: Design, directory: Path, run: Run) -> None:
 def advise(directory: Path, run: Run) -> None:
     """The command that a user gives; prices are those of the pilot's own seconds."""
     folder = work(directory, run.name)
-    main.main(["advise", str(folder / ROLLOUTS_FILE), "--run", str(folder), "--out", str(folder / _ADVICE)])
+    main.main(["advise", str(folder / "rollouts.jsonl"), "--run", str(folder), "--out", str(folder / _ADVICE)])
 
 
 def note(design: Design, directory: Path, run: Run, commit: str) -> None:

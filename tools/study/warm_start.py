@@ -53,7 +53,7 @@ def choose_prompts(design: Design, directory: Path, seed: int) -> None:
     own = [f"model.path={place.model}", f"run.dir={place.folder / 'pilot'}"]
     with Session(design.run_config([*_common(design, seed), *own])) as session:
         rollouts = session.rollouts()
-        refit(session.worker(None), rollouts.engine, 0, rollouts.durable)
+        refit(session.worker(None), rollouts.engine, 0)
         unseen, pool = split(session.sources.held_out, p.unseen)
         pilot = ask(session, rollouts, pool, p.samples, e.k, "study pilot")
         right = dict(zip(pilot["prompts"], pilot["right"], strict=True))

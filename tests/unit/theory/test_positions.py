@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_brorl.theory.positions import change_of_success, draw_positions, draws_at
-from megatron_brorl.theory.token_level import token_level
+from megatron_brorl.theory.positions import draw_positions
 
 VOCABULARY = 3
 
@@ -47,5 +46,3 @@ def test_siblings_that_share_nothing():
     for tokens in (torch.full((3, 4), -1), torch.tensor([[5, 6], [-1, -1]])):
         drawn = draw_positions(tokens, torch.tensor([0.1, 0.9]).double())
         assert (drawn.shared, len(drawn.depth)) == (0, 0)
-        level = token_level(torch.zeros(0, 7), *draws_at(drawn, tokens, torch.ones(len(tokens), dtype=torch.bool)))
-        assert change_of_success(drawn, level.sampled, level, 1) == 0
