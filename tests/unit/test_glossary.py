@@ -19,6 +19,7 @@ SOURCES = [
     *(PACKAGE / folder / f"{name}.py" for folder, name in [("cli", "train"), ("algo", "estimators")]),
     *(PACKAGE / "theory" / f"{name}.py" for name in ("unsampled_mass", "token_level")),
 ]
+EXAMPLES = {"k": "8", "h": "8", "phase": "train", "when": "after", "end": "low", "name": "x"}
 EXAMPLES["side"] = "low"
 NAMES = [f.name for section in SECTIONS for f in section.figures]
 
