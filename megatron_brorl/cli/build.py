@@ -17,7 +17,6 @@ import psutil
 import torch.distributed as dist
 
 from megatron_brorl import hang, ranks
-from megatron_brorl.boards import check_installed, open_boards
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import Training, model_card
@@ -44,13 +43,13 @@ from megatron_brorl.parallel import collectives, device, grid, network
 from megatron_brorl.record import files as record_files
 from megatron_brorl.rewards import here
 from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rewards.registry import for_workers
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.startup import Started, look_at
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
+from megatron_brorl.rollout.work_stealing import WorkStealing
+from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.record import Recorder
@@ -242,7 +241,7 @@ class Session:
             seed=c.run.seed,
             grid=self.grid,
             max_lost_share=c.rollout.max_lost_share,
-            pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
+            work_stealing=WorkStealing(network.shared_store()) if c.rollout.pull else None,
         )
 
     @functools.cached_property
@@ -253,7 +252,6 @@ class Session:
             self.program.reward,
             c.workers,
             c.timeout_s,
-            stand_ins=for_workers(self._verifiers - {here.NAME}, c),
             impure=self.started_verifiers.impure,
         )
         self._closing.append(pool.close)
@@ -309,8 +307,8 @@ class Session:
         """Where a step's figures go, on the main rank; resume_step: see metrics.Lines."""
         if not self.is_main_rank:
             return None
-        boards = open_boards(self.config.run.log, self.dir, resume_step, asdict(self.config))
-        writer = MetricsWriter(self.dir, boards, resume_step)
+        trackers = open_trackers(self.config.run.log, self.dir, resume_step, asdict(self.config))
+        writer = MetricsWriter(self.dir, trackers, resume_step)
         self._closing.append(writer.close)
         return writer
 

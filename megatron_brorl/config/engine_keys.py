@@ -1,4 +1,4 @@
-"""The keys of [trtllm], [vllm] and [sglang]: engines in processes of their own.
+"""The keys of [trtllm] and [vllm]: engines in processes of their own.
 
 All have the keys of rollout.remote.options.ProcessSettings; the rest is read by the engine's leaf alone.
 """
@@ -62,31 +62,6 @@ class VllmConfig:
     start_timeout_s: float = above(0, default=1200.0)  # seconds until a process answers first
     # A process that is silent for so many seconds, or takes longer for a part of a refit, is started again, as is one
     # whose core or worker is silent: more than the engine's longest step takes
-    heartbeat_timeout_s: float = at_least(5, default=60.0, why=": an engine process reports twice a second")
-    max_restarts: int = at_least(
-        0, default=3
-    )  # starts of a process without a call of generate in between; then the run ends
-
-
-@dataclass(frozen=True)
-class SglangConfig:
-    """SGLang engines, each a process in an environment of its own; read where rollout.engine = "sglang"."""
-
-    python: str = ""  # interpreter of the environment that has sglang; "" = the one that runs the trainer
-    # Tensor-parallel size of an engine, which so many neighbouring ranks of a node share
-    tensor: int = at_least(1, default=1)
-    # For weights, keys and values, of the GPU memory that is free when the engine starts; for keys and values no more
-    # than the plan has room for
-    memory_fraction: float = within("(0, 1)", default=0.85)
-    kv_dtype: Literal["auto", "fp8"] = "auto"  # of keys and values; auto: that of the model
-    quantization: Literal["none"] = "none"  # of weights: those of rollout.dtype
-    max_num_tokens: int = at_least(1, default=8192)  # of prompts that an engine computes at a time
-    cuda_graphs: bool = True  # of decoding
-    # How weights reach the engine. auto: CUDA IPC where both have one torch and share one GPU, host memory elsewhere.
-    transport: Literal["auto", "cuda_ipc", "host"] = "auto"
-    shared_memory: str = "/dev/shm"  # folder in memory; holds the weights once per node, twice during an update
-    start_timeout_s: float = above(0, default=1200.0)  # seconds until a process answers first
-    # A process that is silent for so many seconds, or takes longer for a part of a refit, is started again
     heartbeat_timeout_s: float = at_least(5, default=60.0, why=": an engine process reports twice a second")
     max_restarts: int = at_least(
         0, default=3

@@ -57,7 +57,8 @@ TRL = {  # trl.GRPOConfig and the arguments of trl.GRPOTrainer
     '"token_truncate"',
     "reward_funcs": 'data.verifier: are Python functions; here data.verifier = "my_rewards.py:score" names a file '
     "and a function (docs/verifiers.md)",
-    "reward_weights": "reward.combination[].parts[].weight",
+    "reward_weights": "data.verifier: add the rewards, with their weights, in one function of your own "
+    "(docs/verifiers.md)",
     "use_vllm": 'rollout.engine: = true is rollout.engine = "vllm" here, false is "torch"',
     "vllm_mode": "none: a vLLM engine always shares the GPUs of the ranks that train",
     "vllm_gpu_memory_utilization": "vllm.memory_fraction",

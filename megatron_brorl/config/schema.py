@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_brorl.config.bounds import above, at_least, within
 from megatron_brorl.config.data_keys import DataConfig
-from megatron_brorl.config.engine_keys import SglangConfig, TrtLlmConfig, VllmConfig
+from megatron_brorl.config.engine_keys import TrtLlmConfig, VllmConfig
 from megatron_brorl.config.optim_keys import OptimConfig
 
 
@@ -37,7 +37,7 @@ class RunConfig:
     progress_timeout_s: float = at_least(0, default=540.0)
     # Where figures go besides metrics.jsonl, each if it is installed: TensorBoard to run.dir/tensorboard, the others to
     # the project "brorl", or where their own environment variables say (WANDB_PROJECT, MLFLOW_TRACKING_URI)
-    log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     # Write a trace of all ranks, dir/traces/step_000010.json, for each step whose number in metrics.jsonl is a multiple
     # of this; 0 = never
     trace_every: int = at_least(0, default=0)
@@ -88,8 +88,8 @@ class RolloutConfig:
     # Prompts per step, over all ranks. A step may span epochs of data.train, and take more prompts than there are: one
     # that it takes twice is two groups of n, each with its own random numbers and its own baseline.
     prompts: int = at_least(1, default=128)
-    # Built in, TensorRT-LLM (section trtllm), vLLM (section vllm), or SGLang (section sglang)
-    engine: Literal["torch", "trtllm", "vllm", "sglang"] = "torch"
+    # Built in, TensorRT-LLM (section trtllm) or vLLM (section vllm)
+    engine: Literal["torch", "trtllm", "vllm"] = "torch"
     # What logits are divided by before sampling
     temperature: float = above(0, default=1.0, why=" (sampling needs randomness)")
     top_p: float = within("(0, 1]", default=1.0)  # probability of the likeliest tokens that are sampled from
@@ -123,23 +123,6 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
-class PartConfig:
-    """A part of a combined verifier."""
-
-    verifier: str  # as rows name it
-    weight: float = 1.0  # share of the reward where how = "sum"; together 1
-
-
-@dataclass(frozen=True)
-class CombinationConfig:
-    """A verifier made of others, which rows and data.verifier name as any other."""
-
-    name: str  # that rows and data.verifier may use
-    how: Literal["sum", "product", "gate"]  # gate: the last part's where all others give 1 or more, else 0
-    parts: tuple[PartConfig, ...]  # verifiers that each give a reward
-
-
-@dataclass(frozen=True)
 class RewardConfig:
     workers: int = at_least(1, default=2)  # scoring processes per rank
     # Seconds per answer; a worker that takes longer is killed and the answer scores 0
@@ -147,7 +130,6 @@ class RewardConfig:
     max_chars: int = at_least(1, default=65536)  # a longer answer scores 0 unseen; some verifiers take less
     # What part of a response is the answer. "verifier": what its row's verifier looks for; the others are for all rows
     extract: Literal["verifier", "full", "answer_tag", "boxed"] = "verifier"
-    combination: tuple[CombinationConfig, ...] = ()  # verifiers made of others
     # Programs that the model writes run in a sandbox; true: where there is none, or not, they run without isolation
     unsandboxed: bool = False
     # The smallest reward of a response that counts as correct: in pass@1, pass@k and every other count of right
@@ -340,7 +322,6 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trtllm: TrtLlmConfig = field(default_factory=TrtLlmConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
-    sglang: SglangConfig = field(default_factory=SglangConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)

@@ -19,7 +19,7 @@ def validate(config: Config, where: str) -> None:
             _refuse(config, where, f"{section.name}.{key}", message)
 
     # Later rules may count on earlier ones.
-    for rules in (_run, _rollout, _trtllm, _vllm, _sglang, _parallel, _fp8, _train, _evaluation, _algo, _recipe, _data):
+    for rules in (_run, _rollout, _trtllm, _vllm, _parallel, _fp8, _train, _evaluation, _algo, _recipe, _data):
         for kept, key, message in rules(config):
             if not kept:
                 _refuse(config, where, key, message)
@@ -78,19 +78,6 @@ def _vllm(config: Config) -> Iterator[Rule]:
         config.vllm.tensor == 1 or config.vllm.transport != "cuda_ipc",
         "vllm.transport",
         'with vllm.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
-    )
-
-
-def _sglang(config: Config) -> Iterator[Rule]:
-    yield (
-        config.sglang.tensor == 1 or config.sglang.transport != "cuda_ipc",
-        "sglang.transport",
-        'with sglang.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
-    )
-    yield (
-        config.rollout.engine != "sglang" or not config.rollout.stop_strings,
-        "rollout.stop_strings",
-        'rollout.engine = "sglang" is given token ids and stops at tokens alone: must be empty',
     )
 
 
@@ -298,11 +285,4 @@ def _data(config: Config) -> Iterator[Rule]:
         not data.tasks or data.verifier == "exact",
         "data.verifier",
         "rows of data.tasks are judged by the scorers of their tasks: leave it out",
-    )
-
-    # A part finds its answer where it looks for it, which another rule for all rows would undo.
-    yield (
-        not config.reward.combination or config.reward.extract == "verifier",
-        "reward.extract",
-        'the parts of reward.combination find their own answers: must be "verifier"',
     )

@@ -54,7 +54,7 @@ class Verifiers:
     """How the rows of a run are judged."""
 
     default: str = "exact"  # of rows that name none
-    reward: RewardConfig = field(default_factory=RewardConfig)  # with the combinations that rows may name
+    reward: RewardConfig = field(default_factory=RewardConfig)
 
 
 def read_rows(

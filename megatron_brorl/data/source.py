@@ -24,7 +24,7 @@ from megatron_brorl.data.prompts import Row, Verifiers, read_rows, tokenize
 from megatron_brorl.data.round_trip import GENERATED, Written, check_round_trip, sampled
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.registry import check_combinations, entry
+from megatron_brorl.rewards.registry import entry
 from megatron_brorl.types import Prompt
 
 
@@ -163,8 +163,7 @@ def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int,
 
 
 def _verifiers(config: DataConfig, reward: RewardConfig) -> Verifiers:
-    """How rows are judged, told wrong before any of them is read."""
-    check_combinations(reward.combination)
+    """Return how rows are judged; raise UserError for an unknown default before any row is read."""
     entry(config.verifier, "data.verifier", reward)
     return Verifiers(config.verifier, reward)
 

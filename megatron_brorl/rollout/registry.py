@@ -66,20 +66,4 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
             "TMPDIR": "{folder}",  # of sockets and of what is compiled: it goes with the engine
         },
     ),
-    "sglang": EngineKind(
-        name="SGLang",
-        package="sglang",
-        leaf="megatron_brorl.rollout.remote.sglang.llm",
-        dtypes=("bf16",),
-        needs={
-            "torch_memory_saver": "it gives an engine's memory back and is not here: pip install torch_memory_saver"
-        },
-        environment={
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs are of what is drawn from, after the temperature
-            # Of a context some tokens are given to nobody (sglang.llm): no response comes to a position beyond it.
-            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-            "HF_HUB_OFFLINE": "1",  # the model is a folder
-            "TMPDIR": "{folder}",  # of sockets and of workers' answers: it goes with the engine
-        },
-    ),
 }

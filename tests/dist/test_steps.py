@@ -160,23 +160,6 @@ def test_what_other_ranks_take_changes_nothing(worlds, directory, single, size, 
     assert len(every[slow]) < min(len(part) for rank, part in enumerate(every) if rank != slow)
 
 
-def test_a_slow_engine_hands_its_rows_on(worlds, directory):
-    """Two built-in engines, one of which takes 50 ms a token: the other goes on with its rows, and draws the same."""
-    ((wanted, _, whole),) = worlds(1).run("steps:hand_on", directory, False)
-    (slow, fast) = worlds(2).run("steps:hand_on", directory, True)
-    assert set(whole) == set(product((f"p/{i}" for i in range(3)), range(32)))
-    assert not slow[2].keys() & fast[2].keys()
-    found = slow[2] | fast[2]
-    assert found.keys() == whole.keys()
-    assert sum(found[place] != whole[place] for place in whole) <= 1  # floating-point order
-    for figures, seconds, _ in (slow, fast):
-        assert seconds["handed_on"] >= 4
-        assert seconds["tokens_again"] >= seconds["handed_on"]
-        assert figures["rollouts"] == wanted["rollouts"]
-        assert figures["lost_share"] == figures["late"] == 0
-    assert len(slow[2]) < len(fast[2])
-
-
 def test_partial_rollouts_are_carried(single):
     """The figures of five steps at 4 of 12 tokens each, from the streams alone."""
     figures, _, calls = single("partial", LOST)

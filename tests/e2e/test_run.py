@@ -9,7 +9,7 @@ import re
 import signal
 import time
 
-import glossary_faults
+import metric_faults
 import pytest
 import torch
 from e2e.runs import brorl, rows, start
@@ -47,7 +47,7 @@ def test_run_leaves_what_is_promised(finished, warm):
     assert all(line["logprob_gap_max"] <= 1e-4 for line in lines)
     assert [line["step"] for line in lines if "pass_at_1" in line] == [3]
     summary = json.loads((directory / "summary.json").read_text())
-    assert glossary_faults.of_summary(summary) == []
+    assert metric_faults.of_summary(summary) == []
     for key in ("pass_at_1_before", "pass_at_1_after"):
         assert 0 <= summary[key]["low"] <= summary[key]["mean"] <= summary[key]["high"] <= 1
     for when in ("before", "after"):  # pass@k wherever pass@1 stands

@@ -207,7 +207,7 @@ def crowded(config: Config, place: Place) -> Any:
 
 
 def serving(config: Config, place: Place) -> Any:
-    """Whether rollouts are handed on, the scoring processes, and the verdict on a slow answer."""
+    """Whether rollouts are shared, the scoring processes, and the verdict on a slow answer."""
     before = set(psutil.Process().children(recursive=True))
     with _session(config) as session:
         rollouts = session.rollouts()
@@ -215,7 +215,7 @@ def serving(config: Config, place: Place) -> Any:
         verdicts = [rollouts.pool.submit(ScoreRequest(prompt, str(i), "")) for i in range(4)]
         told = [verdict.result().status for verdict in verdicts]
         started = {p for p in psutil.Process().children(recursive=True) if p not in before}
-        return rollouts.pulling is None, len(started), told
+        return rollouts.work_stealing is None, len(started), told
 
 
 def warm(config: Config, place: Place) -> Any:

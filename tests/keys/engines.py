@@ -95,41 +95,6 @@ def vllm_arguments(config: Config, place: Place) -> Any:
         place.monkeypatch.chdir(place.folder)
 
 
-def sglang_arguments(config: Config, place: Place) -> Any:
-    """What SGLang is told."""
-    names = {
-        "sglang": ("Engine",),
-        "sglang.srt": (),
-        "sglang.srt.managers": (),
-        "sglang.srt.managers.io_struct": (
-            *("BeginWeightUpdateReqInput", "EndWeightUpdateReqInput", "ReleaseMemoryOccupationReqInput"),
-            *("ResumeMemoryOccupationReqInput", "UpdateWeightsFromTensorReqInput"),
-        ),
-    }
-    for name, held in names.items():
-        module = ModuleType(name)
-        vars(module).update(dict.fromkeys(held, ""))
-        place.monkeypatch.setitem(sys.modules, name, module)
-    try:
-        llm = importlib.import_module("megatron_brorl.rollout.remote.sglang.llm")
-        options = EngineOptions(
-            engine="sglang",
-            model="model",
-            vocab=304,
-            context=200,
-            dtype="bfloat16",
-            max_rows=config.rollout.max_num_seqs,
-            stop_ids=tuple(range(304)),
-            max_kv_tokens=4000,
-            section=dataclasses.asdict(config.sglang),
-        )
-        return llm.Llm(options).arguments()
-    finally:
-        sys.modules.pop("megatron_brorl.rollout.remote.sglang.llm", None)
-        place.monkeypatch.undo()
-        place.monkeypatch.chdir(place.folder)
-
-
 class _Ended:
     """A process that could not take a port, or one that only waits."""
 

@@ -22,14 +22,11 @@ TEXTS = ("<answer>4</answer>", "It is \\boxed{5}.", "4", "<think>x</think>\n<ans
 
 
 def found(config: Config, place: Place) -> Any:
-    """The answers in some responses, as a combination or data.verifier looks for them, and their scores."""
-    registry.check_combinations(config.reward.combination)
-    name = "both" if config.reward.combination else "exact"
-    entry = registry.entry(name, "here", config.reward)
+    """The answers in some responses, as data.verifier looks for them, and their scores."""
+    entry = registry.entry("exact", "here", config.reward)
     row = VerifierRow(id="a", prompt="2 + 2", answer="4", metadata={})
     answers = [extract(text, entry.find, entry.max_chars) for text in TEXTS]
-    told = registry.for_workers([name], config.reward).get(name, name)
-    scores = [registry.verifier(told)(a.answer, row).reward if a.answer is not None else None for a in answers]
+    scores = [registry.verifier("exact")(a.answer, row).reward if a.answer is not None else None for a in answers]
     return answers, scores
 
 

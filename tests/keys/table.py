@@ -16,8 +16,6 @@ TRTLLM = {"rollout.engine": "trtllm"}
 PROCESS = {**TRTLLM, "trtllm.start_timeout_s": 0.3, "trtllm.max_restarts": 1}
 VLLM = {"rollout.engine": "vllm"}
 VLLM_PROCESS = {**VLLM, "vllm.start_timeout_s": 0.3, "vllm.max_restarts": 1}
-SGLANG = {"rollout.engine": "sglang"}
-SGLANG_PROCESS = {**SGLANG, "sglang.start_timeout_s": 0.3, "sglang.max_restarts": 1}
 THEORY = {"theory.every": 1}
 PARTIAL = {"rollout.partial_tokens": 2}
 VERIFIED = {"train.verify_reshard": "always"}
@@ -41,21 +39,6 @@ WORD = r"nus\): (.+)"
 GCD = {"name": "gcd"}
 TASKS = {"data.train": None, "data.held_out": None, "data.held_out_prompts": 4}
 GENERATED = {**TASKS, "data.tasks": [TASK]}
-UNWEIGHTED = [{"verifier": "exact"}, {"verifier": "format"}]
-BOTH = {
-    "name": "both",
-    "how": "sum",
-    "parts": [{"verifier": "exact", "weight": 0.5}, {"verifier": "format", "weight": 0.5}],
-}
-
-
-def _both(**changes: object) -> list[object]:
-    return [{**BOTH, **changes}]
-
-
-def _parts(verifier: str = "exact", *weights: float) -> list[object]:
-    first, second = weights or (0.5, 0.5)
-    return _both(parts=[{"verifier": verifier, "weight": first}, {"verifier": "format", "weight": second}])
 
 
 CASES = {
@@ -169,30 +152,10 @@ CASES = {
     "vllm.start_timeout_s": Case(engines.patience, 0.9, before=0.1, beside=VLLM),
     "vllm.heartbeat_timeout_s": Case(engines.silence, 5.0, beside=VLLM),
     "vllm.max_restarts": Case(engines.starts, 3, before=1, beside=VLLM),
-    "sglang.python": Case(engines.starts, "/opt/sglang/bin/python", beside=SGLANG_PROCESS),
-    "sglang.tensor": Case(engines.sglang_arguments, 2),
-    "sglang.memory_fraction": Case(engines.sglang_arguments, 0.5),
-    "sglang.kv_dtype": Case(engines.sglang_arguments, "fp8"),
-    "sglang.quantization": Case(engines.sglang_arguments, "fp8", refused="sglang.quantization = 'fp8': must be"),
-    "sglang.max_num_tokens": Case(engines.sglang_arguments, 4096),
-    "sglang.cuda_graphs": Case(engines.sglang_arguments, False),
-    "sglang.transport": Case(
-        engines.transports, "cuda_ipc", beside=SGLANG, refused='sglang.transport = "cuda_ipc": there is no GPU'
-    ),
-    "sglang.shared_memory": Case(engines.starts, "memory", beside=SGLANG_PROCESS),
-    "sglang.start_timeout_s": Case(engines.patience, 0.9, before=0.1, beside=SGLANG),
-    "sglang.heartbeat_timeout_s": Case(engines.silence, 5.0, beside=SGLANG),
-    "sglang.max_restarts": Case(engines.starts, 3, before=1, beside=SGLANG),
     "reward.workers": Case(built.serving, 2),
     "reward.timeout_s": Case(built.serving, 0.1, beside={"data.verifier": "slow.py:score"}),
     "reward.max_chars": Case(judged.found, 1, beside={"reward.extract": "full"}),
     "reward.extract": Case(judged.found, "boxed"),
-    "reward.combination": Case(judged.found, [BOTH]),
-    "reward.combination[].name": Case(judged.found, _both(name="two"), before=[BOTH], refused="'both'"),
-    "reward.combination[].how": Case(judged.found, _both(how="product", parts=UNWEIGHTED), before=[BOTH]),
-    "reward.combination[].parts": Case(judged.found, _parts("math"), before=[BOTH]),
-    "reward.combination[].parts[].verifier": Case(judged.found, _parts("choice"), before=[BOTH]),
-    "reward.combination[].parts[].weight": Case(judged.found, _parts("exact", 0.75, 0.25), before=[BOTH]),
     "reward.unsandboxed": Case(judged.sandboxed, True, refused="bubblewrap is missing"),
     "reward.correct_at": Case(judged.credit, 0.5),
     "reward.strict": Case(judged.credit, True),

@@ -17,7 +17,7 @@ from gpu_stages.common import Job, Row, attempt, has, judged, missing, model, ok
 from gpu_stages.engine import COMPARED, GAP, SHORT, SIZES, transformers_gap
 from gpu_stages.roofline import decode_share, device_name
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
-from megatron_brorl.config.engine_keys import SglangConfig, TrtLlmConfig, VllmConfig
+from megatron_brorl.config.engine_keys import TrtLlmConfig, VllmConfig
 from megatron_brorl.model_shape import ModelShape, read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal
@@ -28,7 +28,7 @@ from megatron_brorl.rollout.remote.options import EngineOptions, process_setting
 from megatron_brorl.rollout.remote.process import make_folder
 from megatron_brorl.types import Prompt, Rollout
 
-SECTIONS: dict[str, type[Any]] = {"trtllm": TrtLlmConfig, "vllm": VllmConfig, "sglang": SglangConfig}
+SECTIONS: dict[str, type[Any]] = {"trtllm": TrtLlmConfig, "vllm": VllmConfig}
 START_S = 300.0  # for an engine to come up, that its failure be a row before the stage's time is over
 FULL = 0.95  # of the tokens asked for: engines need a stop token, and some siblings draw it
 MEMORY = 0.5  # of the GPU, for the engine: transformers' model is beside it

@@ -29,7 +29,7 @@ RECIPES = ROOT / "examples" / "recipes"
 # What a machine or a run decides, and not the method.
 NOT_OF_THE_METHOD = {
     "rollout": {"engine", "max_num_seqs", "pull", "kv_cache_mib", "timeout_s", "max_lost_share"},
-    "reward": {"workers", "timeout_s", "combination", "unsandboxed"},
+    "reward": {"workers", "timeout_s", "unsandboxed"},
     "evaluate": {"bootstrap", "pass_at", "benchmarks"},
 }
 SECTIONS = ("rollout", "reward", "shaping", "algo", "critic", "reference", "optim", "evaluate")

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_brorl.config.schema import CombinationConfig, DataConfig, PartConfig, RewardConfig
+from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.prompts import Row, Verifiers, read_rows, tokenize
 from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
@@ -210,14 +210,12 @@ def test_prompts_that_do_not_fit_are_errors(tokenizer: Tokenizer) -> None:
 
 
 def test_rows_that_name_no_verifier_have_the_default(tmp_path: Path) -> None:
-    parts = (PartConfig("format"), PartConfig("exact"))
-    reward = RewardConfig(combination=(CombinationConfig("both", "gate", parts),))
     row = b'{"prompt": "1+1", "verifier": "exact", "answer": "2"}'
     path = write(tmp_path / "f.jsonl", b'{"prompt": "1+1"}', row)
     rows, _ = read_rows(path, False, Verifiers("my_rewards.py:score"))
     assert [r.verifier for r in rows] == ["my_rewards.py:score", "exact"]  # one's own asks for no answer
     with pytest.raises(UserError, match=r'f\.jsonl:1: verifier "exact" compares with the answer'):
-        read_rows(path, False, Verifiers("both", reward))
+        read_rows(path, False, Verifiers("exact"))
 
 
 def test_an_unknown_verifier_gets_a_close_one(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_figures_are_explained(run):
     found = meanings(list(run["curves"]["values"]))
     assert found["kept_share"]["unit"]
     assert found["time/generate"]["meaning"] == found["time/generate"]["meaning"].strip() != ""
-    assert set(run["curves"]["values"]) == set(found)  # the glossary has every figure
+    assert set(run["curves"]["values"]) == set(found)  # every metric is documented
 
 
 def test_long_curves_are_means():

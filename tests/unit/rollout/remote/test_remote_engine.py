@@ -204,7 +204,7 @@ def test_what_is_taken_is_asked_by_calls_of_its_own(leaf, tmp_path):
         rows, prompt_tokens = 14, 2
         rooms: ClassVar[list[int]] = []
 
-        def take(self, room, rows):
+        def take(self, room):
             self.rooms.append(room)
             return [left.pop(0)] if left else []
 
