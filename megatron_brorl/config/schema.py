@@ -1,7 +1,7 @@
 """The configuration of a run: frozen sections of typed keys, each with its meaning, default and bound.
 
 The comments above and beside a key are its meaning and unit, for `brorl config` too (config/describe.py). The keys of
-[data] are in config/data_keys.py, those of engines in config/engine_keys.py, those of [optim] in config/optim_keys.py.
+[data] are in config/data_keys.py, those of [engine] in config/engine_keys.py, those of [optim] in config/optim_keys.py.
 config/load.py reads them; rules over several keys are in config/validate.py.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_brorl.config.bounds import above, at_least, within
 from megatron_brorl.config.data_keys import DataConfig
-from megatron_brorl.config.engine_keys import TrtLlmConfig, VllmConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.config.optim_keys import OptimConfig
 
 
@@ -88,7 +88,7 @@ class RolloutConfig:
     # Prompts per step, over all ranks. A step may span epochs of data.train, and take more prompts than there are: one
     # that it takes twice is two groups of n, each with its own random numbers and its own baseline.
     prompts: int = at_least(1, default=128)
-    # Built in, TensorRT-LLM (section trtllm) or vLLM (section vllm)
+    # "torch" is built in; the others run in processes of their own (section [engine]).
     engine: Literal["torch", "trtllm", "vllm"] = "torch"
     # What logits are divided by before sampling
     temperature: float = above(0, default=1.0, why=" (sampling needs randomness)")
@@ -320,8 +320,7 @@ class Config:
     fp8: Fp8Config = field(default_factory=Fp8Config)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    trtllm: TrtLlmConfig = field(default_factory=TrtLlmConfig)
-    vllm: VllmConfig = field(default_factory=VllmConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)

@@ -19,7 +19,7 @@ def validate(config: Config, where: str) -> None:
             _refuse(config, where, f"{section.name}.{key}", message)
 
     # Later rules may count on earlier ones.
-    for rules in (_run, _rollout, _trtllm, _vllm, _parallel, _fp8, _train, _evaluation, _algo, _recipe, _data):
+    for rules in (_run, _rollout, _engine, _parallel, _fp8, _train, _evaluation, _algo, _recipe, _data):
         for kept, key, message in rules(config):
             if not kept:
                 _refuse(config, where, key, message)
@@ -59,25 +59,16 @@ def _rollout(config: Config) -> Iterator[Rule]:
         )
 
 
-def _trtllm(config: Config) -> Iterator[Rule]:
-    t = config.trtllm
+def _engine(config: Config) -> Iterator[Rule]:
     yield (
-        t.tensor == 1 or t.transport != "cuda_ipc",
-        "trtllm.transport",
-        'with trtllm.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
+        config.engine.tensor == 1 or config.engine.transport != "cuda_ipc",
+        "engine.transport",
+        'with engine.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
     )
     yield (
         config.rollout.engine != "trtllm" or not config.rollout.stop_strings,
         "rollout.stop_strings",
-        'rollout.engine = "trtllm" is given token ids and stops at tokens alone: must be empty',
-    )
-
-
-def _vllm(config: Config) -> Iterator[Rule]:
-    yield (
-        config.vllm.tensor == 1 or config.vllm.transport != "cuda_ipc",
-        "vllm.transport",
-        'with vllm.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
+        'rollout.engine = "trtllm" stops at tokens alone: must be empty',
     )
 
 

@@ -64,8 +64,7 @@ class Run:
         """Hand the actor's weights to the engines; see refit.refit_engines."""
         # An engine that is a process may be started again.
         c = self.config
-        section = getattr(c, c.rollout.engine, None)
-        with span("refit", section.start_timeout_s if section else 0.0):
+        with span("refit", 0.0 if c.rollout.engine == "torch" else c.engine.start_timeout_s):
             return refit_engines(self.models(), self.rollouts, self.state.updates, c)
 
     def evaluate(self, progress: Progress) -> Evaluation:
