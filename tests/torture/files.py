@@ -15,7 +15,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import tiny
-from megatron_brorl.theory.log import read_log
 from torture.mutations import spoil_bytes, spoil_json
 
 from megatron_brorl.checkpoints import manifest
@@ -80,7 +79,6 @@ def file_targets() -> dict[str, Target]:
         "companions": _companions,
         "rows.jsonl": functools.partial(_lines, ROWS, "rows.jsonl", _read_rows),
         "rows.parquet": _parquet,
-        "log": functools.partial(_lines, LOG, "log.jsonl", read_log),
         "metrics": functools.partial(_lines, METRICS, METRICS_FILE, read_metrics),
         "evaluation": functools.partial(_lines, ANSWERS, "evaluation.jsonl", read_answers),
         "record": _record,
