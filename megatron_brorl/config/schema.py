@@ -282,20 +282,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class TheoryConfig:
-    """Figures theory_* of what the siblings left unsampled (docs/theory.md). None of them has a part in training."""
+    """The live mass balance: metrics theory_* (docs/theory.md). They do not influence training."""
 
     every: int = at_least(0, default=1)  # steps; 0 = never
-    prompts: int = at_least(1, default=8)  # of those a step trains on, that are looked at token by token and measured
-    positions: int = at_least(0, default=8)  # per such prompt at which the policy's whole softmax is computed; 0 = none
-    # Tokens of a response in which positions are looked for: siblings soon part
-    max_position: int = at_least(1, default=32)
-    # Steps, a multiple of `every`; 0 = never. pass@1 of these prompts before and after the update.
-    measure_every: int = at_least(0, default=0)
-    measure_samples: int = at_least(1, default=64)  # per prompt, before and again after
-    # Steps, a multiple of `every`; 0 = never. Noise of the gradient over so many prompts and over their siblings, and
-    # what a prompt's update does to the others: two backward passes for each of them, and two copies of the gradient.
-    noise_every: int = at_least(0, default=0)
-    log_rollouts: bool = False  # rewards, answers (as codes) and lengths to run.dir/rollouts.jsonl, for `brorl advise`
+    prompts: int = at_least(1, default=8)  # trained prompts per step whose tokens are analysed
+    positions: int = at_least(0, default=8)  # positions per such prompt with the policy's whole softmax; 0 = none
+    max_position: int = at_least(1, default=32)  # positions are among the first tokens of a response
 
 
 @dataclass(frozen=True)

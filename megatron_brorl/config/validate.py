@@ -133,25 +133,7 @@ def _train(config: Config) -> Iterator[Rule]:
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:
-    theory, e = config.theory, config.evaluate
-
-    # What is counted against what.
-    yield (
-        not theory.measure_every or (theory.every > 0 and theory.measure_every % theory.every == 0),
-        "theory.measure_every",
-        f"a measurement is compared with a prediction: must be a multiple of theory.every = {theory.every}",
-    )
-    # Diagnostics of a step are made where theory.every has it, or not at all.
-    yield (
-        not theory.noise_every or (theory.every > 0 and theory.noise_every % theory.every == 0),
-        "theory.noise_every",
-        f"the other figures of its prompts stand beside it: must be a multiple of theory.every = {theory.every}",
-    )
-    yield (
-        not theory.noise_every or config.rollout.n >= 4,
-        "theory.noise_every",
-        "two halves of a prompt's rollouts are compared: needs rollout.n of at least 4",
-    )
+    e = config.evaluate
     yield (
         all(1 <= k <= e.samples for k in e.pass_at),
         "evaluate.pass_at",

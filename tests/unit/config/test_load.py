@@ -106,21 +106,6 @@ def test_file_then_overrides(tmp_path):
         ),
         ("[theory]\nprompts = 0", [], "theory.prompts = 0: must be at least 1"),
         (
-            "[theory]\nevery = 2\nmeasure_every = 3",
-            [],
-            "theory.measure_every = 3: a measurement is compared with a prediction: must be a multiple of theory.every",
-        ),
-        (
-            "[theory]\nevery = 2\nnoise_every = 3",
-            [],
-            "theory.noise_every = 3: the other figures of its prompts stand beside it: must be a multiple of",
-        ),
-        (
-            "[rollout]\nn = 2\n[theory]\nnoise_every = 1",
-            [],
-            "theory.noise_every = 1: two halves of a prompt's rollouts",
-        ),
-        (
             "[algo]\nadvantage = 'maxrl'\n[reward]\nstrict = true\n[shaping]\noverlong_tokens = 10",
             [],
             "algo.advantage = 'maxrl': needs rewards of 0 and 1, which [shaping] changes",
