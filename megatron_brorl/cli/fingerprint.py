@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_brorl.config.resume_keys import may_change
 from megatron_brorl.config.schema import Config
-from megatron_brorl.data.digest import TEMPLATE_DATE
+from megatron_brorl.data.source import TEMPLATE_DATE
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.model_shape import ModelShape
 

@@ -25,8 +25,7 @@ from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
 from megatron_brorl.cli.preflight import Machines, plan
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.prompts import Verifiers, read_rows, render
-from megatron_brorl.data.stop_ids import stop_ids
-from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids, train_sentencepiece
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.model_shape import CONFIG, WEIGHTS, read_shape
 from megatron_brorl.models.hf_names import hf_shapes
