@@ -45,7 +45,6 @@ from megatron_brorl.rewards import here
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.startup import Started, look_at
-from megatron_brorl.rollout.durable import FOLDER, DurableRollouts
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.pulling import Pulling
@@ -138,7 +137,6 @@ class Session:
             hang.process_ends()
             if not self.program.goes_on:
                 return  # and with it all that it holds
-            self.stopped_by = self.stopped_by or "stopped by an error"  # what was sampled of its step is kept
         for close in reversed(self._closing):
             close()
 
@@ -237,7 +235,6 @@ class Session:
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
 
-        # What ends is kept until its step is over, and what waits is anybody's.
         return Rollouts(
             engine=watchdog,
             pool=self.pool,
@@ -246,7 +243,6 @@ class Session:
             seed=c.run.seed,
             grid=self.grid,
             max_lost_share=c.rollout.max_lost_share,
-            durable=self._durable() if c.rollout.durable else None,
             pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
         )
 
@@ -262,18 +258,6 @@ class Session:
         )
         self._closing.append(pool.close)
         return pool
-
-    def _durable(self) -> DurableRollouts:
-        """Where rollouts are kept until their step is over."""
-        c = self.config
-        # What decides an engine's arithmetic beside its weights.
-        section = getattr(c, c.rollout.engine, None)  # of an engine in a process of its own
-        of_engine = (section.quantization, section.kv_dtype) if section else ()
-        arithmetic = (c.rollout.engine, c.rollout.dtype, c.ops.implementation, *of_engine)
-        durable = DurableRollouts(self.dir / FOLDER, self.grid.rank, repr(arithmetic))
-        # A run that was stopped goes on with the step that another process left unfinished.
-        self._closing.append(lambda: durable.close(over=not self.stopped_by))
-        return durable
 
     def _torch_engine(self) -> RolloutEngine:
         c = self.config

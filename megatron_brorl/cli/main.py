@@ -17,7 +17,6 @@ from megatron_brorl.cli import data as data_cli
 from megatron_brorl.cli import evaluate as evaluate_cli
 from megatron_brorl.cli import metrics as metrics_cli
 from megatron_brorl.cli import quantize as quantize_cli
-from megatron_brorl.cli import replay as replay_cli
 from megatron_brorl.cli import rollouts as rollouts_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.cli.finished import finished
@@ -177,7 +176,6 @@ def _parser() -> argparse.ArgumentParser:
     evaluate_cli.add_compare(commands)  # brorl compare
     rollouts_cli.add_command(commands)  # brorl rollouts
     metrics_cli.add_command(commands)  # brorl metrics
-    replay_cli.add_command(commands)  # brorl replay
 
     # Checkpoints, between libraries and number formats.
     convert_cli.add_command(commands)

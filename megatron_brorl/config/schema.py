@@ -109,8 +109,6 @@ class RolloutConfig:
     timeout_s: float = above(0, default=1800.0)
     # Share of a step's rollouts that may be lost; the others are trained on. More end the run; 0: any does
     max_lost_share: float = within("[0, 1]", default=0.1)
-    # Keep what was sampled in run.dir/unfinished_step until the step is over: one that was killed samples only the rest
-    durable: bool = True
     # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
     # when its last sibling has ended. 0 = responses are sampled whole.
     partial_tokens: int = at_least(0, default=0)
@@ -120,11 +118,6 @@ class RolloutConfig:
     # With refills a round asks as many prompts as the share kept of late says will do, at most so many times
     # rollout.prompts. 1: every round asks rollout.prompts
     max_oversample: float = within("[1, 16]", default=4.0)
-    # Spend prompts x n rollouts unevenly: the first adaptive_first of every prompt decide who gets the rest. "kept":
-    # where they are most likely to bring right and wrong ones; "variance": where success is most uncertain. Weights
-    # keep the expected gradient that of n rollouts for every prompt.
-    adaptive: Literal["off", "kept", "variance"] = "off"
-    adaptive_first: int = at_least(0, default=0)  # 0 = a quarter of n
     # Steps that a group is carried over at most; what has not ended then is lost
     max_carried_steps: int = at_least(0, default=8)
 
@@ -171,20 +164,17 @@ class ShapingConfig:
         return bool(self.overlong_tokens or self.cosine_coef or self.repetition_ngram)
 
 
-Advantage = Literal["reinforce_pp_baseline", "grpo", "maxrl", "inverse_variance", "pass_at_k", "gae"]
+Advantage = Literal["reinforce_pp_baseline", "grpo", "maxrl", "pass_at_k", "gae"]
 
 
 @dataclass(frozen=True)
 class AlgoConfig:
     # "reinforce_pp_baseline": reward minus the mean of its group, whitened over the step's rollouts; "grpo": minus the
     # mean and over the standard deviation of its group; "maxrl": minus the mean and over the mean of its group, which
-    # weighs hard prompts more; "inverse_variance": minus the mean and over the variance of its group; "pass_at_k": what
-    # it adds to pass@k, over what the others have, whitened likewise; "gae": generalised advantages of a critic,
-    # whitened over the step's tokens
+    # weighs hard prompts more; "pass_at_k": what it adds to pass@k, over what the others have, whitened likewise;
+    # "gae": generalised advantages of a critic, whitened over the step's tokens
     advantage: Advantage = "reinforce_pp_baseline"
     pass_k: int = at_least(0, default=0)  # k of advantage = "pass_at_k", below rollout.n; 0 with any other
-    # A group's advantages are multiplied by (1 - its mean reward) to this power, before they are whitened (F-GRPO)
-    focal_gamma: float = at_least(0, default=0.0)  # 0 = off
     gamma: float = within("[0, 1]", default=1.0)  # discount per token of advantage = "gae"
     lam: float = within("[0, 1]", default=1.0)  # lambda of advantage = "gae": 1 trusts the rewards, 0 the critic
     dynamic_sampling: bool = True  # train on groups with different rewards alone; false: on every group
@@ -288,13 +278,6 @@ class TrainConfig:
     # times. 0 = 3e-4 where both compute in fp32, 0.3 where one computes in bf16, 0.6 where one has weights or keys and
     # values in FP8
     verify_tolerance: float = at_least(0, default=0.0)
-    # Micro-batches of skipped updates that run.dir/nonfinite keeps for `brorl replay`, each with the weights; 0 = none
-    keep_nonfinite: int = at_least(0, default=1)
-    # A loss, gradient norm, approx_kl or logprob_gap_mean so many times the median of the last spike_window steps is a
-    # spike: told and counted ("spikes"); 0 = off
-    spike_factor: float = at_least(0, default=10.0)
-    spike_window: int = at_least(2, default=20)  # steps that a spike is measured against; half of them must be there
-    max_spike_steps: int = at_least(0, default=0)  # in a row with a spike, after which the run ends, saved; 0 = never
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,6 @@ class GenerationResult:
     requests: list[Request]  # those given, then those that the engine took
     rollouts: list[list[Rollout]]  # per request, by index; what was not delivered is missing
     late: int  # rollouts that had not ended half-way to the limit
-    recovered_tokens: int = 0  # of the rollouts' tokens those that no call sampled: an earlier process had
 
 
 class Watchdog:

@@ -31,7 +31,6 @@ from megatron_brorl.theory.agreement import PREDICTIONS, correlation
 from megatron_brorl.theory.diagnostics import answer_level, good_turing, hold_out
 from megatron_brorl.theory.positions import Positions, change_of_success, draw_positions, draws_at
 from megatron_brorl.theory.token_level import TokenLevel, token_level
-from megatron_brorl.train import adaptive
 from megatron_brorl.train.collect import Collected
 from megatron_brorl.train.evaluate import sample_answers
 from megatron_brorl.train.gradient_noise import noise_metrics
@@ -250,9 +249,9 @@ def diagnostics_where_due(
     t = config.theory
     if not t.every or step % t.every:
         return None
-    rounds = adaptive.rounds_of(config.rollout)
-    n = rounds.least if rounds else config.rollout.n
-    return StepDiagnostics(t, step, collected, n, worker, rollouts, sampling, config.algo.overlong_filter)
+    return StepDiagnostics(
+        t, step, collected, config.rollout.n, worker, rollouts, sampling, config.algo.overlong_filter
+    )
 
 
 def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:

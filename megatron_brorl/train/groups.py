@@ -54,11 +54,6 @@ class Outcomes:
         """Rewards [survivors] of a group, in sibling order."""
         return self.rewards[group][self.ended[group]]
 
-    def first_siblings(self, n: int) -> Outcomes:
-        """Tables of the first n siblings of every group, as if there were no others."""
-        names = ("state", "rewards", "right", "tokens", "repeats", "answers", "holder")
-        return replace(self, **{name: getattr(self, name)[:, :n] for name in names})
-
     def without(self, groups: Sequence[int]) -> Outcomes:
         """The same as if these groups had not closed yet."""
         out = set(groups)

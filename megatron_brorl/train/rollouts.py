@@ -19,8 +19,7 @@ from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rollout.duplicates import improbable
-from megatron_brorl.rollout.durable import DurableRollouts
-from megatron_brorl.rollout.engine import KvUsage, Request, Sampling, Supply
+from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
 from megatron_brorl.rollout.pulling import Pulled, Pulling
 from megatron_brorl.rollout.sampler import Slot, deal, requests
 from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
@@ -66,7 +65,6 @@ class Rollouts:
     seed: int
     grid: Grid
     max_lost_share: float  # config key rollout.max_lost_share
-    durable: DurableRollouts | None = None  # of rollout.durable
     pulling: Pulling | None = None  # None: every rank samples what it was dealt
     told: set[int] = field(default_factory=set)  # codes of what was said of verifiers that raise
 
@@ -108,7 +106,7 @@ class Rollouts:
             # Verdicts are made while others are still being sampled.
             finished = _both(scorer.finished, on_end) if on_end else scorer.finished
             with span("generate", self.engine.timeout_s + self.engine.grace_s) as came_to:
-                result = self._generate(asked, sampling, finished, supply)
+                result = self.engine.generate(asked, sampling, finished, supply)
             idle = supply.idle_s if supply else 0.0
             came_to |= _generated(result, self.engine.kv_usage()) | ({"idle": idle} if supply else {})
             # A collective, and before verdicts count: repeated rollouts would pass for independent ones everywhere.
@@ -163,11 +161,6 @@ class Rollouts:
         }
         return metrics, {"verdict_queue_mean": stats.queue_mean_s, "verdict_queue_max": stats.queue_max_s}
 
-    def recovered(self) -> float:
-        """Rollouts of all ranks that an earlier process had sampled, since this was last asked; a collective."""
-        own = self.durable.take_recovered() if self.durable else 0
-        return collectives.all_reduce_sum({"recovered": float(own)})["recovered"]
-
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
         return bool(collectives.all_reduce_max({"stuck": float(self.engine.stuck)})["stuck"])
@@ -179,13 +172,6 @@ class Rollouts:
                 f"a rollout engine did not stop when told to (its rank is named above); {state}: start the same "
                 "command again to go on"
             )
-
-    def _generate(
-        self, asked: Sequence[Request], sampling: Sampling, finished: Finished, supply: Supply | None
-    ) -> GenerationResult:
-        if self.durable:
-            return self.durable.generate(self.engine, asked, sampling, finished, supply)
-        return self.engine.generate(asked, sampling, finished, supply)
 
     def _tell(self, raised: Mapping[str, str]) -> None:
         """Say on stderr, once in a run, which verifiers raised; the first rank that has one prints it. A collective."""
@@ -210,8 +196,7 @@ def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, flo
     """What came of a call of generate, for its span: tokens that it drew, and how full the cache was."""
     before = sum(len(r.token_ids) for request in result.requests for r in request.begun)
     there = sum(len(r.token_ids) for group in result.rollouts for r in group)
-    tokens = there - before - result.recovered_tokens
-    found = {"tokens": float(max(tokens, 0))}  # below 0 where rollouts that went on were lost
+    found = {"tokens": float(max(there - before, 0))}  # below 0 where rollouts that went on were lost
     if usage:
         found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.turns)}
         found |= {"prompt_tokens": float(usage.prompt_tokens), "prompt_found": float(usage.prompt_found)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.carried import Carried, files, read
 from megatron_brorl.train.rounds import Taken
-from megatron_brorl.train.spikes import Spikes
 from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.training_models import TrainingModels
 
@@ -35,7 +34,6 @@ _SAVED = {
     "before": (dict, type(None)),
     "fingerprint": (dict,),
     "began": (int, float),
-    "spikes": (dict,),
 }
 _BEST = (int, str, float)  # of its list
 
@@ -54,7 +52,6 @@ class RunState:
     before: dict[str, Any] | None = None  # the evaluation before step 0
     trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
     spent: float = 0.0  # seconds of the processes that this one goes on from
-    spikes: Spikes = field(default_factory=Spikes)  # of the last steps' figures
     best: Best | None = None  # of train.keep_best, on the disk
     began: float = 0.0  # Unix time at which the job began, whatever process goes on with it; 0 = not known
 
@@ -98,7 +95,6 @@ def begin_save(
         "fingerprint": fingerprint,
         "spent": seconds,
         "began": state.began,
-        "spikes": asdict(state.spikes),
         best.KEY: known.as_json() if known else None,
     }
 
@@ -146,7 +142,6 @@ def restore(
         trained_s=run["trained_s"],
         spent=run["spent"],
         began=run["began"],
-        spikes=Spikes(**run["spikes"]),
         best=best.kept(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
     )
     # The margin of a stall is the configuration's, its count the checkpoint's.

@@ -128,23 +128,6 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     assert max(map(len, holders.values())) > 1
 
 
-@pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"tensor": 2}), (4, {"pipeline": 2})])
-def test_adaptive_groups_equal_those_of_one_process(worlds, directory, size, parallel):
-    """Second rounds are allocated alike, sampled once and evenly, and trained on with the same weights."""
-    changes = {"rollout": {"prompts": 3, "adaptive": "variance"}, "algo": {"mini_batches": 2}}
-    results = worlds(size).run("steps:run_steps", directory, parallel, changes, 2, {"lose": LOST})
-    (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, 2, {"lose": LOST})
-    assert_same(results, expected)
-    every = [[(call, prompt, i) for call, prompt, part in calls for i in part] for _, _, calls in results]
-    assert sorted(slot for part in every for slot in part) == sorted(
-        (c, p, i) for c, p, part in expected[2] for i in part
-    )
-    for call in range(4):
-        sizes = [sum(c == call for c, _, _ in part) for part in every]
-        assert max(sizes) - min(sizes) <= 2
-    assert expected[0][0]["group_size_most"] > expected[0][0]["group_size_least"] >= 8
-
-
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"pipeline": 2}), (4, {"tensor": 2})])
 def test_a_rank_that_loses_everything_holds_nobody_up(worlds, directory, size, parallel):
     """Its share of the first step is the last siblings; the other ranks' survivors are trained on, by all of them.

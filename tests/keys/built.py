@@ -209,7 +209,7 @@ def crowded(config: Config, place: Place) -> Any:
 
 
 def serving(config: Config, place: Place) -> Any:
-    """Whether rollouts are kept and handed on, the scoring processes, and the verdict on a slow answer."""
+    """Whether rollouts are handed on, the scoring processes, and the verdict on a slow answer."""
     before = set(psutil.Process().children(recursive=True))
     with _session(config) as session:
         rollouts = session.rollouts()
@@ -217,7 +217,7 @@ def serving(config: Config, place: Place) -> Any:
         verdicts = [rollouts.pool.submit(ScoreRequest(prompt, str(i), "")) for i in range(4)]
         told = [verdict.result().status for verdict in verdicts]
         started = {p for p in psutil.Process().children(recursive=True) if p not in before}
-        return rollouts.durable is None, rollouts.pulling is None, len(started), told
+        return rollouts.pulling is None, len(started), told
 
 
 def warm(config: Config, place: Place) -> Any:

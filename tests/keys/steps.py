@@ -19,7 +19,6 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.record import Recorder
-from megatron_brorl.train.spikes import WATCHED, Spikes
 from megatron_brorl.train.stall import Stall
 
 
@@ -140,29 +139,6 @@ def written(config: Config, place: Place) -> Any:
     place.monkeypatch.undo()
     place.monkeypatch.chdir(place.folder)
     return sorted(name for name in found if not name.startswith("ThreadPool"))
-
-
-def skipped(config: Config, place: Place) -> Any:
-    """Files of a step whose gradients are not finite."""
-    shutil.rmtree("run", ignore_errors=True)
-    trainer = _trainer(config, place, Engine())
-    train = trainer.worker.train
-
-    def poisoned(prompts: Any, responses: Any, loss: Any, *rest: Any) -> Any:
-        loss._part.advantages[0][0] = float("inf")
-        return train(prompts, responses, loss, *rest)
-
-    trainer.worker.train = poisoned  # type: ignore[method-assign]
-    trainer.train_step()
-    return sorted(str(path) for path in Path("run").rglob("*.pt"))
-
-
-def spiky(config: Config, place: Place) -> Any:
-    """What is said of a step of fifty times the loss after twelve even ones, and whether it ends the run."""
-    spikes, said = Spikes(), []
-    for loss in (*[1.0] * 12, 50.0):
-        said = spikes.watch({**dict.fromkeys(WATCHED, 1.0), "loss": loss, "updates": 1.0}, config.train)
-    return said, spikes.too_many(config.train)
 
 
 def stalls(config: Config, place: Place) -> Any:

@@ -18,7 +18,6 @@ VLLM = {"rollout.engine": "vllm"}
 VLLM_PROCESS = {**VLLM, "vllm.start_timeout_s": 0.3, "vllm.max_restarts": 1}
 THEORY = {"theory.every": 1}
 MEASURED = {**THEORY, "theory.measure_every": 1, "theory.measure_samples": 4}
-UNEVEN = {"rollout.n": 16, "rollout.adaptive": "variance"}
 PARTIAL = {"rollout.partial_tokens": 2}
 VERIFIED = {"train.verify_reshard": "always"}
 FEW = {"rollout.n": 2, "rollout.refills": 4}
@@ -117,12 +116,9 @@ CASES = {
     "rollout.dtype": Case(built.sampled, "bf16"),
     "rollout.timeout_s": Case(steps.slow, 0.1),
     "rollout.max_lost_share": Case(steps.losing, 0.0, refused="rollout.max_lost_share = 0"),
-    "rollout.durable": Case(built.serving, False),
     "rollout.partial_tokens": Case(steps.step, 4),
     "rollout.refills": Case(steps.step, 2, beside={"rollout.n": 2}),
     "rollout.max_oversample": Case(built.asks, 2.0, beside=FEW),
-    "rollout.adaptive": Case(steps.step, "kept", before="variance", beside={"rollout.n": 16}),
-    "rollout.adaptive_first": Case(steps.step, 6, beside=UNEVEN),
     "rollout.max_carried_steps": Case(
         steps.step, 2, beside={"rollout.partial_tokens": 2}, refused="rollout.max_carried_steps = 2"
     ),
@@ -180,7 +176,6 @@ CASES = {
     "algo.correct_boost": Case(steps.step, 0.5),
     "algo.overlong_filter": Case(steps.step, True),
     "algo.pass_k": Case(steps.step, 2, before=1, beside={"algo.advantage": "pass_at_k", "reward.strict": True}),
-    "algo.focal_gamma": Case(steps.step, 1.0, beside={"reward.strict": True}),
     "algo.kl_coef": Case(steps.step, 0.1),
     "algo.kl_estimator": Case(steps.step, "k3", beside=KL),
     "algo.kl_in": Case(steps.step, "reward", beside=KL),
@@ -237,10 +232,6 @@ CASES = {
     "train.resume": Case(built.checkpoints, "never"),
     "train.keep_best": Case(steps.run, "pass_at_1", beside={"evaluate.every": 1}),
     "train.checkpoint_async": Case(steps.written, False, beside={"train.checkpoint_every": 1}),
-    "train.keep_nonfinite": Case(steps.skipped, 0),
-    "train.spike_factor": Case(steps.spiky, 0.0),
-    "train.spike_window": Case(steps.spiky, 2),
-    "train.max_spike_steps": Case(steps.spiky, 1),
     "train.max_nonfinite_steps": Case(steps.broken, 1, refused="train.max_nonfinite_steps"),
     "train.verify_reshard": Case(steps.step, "always", refused="train.verify_reshard: after version 0"),
     "train.verify_tolerance": Case(steps.step, 1e3, beside=VERIFIED, refused="train.verify_tolerance"),

@@ -88,9 +88,9 @@ def test_a_look_sees_the_same_twice(look, place):
 
 
 def test_the_table_sees_a_dead_key(place):
-    """rollout.adaptive_first without rollout.adaptive does nothing, and is seen to do nothing."""
-    look = CASES["rollout.adaptive_first"].look
-    assert seen(look, {}, place) == seen(look, {"rollout.adaptive_first": 4}, place)
+    """algo.tau_pos does nothing without algo.policy_loss = "sapo"."""
+    look = CASES["algo.tau_pos"].look
+    assert seen(look, {}, place) == seen(look, {"algo.tau_pos": 2.0}, place)
 
 
 def test_a_table_is_read_as_a_file_is():

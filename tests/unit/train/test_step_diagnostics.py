@@ -196,7 +196,7 @@ def test_every_second_step(processes, model):
 def test_an_engine_that_hangs_is_not_measured(processes, model):
     """It is given up while it samples; the step is trained on, and nothing asks it for more in this step."""
     release = threading.Event()
-    changes = {"rollout": CHANGES["rollout"] | {"timeout_s": 0.5, "adaptive": "kept"}, "theory": CHANGES["theory"]}
+    changes = {"rollout": CHANGES["rollout"] | {"timeout_s": 0.5}, "theory": CHANGES["theory"]}
     engine = fakes.Engine(stall={("p/1", 3)}, deaf=release)
     trainer = make_trainer(model[0], processes, configured(changes), engine, grace_s=0.2)
     trainer.refit()
