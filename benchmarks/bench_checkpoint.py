@@ -31,8 +31,8 @@ import psutil
 import torch
 from bench_common import alone, options, write_rows
 from bench_step import prompts, write_tokenizer
+from random_model import qwen2_config, write_random_model
 
-from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.cli.build import Program, Session
 from megatron_brorl.cli.train import build_trainer
 from megatron_brorl.config.load import load

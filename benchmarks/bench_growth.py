@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from bench_common import write_rows
 from measure import forget_peak, status_kib
+from random_model import qwen2_config
 
-from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.config.schema import AlgoConfig, ParallelConfig, RewardConfig
 from megatron_brorl.model_shape import parse_shape
 from megatron_brorl.ops.backend import backend

@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from megatron_brorl.checkpoints.safetensors_files import INDEX, Tensors
+from megatron_brorl.checkpoints.hugging_face import Checkpoint
+from megatron_brorl.checkpoints.safetensors_files import INDEX
 
 MIB = 1 << 20
 COMMON = {
@@ -153,7 +154,7 @@ def conversion(source: str, target: str, tensor: int) -> dict[str, Any]:
 
 def make(model: str, directory: str, dtype: str) -> None:
     warnings.simplefilter("ignore")
-    from megatron_brorl.checkpoints.random_init import write_random_model
+    from bench_common import write_random_model
 
     config = MODELS[model] | {"dtype": dtype}
     write_random_model(config, Path(directory), 0, getattr(torch, dtype), defaults=False)
@@ -161,15 +162,10 @@ def make(model: str, directory: str, dtype: str) -> None:
 
 def same(first: Path, second: Path) -> bool:
     """Whether two Hugging Face directories hold the same bits, one tensor in memory at a time."""
-
-    def opened(directory: Path) -> dict[str, Tensors]:
-        files = [Tensors(p) for p in sorted(directory.glob("*.safetensors"))]
-        return {name: f for f in files for name in f.shapes}
-
-    a, b = opened(first), opened(second)
-    bits = (torch.equal(a[n].read(n).view(torch.uint8), b[n].read(n).view(torch.uint8)) for n in a)
+    a, b = Checkpoint(first), Checkpoint(second)
+    bits = (torch.equal(a.tensor(n).view(torch.uint8), b.tensor(n).view(torch.uint8)) for n in a.files)
     names = [p.name for p in (first, second) for p in (p / INDEX,) if p.is_file()]
-    return len(names) in (0, 2) and a.keys() == b.keys() and all(bits)
+    return len(names) in (0, 2) and a.files.keys() == b.files.keys() and all(bits)
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:

@@ -36,8 +36,8 @@ import numpy as np
 import torch
 from bench_common import write_rows
 from generation_clock import Clock, How, Step
+from random_model import qwen2_config
 
-from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.model_shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, pair_cost

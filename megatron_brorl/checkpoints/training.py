@@ -390,7 +390,7 @@ def load(directory: Path, parts: Sequence[Part]) -> None:
             why = str(e).rstrip().rpartition("\n")[2]
             number = re.search(r"\[Errno (\d+)\]", why)
             disk_failed = number and int(number[1]) != errno.ENOENT
-            remedy = "fix that and run the same command again" if disk_failed else "the checkpoint is damaged: delete it"
+            remedy = "fix that and run the command again" if disk_failed else "the checkpoint is damaged: delete it"
             raise UserError(f"{directory}: {why}; {remedy}") from None
         for part in parts:
             part.restore(state[part.name] if part.name else state, directory)

@@ -11,7 +11,7 @@ import forks
 import pytest
 from e2e.runs import ENVIRONMENT, brorl, rows
 
-from megatron_brorl.checkpoints import manifest
+from megatron_brorl.checkpoints import folders
 from megatron_brorl.timeline import span
 
 # What is written meanwhile may not be there yet when a rank stops.
@@ -99,7 +99,7 @@ def test_it_is_named_and_the_run_goes_on(config, init, tmp_path, monkeypatch, ma
 
     # The first step's state is as it was saved, and the same command goes on from it.
     (saved,) = (tmp_path / "checkpoints").glob("step_*")
-    assert manifest.damage(saved) == ""
+    assert folders.damage(saved) == ""
     if main is stopped:
         again = brorl(*command)
         assert again.returncode == 0, again.stderr
