@@ -21,7 +21,6 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import device
 from megatron_brorl.rollout.continuation import siblings
 from megatron_brorl.rollout.engine import Held, KvUsage, Request, RolloutEngine, Sampling, Supply
-from megatron_brorl.timeline import position
 from megatron_brorl.types import Rollout
 
 # (index of a request, rollout that has ended): called in the thread that generates, so it must be quick.
@@ -167,7 +166,6 @@ class _Call:
             if self._taken or gone:
                 return
             self._found[request][rollout.index] = rollout
-            position.beat()
             if self._tell and rollout.finish != "cut" and self._error is None:
                 try:
                     self._tell(request, rollout)

@@ -59,13 +59,6 @@ def folders(config: Config, place: Place) -> Any:
     return sorted(path.name for path in Path().iterdir() if path.name in ("run", "elsewhere"))
 
 
-def watched(config: Config, place: Place) -> Any:
-    """Whether the rank says where it is."""
-    with _session(config) as session:
-        session.__enter__()
-        return _files()
-
-
 def card(config: Config, place: Place) -> Any:
     """The card of the model that it writes."""
     with _session(config) as session:
