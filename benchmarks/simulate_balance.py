@@ -12,11 +12,10 @@ one step, on one thread.
 
 A second table has generation in virtual time (generation_clock.py), by the code that real ranks run: how long an engine
 has rows, mean over engines by the time of the last ("busy"), and that time against that of the first way ("time").
-"dealt": engines sample what they were dealt; "pulled": what waits goes to whoever has room (rollout.pulling); "handed":
-rows that are half done are handed on as well (rollout.handing), which is what rollout.pull does; how many rows that
-were, and how many of their tokens were computed again. A decoding step takes the time of WEIGHTS rows for the weights,
-and that of one for each row's keys and values: 3.1 GB, and 4,000 tokens of 28 KiB at 3.35 TB/s. 96 rows of 14,536
-tokens are 37 GiB of keys and values. Engines look at what others have every rollout.handing.INTERVAL_S.
+"dealt": engines sample what they were dealt; "pulled": what waits goes to whoever has room (rollout.work_stealing),
+which is what rollout.pull does. A decoding step takes the time of WEIGHTS rows for the weights, and that of one for
+each row's keys and values: 3.1 GB, and 4,000 tokens of 28 KiB at 3.35 TB/s. 96 rows of 14,536 tokens are 37 GiB of
+keys and values.
 
 A third table has eight engines, one half as fast as six others and one twice. Both are means over K seeds, "busy" with
 the least of them.
@@ -41,7 +40,6 @@ from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.model_shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, pair_cost
-from megatron_brorl.rollout.handing import INTERVAL_S
 from megatron_brorl.rollout.sampler import deal
 from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.exchange import TOKEN_BYTES
@@ -49,8 +47,7 @@ from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained
 
 PROMPTS, PROMPT_TOKENS, MINI_BATCHES, KEPT = 128, 200, 8, 0.62
 MEAN, LONGEST, SPREAD = 8192, 14336, 0.5
-WEIGHTS, PREFILL = 27.0, 0.2  # 2 x 1.5e9 operations a token at 400 TFLOP/s against 115 MB at 3.35 TB/s
-ROW_S = 4000 * 28 * 1024 / 3.35e12  # of the keys and values of one row
+WEIGHTS = 27.0
 IN_FLIGHT = (32, 96, 128)
 SPEEDS = (0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0)
 MODEL = qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=32768)
@@ -137,28 +134,25 @@ def measure_clock(
 ) -> dict[str, Any]:
     """One row of the second table, or of the third."""
     parts = deal(list(product(range(PROMPTS), range(n))), [0] * replicas)
-    clock = Clock(fixed, PREFILL, speeds, INTERVAL_S / ROW_S)
+    clock = Clock(fixed, speeds)
     row: dict[str, Any] = {"n": n, "replicas": replicas, "in_flight": in_flight, "fixed": fixed}
-    ways: tuple[How, ...] = ("dealt", "pulled", "handed on")
+    ways: tuple[How, ...] = ("dealt", "pulled")
     for how in ways:
         found = []
         for seed in range(seeds):
             step = Step(drawn(n, seed=n + replicas + seed).tokens.numpy(), parts, in_flight, clock, how)
             busy, end = step.run()
-            found.append((busy.mean() / end, end, *step.handed_on))
-        busy_of, ends, rows, tokens = np.array(found).T
+            found.append((busy.mean() / end, end))
+        busy_of, ends = np.array(found).T
         row |= {how: float(busy_of.mean()), f"{how}, least": float(busy_of.min()), f"{how}, end": float(ends.mean())}
-        row |= {"rows": float(rows.mean()), "tokens": float(tokens.mean())}  # of the last way
     return row
 
 
 def show_clock(r: dict[str, Any]) -> None:
     """Print a row of measure_clock."""
-    ends = [r[f"{how}, end"] / r["dealt, end"] for how in ("pulled", "handed on")]
     print(
         f"{r['n']:>5}{r['replicas']:>10}{r['in_flight']:>11}{r['fixed']:>9.0f}{r['dealt']:>8.3f}{r['pulled']:>8.3f}"
-        f"{r['handed on']:>8.3f}{r['handed on, least']:>7.3f}{ends[0]:>9.3f}{ends[1]:>8.3f}{r['rows']:>8.0f}"
-        f"{r['tokens'] / 1e6:>8.2f}",
+        f"{r['pulled, least']:>7.3f}{r['pulled, end'] / r['dealt, end']:>9.3f}",
         flush=True,
     )
 
@@ -188,8 +182,8 @@ def main() -> None:
             )
 
     # In virtual time; 512 replicas with N = 512 have 128 rows each, all in flight at once in the last case.
-    print("\n                                       busy                           time             handed on")
-    print("    N  replicas  in flight  weights   dealt  pulled  handed  least   pulled  handed    rows  mln tokens")
+    print("\n                                       busy                     time")
+    print("    N  replicas  in flight  weights   dealt  pulled  least   pulled")
     clocks = []
     for (n, replicas), in_flight, fixed in product(sizes, IN_FLIGHT, (0.0, WEIGHTS)):
         clocks.append(measure_clock(n, replicas, in_flight, fixed, args.seeds))
