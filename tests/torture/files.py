@@ -278,7 +278,7 @@ def _lines(rows: list[Any], name: str, read: Callable[[Path], object], folder: P
 
 
 def _read_rows(path: Path) -> None:
-    rows, _ = read_rows(path, skip_bad=False, verifiers=Verifiers())
+    rows = read_rows(path, Verifiers())
     tokenizer = load_tokenizer(_made() / "pieces")
     for row in rows:
         render(row.prompt, tokenizer, Config().data, 64, row.where)
