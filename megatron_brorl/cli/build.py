@@ -48,11 +48,8 @@ from megatron_brorl.rewards.startup import Started, look_at
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
-<<<<<<< HEAD
-from megatron_brorl.timeline import dump_stacks_after
-=======
 from megatron_brorl.rollout.work_stealing import WorkStealing
->>>>>>> main
+from megatron_brorl.timeline import dump_stacks_after
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker

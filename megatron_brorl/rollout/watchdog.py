@@ -19,13 +19,7 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import device
-<<<<<<< HEAD
-from megatron_brorl.rollout.continuation import siblings
-from megatron_brorl.rollout.engine import Held, KvUsage, Request, RolloutEngine, Sampling, Supply
-=======
 from megatron_brorl.rollout.engine import KvUsage, Request, RolloutEngine, Sampling, Supply
-from megatron_brorl.timeline import position
->>>>>>> main
 from megatron_brorl.types import Rollout
 
 # (index of a request, rollout that has ended): called in the thread that generates, so it must be quick.
