@@ -33,7 +33,7 @@ from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.stop_ids import stop_ids
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.metrics import Lines, MetricsWriter
+from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8, memory
 from megatron_brorl.models.gpt import ATTENTION_ALONE, DTYPES
@@ -47,8 +47,8 @@ from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.startup import Started, look_at
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
+from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
@@ -57,8 +57,6 @@ from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
-
-ROLLOUTS_FILE = "rollouts.jsonl"
 
 AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 T = TypeVar("T")
@@ -243,7 +241,7 @@ class Session:
             seed=c.run.seed,
             grid=self.grid,
             max_lost_share=c.rollout.max_lost_share,
-            pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
+            work_stealing=WorkStealing(network.shared_store()) if c.rollout.pull else None,
         )
 
     @functools.cached_property
@@ -313,14 +311,6 @@ class Session:
         writer = MetricsWriter(self.dir, trackers, resume_step)
         self._closing.append(writer.close)
         return writer
-
-    def rollout_log(self, resume_step: int | None) -> Lines | None:
-        """Where theory.log_rollouts sends the rollouts, on the main rank; resume_step: see metrics.Lines."""
-        if not (self.config.theory.log_rollouts and self.is_main_rank):
-            return None
-        lines = Lines(self.dir / ROLLOUTS_FILE, resume_step)
-        self._closing.append(lines.close)
-        return lines
 
     def recorder(self, resume_step: int | None) -> Recorder:
         """What writes run.dir/rollouts, on every rank; resume_step: see record.files.begin."""

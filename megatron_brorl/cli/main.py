@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--ranks-per-node", type=int, default=0, help="left out: as many as there are, at most 8")
     doctor.add_argument("--gpu-gib", type=float, default=0, help="memory of a GPU of another machine")
     doctor.set_defaults(command=_doctor)
-    theory_cli.add_commands(commands)  # brorl simulate, brorl advise
+    theory_cli.add_commands(commands)  # brorl simulate, brorl pass-rates
     return parser
 
 

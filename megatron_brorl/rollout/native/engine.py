@@ -133,7 +133,7 @@ class TorchEngine:
         def take() -> None:
             # Only what can begin at once: what is not taken is for other ranks.
             if supply and (room := scheduler.room()):
-                new = supply.take(room, scheduler.rows_held())
+                new = supply.take(room)
                 scheduler.add(new)
                 found.extend([] for _ in new)
 
@@ -141,7 +141,7 @@ class TorchEngine:
         take()
         hidden = scheduler.admit()
         while not (watch and watch.cancelled()):  # asked once a token
-            # Without a row there may still be some that others hand on.
+            # Without a row there may still be some to come.
             if not len(scheduler.active):
                 if not (supply and supply.wait()):
                     break
@@ -151,10 +151,6 @@ class TorchEngine:
 
             pool.count_turn()
             deliver(self._advance(scheduler, hidden, stops, sampling))
-
-            # Rows that others ask for leave where they would leave if they had ended.
-            if supply and (excess := supply.excess(scheduler.rows_held(), scheduler.held)):
-                supply.give(scheduler.stop(excess))
 
             # Those that go on feed the token that they just got; then rows that waited take the slots that are free.
             staying = scheduler.make_room()

@@ -1,4 +1,4 @@
-"""Waiting rollouts go to whoever has room: each once, in any order of asking, and with the tokens of any dealing."""
+"""Each slot is taken once, by any rank in any order, and gets the tokens that any other rank would draw."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import fakes
 import pytest
 import torch.distributed as dist
 
-from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.handing import Handing
-from megatron_brorl.rollout.pulling import Pulled, Pulling, Waiting
 from megatron_brorl.rollout.sampler import deal, open_groups, requests
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.rollout.work_stealing import SharedSlots, SlotSupply, WorkStealing
 
 SAMPLING = Sampling(1.0, 1.0, 0, 12, (fakes.STOP,))
 GROUPS = open_groups(fakes.prompts(5), 0)
@@ -24,7 +22,7 @@ GROUPS = open_groups(fakes.prompts(5), 0)
 
 def shares(parts, store=None):
     store = store or dist.HashStore()
-    return [Waiting(store, "call", parts, rank) for rank in range(len(parts))]
+    return [SharedSlots(store, "call", parts, rank) for rank in range(len(parts))]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -78,40 +76,28 @@ def test_what_is_taken_of_others():
     assert [w.claim(9) for w in (a, b, c)] == [[], [], []]
 
 
-def test_what_a_call_needed_is_forgotten():
+def test_a_call_deletes_the_counters_of_the_call_before():
     store = dist.HashStore()
-    pulling = Pulling(store)
-    assert Pulling(store).begin([[(0, 0)] * 50], [0], 0, 12) is None  # nobody to share with
-    waiting, handing = pulling.begin([[(0, 0)] * 4, [(0, 0)] * 3], [1, 0], 0, 12)
-    assert len(waiting.claim(2)) == 2
-    assert not handing.over(3)
-    assert handing.over(8)
-    keys = store.num_keys()
-    assert keys == 3
-    pulling.begin([[(0, 0)]], [0], 0, 12)
+    stealing = WorkStealing(store)
+    assert WorkStealing(store).begin([[(0, 0)] * 50], 0) is None  # A single rank shares with no one.
+    slots = stealing.begin([[(0, 0)] * 4, [(0, 0)] * 3], 0)
+    assert len(slots.claim(2)) == 2
+    assert store.num_keys() == 2
+    stealing.begin([[(0, 0)]], 0)
     assert store.num_keys() == 0
-    assert waiting.claim(2) == []
-
-
-def test_a_store_without_queues_is_told():
-    class Old:
-        pass
-
-    with pytest.raises(UserError, match=r"rollout.pull needs the queues of torch 2.8"):
-        Pulling(Old())
+    assert slots.claim(2) == []
 
 
 def supplied(waiting, groups, seed=3):
     """A supply, and where the groups of what it gives are noted."""
     numbers = []
 
-    def asked(slots, begun):
-        made, of = requests(slots, groups, begun, seed)
+    def asked(slots):
+        made, of = requests(slots, groups, {}, seed)
         numbers.extend(of)
         return made
 
-    handing = Handing(dist.HashStore(), "call", 80, 2, 12)
-    return Pulled(waiting, handing, asked, [], numbers, 80, 9), numbers
+    return SlotSupply(waiting, asked, 80, 9), numbers
 
 
 def test_an_engine_that_is_given_up_leaves_the_rest_to_the_others(capfd):
@@ -146,7 +132,7 @@ def test_an_engine_that_is_told_to_stop_begins_nothing_more():
         def generate(self, requests, sampling, watch=None, supply=None):
             while not watch.cancelled():
                 time.sleep(0.01)
-            assert supply.take(4, 0) == []
+            assert supply.take(4) == []
             assert not supply.wait()
             return []
 
