@@ -37,7 +37,7 @@ from typing import Any
 from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, write_model, write_rows
 from measure import EngineFailed, ask
 
-from megatron_brorl.config.engine_keys import VllmConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.model_shape import ModelShape, read_shape
 
 ENGINES = ("brorl", "transformers", "openvino", "vllm")
@@ -125,7 +125,7 @@ def main() -> None:
     pythons |= {e: p for e in ENGINES[2:] if (p := getattr(args, f"{e}_python"))}
     if args.vllm_python:
         pythons |= dict(zip(OURS, (args.vllm_python, sys.executable), strict=True))
-    section = dataclasses.asdict(VllmConfig(python=args.vllm_python or ""))
+    section = dataclasses.asdict(EngineConfig(python=args.vllm_python or ""))
     cases = [(dtype, p, spec) for dtype in args.dtypes for p in args.prompts for spec in args.lengths]
     peaks = {dtype: alone(peak_flops, dtype, args.threads) for dtype in args.dtypes}
     found = []

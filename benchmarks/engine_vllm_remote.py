@@ -12,13 +12,12 @@ from measure import REFITS, answer, family_peak_mib, read_job, time_rollouts
 from safetensors.torch import load_file
 from vllm_job import engine_options
 
-from megatron_brorl.config.engine_keys import VllmConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.model_shape import WEIGHTS, read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import RemoteEngine
-from megatron_brorl.rollout.remote.options import process_settings
 from megatron_brorl.rollout.remote.process import make_folder
 from megatron_brorl.types import Prompt
 
@@ -26,10 +25,10 @@ from megatron_brorl.types import Prompt
 def main() -> None:
     job = read_job()
     torch.set_num_threads(1)  # the engine computes, this waits
-    options, section = engine_options(job), VllmConfig(**job["section"])
-    folder, names = make_folder("/dev/shm", "vllm.shared_memory"), hf_shapes(read_shape(Path(job["model"])))
+    options, section = engine_options(job), EngineConfig(**job["section"])
+    folder, names = make_folder("/dev/shm", "engine.shared_memory"), hf_shapes(read_shape(Path(job["model"])))
     begun = time.perf_counter()
-    engine = RemoteEngine(process_settings(section), options, names, folder, [0], Path(job["scratch"]) / "engine.log")
+    engine = RemoteEngine(section, options, names, folder, [0], Path(job["scratch"]) / "engine.log")
     start_s = time.perf_counter() - begun
 
     # What it takes to begin, and to give it new weights.

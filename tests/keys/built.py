@@ -59,13 +59,6 @@ def folders(config: Config, place: Place) -> Any:
     return sorted(path.name for path in Path().iterdir() if path.name in ("run", "elsewhere"))
 
 
-def watched(config: Config, place: Place) -> Any:
-    """Whether the rank says where it is."""
-    with _session(config) as session:
-        session.__enter__()
-        return _files()
-
-
 def card(config: Config, place: Place) -> Any:
     """The card of the model that it writes."""
     with _session(config) as session:
@@ -209,7 +202,7 @@ def crowded(config: Config, place: Place) -> Any:
 
 
 def serving(config: Config, place: Place) -> Any:
-    """Whether rollouts are shared, the scoring processes, and the verdict on a slow answer."""
+    """Whether rollouts are handed on, the scoring processes, and the verdict on a slow answer."""
     before = set(psutil.Process().children(recursive=True))
     with _session(config) as session:
         rollouts = session.rollouts()
@@ -217,7 +210,7 @@ def serving(config: Config, place: Place) -> Any:
         verdicts = [rollouts.pool.submit(ScoreRequest(prompt, str(i), "")) for i in range(4)]
         told = [verdict.result().status for verdict in verdicts]
         started = {p for p in psutil.Process().children(recursive=True) if p not in before}
-        return rollouts.work_stealing is None, len(started), told
+        return rollouts.pulling is None, len(started), told
 
 
 def warm(config: Config, place: Place) -> Any:

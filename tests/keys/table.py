@@ -49,7 +49,6 @@ CASES = {
     "run.record_groups": Case(steps.recorded, 1),
     "run.record_tokens": Case(steps.recorded, 40),
     "run.license": Case(built.card, "apache-2.0"),
-    "run.progress_timeout_s": Case(built.watched, 0.0),
     "run.ends_at": Case(built.stops, 1.0),
     "run.log": Case(built.writers, ["tensorboard"], before=[]),
     "run.trace_every": Case(steps.run, 1),

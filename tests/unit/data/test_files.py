@@ -1,4 +1,4 @@
-"""A null key is a missing key: rows from JSONL, from Parquet and from JSONL with every null written out are equal."""
+"""Every format gives the same rows, and a key with null counts as a missing key."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from megatron_brorl.config.data_keys import ColumnsConfig
 from megatron_brorl.config.schema import DataConfig, RewardConfig
 from megatron_brorl.data.chat import conversation
 from megatron_brorl.data.columns import guess
-from megatron_brorl.data.nulls import from_arrow, without_nulls
-from megatron_brorl.data.prepare.prepare import Job, prepare
-from megatron_brorl.data.prompts import Row, Verifiers, read_rows
-from megatron_brorl.data.sets.table import SETS
+from megatron_brorl.data.files import parse_row, raw_rows, without_nulls
+from megatron_brorl.data.prompts import Row, read_rows
 from megatron_brorl.errors import UserError
 from megatron_brorl.face.scores import score
 
@@ -135,28 +133,22 @@ def content(found: list[Row]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("name", FILES)
 def test_both_formats_and_written_nulls_give_equal_rows(tmp_path: Path, name: str) -> None:
     given = FILES[name]
-    expected = content(read_rows(jsonl(tmp_path / "f.jsonl", given), False)[0])
+    expected = content(read_rows(jsonl(tmp_path / "f.jsonl", given)))
     file = parquet(tmp_path / "f.parquet", given)
     filled = pyarrow.parquet.read_table(file).to_pylist()
-    assert content(read_rows(file, False)[0]) == expected
+    assert content(read_rows(file)) == expected
     if name not in ("keyword arguments of two names", "gym"):  # where JSON has null, function and scorer get None
-        assert content(read_rows(jsonl(tmp_path / "g.jsonl", filled), False)[0]) == expected
+        assert content(read_rows(jsonl(tmp_path / "g.jsonl", filled))) == expected
 
     # Metadata as a string of JSON, as an Arrow map, and in other encodings of text.
     strings = [{**row, "metadata": json.dumps(row.get("metadata"))} for row in given]
-    assert content(read_rows(parquet(tmp_path / "s.parquet", strings), False)[0]) == expected
-    prepared = tmp_path / "prepared.jsonl"
-    if all("target" not in row and row["prompt"] and not isinstance(row["prompt"], list) for row in given):
-        named = [{**row, "id": str(i + 1)} for i, row in enumerate(given)]
-        job = Job("rows", SETS["rows"], [parquet(tmp_path / "n.parquet", named)], prepared, instruction="")
-        assert prepare(job).kept == len(given)
-        assert content(read_rows(prepared, False)[0]) == expected
+    assert content(read_rows(parquet(tmp_path / "s.parquet", strings))) == expected
 
 
 def test_what_the_rows_hold_is_what_was_written(tmp_path: Path) -> None:
     """The comparison above, by hand for one file of two shapes."""
     file = parquet(tmp_path / "f.parquet", FILES["a function that returns None"])
-    assert [row.metadata for row in read_rows(file, False)[0]] == [
+    assert [row.metadata for row in read_rows(file)] == [
         {"function": "first", "tests": [{"args": [[]], "expected": None}, {"args": [[7]], "expected": 7}]},
         {"tests": [{"input": "1 2", "output": "3"}]},
         {"function": "add", "asserts": ["assert add(1, 2) == 3"]},
@@ -208,22 +200,11 @@ def test_types_of_arrow(tmp_path: Path) -> None:
         "price": 2.5,
         "list": [{"a": 1}, {"b": 2}],
     }
-    assert content(read_rows(tmp_path / "f.parquet", False)[0]) == [
+    assert content(read_rows(tmp_path / "f.parquet")) == [
         ("a", "1", None, "exact", "1", first),
         ("b", "2", None, "exact", "x", {}),
         ("c", "1", None, "exact", "3", {}),
     ]
-
-
-@pytest.mark.parametrize("kind", ["json", "parquet"])
-@pytest.mark.parametrize("verifier", ["exact", "math", "choice", "short_answer"])
-def test_an_answer_of_null_is_refused_where_one_is_needed(tmp_path: Path, kind: str, verifier: str) -> None:
-    given = [{"prompt": "a", "answer": "B"}, {"prompt": "b", "answer": None}]
-    file = jsonl(tmp_path / "f.jsonl", given) if kind == "json" else parquet(tmp_path / "f.parquet", given)
-    with pytest.raises(UserError) as e:
-        read_rows(file, False, Verifiers(verifier))
-    assert str(e.value).startswith(f"{file}:2: ")
-    assert "answer" in str(e.value)
 
 
 def lacking(verifier: str, metadata: Any) -> dict[str, Any]:
@@ -254,7 +235,7 @@ def test_null_in_the_place_of_what_is_needed_is_refused(tmp_path: Path, row: Any
         given[1]["prompt"] = "x"
     file = jsonl(tmp_path / "f.jsonl", given) if kind == "json" else parquet(tmp_path / "f.parquet", given)
     with pytest.raises(UserError) as e:
-        read_rows(file, False)
+        read_rows(file)
     assert str(e.value).startswith(f"{file}:1: ")
     assert key in str(e.value)
 
@@ -276,13 +257,13 @@ def test_named_columns_may_hold_null(tmp_path: Path) -> None:
         ("c", None, None, "code", "3", ASSERTS),
     ]
     for file in (jsonl(tmp_path / "f.jsonl", given), parquet(tmp_path / "f.parquet", given)):
-        assert content(read_rows(file, False, columns=names)[0]) == expected
+        assert content(read_rows(file, columns=names)) == expected
         with pytest.raises(UserError, match=r"data\.columns\.target = 'cot': there is no such column"):
-            read_rows(file, False, columns=ColumnsConfig(prompt="q", target="cot"))
+            read_rows(file, columns=ColumnsConfig(prompt="q", target="cot"))
         with pytest.raises(UserError, match=r"data\.columns\.answer = 'reward_model\.truth'"):
-            read_rows(file, False, columns=ColumnsConfig(prompt="q", answer="reward_model.truth"))
+            read_rows(file, columns=ColumnsConfig(prompt="q", answer="reward_model.truth"))
         with pytest.raises(UserError, match=rf'{file}:3: verifier "exact" compares with the answer'):
-            read_rows(file, False, columns=ColumnsConfig(prompt="q", answer="reward_model.ground_truth"))
+            read_rows(file, columns=ColumnsConfig(prompt="q", answer="reward_model.ground_truth"))
 
 
 def test_an_init_guesses_past_empty_columns(tmp_path: Path) -> None:
@@ -298,15 +279,13 @@ def test_messages_keep_no_nulls(tmp_path: Path) -> None:
         {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}], "answer": "1"},
     ]
     for file in (jsonl(tmp_path / "f.jsonl", given), parquet(tmp_path / "f.parquet", given)):
-        first, second = (row.prompt for row in read_rows(file, False)[0])
+        first, second = (row.prompt for row in read_rows(file))
         assert conversation(first, DataConfig(chat=True), "") == [{"role": "user", "content": "a"}]
         assert conversation(second, DataConfig(chat=True), "") == given[1]["prompt"]
     maps = pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.string()))
     schema = pyarrow.schema([("prompt", maps), ("answer", pyarrow.string())])
     rows = [{**row, "prompt": [list(message.items()) for message in row["prompt"]]} for row in given]
-    assert read_rows(parquet(tmp_path / "m.parquet", rows, schema), False)[0][0].prompt == [
-        {"role": "user", "content": "a"}
-    ]
+    assert read_rows(parquet(tmp_path / "m.parquet", rows, schema))[0].prompt == [{"role": "user", "content": "a"}]
 
 
 def test_values_of_a_program_keep_their_nulls() -> None:
@@ -315,7 +294,7 @@ def test_values_of_a_program_keep_their_nulls() -> None:
     row = {"function": "f", "tests": [{"args": [tree], "kwargs": {"root": None}, "expected": {"a": None}, "fn": None}]}
     kept = [{"args": [tree], "kwargs": {"root": None}, "expected": {"a": None}}]
     assert without_nulls({**row, "asserts": None}) == {"function": "f", "tests": kept}
-    assert from_arrow(row)["tests"] == [
+    assert without_nulls(row, arrow=True)["tests"] == [
         {"args": [{"value": 1, "right": {"value": 2}}], "kwargs": {}, "expected": {}},
     ]
     gym = {"source_dataset": "t", "entry": {"metadata": {"seed": None}}, "config": {"size": None}}
@@ -333,3 +312,40 @@ def test_own_rewards_see_no_filled_keys(tmp_path: Path) -> None:
 
     score(["x", "y"], given, reward, config=RewardConfig(workers=1))
     assert seen == [{"a": {"c": 1}}, {"d": [{"f": 2}]}]
+
+
+ROWS: list[dict[str, Any]] = [{"a": f"x{i}é\u2028", "b": {"c": [i, 1]}} for i in range(700)]
+
+
+def test_json_parquet_and_csv(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+    (tmp_path / "f.jsonl").write_text("\ufeff" + lines)
+    (tmp_path / "lines.json").write_text(lines)
+    (tmp_path / "list.json").write_text(json.dumps(ROWS, indent=2))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "f.parquet", row_group_size=90)
+    for name in ("f.jsonl", "lines.json", "list.json", "f.parquet"):
+        read = [(number, parse_row(raw, "")) for number, raw in raw_rows(tmp_path / name)]
+        assert read == list(enumerate(ROWS, start=1)), name
+    (tmp_path / "f.csv").write_text('Question,Correct Answer\r\n"two\nlines, one",4\r\nx,"say ""y"""\r\n')
+    assert [row for _, row in raw_rows(tmp_path / "f.csv")] == [
+        {"Question": "two\nlines, one", "Correct Answer": "4"},
+        {"Question": "x", "Correct Answer": 'say "y"'},
+    ]
+
+
+def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
+    for name, content, message in (
+        ("f.jsonl", b'{"a": 1}\n{"a": \n', "f.jsonl:2: not valid JSON: "),
+        ("f.jsonl", b'"\xff\xfe"', "f.jsonl:1: not UTF-8"),
+        ("f.json", b'[{"a": 1}, {"a": ', "f.json: not a valid .json file: "),
+        ("f.parquet", b"x", "f.parquet: not a valid .parquet file"),
+        ("f.csv", b"\xff", "f.csv: not a valid .csv file"),
+        ("f.txt", b"x", "f.txt: unknown kind of data file; use .jsonl, .json, .parquet, .csv"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as e:
+            [parse_row(raw, f"{tmp_path / name}:{number}") for number, raw in raw_rows(tmp_path / name)]
+        assert str(e.value).startswith(f"{tmp_path}/{message}")
+        assert "\n" not in str(e.value)
+    with pytest.raises(UserError, match="no such data file"):
+        list(raw_rows(tmp_path / "none.jsonl"))

@@ -1,4 +1,4 @@
-"""The diagnostics against enumeration, against Theorem 1, and against the truth of a policy that is known."""
+"""Estimates of the unsampled mass against enumeration and against known policies."""
 
 from __future__ import annotations
 
@@ -8,20 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron_brorl.theory.diagnostics import (
-    answer_level,
-    coupling,
-    good_turing,
-    hold_out,
-    known_mass,
-    unseen_weights,
-)
-from megatron_brorl.theory.intervals import unseen_mass
-from megatron_brorl.theory.mass_balance import (
-    expected_masses,
-    masses,
-    theorem_1,
-)
+from megatron_brorl.theory.mass_balance import expected_masses
+from megatron_brorl.theory.unsampled_mass import good_turing, hold_out, unseen_mass, unseen_weights
 
 
 def _policy(seed: int, outcomes: int = 300):
@@ -140,71 +128,7 @@ def test_one_held_out_sibling_is_good_turing(drawn):
     assert mass == pytest.approx(good_turing(outcomes, right).unseen_mass, rel=1e-12)
 
 
-def test_coupling_is_unbiased(drawn):
-    """Against Q_pos sum of p^2 (1-p)^m over wrong outcomes plus Q_neg times the same over right ones."""
-    sampled = np.array([8, 32, 61])
-    for k, (p, right) in enumerate(POLICIES[:3]):
-        for (i, m), order in itertools.product(enumerate(sampled), (1, 2)):
-            x = np.array([coupling(*groups[k], sampled, order) for groups in drawn])
-            e = expected_masses(p, right, int(m))
-            truth = e.q_pos * e.u_neg2 + e.q_neg * e.u_pos2 if order == 2 else e.q_pos * e.u_neg + e.q_neg * e.u_pos
-            assert abs(x[:, i].mean() - truth) < 3 * x[:, i].std() / np.sqrt(REPETITIONS)
-    with pytest.raises(ValueError, match="allow m <= 61"):
-        coupling(*drawn[0][0], np.array([62]))
-
-
 def test_hold_out_refuses_impossible_numbers(drawn):
     for held in ([1], [N], []):
         with pytest.raises(ValueError, match="hold_out"):
             hold_out(drawn[0], held)
-
-
-def test_answer_level_by_hand():
-    """Answers 4, 2 and 1 times right or wrong: every term from pairs of siblings, counted one by one."""
-    outcomes = np.array([0, 0, 0, 0, 1, 1, 2, 3])
-    right = np.isin(outcomes, [0, 3])
-    pairs = list(itertools.permutations(range(8), 2))
-    same = [(right[i], any(outcomes[k] == outcomes[i] for k in range(8) if k not in (i, j))) for i, j in pairs
-            if outcomes[i] == outcomes[j]]  # fmt: skip
-    share = {key: sum(pair == key for pair in same) / len(pairs) for key in itertools.product((True, False), repeat=2)}
-    found = answer_level(outcomes, right)
-    assert found.a2 == pytest.approx(share[True, True])
-    assert found.b2 == pytest.approx(share[False, True])
-    assert (found.u_pos2, found.u_neg2) == pytest.approx((share[True, False], share[False, False]))
-    s, seen_right, seen_wrong = 5 / 8, 4 / 8, 2 / 8  # the answers seen once stand for what was not seen
-    s_r = (1 - s) * seen_right - s * seen_wrong
-    assert found.s_r == pytest.approx(s_r)
-    first, second = (1 - s - s_r) * (1 - s) * share[True, True], (s_r + s) * s * share[False, True]
-    assert found.sampled == pytest.approx((first + second) / 8)
-    third = s_r * (s * share[False, False] - (1 - s) * share[True, False])
-    assert found.unsampled == pytest.approx(third / 8)
-    assert found.change == found.sampled + found.unsampled
-
-
-def test_answer_level_on_a_known_policy(drawn):
-    """Means over 200 repetitions against the theorem's own terms on the policy's probabilities."""
-    for k, (p, right) in enumerate(POLICIES[:4]):
-        q = p[right].sum()
-        found = [answer_level(*groups[k]) for groups in drawn]
-        counts = np.stack([np.bincount(groups[k][0], minlength=len(p)) for groups in drawn])
-        m = masses(p, counts, right)
-        truth = theorem_1(m, 1 - q, -q, 1.0)
-        for name, values in (("a2", m.a2), ("b2", m.b2), ("s_r", truth.s_r)):
-            x = np.array([getattr(f, name) for f in found])
-            error = 4 * x.std() / np.sqrt(REPETITIONS)
-            # One draw fewer, or two, is what is held out: that much more is missed, and products are biased by 1 / N.
-            assert abs(x.mean() - np.mean(values)) < error + 0.05 * np.mean(np.abs(values)), name
-        x = np.array([f.sampled for f in found])
-        truth_mean = np.mean(truth.sampled_right + truth.sampled_wrong)
-        assert abs(x.mean() - truth_mean) < 4 * x.std() / np.sqrt(REPETITIONS) + 0.05 * truth_mean
-
-
-def test_known_mass_of_responses():
-    """Four responses of known probability, two of them equal."""
-    p = np.array([0.4, 0.3, 0.4, 0.05])
-    known = known_mass(np.array([0, 1, 0, 2]), np.log(p), np.array([True, False, True, True]))
-    assert known.p_pos == pytest.approx(0.45)
-    assert known.p_neg == pytest.approx(0.3)
-    assert known.a2 == pytest.approx(0.4**2 + 0.05**2)
-    assert known.b2 == pytest.approx(0.09)
-    assert known.unsampled_mass == pytest.approx(0.25)
