@@ -29,7 +29,7 @@ def _corpus(config: Config, count: int) -> Iterator[str]:
         yield from corpus(data, config.run.seed, count)
     verifiers = Verifiers(data.verifier, config.reward)
     for name in files:
-        for row in read_rows(Path(name), data.skip_bad_rows, verifiers, data.columns)[0]:
+        for row in read_rows(Path(name), verifiers, data.columns):
             yield data.template.replace("{prompt}", spoken(row.prompt), 1)
             yield from [text for text in dict.fromkeys((row.answer, row.target)) if text]
 

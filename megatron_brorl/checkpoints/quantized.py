@@ -100,7 +100,7 @@ def _opened(model: Path, prompts: Path) -> tuple[Any, list[Tensor]]:
     from transformers import AutoModelForCausalLM
 
     _modelopt("quantization")  # raises before minutes of work
-    rows, _ = read_rows(prompts, False)
+    rows = read_rows(prompts)
     tokenizer = load_tokenizer(model)
     texts = [torch.tensor(tokenizer.encode(spoken(row.prompt))) for row in rows]
     if not texts or min(map(len, texts)) < 2:

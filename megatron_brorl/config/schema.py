@@ -1,7 +1,7 @@
 """The configuration of a run: frozen sections of typed keys, each with its meaning, default and bound.
 
 The comments above and beside a key are its meaning and unit, for `brorl config` too (config/describe.py). The keys of
-[data] are in config/data_keys.py, those of engines in config/engine_keys.py, those of [optim] in config/optim_keys.py.
+[data] are in config/data_keys.py, those of [engine] in config/engine_keys.py, those of [optim] in config/optim_keys.py.
 config/load.py reads them; rules over several keys are in config/validate.py.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_brorl.config.bounds import above, at_least, within
 from megatron_brorl.config.data_keys import DataConfig
-from megatron_brorl.config.engine_keys import TrtLlmConfig, VllmConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.config.optim_keys import OptimConfig
 
 
@@ -31,10 +31,6 @@ class RunConfig:
     # Unix time at which a scheduler ends the job: before a step that would not be done by then, `brorl train` saves and
     # leaves with 75. 0 = SLURM_JOB_END_TIME, where there is one
     ends_at: float = at_least(0, default=0.0)
-    # Seconds in which no rank finishes anything (a rollout, a verdict, a micro-batch, a phase) before the job ends and
-    # names the rank that is behind, with the stacks of all in run.dir/stacks; 0 = never. Phases with a limit of their
-    # own (rollout.timeout_s, reward.timeout_s) get that besides. Useful below parallel.timeout_s, which ends waiting
-    progress_timeout_s: float = at_least(0, default=540.0)
     # Where figures go besides metrics.jsonl, each if it is installed: TensorBoard to run.dir/tensorboard, the others to
     # the project "brorl", or where their own environment variables say (WANDB_PROJECT, MLFLOW_TRACKING_URI)
     log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
@@ -88,7 +84,7 @@ class RolloutConfig:
     # Prompts per step, over all ranks. A step may span epochs of data.train, and take more prompts than there are: one
     # that it takes twice is two groups of n, each with its own random numbers and its own baseline.
     prompts: int = at_least(1, default=128)
-    # Built in, TensorRT-LLM (section trtllm) or vLLM (section vllm)
+    # "torch" is built in; the others run in processes of their own (section [engine]).
     engine: Literal["torch", "trtllm", "vllm"] = "torch"
     # What logits are divided by before sampling
     temperature: float = above(0, default=1.0, why=" (sampling needs randomness)")
@@ -282,20 +278,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class TheoryConfig:
-    """Figures theory_* of what the siblings left unsampled (docs/theory.md). None of them has a part in training."""
+    """The live mass balance: metrics theory_* (docs/theory.md). They do not influence training."""
 
     every: int = at_least(0, default=1)  # steps; 0 = never
-    prompts: int = at_least(1, default=8)  # of those a step trains on, that are looked at token by token and measured
-    positions: int = at_least(0, default=8)  # per such prompt at which the policy's whole softmax is computed; 0 = none
-    # Tokens of a response in which positions are looked for: siblings soon part
-    max_position: int = at_least(1, default=32)
-    # Steps, a multiple of `every`; 0 = never. pass@1 of these prompts before and after the update.
-    measure_every: int = at_least(0, default=0)
-    measure_samples: int = at_least(1, default=64)  # per prompt, before and again after
-    # Steps, a multiple of `every`; 0 = never. Noise of the gradient over so many prompts and over their siblings, and
-    # what a prompt's update does to the others: two backward passes for each of them, and two copies of the gradient.
-    noise_every: int = at_least(0, default=0)
-    log_rollouts: bool = False  # rewards, answers (as codes) and lengths to run.dir/rollouts.jsonl, for `brorl advise`
+    prompts: int = at_least(1, default=8)  # trained prompts per step whose tokens are analysed
+    positions: int = at_least(0, default=8)  # positions per such prompt with the policy's whole softmax; 0 = none
+    max_position: int = at_least(1, default=32)  # positions are among the first tokens of a response
 
 
 @dataclass(frozen=True)
@@ -328,8 +316,7 @@ class Config:
     fp8: Fp8Config = field(default_factory=Fp8Config)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    trtllm: TrtLlmConfig = field(default_factory=TrtLlmConfig)
-    vllm: VllmConfig = field(default_factory=VllmConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)

@@ -19,7 +19,7 @@ def validate(config: Config, where: str) -> None:
             _refuse(config, where, f"{section.name}.{key}", message)
 
     # Later rules may count on earlier ones.
-    for rules in (_run, _rollout, _trtllm, _vllm, _parallel, _fp8, _train, _evaluation, _algo, _recipe, _data):
+    for rules in (_run, _rollout, _engine, _parallel, _fp8, _train, _evaluation, _algo, _recipe, _data):
         for kept, key, message in rules(config):
             if not kept:
                 _refuse(config, where, key, message)
@@ -59,25 +59,16 @@ def _rollout(config: Config) -> Iterator[Rule]:
         )
 
 
-def _trtllm(config: Config) -> Iterator[Rule]:
-    t = config.trtllm
+def _engine(config: Config) -> Iterator[Rule]:
     yield (
-        t.tensor == 1 or t.transport != "cuda_ipc",
-        "trtllm.transport",
-        'with trtllm.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
+        config.engine.tensor == 1 or config.engine.transport != "cuda_ipc",
+        "engine.transport",
+        'with engine.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
     )
     yield (
         config.rollout.engine != "trtllm" or not config.rollout.stop_strings,
         "rollout.stop_strings",
-        'rollout.engine = "trtllm" is given token ids and stops at tokens alone: must be empty',
-    )
-
-
-def _vllm(config: Config) -> Iterator[Rule]:
-    yield (
-        config.vllm.tensor == 1 or config.vllm.transport != "cuda_ipc",
-        "vllm.transport",
-        'with vllm.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
+        'rollout.engine = "trtllm" stops at tokens alone: must be empty',
     )
 
 
@@ -142,25 +133,7 @@ def _train(config: Config) -> Iterator[Rule]:
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:
-    theory, e = config.theory, config.evaluate
-
-    # What is counted against what.
-    yield (
-        not theory.measure_every or (theory.every > 0 and theory.measure_every % theory.every == 0),
-        "theory.measure_every",
-        f"a measurement is compared with a prediction: must be a multiple of theory.every = {theory.every}",
-    )
-    # Diagnostics of a step are made where theory.every has it, or not at all.
-    yield (
-        not theory.noise_every or (theory.every > 0 and theory.noise_every % theory.every == 0),
-        "theory.noise_every",
-        f"the other figures of its prompts stand beside it: must be a multiple of theory.every = {theory.every}",
-    )
-    yield (
-        not theory.noise_every or config.rollout.n >= 4,
-        "theory.noise_every",
-        "two halves of a prompt's rollouts are compared: needs rollout.n of at least 4",
-    )
+    e = config.evaluate
     yield (
         all(1 <= k <= e.samples for k in e.pass_at),
         "evaluate.pass_at",

@@ -118,9 +118,6 @@ class Collector:
             assigned = assign_rows(outcomes, prompt_tokens, c.algo, self.costs, self.grid.data)
             exchanged = exchange(sampled.rollouts, outcomes, assigned.replica, self.grid)
         seconds = sampled.seconds | {"exchange": time.monotonic() - begun}
-        # What was handed on depends on time.
-        if c.rollout.pull:
-            seconds |= {name: counts[name] for name in ("handed_on", "tokens_again")}
 
         # What the step's sampling came to; rounds say what refills cost in prompts.
         judging, queued = self.rollouts.verdict_metrics()

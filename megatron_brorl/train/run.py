@@ -13,7 +13,6 @@ from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.checkpoints.training import BackgroundSaver, NotWritten
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
-from megatron_brorl.metrics import Lines
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
 from megatron_brorl.record import files as record_files
@@ -50,7 +49,6 @@ class Run:
     state: RunState = field(default_factory=RunState)
     critic: CriticWorker | None = None  # of algo.advantage = "gae"
     reference: ReferencePolicy | None = None  # of algo.kl_coef
-    rollout_log: Lines | None = None  # of theory.log_rollouts, on one rank
     recorder: Recorder | None = None  # of what people can read of the rollouts
     callbacks: Callbacks = field(default_factory=Callbacks)  # of a program of the user's; none on other ranks
     saving: BackgroundSaver = field(default_factory=BackgroundSaver)  # the checkpoint that is on its way
@@ -65,8 +63,7 @@ class Run:
         """Hand the actor's weights to the engines; see refit.refit_engines."""
         # An engine that is a process may be started again.
         c = self.config
-        section = getattr(c, c.rollout.engine, None)
-        with span("refit", section.start_timeout_s if section else 0.0):
+        with span("refit", 0.0 if c.rollout.engine == "torch" else c.engine.start_timeout_s):
             return refit_engines(self.models(), self.rollouts, self.state.updates, c)
 
     def evaluate(self, progress: Progress) -> Evaluation:

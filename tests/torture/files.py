@@ -35,7 +35,6 @@ from megatron_brorl.record import files as record_files
 from megatron_brorl.record.schema import GROUPS, ROLLOUTS
 from megatron_brorl.report import rollouts as recorded
 from megatron_brorl.report.comparison import read_answers
-from megatron_brorl.theory.log import read_log
 from megatron_brorl.train.state import saved
 
 Exercise = Callable[[], object]
@@ -80,7 +79,6 @@ def file_targets() -> dict[str, Target]:
         "companions": _companions,
         "rows.jsonl": functools.partial(_lines, ROWS, "rows.jsonl", _read_rows),
         "rows.parquet": _parquet,
-        "log": functools.partial(_lines, LOG, "log.jsonl", read_log),
         "metrics": functools.partial(_lines, METRICS, METRICS_FILE, read_metrics),
         "evaluation": functools.partial(_lines, ANSWERS, "evaluation.jsonl", read_answers),
         "record": _record,
@@ -280,7 +278,7 @@ def _lines(rows: list[Any], name: str, read: Callable[[Path], object], folder: P
 
 
 def _read_rows(path: Path) -> None:
-    rows, _ = read_rows(path, skip_bad=False, verifiers=Verifiers())
+    rows = read_rows(path, Verifiers())
     tokenizer = load_tokenizer(_made() / "pieces")
     for row in rows:
         render(row.prompt, tokenizer, Config().data, 64, row.where)

@@ -90,7 +90,6 @@ def test_file_then_overrides(tmp_path):
         ("[rollout]\nmost_lost = 0.5", [], "rollout.most_lost is now called rollout.max_lost_share; rename it"),
         ("", ["rollout.most_carried=3"], "rollout.most_carried is now called rollout.max_carried_steps; rename it"),
         ("[train]\nstalls = 3", [], "train.stalls is now called train.patience; rename it"),
-        ("", ["trtllm.silent_s=60"], "trtllm.silent_s is now called trtllm.heartbeat_timeout_s; rename it"),
         (
             "[[data.tasks]]\nname = 'gcd'\nkeep = ''",
             [],
@@ -98,7 +97,7 @@ def test_file_then_overrides(tmp_path):
         ),
         ("[rollout]\ntop_p = 0", [], "rollout.top_p = 0.0: must be in (0, 1]"),
         ("[optim]\nbetas = [0.9, 1.0]", [], "optim.betas = (0.9, 1.0): must be in [0, 1)"),
-        ("", ["trtllm.heartbeat_timeout_s=4"], "heartbeat_timeout_s = 4.0: must be at least 5: an engine process"),
+        ("", ["engine.heartbeat_timeout_s=4"], "heartbeat_timeout_s = 4.0: must be at least 5: an engine process"),
         ("[rollout]\ntemperature = 0", [], "rollout.temperature = 0.0: must be above 0 (sampling needs randomness)"),
         (
             "[train]\nkeep_best = 'pass_at_1'",
@@ -106,21 +105,6 @@ def test_file_then_overrides(tmp_path):
             "train.keep_best = 'pass_at_1': no step is evaluated with evaluate.every",
         ),
         ("[theory]\nprompts = 0", [], "theory.prompts = 0: must be at least 1"),
-        (
-            "[theory]\nevery = 2\nmeasure_every = 3",
-            [],
-            "theory.measure_every = 3: a measurement is compared with a prediction: must be a multiple of theory.every",
-        ),
-        (
-            "[theory]\nevery = 2\nnoise_every = 3",
-            [],
-            "theory.noise_every = 3: the other figures of its prompts stand beside it: must be a multiple of",
-        ),
-        (
-            "[rollout]\nn = 2\n[theory]\nnoise_every = 1",
-            [],
-            "theory.noise_every = 1: two halves of a prompt's rollouts",
-        ),
         (
             "[algo]\nadvantage = 'maxrl'\n[reward]\nstrict = true\n[shaping]\noverlong_tokens = 10",
             [],

@@ -86,14 +86,6 @@ def test_a_critic_and_a_reference_come_on_top():
     assert plan.kv_per_token == 14 * 1024
 
 
-def test_two_copies_of_the_gradient_that_a_rank_steps_with():
-    """All of it, or a fourth of it under ZeRO-1 over four ranks; none while the engine generates."""
-    for shards in (1, 4):
-        plain, measured = (memory.plan(SHAPE, replace(ALONE, shards=shards, noise=x), ENGINE) for x in (False, True))
-        assert measured.training == {**plain.training, "gradients' copies": 2 * 4 * WEIGHTS // shards}
-        assert measured.generation == plain.generation
-
-
 def test_fp8_weights_take_half_and_their_scales():
     scales = 28 * 4 * (12 * 12 + 2 * 2 * 12 + 12 * 12 + 3 * 12 * 70)
     linears = 28 * (2048 * 1536 + 1536 * 1536 + 3 * 1536 * 8960)
