@@ -17,7 +17,7 @@ import pyarrow.parquet
 import tiny
 from torture.mutations import spoil_bytes, spoil_json
 
-from megatron_brorl.checkpoints import manifest
+from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.hugging_face import Checkpoint, copy_companions
 from megatron_brorl.checkpoints.safetensors_files import INDEX
@@ -334,12 +334,12 @@ def _checkpoint(folder: Path, rng: random.Random) -> Exercise:
     (root / checkpoint.LATEST).write_text("step_00000003\n")
     if rng.random() < 0.7:  # a consistent manifest of a run.json that is not ours
         _spoil_file(step / checkpoint.RUN, rng)
-        manifest.write(step)
+        folders.write_manifest(step)
     else:
-        manifest.write(step)
+        folders.write_manifest(step)
         latest = root / checkpoint.LATEST
         if rng.random() < 0.5:
-            _spoil_file(step / manifest.MANIFEST, rng)
+            _spoil_file(step / folders.MANIFEST, rng)
         else:
             latest.write_bytes(rng.choice([spoil_bytes(latest.read_bytes(), rng), rng.randbytes(9), b""]))
 
