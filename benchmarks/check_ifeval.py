@@ -18,8 +18,8 @@ from collections import Counter
 from pathlib import Path
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.ifeval.verifier import check_row, load, score
 from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.verifiers.ifeval import check_row, load, score
 
 INSTRUCTIONS = ("instruction_id_list", "kwargs")
 KITCHEN_SINK = (

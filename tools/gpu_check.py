@@ -2,12 +2,12 @@
 """What a GPU has to show of this project, in half an hour: kernels, speed, engines, a step, weights between processes.
 
     python tools/gpu_check.py [STAGE ...] [--device cpu] [--out FILE] [--limit S] [--scratch DIR]
-                              [--vllm-python PYTHON] [--trtllm-python PYTHON] [--sglang-python PYTHON]
+                              [--vllm-python PYTHON] [--trtllm-python PYTHON]
     python tools/gpu_check.py pack FILE.tar.gz [--wheels DIR]
 
 Stages: kernels (built, tested, under compute-sanitizer), speed (against products, copies and others' code), engine (the
 built-in one against transformers), step (shared prompts, offload, resume), ipc (weights by CUDA IPC), fp8 (Transformer
-Engine's recipes), remote (TensorRT-LLM, vLLM and SGLang); all of them by default. Each runs in a process of its own and
+Engine's recipes), remote (TensorRT-LLM and vLLM); all of them by default. Each runs in a process of its own and
 is ended after --limit seconds; what it had found by then is kept, and the next one goes on. Models and prompts are made
 here, and no network is needed. What the machine lacks is a row "missing".
 

@@ -24,7 +24,7 @@ from megatron_brorl.data.prompts import Row, Verifiers, read_rows, tokenize
 from megatron_brorl.data.round_trip import GENERATED, Written, check_round_trip, sampled
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.registry import check_combinations, entry
+from megatron_brorl.rewards.registry import entry
 from megatron_brorl.types import Prompt
 
 
@@ -163,8 +163,7 @@ def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int,
 
 
 def _verifiers(config: DataConfig, reward: RewardConfig) -> Verifiers:
-    """How rows are judged, told wrong before any of them is read."""
-    check_combinations(reward.combination)
+    """Return how rows are judged; raise UserError for an unknown default before any row is read."""
     entry(config.verifier, "data.verifier", reward)
     return Verifiers(config.verifier, reward)
 
@@ -187,16 +186,12 @@ class _Reader:
         rows: list[Row] = []
         for name in files:
             path = data_file(name)
-            read, skipped = read_rows(path, self.config.skip_bad_rows, verifiers, self.config.columns)
+            read = read_rows(path, verifiers, self.config.columns)
             if not read:
                 raise UserError(f"{path}: the file has no rows ({key}); remove it from the list or fill it")
             rows += read
             self.files.append((key, name, len(read)))
-            self.report.append(
-                f"{key}: {len(read)} prompts from {name}" + (f", {len(skipped)} skipped" if skipped else "")
-            )
-            # Every one of them: what is left out unseen is missed later.
-            self.report += [f"  skipped {line}" for line in skipped]
+            self.report.append(f"{key}: {len(read)} prompts from {name}")
 
         # Two rows of one id would draw the same random numbers.
         again = [row_id for row_id, times in Counter(row.id for row in rows).items() if times > 1]

@@ -15,7 +15,7 @@ from megatron_brorl.rewards import here
 from megatron_brorl.rewards.extract import Found, extract
 from megatron_brorl.rewards.here import OwnReward
 from megatron_brorl.rewards.pool import ScoreRequest
-from megatron_brorl.rewards.registry import entry, for_workers
+from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import judged_when_cut_off, worth
 from megatron_brorl.rewards.startup import look_at
 from megatron_brorl.types import Prompt, Verdict
@@ -65,7 +65,7 @@ def score(
     requests = [ScoreRequest(p, *(f or _UNSEEN)) for (p, _), f in zip(flat, found, strict=True)]
     named = {prompt.verifier for prompt in prompts} - {here.NAME}
     impure = look_at(named, config).impure
-    with here.pool(function, config.workers, config.timeout_s, for_workers(named, config), impure) as pool:
+    with here.pool(function, config.workers, config.timeout_s, impure) as pool:
         verdicts = pool.score(requests)
 
     # Back into the form that was given.

@@ -11,9 +11,8 @@ import hashlib
 import inspect
 import marshal
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Any
 
 from megatron_brorl.rewards.own import check_parameters
@@ -55,13 +54,12 @@ def pool(
     function: OwnReward | None,
     workers: int,
     timeout_s: float,
-    stand_ins: Mapping[str, str] = MappingProxyType({}),
     impure: frozenset[str] = frozenset(),
 ) -> RewardPool:
     """A RewardPool, with the function for the verifier NAME where there is one."""
     if function is None:
-        return RewardPool(workers, timeout_s, stand_ins=stand_ins, impure=impure)
-    return PoolWithFunction(function, workers, timeout_s, stand_ins, impure)
+        return RewardPool(workers, timeout_s, impure=impure)
+    return PoolWithFunction(function, workers, timeout_s, impure)
 
 
 def _one_thread() -> ThreadPoolExecutor:
@@ -76,10 +74,9 @@ class PoolWithFunction(RewardPool):
         function: OwnReward,
         workers: int,
         timeout_s: float,
-        stand_ins: Mapping[str, str],
         impure: frozenset[str],
     ) -> None:
-        super().__init__(workers, timeout_s, stand_ins=stand_ins, impure=impure)
+        super().__init__(workers, timeout_s, impure=impure)
         self._function = function
         self._thread = _one_thread()
 

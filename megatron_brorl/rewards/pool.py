@@ -8,10 +8,9 @@ came in.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from megatron_brorl.rewards.cache import VerdictCache
 from megatron_brorl.rewards.lanes import Job, Lanes
@@ -47,7 +46,7 @@ class RewardPool:
     """Worker processes that judge requests as they come. For use from any thread; a context manager.
 
     resolve names the function that maps a verifier's name to the verifier, as "module:function" (tests give their own).
-    stand_ins are what it is given in place of some names (registry.for_workers). impure are the names of verifiers that
+    impure are the names of verifiers that
     judge equal answers one by one.
     """
 
@@ -57,10 +56,9 @@ class RewardPool:
         timeout_s: float,
         memory_mb: int = 4096,
         resolve: str = REGISTRY,
-        stand_ins: Mapping[str, str] = MappingProxyType({}),
         impure: frozenset[str] = frozenset(),
     ) -> None:
-        self._stand_ins, self._impure = stand_ins, impure
+        self._impure = impure
         self._lock = threading.Lock()  # over the cache and the counts
         self._cache = VerdictCache()
         self._answers = self._hits = 0
@@ -101,7 +99,7 @@ class RewardPool:
             if known is None:
                 # Of rows of one prompt a message holds the texts and the metadata once, by their identity.
                 row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=prompt.answer, metadata=prompt.metadata)
-                job = Job(Item(self._stand_ins.get(prompt.verifier, prompt.verifier), row, answer))
+                job = Job(Item(prompt.verifier, row, answer))
                 self._lanes.put(job)
                 if pure:
                     self._cache.put(key, job.verdict, len(answer), prompt.metadata)

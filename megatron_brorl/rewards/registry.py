@@ -1,7 +1,7 @@
-"""The verifiers by name: those of this package, combinations of a configuration, services, and a user's own.
+"""Verifiers by name: those of this package, and functions of the user.
 
-A verifier of this package is an entry in ENTRIES. Nothing is imported on the way to an entry but what finds answers and
-checks rows; a verifier itself is loaded in a scoring process.
+A verifier of this package is an entry in ENTRIES. This module imports the parts that find answers and check rows. A
+worker process loads the verifier itself.
 """
 
 from __future__ import annotations
@@ -9,34 +9,26 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
-from collections.abc import Iterable, Sequence
-from importlib import metadata
 
-from megatron_brorl.config.schema import CombinationConfig, PartConfig, RewardConfig
+from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import (
     choice_verifier,
     code,
-    combination,
     exact,
     extract,
     format,
     gym_tasks,
     math_verifier,
     own,
-    service,
     short_answer_verifier,
 )
-from megatron_brorl.rewards.ifeval import verifier as ifeval
-from megatron_brorl.rewards.verifier import Entry, Verifier
-
-GROUP = "megatron_brorl.verifiers"  # entry points of installed packages: NAME = "package.module:function"
-_CONFIGURED = "configured:"  # before the JSON of what workers get in place of a name
+from megatron_brorl.rewards.verifier import Entry, Score, Verifier, VerifierRow
+from megatron_brorl.rewards.verifiers import ifeval
 
 
 def _reasoning_gym() -> Verifier:
-    from megatron_brorl.rewards import gym_verifier  # only the workers pay for the import
+    from megatron_brorl.rewards import gym_verifier  # The import takes a second, which only workers have to spend.
 
     return gym_verifier.score
 
@@ -103,97 +95,36 @@ ENTRIES: dict[str, Entry] = {
 
 
 def entry(name: str, where: str, config: RewardConfig = RewardConfig()) -> Entry:  # noqa: B008  (frozen)
-    """The entry of a verifier, its answers found as reward.extract says. Raises UserError if there is none.
+    """Return the entry of a verifier, with reward.extract and reward.max_chars applied.
 
-    where: the file and row, or the key, that names it.
+    where: the file and row, or the key, that names the verifier. Raises UserError for an unknown name.
     """
-    found = _combined(name, config) or _single(name, where, config.timeout_s, [c.name for c in config.combination])
+    if name in ENTRIES:
+        found = ENTRIES[name]
+    elif own.is_own(name):
+        found = own.entry(name, "your own function")
+    else:
+        close = difflib.get_close_matches(name, sorted(ENTRIES), n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(ENTRIES))}."
+        raise UserError(f'{where}: no verifier is called {name!r}; {hint} A function of your own is "file.py:function"')
     if config.extract != "verifier":
         found = dataclasses.replace(found, find=extract.FINDERS[config.extract])
     return dataclasses.replace(found, max_chars=min(found.max_chars, config.max_chars))
 
 
-def check_combinations(combinations: Sequence[CombinationConfig]) -> None:
-    """Raise UserError naming the first key of [[reward.combination]] that cannot be."""
-    names: set[str] = set()
-    for i, each in enumerate(combinations):
-        where = f"reward.combination[{i}]"
-        combination.check(each, where)
-        if each.name in ENTRIES or each.name in names:
-            raise UserError(f"{where}.name = {each.name!r}: there is a verifier of that name; choose another")
-        names.add(each.name)
-        for j, part in enumerate(each.parts):
-            _single(part.verifier, f"{where}.parts[{j}].verifier", 1.0)
-
-
-def for_workers(names: Iterable[str], config: RewardConfig) -> dict[str, str]:
-    """What workers are told in place of those names that mean nothing without the configuration."""
-    combined = {c.name: [dataclasses.asdict(c)] for c in config.combination}
-    told = {name: combined.get(name, []) for name in names if name in combined or service.is_service(name)}
-    limits = [config.max_chars, config.timeout_s]
-    return {name: _CONFIGURED + json.dumps([name, tables, *limits]) for name, tables in told.items()}
-
-
 def verifier(name: str) -> Verifier:
-    """The verifier of that name, or of what stands for one in for_workers, its library imported."""
-    if not name.startswith(_CONFIGURED):
-        return entry(name, "verifier").load()
-    name, tables, max_chars, timeout_s = json.loads(name.removeprefix(_CONFIGURED))
-    combined = tuple(
-        CombinationConfig(each["name"], each["how"], tuple(PartConfig(**part) for part in each["parts"]))
-        for each in tables
-    )
-    config = RewardConfig(max_chars=max_chars, timeout_s=timeout_s, combination=combined)
-    return entry(name, "verifier", config).load()
+    """Load the verifier of that name with the libraries that it needs."""
+    return entry(name, "verifier").load()
 
 
-def services(names: Iterable[str], config: RewardConfig) -> list[str]:
-    """The addresses among these verifiers and their parts."""
-    return [name for name in _singles(names, config) if service.is_service(name)]
+def verify(name: str, response: str, row: VerifierRow) -> Score:
+    """Return the score that a verifier gives to a whole response, for reward functions that combine verifiers.
+
+    A response without an answer scores 0.
+    """
+    judged_by = entry(name, "verifier")
+    answer, why = extract.extract(response, judged_by.find, judged_by.max_chars)
+    return Score(0.0, why) if answer is None else _loaded(name)(answer, row)
 
 
-def own_names(names: Iterable[str], config: RewardConfig) -> dict[str, str]:
-    """The users' own of these verifiers and their parts: name -> "place:function", for which installed names stand."""
-    singles = [name for name in _singles(names, config) if name not in ENTRIES and not service.is_service(name)]
-    installed = _installed() if singles else {}
-    return {name: installed.get(name, name) for name in singles}
-
-
-def _singles(names: Iterable[str], config: RewardConfig) -> list[str]:
-    """The verifiers and, in place of combinations, their parts."""
-    parts = {c.name: [part.verifier for part in c.parts] for c in config.combination}
-    return sorted({single for name in names for single in parts.get(name, [name])})
-
-
-def _combined(name: str, config: RewardConfig) -> Entry | None:
-    each = next((c for c in config.combination if c.name == name), None)
-    if each is None:
-        return None
-    entries = [_single(part.verifier, "reward.combination", config.timeout_s) for part in each.parts]
-    return combination.combine(each, entries, config.max_chars)
-
-
-def _single(name: str, where: str, timeout_s: float, others: Sequence[str] = ()) -> Entry:
-    """The entry of what is no combination; others: names that a message may propose."""
-    # From what is written here to what is looked up.
-    if name in ENTRIES:
-        return ENTRIES[name]
-    if service.is_service(name):
-        return service.entry(name, timeout_s)
-    if own.is_own(name):
-        return own.entry(name, "your own function")
-    installed = _installed()
-    if name in installed:
-        return own.entry(installed[name], f"of an installed package: {installed[name]}")
-
-    # A mistake, most often of one letter.
-    known = sorted({*ENTRIES, *installed, *others})
-    close = difflib.get_close_matches(name, known, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-    raise UserError(f'{where}: no verifier is called {name!r}; {hint} A function of your own is "file.py:function"')
-
-
-@functools.cache
-def _installed() -> dict[str, str]:
-    """Verifiers of installed packages, name -> "package.module:function"; looked up without importing them."""
-    return {point.name: point.value for point in metadata.entry_points(group=GROUP)}
+_loaded = functools.cache(verifier)

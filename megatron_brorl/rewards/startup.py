@@ -1,4 +1,4 @@
-"""Before a run begins: its user's own verifiers, imported in a scoring process and looked at, and services reached.
+"""Before a run begins: its user's own verifiers, imported in a scoring process and looked at.
 
 `python -m megatron_brorl.rewards.startup NAME...` is that process. It prints what own.inspected found as JSON, or ends
 with one line on stderr.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import own, registry, service
+from megatron_brorl.rewards import own, registry
 from megatron_brorl.rewards.process import environment
 from megatron_brorl.rewards.sandbox import isolation, probe
 
@@ -28,7 +28,7 @@ class Started:
     """What a run knows of its verifiers once they were looked at."""
 
     sha256: Mapping[str, str] = field(default_factory=dict)  # of the file of each verifier of the user's own
-    impure: frozenset[str] = frozenset()  # verifiers and combinations that judge equal answers one by one
+    impure: frozenset[str] = frozenset()  # verifiers that judge equal answers one by one
     unsandboxed: bool = False  # programs of the model run without isolation
 
 
@@ -43,24 +43,12 @@ def look_at(names: Iterable[str], config: RewardConfig) -> Started:
         if reason:
             raise probe.refuse(f"verifier {executing[0]!r}", reason)
 
-    for address in registry.services(names, config):
-        service.check_reached(address, config.timeout_s)
-
     # The user's own code, in a process of its own.
-    places = registry.own_names(names, config)
-    sources = _inspected(sorted(set(places.values()))) if places else {}
-
-    # A combination is pure where all of its parts are.
-    impure_own = {name for name, place in places.items() if not sources[place].pure}
-    parts = {c.name: {part.verifier for part in c.parts} for c in config.combination}
-    impure = {
-        name
-        for name in names
-        for single in parts.get(name, {name})
-        if single in impure_own or not (single in places or registry.entry(single, "verifier").pure)
-    }
+    places = [name for name in names if name not in registry.ENTRIES]
+    sources = _inspected(places) if places else {}
+    impure = frozenset(name for name, source in sources.items() if not source.pure)
     bare = bool(executing) and config.unsandboxed
-    return Started({name: sources[place].sha256 for name, place in places.items()}, frozenset(impure), bare)
+    return Started({name: source.sha256 for name, source in sources.items()}, impure, bare)
 
 
 def _inspected(places: list[str]) -> dict[str, own.Source]:

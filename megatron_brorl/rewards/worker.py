@@ -7,13 +7,11 @@ inside a verifier that hangs, an alarm of the kernel ends it soon after the pool
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import pickle
 import resource
 import signal
 import sys
-from collections.abc import Iterator
 
 from megatron_brorl.ranks import end_with
 from megatron_brorl.rewards.protocol import BROKEN, ERROR, INVALID, LENGTH, OK, READY, Item, Record, pack
@@ -55,24 +53,8 @@ def main(resolve_path: str, memory_mb: int, parent: int) -> None:
         os.write(verdicts, pack(Record(READY)))
 
         # A verdict is written before the next item begins, so that the pool knows where this process is.
-        for name, run in itertools.groupby(items, key=lambda item: item.verifier):
-            for record in judge_all(known[name], list(run)):
-                os.write(verdicts, pack(record))
-
-
-def judge_all(verify: Verifier, items: list[Item]) -> Iterator[Record]:
-    """The records of items of one verifier, in order; a verifier that can judge many at a time is asked once."""
-    many = getattr(verify, "many", None)
-    if many is None:
-        yield from (judge(verify, item) for item in items)
-        return
-    for returned in many([(item.answer, item.row) for item in items]):
-        try:
-            if isinstance(returned, NoScore):
-                raise returned
-            yield Record(OK, *score_of(returned))
-        except NoScore as e:
-            yield Record(INVALID, reason=_line(e))
+        for item in items:
+            os.write(verdicts, pack(judge(known[item.verifier], item)))
 
 
 def judge(verify: Verifier, item: Item) -> Record:

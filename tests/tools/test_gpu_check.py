@@ -173,7 +173,7 @@ DRY = {
     "fp8": set(),
     "remote": set(),
 }
-LACKING = {"fp8": {"step, bf16", "step, FP8 blockwise"}, "remote": {"TensorRT-LLM", "vLLM", "SGLang"}}
+LACKING = {"fp8": {"step, bf16", "step, FP8 blockwise"}, "remote": {"TensorRT-LLM", "vLLM"}}
 
 
 @pytest.mark.slow
@@ -201,6 +201,5 @@ def test_the_remote_stage_on_doubles(tmp_path, monkeypatch):
     rows = gpu_check.run_stages(["remote"], job, tmp_path / "out.jsonl", 300.0, "a command")
     found = {row["what"]: row for row in rows}
     names = ("start", "refit", "log-probabilities against transformers", "sleep and wake", "rollouts")
-    for engine in ("TensorRT-LLM", "SGLang"):
-        assert {name: found[f"{engine}: {name}"]["result"] for name in names} == dict.fromkeys(names, "ok")
-        assert found[f"{engine}: sleep and wake"]["tokens"] == "the same"
+    assert {name: found[f"TensorRT-LLM: {name}"]["result"] for name in names} == dict.fromkeys(names, "ok")
+    assert found["TensorRT-LLM: sleep and wake"]["tokens"] == "the same"

@@ -38,12 +38,12 @@ DOUBLE = REPOSITORY / "tests" / "contract" / "double"
 SIZES = [
     "rollout.n=8", "rollout.prompts=4", "train.steps=3", "train.checkpoint_every=1", "train.keep_checkpoints=2",
     "evaluate.every=2", "evaluate.samples=1", "run.log=[]", "parallel.timeout_s=60", "reward.timeout_s=2",
-    "theory.log_rollouts=true", "theory.every=3", "run.progress_timeout_s=60", "reward.strict=false",
+    "theory.every=3", "reward.strict=false",
     "reward.cut_off_factor=1.0",
 ]  # fmt: skip
 # The model has learnt nothing: what it is rewarded for is something that it does now and then.
 VERIFIER = "def letters(response, row):\n    return sum(c.isalpha() for c in response) / 6\n"
-ENGINE = ["rollout.engine=trtllm", "trtllm.cuda_graphs=false", "trtllm.heartbeat_timeout_s=5"]
+ENGINE = ["rollout.engine=trtllm", "engine.cuda_graphs=false", "engine.heartbeat_timeout_s=5"]
 FROZEN = ["parallel.timeout_s=8", "rollout.timeout_s=8"]  # how long the others wait for one that never comes
 STAGES = ("from the start", "gone on with")  # of a run, that is hurt
 _HANGS = "run.progress_timeout_s"  # of the line that ends a run in which no rank comes further

@@ -22,7 +22,6 @@ PACKAGES = (
     "liger-kernel",
     "vllm",
     "tensorrt_llm",
-    "sglang",
 )
 QUERY = ["--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
 

@@ -45,7 +45,7 @@ def test_the_comment_above_goes_before_the_one_beside():
     assert found["train.patience"].meaning.endswith("the run ends then. 0 = never")
     assert (found["rollout.n"].type, written(found["rollout.n"].default)) == ("integer", "512")
     assert found["optim.betas"].type == "list of 2 numbers"
-    assert found["rollout.engine"].type == '"torch" | "trtllm" | "vllm" | "sglang"'
+    assert found["rollout.engine"].type == '"torch" | "trtllm" | "vllm"'
     assert found["data.tasks[].name"].required
     assert sections()["shaping"].startswith("What is added to rewards before advantages")
     assert sections()["train"] == ""

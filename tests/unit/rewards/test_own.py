@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from megatron_brorl.config.schema import CombinationConfig, PartConfig, RewardConfig
+from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest, Verdict
@@ -50,23 +48,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A package with an entry point, as pip would leave it, and a module that Python can import."""
-    (place / "site" / "letters_pkg").mkdir(parents=True)
-    (place / "site" / "letters_pkg" / "__init__.py").write_text("raise RuntimeError('imported in the trainer')\n")
-    (place / "site" / "letters.py").write_text("def score(response, row): return len(response) / 10\n")
-    info = place / "site" / "letters-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: letters\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[megatron_brorl.verifiers]\nletters = letters:score\n")
-    monkeypatch.syspath_prepend(str(place / "site"))
-    assert metadata.entry_points(group=registry.GROUP).names == {"letters"}
-    registry._installed.cache_clear()
-    yield
-    registry._installed.cache_clear()
-
-
 def ask(name: str, *answers: str) -> list[ScoreRequest]:
     prompt = Prompt("row7", "text", (1,), "4", name, {"n": 2})
     return [ScoreRequest(prompt, answer) for answer in answers]
@@ -98,26 +79,30 @@ def test_equal_answers_are_judged_once_where_the_function_says_it_is_pure(place:
     assert [v.reward for v in verdicts] == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_a_combination_is_as_pure_as_its_parts(place: Path) -> None:
-    parts = (PartConfig("exact"), PartConfig("my_rewards.py:score"))
-    config = RewardConfig(combination=(CombinationConfig("mix", "gate", parts),))
-    started = look_at(["mix"], config)
-    assert started.impure == {"mix"}
-    assert list(started.sha256) == ["my_rewards.py:score"]
-    with RewardPool(1, 20.0, stand_ins=registry.for_workers(["mix"], config)) as pool:
-        answer = registry.entry("mix", "x", config).find("4")
-        assert answer is not None
-        (verdict,) = pool.score(ask("mix", answer))
-    assert (verdict.reward, verdict.parts) == (1.0, {"exact": 1.0, "my_rewards.py:score": 1.0})
-
-
-def test_modules_and_installed_packages(installed: None) -> None:
-    started = look_at(["letters", "letters:score"], RewardConfig())
-    sha256 = hashlib.sha256(b"def score(response, row): return len(response) / 10\n").hexdigest()
-    assert started.sha256 == {"letters": sha256, "letters:score": sha256}
+def test_a_module_is_imported_in_workers_only(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def score(response, row): return len(response) / 10\n"
+    (place / "letters.py").write_text(source)
+    monkeypatch.syspath_prepend(str(place))
+    started = look_at(["letters:score"], RewardConfig())
+    assert started.sha256 == {"letters:score": hashlib.sha256(source.encode()).hexdigest()}
     assert "letters" not in sys.modules
     with RewardPool(1, 20.0) as pool:
-        assert [v.reward for v in pool.score([*ask("letters", "abc"), *ask("letters:score", "abcd")])] == [0.3, 0.4]
+        assert [v.reward for v in pool.score(ask("letters:score", "abcd"))] == [0.4]
+
+
+def test_an_own_function_can_combine_verifiers(place: Path) -> None:
+    (place / "both.py").write_text(
+        "from megatron_brorl.rewards.registry import verify\n"
+        "def score(response, row):\n"
+        "    form, answer = verify('format', response, row), verify('reasoning_gym', response, row)\n"
+        "    return {'reward': 0.25 * form.reward + 0.75 * answer.reward, 'parts': {'form': form.reward}}\n"
+    )
+    entry = {"question": "2 + 2", "answer": "4", "metadata": {}}
+    prompt = Prompt("row7", "text", (1,), "4", "both.py:score", {"source_dataset": "chain_sum", "entry": entry})
+    responses = ["<think>a</think><answer>4</answer>", "<answer>4</answer>", "<think>a</think><answer>5</answer>", "4"]
+    with RewardPool(1, 20.0) as pool:
+        verdicts = pool.score([ScoreRequest(prompt, response) for response in responses])
+    assert [(v.reward, v.parts["form"]) for v in verdicts] == [(1.0, 1.0), (0.75, 0.0), (0.25, 1.0), (0.0, 0.0)]
 
 
 def test_nothing_is_started_for_verifiers_of_the_package() -> None:

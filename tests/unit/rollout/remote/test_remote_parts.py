@@ -159,7 +159,6 @@ def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
     [
         ("vllm", ["0.31.9", "0.4.1", "0.32.0rc1"], ["0.32", "0.32.0", "0.32.0+cpu", "0.33.1.dev5+g12ab", "1.0", "dev"]),
         ("trtllm", ["1.2.1", "1.3.0rc20", "1.3.0rc9"], ["1.3.0rc21", "1.3.0rc22.post1", "1.3.0", "1.4.0rc1"]),
-        ("sglang", [], ["0.5.23"]),
     ],
 )
 def test_versions_that_are_too_old(engine, old, new):

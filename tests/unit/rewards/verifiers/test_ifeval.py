@@ -1,0 +1,137 @@
+"""Rewards, reasons and parts of rows, and the errors of invalid rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import langdetect
+import pytest
+from langdetect import detector_factory
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.verifiers import ifeval_checks
+from megatron_brorl.rewards.verifiers.ifeval import check_row, find, score
+
+TWO = {
+    "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+    "kwargs": [{}, {"relation": "at least", "num_words": 3, "num_bullets": None}],
+}
+
+
+def row(**metadata: Any) -> VerifierRow:
+    return {"id": "a", "prompt": "p", "answer": None, "metadata": metadata}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward", "failed"),
+    [
+        ("a b c", 1.0, []),
+        ("a, b c", 0.5, ["punctuation:no_comma"]),
+        ("a b", 0.5, ["length_constraints:number_words"]),
+        ("a, b", 0.0, ["punctuation:no_comma", "length_constraints:number_words"]),
+    ],
+)
+def test_the_share_of_instructions(answer: str, reward: float, failed: list[str]) -> None:
+    result = score(answer, row(**TWO))
+    assert result.reward == reward
+    assert result.parts == {name: float(name not in failed) for name in TWO["instruction_id_list"]}
+    assert result.reason == (f"not followed: {', '.join(failed)}" if failed else "")
+    assert score(answer, row(**TWO, all=True)).reward == float(not failed)
+
+
+def test_loose_takes_lines_and_asterisks_away_for_each_instruction() -> None:
+    answer = "Sure, here it is:\na b c"  # the comma goes with the first line
+    assert score(answer, row(**TWO)).reward == 0.5
+    assert score(answer, row(**TWO, mode="loose")).reward == 1.0
+    quoted = row(instruction_id_list=["startend:quotation"], kwargs=[{}])
+    assert score('*"a"*', quoted).reward == 0.0
+    quoted["metadata"]["mode"] = "loose"  # type: ignore[index]
+    assert score('*"a"*', quoted).reward == 1.0
+
+
+def test_min_words_is_a_floor() -> None:
+    assert score("a b c", row(**TWO, min_words=3)).reward == 1.0
+    result = score("a b c", row(**TWO, min_words=4))
+    assert result == (0.0, "fewer than 4 words (min_words)", {})
+
+
+def test_two_of_a_kind_have_a_part_each() -> None:
+    twice = {"instruction_id_list": ["keywords:existence"] * 3, "kwargs": [{"keywords": [k]} for k in ("a", "b", "a")]}
+    result = score("a", row(**twice))
+    assert result.parts == {"keywords:existence": 1.0, "keywords:existence#2": 0.0, "keywords:existence#3": 1.0}
+    assert result.reward == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("all of it \n", "all of it"),
+        ("<think>a</think>b</think>\n\nc", "c"),
+        ("thought</think>c", "c"),
+        ("<think>a</think> \n", None),
+        ("", None),
+    ],
+)
+def test_the_answer_stands_after_the_thought(text: str, answer: str | None) -> None:
+    assert find(text) == answer
+
+
+def test_the_language_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user of the library in the process may leave any seed behind."""
+    text, alone, ours = "Hello", set(), set()
+    for seed in range(20):
+        monkeypatch.setattr(langdetect.DetectorFactory, "seed", seed)
+        alone.add(langdetect.detect(text))
+        ifeval_checks.detected_language.cache_clear()
+        ours.add(ifeval_checks.detected_language(text))
+    assert len(ours) == 1
+    assert len(alone) > 1  # otherwise the text would show nothing
+
+
+def test_the_languages_are_those_of_the_library() -> None:
+    detector_factory.init_factory()
+    assert set(detector_factory._factory.get_lang_list()) == ifeval_checks.LANGUAGES
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("punctuation:no_commas", {}, "no instruction is called 'punctuation:no_commas'; did you mean punctuation:no"),
+        ("punctuation:no_comma", None, "kwargs[0] (punctuation:no_comma) is None; use an object"),
+        ("punctuation:no_comma", {"n": 1}, "has 'n', but the instruction takes no arguments; remove it"),
+        ("keywords:existence", {}, "kwargs[0] (keywords:existence) lacks 'keywords', a list of strings; add it"),
+        ("keywords:existence", {"keywords": ["a", " "]}, "it must be a list of strings"),
+        ("length_constraints:number_words", {"num_words": 3, "relation": "more"}, '"at least" or "less than"'),
+        ("length_constraints:number_words", {"num_words": True, "relation": "at least"}, "num_words = True; it must"),
+        ("length_constraints:number_paragraphs", {"num_paragraphs": 0}, "a whole number of at least 1"),
+        ("language:response_language", {"language": "zh"}, "has language = 'zh'; it must be one of af ar bg "),
+        (
+            "length_constraints:nth_paragraph_first_word",
+            {"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "a"},
+            "has nth_paragraph above num_paragraphs",
+        ),
+    ],
+)
+def test_invalid_instructions_are_refused(kind: str, arguments: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_row(row(instruction_id_list=[kind], kwargs=[arguments]), "f.jsonl:7")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("f.jsonl:7: metadata.")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "needs metadata.instruction_id_list"),
+        ({"instruction_id_list": ["punctuation:no_comma"]}, "needs metadata.kwargs, a list of 1 objects"),
+        ({"instruction_id_list": ["punctuation:no_comma"] * 17}, "17 instructions, but a reward has at most 16 parts"),
+        ({**TWO, "mode": "lose"}, "metadata.mode is 'lose'"),
+        ({**TWO, "all": 1}, "metadata.all is 1"),
+        ({**TWO, "min_words": -1}, "metadata.min_words is -1"),
+    ],
+)
+def test_invalid_metadata_is_refused(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=r"^f\.jsonl:7: ") as caught:
+        check_row(row(**metadata), "f.jsonl:7")
+    assert message in str(caught.value)
