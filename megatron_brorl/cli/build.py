@@ -20,7 +20,6 @@ from megatron_brorl import ranks
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import Training, model_card
-from megatron_brorl.checkpoints.unchanged import Comparison
 from megatron_brorl.cli import run_folder, template_date
 from megatron_brorl.cli.fingerprint import Fingerprint, fingerprint
 from megatron_brorl.cli.job_end import JobEnd
@@ -341,18 +340,17 @@ class Session:
 
         Returns, on the main rank, whether they differ from those of model.path.
         """
-        began_as = Comparison(self.config.model.path)
         worker.require_finite("the trained model", f"{self.dir / 'model'} is not written; lower the learning rate")
-        tensors = worker.hf_tensors()
+        tensors, differs = worker.hf_tensors(), False
         if self.is_main_rank:
             dtype = str(worker.options.dtype).removeprefix("torch.")
             text, source = model_card(card), self.config.model.path
-            hugging_face.save(began_as.watch(tensors), source, self.dir / "model", dtype, text)
+            differs = hugging_face.save(tensors, source, self.dir / "model", dtype, text)
         else:
             for _ in tensors:
                 pass
         dist.barrier()
-        return began_as.differs
+        return differs
 
     def peak_rss_mib(self) -> float:
         """Peak resident memory of all ranks, and what their scoring processes hold of their own, added up."""
