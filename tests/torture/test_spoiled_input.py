@@ -12,7 +12,7 @@ import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_brorl.checkpoints import manifest
+from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
 from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
@@ -152,8 +152,8 @@ def test_checkpoints(model, tmp_path, place, value, spoil):
     (step.parent / checkpoint.LATEST).write_text("step_00000003\n")
 
     def resume() -> None:
-        (step / manifest.MANIFEST).unlink(missing_ok=True)
-        manifest.write(step)
+        (step / folders.MANIFEST).unlink(missing_ok=True)
+        folders.write_manifest(step)
         found = checkpoint.find(step.parent)
         assert found
         check_fingerprint(saved(found)["fingerprint"], now, found)
