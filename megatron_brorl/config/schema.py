@@ -31,10 +31,6 @@ class RunConfig:
     # Unix time at which a scheduler ends the job: before a step that would not be done by then, `brorl train` saves and
     # leaves with 75. 0 = SLURM_JOB_END_TIME, where there is one
     ends_at: float = at_least(0, default=0.0)
-    # Seconds in which no rank finishes anything (a rollout, a verdict, a micro-batch, a phase) before the job ends and
-    # names the rank that is behind, with the stacks of all in run.dir/stacks; 0 = never. Phases with a limit of their
-    # own (rollout.timeout_s, reward.timeout_s) get that besides. Useful below parallel.timeout_s, which ends waiting
-    progress_timeout_s: float = at_least(0, default=540.0)
     # Where figures go besides metrics.jsonl, each if it is installed: TensorBoard to run.dir/tensorboard, the others to
     # the project "brorl", or where their own environment variables say (WANDB_PROJECT, MLFLOW_TRACKING_URI)
     log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)

@@ -1,4 +1,4 @@
-"""A Hugging Face directory with random weights, for models that are trained from nothing."""
+"""Hugging Face directories with random weights, for training from scratch, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def qwen2_config(
     context: int,
     **special_ids: int | None,
 ) -> dict[str, Any]:
-    """The config.json of a Qwen2 model with tied embeddings, a small one that a run trains from nothing.
+    """Return the config.json of a Qwen2 model with tied embeddings.
 
     special_ids: bos_token_id, eos_token_id, pad_token_id.
     """
@@ -53,19 +53,17 @@ def qwen2_config(
 def write_random_model(
     config: dict[str, Any], directory: Path, seed: int, dtype: torch.dtype = torch.float32, defaults: bool = True
 ) -> int:
-    """Write config.json and the weights, one tensor in memory at a time; returns the number of parameters.
+    """Write config.json and the weights, and return the number of parameters.
 
-    Linear weights and embeddings are drawn from N(0, initializer_range^2), those that write to the residual stream
-    scaled by 1 / sqrt(2 layers) (Radford et al. 2019, section 2.3); norms scale by one, biases are zero. Without
-    `defaults` norms and biases are drawn around those, so that a test sees where each of them goes. Raises UserError
-    where config is not that of a supported model.
+    Linear weights and embeddings are drawn from N(0, initializer_range^2); those that write to the residual stream are
+    scaled by 1 / sqrt(2 layers) (Radford et al. 2019, section 2.3). Without `defaults`, norms and biases are drawn
+    around 1 and 0, so that a test sees where each of them goes.
     """
     shape = parse_shape(config, str(directory / CONFIG))
     sizes, inits = hf_shapes(shape), hf_inits(shape)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, size: tuple[int, ...]) -> Tensor:
-        """One tensor in float32; the generator goes on where the last one left it."""
         mean, std = (1.0 if inits[name] == "ones" else 0.0), shape.init_std
         if inits[name] in ("ones", "zeros") and defaults:
             return torch.full(size, mean)

@@ -1,31 +1,20 @@
 #!/usr/bin/env python3
-"""How long replicas wait for each other, by the project's own dealing and assignment, on drawn response lengths.
+"""Balance between replicas, in generation and in the update, for response lengths drawn from a distribution.
 
-    python benchmarks/simulate_balance.py [--quick] [--n N ...] [--replicas R ...] [--seeds K] [--json FILE]
+    python benchmarks/bench_balance.py [--quick] [--n N ...] [--replicas R ...] [--json FILE]
 
-128 prompts of 200 tokens with N responses each, log-normal: standard deviation 0.5 of the logarithm between prompts and
-0.5 within, 8,192 tokens in the mean before they are cut off at 14,336. 62% of the groups are kept and trained in 8
-mini-batches by a model of 1.5 billion weights. "runs" is what the project did before: whole prompts per replica,
-trained where they were sampled. Generation is the mean over replicas of the tokens that they sample by their maximum;
-an update is the same of predicted cost, with both added up over optimizer steps. Seconds are processor time of planning
-one step, on one thread.
-
-A second table has generation in virtual time (generation_clock.py), by the code that real ranks run: how long an engine
-has rows, mean over engines by the time of the last ("busy"), and that time against that of the first way ("time").
-"dealt": engines sample what they were dealt; "pulled": what waits goes to whoever has room (rollout.work_stealing),
-which is what rollout.pull does. A decoding step takes the time of WEIGHTS rows for the weights, and that of one for
-each row's keys and values: 3.1 GB, and 4,000 tokens of 28 KiB at 3.35 TB/s. 96 rows of 14,536 tokens are 37 GiB of
-keys and values.
-
-A third table has eight engines, one half as fast as six others and one twice. Both are means over K seeds, "busy" with
-the least of them.
+128 prompts of 200 tokens have N responses each. Lengths are log-normal (standard deviation 0.5 of the logarithm between
+prompts and 0.5 within, mean 8,192 tokens, cut off at 14,336). 62% of the groups are kept and trained in 8 mini-batches
+by a model of 1.5 billion weights. Column "runs" gives each replica a run of whole prompts and trains them where they
+were sampled; "dealt" and "assigned" are the code that training uses. Generation is the mean number of tokens over
+replicas divided by the maximum; update is the same for predicted cost, summed over optimizer steps. Seconds are
+processor time of planning one step, on one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -33,10 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_common import write_rows
-from generation_clock import Clock, How, Step
+from bench_common import qwen2_config, write_rows
 
-from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.model_shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, pair_cost
@@ -47,9 +34,6 @@ from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained
 
 PROMPTS, PROMPT_TOKENS, MINI_BATCHES, KEPT = 128, 200, 8, 0.62
 MEAN, LONGEST, SPREAD = 8192, 14336, 0.5
-WEIGHTS = 27.0
-IN_FLIGHT = (32, 96, 128)
-SPEEDS = (0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0)
 MODEL = qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=32768)
 
 
@@ -129,40 +113,11 @@ def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
     }
 
 
-def measure_clock(
-    n: int, replicas: int, in_flight: int, fixed: float, seeds: int, speeds: Sequence[float] = ()
-) -> dict[str, Any]:
-    """One row of the second table, or of the third."""
-    parts = deal(list(product(range(PROMPTS), range(n))), [0] * replicas)
-    clock = Clock(fixed, speeds)
-    row: dict[str, Any] = {"n": n, "replicas": replicas, "in_flight": in_flight, "fixed": fixed}
-    ways: tuple[How, ...] = ("dealt", "pulled")
-    for how in ways:
-        found = []
-        for seed in range(seeds):
-            step = Step(drawn(n, seed=n + replicas + seed).tokens.numpy(), parts, in_flight, clock, how)
-            busy, end = step.run()
-            found.append((busy.mean() / end, end))
-        busy_of, ends = np.array(found).T
-        row |= {how: float(busy_of.mean()), f"{how}, least": float(busy_of.min()), f"{how}, end": float(ends.mean())}
-    return row
-
-
-def show_clock(r: dict[str, Any]) -> None:
-    """Print a row of measure_clock."""
-    print(
-        f"{r['n']:>5}{r['replicas']:>10}{r['in_flight']:>11}{r['fixed']:>9.0f}{r['dealt']:>8.3f}{r['pulled']:>8.3f}"
-        f"{r['pulled, least']:>7.3f}{r['pulled, end'] / r['dealt, end']:>9.3f}",
-        flush=True,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="N = 64 on 8 replicas alone")
     parser.add_argument("--n", type=int, nargs="+", default=[512, 4096], help="siblings of a prompt")
     parser.add_argument("--replicas", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--seeds", type=int, default=1, help="of the lengths, in virtual time")
     parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -180,20 +135,7 @@ def main() -> None:
                 f"{n:>5}{replicas:>10}  {of:<15}{r['generation_runs']:>7.3f}{r['generation']:>7.3f}"
                 f"{r['update_runs']:>8.3f}{r['update']:>10.4f}{r['rows']:>8}{r['seconds']:>9.2f}{r['sent_mib']:>11.1f}"
             )
-
-    # In virtual time; 512 replicas with N = 512 have 128 rows each, all in flight at once in the last case.
-    print("\n                                       busy                     time")
-    print("    N  replicas  in flight  weights   dealt  pulled  least   pulled")
-    clocks = []
-    for (n, replicas), in_flight, fixed in product(sizes, IN_FLIGHT, (0.0, WEIGHTS)):
-        clocks.append(measure_clock(n, replicas, in_flight, fixed, args.seeds))
-        show_clock(clocks[-1])
-
-    print("\nspeeds", *SPEEDS)
-    for in_flight in (16, 32, 64):
-        clocks.append(measure_clock(32, 8, in_flight, WEIGHTS, args.seeds, SPEEDS))
-        show_clock(clocks[-1])
-    write_rows(args.json, [*rows, *clocks])
+    write_rows(args.json, rows)
 
 
 if __name__ == "__main__":
