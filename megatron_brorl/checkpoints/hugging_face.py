@@ -18,16 +18,9 @@ from torch import Tensor
 
 from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.checkpoints.model_card import CARD
-<<<<<<< HEAD
-from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES, Tensors
+from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES
 from megatron_brorl.data.sentencepiece import write_tokenizer_json
 from megatron_brorl.data.tokenizers import GENERATION, Tokenizer, load_tokenizer, stop_ids, transformers_stop_ids
-=======
-from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES
-from megatron_brorl.data.sentencepiece_export import write_for_transformers
-from megatron_brorl.data.stop_ids import GENERATION, stop_ids, transformers_stop_ids
-from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer
->>>>>>> main
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.json_files import read_object
 from megatron_brorl.model_shape import CONFIG, WEIGHTS, ModelShape, read_shape
