@@ -1,11 +1,10 @@
-"""The record of a run: metrics.jsonl, one line per step, and the same figures for boards such as TensorBoard.
+"""metrics.jsonl, one line per step, and the same metrics for trackers such as TensorBoard.
 
-A line is {"step": 3, "reward": 0.5, ..., "time": {"generate": 1.9, ...}}. Everything outside "time" is a function of
-the configuration and the seed as long as no rollout is late: two runs with the same seed write the same bytes there.
-Wall-clock values live in "time" only, so that a comparison drops that one key, and with them what depends on time:
-"recovered_rollouts", which a process before this one had sampled; "handed_on" and "tokens_again", what engines handed
-on to others and computed again. Floats are written by repr and come back bit for bit. JSON has no NaN: a value that is
-not finite becomes null, and its key is listed under "nonfinite". What each figure is stands in glossary/.
+A line is {"step": 3, "reward": 0.5, ..., "time": {"generate": 1.9, ...}}. Wall-clock values, and counts that depend on
+them, are in "time" only: everything else is a function of configuration and seed as long as no rollout is late, so two
+runs with the same seed write the same bytes there. Floats are written by repr and come back bit for bit. JSON has no
+NaN: a value that is not finite becomes null, and its key is listed under "nonfinite". tracking/metric_docs.json says
+what each metric means.
 """
 
 from __future__ import annotations
@@ -20,36 +19,36 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_brorl.boards import Board, tag, warn
 from megatron_brorl.errors import UserError
+from megatron_brorl.tracking.trackers import Tracker, tag, warn
 
 METRICS_FILE = "metrics.jsonl"
 _RESERVED = {"step", "nonfinite", "time"}
 
 
 class Lines:
-    """A file of JSON lines, each with a "step", that is made durable with every call. Exactly one rank may hold one.
+    """A file of JSON lines, each with a "step", which every call makes durable. Exactly one rank may open it.
 
-    `resume_step` is the first step that this process will write: lines of that step and later ones are dropped, so a
-    replayed step never appears twice. None starts a new file: an older one is moved aside (metrics.1.jsonl, ...).
+    resume_step: the first step that this process will write. Lines of that step and later ones are dropped, so that a
+    repeated step appears once. None starts a new file and renames an older one to metrics.1.jsonl, ...
 
-    A write that fails, for example on a full disk, never ends the run: it warns once, and every line that did not make
-    it is kept and tried again with the next call.
+    A write that fails, for example on a full disk, does not end the run: it warns once, and the lines are kept and
+    written with the next call.
     """
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
         self._path = path
-        self._pending = b""  # lines that are not yet safely in the file
+        self._pending = b""  # lines that are not in the file yet
         self._warned = False
 
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
-                _move_aside(path)  # nothing is overwritten
+                _move_aside(path)
             else:
-                _drop_from(path, resume_step)  # steps that will be written again
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  held until close()
-            self._size = os.fstat(self._file.fileno()).st_size  # up to here the file holds whole lines
+                _drop_from(path, resume_step)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+            self._size = os.fstat(self._file.fileno()).st_size  # of whole lines
         except OSError as e:
             raise UserError(f"{path}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
 
@@ -66,7 +65,7 @@ class Lines:
 
     def _flush(self) -> None:
         try:
-            os.ftruncate(self._file.fileno(), self._size)  # take back what a failed attempt left
+            os.ftruncate(self._file.fileno(), self._size)  # remove the rest of a failed attempt
             rest = memoryview(self._pending)
             while rest:
                 rest = rest[self._file.write(rest) or 0 :]
@@ -81,46 +80,48 @@ class Lines:
 
 
 class MetricsWriter:
-    """One line per step, as of Lines, and the same for boards."""
+    """Writes one line per step to metrics.jsonl, and the same metrics to trackers."""
 
-    def __init__(self, run_dir: Path, boards: Sequence[Board] = (), resume_step: int | None = None) -> None:
+    def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = (), resume_step: int | None = None) -> None:
         self._lines = Lines(Path(run_dir) / METRICS_FILE, resume_step)
-        self._boards = list(boards)
+        self._trackers = list(trackers)
 
     def write(self, step: int, values: dict[str, float | int], seconds: dict[str, float]) -> None:
-        """Record one step: `values` are deterministic given the seed, `seconds` are wall-clock times by phase, and
-        what is told of them."""
+        """Record one step.
+
+        values: metrics that are deterministic given the seed. seconds: wall-clock times, and metrics that depend on
+        them.
+        """
         clash = _RESERVED & values.keys()
         if clash:
             raise ValueError(f"reserved metric names: {', '.join(sorted(clash))}")
 
-        # The file first: it is the record, and what the disk refuses is kept there and tried again.
         row: dict[str, Any] = {"step": step, **_finite(values)}
-        nonfinite = [key for key, value in values.items() if not math.isfinite(value)]  # JSON has no NaN
+        nonfinite = [key for key, value in values.items() if not math.isfinite(value)]
         if nonfinite:
             row["nonfinite"] = nonfinite
-        row["time"] = _finite(seconds)  # apart from the rest, for it differs from run to run
+        row["time"] = _finite(seconds)
         self._lines.append([row])
 
-        # The boards second, in groups of figures. One is given up at its first error, the run never.
         tagged = {tag(name): value for name, value in values.items()}
-        tagged |= {tag(name, timed=True): value for name, value in seconds.items()}
-        known = {name: value for name, value in tagged.items() if math.isfinite(value)}
-        self._tell(lambda board: board.log(step, known))
+        tagged |= {tag(name, "time"): value for name, value in seconds.items()}
+        finite = {name: value for name, value in tagged.items() if math.isfinite(value)}
+        self._for_each(lambda tracker: tracker.log(step, finite))
 
     def close(self) -> None:
         """Write what is left and close the files."""
         self._lines.close()
-        self._tell(lambda board: board.close())
-        self._boards = []
+        self._for_each(lambda tracker: tracker.close())
+        self._trackers = []
 
-    def _tell(self, what: Callable[[Board], None]) -> None:
-        for board in list(self._boards):
+    def _for_each(self, call: Callable[[Tracker], None]) -> None:
+        """Call every tracker, and drop those that fail: a display must not end the run."""
+        for tracker in list(self._trackers):
             try:
-                what(board)
-            except Exception as e:  # whatever a board's package raises: of a network, an account, a disk
-                self._boards.remove(board)
-                warn(board.name, e)
+                call(tracker)
+            except Exception as e:
+                self._trackers.remove(tracker)
+                warn(tracker.name, e)
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -137,9 +138,9 @@ def _warn(what: str, error: OSError, consequence: str) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, in order. A last line torn by a crash is skipped.
+    """Return the lines of a metrics.jsonl, in order, without a last line that a crash cut off.
 
-    Raises UserError where the file cannot be read or another line is no step.
+    Raises UserError if the file cannot be read or another line is malformed.
     """
     try:
         return [row for _, row in _parse(Path(path))]
@@ -154,7 +155,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Every line with what it says, except a torn last one. Raises UserError on any other malformed line."""
+    """Return every line and its object, without a last line that was cut off. Raises UserError for a malformed line."""
     lines = path.read_bytes().split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -171,7 +172,7 @@ def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _move_aside(path: Path) -> None:
-    """Rename an older record to the first free of metrics.1.jsonl, metrics.2.jsonl, ..."""
+    """Rename an older file to the first free name of metrics.1.jsonl, metrics.2.jsonl, ..."""
     if path.exists():
         number = 1
         while (aside := path.with_suffix(f".{number}.jsonl")).exists():
@@ -180,21 +181,13 @@ def _move_aside(path: Path) -> None:
 
 
 def _drop_from(path: Path, step: int) -> None:
-    """Keep the lines before `step`, byte for byte; the file is the old one or the new one at any instant."""
+    """Keep the lines before `step`, byte for byte. The file is replaced atomically."""
     if not path.exists():
         return
     kept = [line + b"\n" for line, row in _parse(path) if row["step"] < step]
-
-    # Written beside the old file, and put in its place at once.
     aside = path.with_suffix(".jsonl.tmp")
     with open(aside, "wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
-
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # makes the rename itself durable
-    finally:
-        os.close(folder)

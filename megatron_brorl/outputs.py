@@ -10,12 +10,11 @@ from megatron_brorl.config.benchmarks import named
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 
-_TRAINED = "model .model.writing .model.old tensorboard wandb mlflow.db .boards.json metrics.jsonl"
+_TRAINED = "model .model.writing .model.old tensorboard wandb mlflow.db .trackers.json metrics.jsonl"
 WRITTEN = {  # in run.dir, by command
-    "train": f"{_TRAINED} checkpoints engines unfinished_step rollouts rollouts.jsonl summary.json"
-    " curves.png theory.png run.json",
+    "train": f"{_TRAINED} checkpoints engines rollouts summary.json curves.png theory.png run.json",
     "sft": _TRAINED,
-    "evaluate": "engines unfinished_step evaluation.json evaluation.jsonl evaluation.md evaluation.png",
+    "evaluate": "engines evaluation.json evaluation.jsonl evaluation.md evaluation.png",
 }
 
 

@@ -100,8 +100,8 @@ class Experience:
     values: tuple[Tensor, ...] | None = None  # [G] float32 each, of the critic before its update
     returns: tuple[Tensor, ...] | None = None  # [G] float32 each, which it learns to predict
     reference_log_probs: tuple[Tensor, ...] | None = None  # [G] float32 each, of the reference policy
-    weights: tuple[float, ...] | None = None  # of each rollout in losses and their divisors; None: all 1
     mask: tuple[Tensor, ...] | None = None  # [G] bool each; false: no policy loss on the token. None: all true
+    ids: tuple[str, ...] = ()  # prompt id and sibling of each, for messages
 
     def __len__(self) -> int:
         return len(self.responses)

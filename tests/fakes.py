@@ -86,22 +86,6 @@ def log_prob(drawn: int, version: int) -> float:
     return -math.log(tiny.VOCAB) - drawn / 1000 - version / 8
 
 
-class Supplier:
-    """What a supply is beside `take`, where nobody hands anything on."""
-
-    def excess(self, rows, held):
-        return []
-
-    def give(self, rows):
-        raise AssertionError("nobody asked for these")
-
-    def wait(self):
-        return False
-
-    def leave(self):
-        return []
-
-
 @dataclass
 class Engine:
     """Draws tokens from the keyed stream alone; siblings named by (prompt id, index) misbehave."""
@@ -180,7 +164,7 @@ class Engine:
         asked = self.calls[-1]
         yield from list(asked)
         for time_asked in range(self.takes if supply else 0):
-            new = supply.take(self.room, 0)
+            new = supply.take(self.room)
             if not new and time_asked:  # the first time there may be nothing of its own
                 return
             asked.extend(new)

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 
 from megatron_brorl.config.describe import keys, sections, written
 from megatron_brorl.config.foreign import FOREIGN
-from megatron_brorl.glossary.tables import SECTIONS
+from megatron_brorl.tracking import metric_docs
 
 ROOT = Path(__file__).resolve().parent.parent
 # Code, in which nothing is a link, or a link to a file.
@@ -81,24 +81,22 @@ def coming_from() -> str:
 
 
 def metrics() -> str:
-    """Every figure of metrics.jsonl and summary.json, section by section."""
+    """Return the page of all metrics of metrics.jsonl and summary.json."""
     lines = [
         "# Metrics",
         "",
-        "Every figure of a run: of `metrics.jsonl`, a line per step, and of `summary.json`. `brorl metrics WORD`",
-        "prints the same. In `metrics.jsonl` `step` counts from 0, figures of time are under `time`, and a value that",
-        "is not finite is null and named by `nonfinite`. A figure that a run has no use for is not there. TensorBoard",
-        "and the other boards of `run.log` show the same figures in the group that is named here. All but those under",
-        "`time` are the same in every run of one configuration and seed. Shares are between 0 and 1; `{k}` and the",
-        "like stand for a number or a name.",
+        "The metrics of a run: `metrics.jsonl` has a line per step, `summary.json` the result. `brorl metrics WORD`",
+        "prints the same. In `metrics.jsonl`, `step` counts from 0, wall-clock values are under `time`, and a value",
+        "that is not finite is null and listed under `nonfinite`. Metrics of features that a run does not use are",
+        "absent. TensorBoard and other trackers of `run.log` show them by group. All but those under `time` are the",
+        "same in every run of one configuration and seed. Shares are in [0, 1]; `{k}` stands for a number or a name.",
     ]
-    for section in SECTIONS:
+    for section in metric_docs.sections():
+        under = " Under `time`." if section.file == "time" else ""
         group = f" Group `{section.group}`." if section.group else ""
-        lines += ["", f"## {section.title}", "", section.about + group, ""]
-        lines += ["| figure | unit | range | meaning | a bad value |", "|---|---|---|---|---|"]
-        for f in section.figures:
-            cells = (f"`{f.name}`", f.unit, f.range, f.meaning, f.bad)
-            lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", f"## {section.title}", "", section.about + under + group, ""]
+        lines += ["| metric | unit | meaning | bad values |", "|---|---|---|---|"]
+        lines += [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.bad} |" for m in section.metrics]
     return "\n".join(lines) + "\n"
 
 

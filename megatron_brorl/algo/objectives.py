@@ -27,24 +27,6 @@ def over_group_mean(rewards: Tensor) -> Tensor:
     return (x / x.mean() - 1).to(rewards.dtype)
 
 
-def over_group_variance(rewards: Tensor) -> Tensor:
-    """[N]: rewards [N] minus their mean, over their population variance. Exactly zero where all are equal.
-
-    A prompt's gradient with its mean as baseline has a variance of s (1 - s) / (N - 1) in units of the mean squared
-    score (VIP, Nguyen et al. 2026, arXiv 2602.01601: that of leave-one-out baselines, which are N / (N - 1) of this).
-    Weights inverse to it minimise the variance of the prompts' weighted mean (Aitken 1935); N - 1 cancels where
-    rollouts count alike, and s is what the group has. VIP spends rollouts by that variance; the weights are derived.
-
-    They change what is learned: for rewards of 0 and 1 the mean over the rollouts of advantage times grad log p is an
-    unbiased estimate of the gradient of sum_{k=1}^{N-1} (p^k - (1 - p)^k) / k, the log odds of p up to order N - 1.
-    """
-    if not has_signal(rewards):
-        return torch.zeros_like(rewards)
-    x = rewards.double()
-    centred = x - x.mean()
-    return (centred / centred.square().mean()).to(rewards.dtype)
-
-
 def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
     """[N]: k times what each rollout adds to pass@k, over that of the others. Rewards are 0 or 1, and 1 is right.
 
@@ -58,30 +40,6 @@ def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
     if c in (0, n) or k < 1:
         return torch.zeros_like(rewards)
     return _two_values(rewards, k * _alone(n, c, k)[-1])
-
-
-def truncated_log_advantages(rewards: Tensor, order: int) -> Tensor:
-    """[N]: as over_group_mean, but up to a given order for any N > order. Rewards are 0 or 1, and 1 is right.
-
-    The sum of pass_at_k_advantages / k over k = 1 ... order, whose gradients add up to that of
-    sum_{k=1}^{order} -(1 - p)^k / k (MaxRL): what groups of unequal sizes need to have one objective.
-    """
-    n, c = len(rewards), int((rewards == 1).sum())
-    order = min(order, n - 1)
-    if c in (0, n) or order < 1:
-        return torch.zeros_like(rewards)
-    return _two_values(rewards, sum(_alone(n, c, order)))
-
-
-def focal_weight(rewards: Tensor, gamma: float) -> float:
-    """(1 - mean)^gamma of a group's rewards [N] of 0 or 1: what F-GRPO multiplies its advantages by.
-
-    Plyusov et al. 2026 (arXiv 2602.06717), section 4. The group estimates its own weight, so that with the mean as
-    baseline the expected gradient is that of (1 - p)^gamma grad p for many rollouts only; for N it is
-    E[(1 - c/N)^(gamma + 1) c/N] / (p (1 - p)) grad p over binomial c. pass_at_k_advantages with k = gamma + 1 has the
-    weight (1 - p)^gamma without bias.
-    """
-    return float((1 - rewards.double().mean()).clamp(0.0, 1.0) ** gamma)
 
 
 def _alone(n: int, c: int, order: int) -> list[float]:

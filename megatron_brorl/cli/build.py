@@ -16,25 +16,21 @@ from typing import Any, TypeVar
 import psutil
 import torch.distributed as dist
 
-from megatron_brorl import hang, ranks
-from megatron_brorl.boards import check_installed, open_boards
+from megatron_brorl import ranks
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import Training, model_card
-from megatron_brorl.checkpoints.unchanged import Comparison
 from megatron_brorl.cli import run_folder, template_date
 from megatron_brorl.cli.fingerprint import Fingerprint, fingerprint
 from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.cli.preflight import Machines, check_host, gpu_bytes, micro_batch_tokens, preflight, tokenizer_line
 from megatron_brorl.cli.program import NOTHING, Program
 from megatron_brorl.config.schema import Config, OptimConfig
-from megatron_brorl.data import digest
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
-from megatron_brorl.data.stop_ids import stop_ids
-from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
-from megatron_brorl.metrics import Lines, MetricsWriter
+from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8, memory
 from megatron_brorl.models.gpt import ATTENTION_ALONE, DTYPES
@@ -46,11 +42,12 @@ from megatron_brorl.rewards import custom
 from megatron_brorl.rewards.preflight import CheckedVerifiers, check_verifiers
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.worker_pool import RewardPool
-from megatron_brorl.rollout.durable import FOLDER, DurableRollouts
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
+from megatron_brorl.rollout.work_stealing import WorkStealing
+from megatron_brorl.timeline import dump_stacks_after
+from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.record import Recorder
@@ -58,8 +55,6 @@ from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
-
-ROLLOUTS_FILE = "rollouts.jsonl"
 
 AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 T = TypeVar("T")
@@ -123,22 +118,16 @@ class Session:
 
     def __enter__(self) -> Session:
         self._lock()
-        # The lock's own agreement lies between the main rank's clearing and the first file of any rank.
-        if timeout_s := self.config.run.progress_timeout_s:
-            watch = hang.Watch(self.dir, self.grid.rank, self.grid.world, timeout_s, self.config.parallel.timeout_s)
-            watch.start()
-            job = str(self.dir)
-            self._closing += [watch.stop, lambda: watch.see_through(lambda: network.main_is_through(job))]
-            if self.is_main_rank:
-                self._closing.append(lambda: network.tell_through(job))
+        # Before the others' wait for a rank that hangs ends.
+        dump_stacks_after(0.8 * self.config.parallel.timeout_s)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            hang.process_ends()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        dump_stacks_after(0.0)
+        if error is not None:
+            self.grid.name_missing(error)
             if not self.program.goes_on:
                 return  # and with it all that it holds
-            self.stopped_by = self.stopped_by or "stopped by an error"  # what was sampled of its step is kept
         for close in reversed(self._closing):
             close()
 
@@ -226,8 +215,8 @@ class Session:
         return fingerprint(self.config, self.shape, self.started_verifiers.sha256, self.inputs())
 
     def inputs(self) -> dict[str, str]:
-        """See digest.of_inputs."""
-        return digest.of_inputs(Path(self.config.model.path), self.sources, self.template_date)
+        """See Sources.digests."""
+        return self.sources.digests(Path(self.config.model.path), self.template_date)
 
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""
@@ -237,7 +226,6 @@ class Session:
         engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
 
-        # What ends is kept until its step is over, and what waits is anybody's.
         return Rollouts(
             engine=watchdog,
             pool=self.pool,
@@ -246,8 +234,7 @@ class Session:
             seed=c.run.seed,
             grid=self.grid,
             max_lost_share=c.rollout.max_lost_share,
-            durable=self._durable() if c.rollout.durable else None,
-            pulling=Pulling(network.shared_store()) if c.rollout.pull else None,
+            work_stealing=WorkStealing(network.shared_store()) if c.rollout.pull else None,
         )
 
     @functools.cached_property
@@ -258,18 +245,6 @@ class Session:
         pool = RewardPool(c.workers, c.timeout_s, impure=impure, function=self.program.reward)
         self._closing.append(pool.close)
         return pool
-
-    def _durable(self) -> DurableRollouts:
-        """Where rollouts are kept until their step is over."""
-        c = self.config
-        # What decides an engine's arithmetic beside its weights.
-        section = getattr(c, c.rollout.engine, None)  # of an engine in a process of its own
-        of_engine = (section.quantization, section.kv_dtype) if section else ()
-        arithmetic = (c.rollout.engine, c.rollout.dtype, c.ops.implementation, *of_engine)
-        durable = DurableRollouts(self.dir / FOLDER, self.grid.rank, repr(arithmetic))
-        # A run that was stopped goes on with the step that another process left unfinished.
-        self._closing.append(lambda: durable.close(over=not self.stopped_by))
-        return durable
 
     def _torch_engine(self) -> RolloutEngine:
         c = self.config
@@ -321,18 +296,10 @@ class Session:
         """Where a step's figures go, on the main rank; resume_step: see metrics.Lines."""
         if not self.is_main_rank:
             return None
-        boards = open_boards(self.config.run.log, self.dir, resume_step, asdict(self.config))
-        writer = MetricsWriter(self.dir, boards, resume_step)
+        trackers = open_trackers(self.config.run.log, self.dir, resume_step, asdict(self.config))
+        writer = MetricsWriter(self.dir, trackers, resume_step)
         self._closing.append(writer.close)
         return writer
-
-    def rollout_log(self, resume_step: int | None) -> Lines | None:
-        """Where theory.log_rollouts sends the rollouts, on the main rank; resume_step: see metrics.Lines."""
-        if not (self.config.theory.log_rollouts and self.is_main_rank):
-            return None
-        lines = Lines(self.dir / ROLLOUTS_FILE, resume_step)
-        self._closing.append(lines.close)
-        return lines
 
     def recorder(self, resume_step: int | None) -> Recorder:
         """What writes run.dir/rollouts, on every rank; resume_step: see record.files.begin."""
@@ -367,18 +334,17 @@ class Session:
 
         Returns, on the main rank, whether they differ from those of model.path.
         """
-        began_as = Comparison(self.config.model.path)
         worker.require_finite("the trained model", f"{self.dir / 'model'} is not written; lower the learning rate")
-        tensors = worker.hf_tensors()
+        tensors, differs = worker.hf_tensors(), False
         if self.is_main_rank:
             dtype = str(worker.options.dtype).removeprefix("torch.")
             text, source = model_card(card), self.config.model.path
-            hugging_face.save(began_as.watch(tensors), source, self.dir / "model", dtype, text)
+            differs = hugging_face.save(tensors, source, self.dir / "model", dtype, text)
         else:
             for _ in tensors:
                 pass
         dist.barrier()
-        return began_as.differs
+        return differs
 
     def peak_rss_mib(self) -> float:
         """Peak resident memory of all ranks, and what their scoring processes hold of their own, added up."""

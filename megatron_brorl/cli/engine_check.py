@@ -36,8 +36,8 @@ def engine_line(config: Config) -> str:
         return f"built in, {config.rollout.dtype}, {kernels}"
 
     # Asked of its own interpreter, which need not be ours.
-    kind, python = ENGINES[name], getattr(config, name).python or sys.executable
-    where = f"{name}.python = {python}"
+    kind, python = ENGINES[name], config.engine.python or sys.executable
+    where = f"engine.python = {python}"
     try:
         done = subprocess.run(
             [python, "-c", _LOOK, kind.package, *kind.needs], capture_output=True, text=True, timeout=_LOOK_S
@@ -68,8 +68,8 @@ def ports_line(config: Config) -> str:
     from megatron_brorl.rollout.remote.trtllm import ray_node
 
     try:
-        first, held = ray_node.find_block(config.trtllm.ray_port)
+        first, held = ray_node.find_block()
     except OSError as e:
-        raise UserError(f"trtllm.ray_port = {config.trtllm.ray_port}: {e.strerror}") from None
+        raise UserError(f'rollout.engine = "trtllm": {e.strerror}') from None
     held.close()
     return f"{first} to {first + ray_node.PORTS - 1} are free for an engine's Ray"

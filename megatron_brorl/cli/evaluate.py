@@ -67,7 +67,7 @@ def evaluate(args: argparse.Namespace) -> int:
         check(session, [prompt for part in names.values() for prompt in part])
         # The model goes to the engine as it would between two steps of training.
         rollouts = session.rollouts()  # engine and verifiers
-        refit(session.worker(None), rollouts.engine, 0, rollouts.durable)
+        refit(session.worker(None), rollouts.engine, 0)
 
         # Sample every benchmark; the whole and its parts are summed up alike.
         e, r = config.evaluate, config.rollout

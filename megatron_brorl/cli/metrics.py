@@ -1,4 +1,4 @@
-"""`brorl metrics`: what the figures of a run mean, in words."""
+"""`brorl metrics`: the documentation of a run's metrics."""
 
 from __future__ import annotations
 
@@ -9,54 +9,48 @@ import textwrap
 from typing import Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.glossary.form import Figure, Section
-from megatron_brorl.glossary.tables import SECTIONS
+from megatron_brorl.tracking.metric_docs import Metric, Section, sections
 
 _WIDTH = 110
 
 
 def add_command(commands: Any) -> None:
     """Add `brorl metrics` to the parser."""
-    text = "what each figure of metrics.jsonl and summary.json means"
+    text = "meaning of each metric of metrics.jsonl and summary.json"
     command = commands.add_parser("metrics", help=text, description=text)
-    command.add_argument("words", nargs="*", metavar="WORD", help="a figure, a group of them, or a part of a name")
+    command.add_argument("words", nargs="*", metavar="WORD", help="a metric, a group, or a part of a name")
     command.set_defaults(command=_metrics, name="metrics")
 
 
 def _metrics(args: argparse.Namespace) -> int:
-    # By its name or its group; else every one that has the word in its name.
-    all_of_them = [(section, figure) for section in SECTIONS for figure in section.figures]
+    known = [(section, metric) for section in sections() for metric in section.metrics]
     words = [word.removeprefix("time.") for word in args.words]
-    found = [pair for pair in all_of_them if not words or any(_is_named(*pair, word) for word in words)]
-    found = found or [pair for pair in all_of_them if any(word in pair[1].name for word in words)]
+    # Exact names and groups first, then parts of names.
+    found = [pair for pair in known if not words or any(_is_named(*pair, word) for word in words)]
+    found = found or [pair for pair in known if any(word in pair[1].name for word in words)]
     if not found:
-        near = difflib.get_close_matches(words[0], [figure.name for _, figure in all_of_them], n=1)
-        hint = f"did you mean {near[0]}?" if near else "brorl metrics alone lists all of them"
-        raise UserError(f"no figure is called {words[0]!r}; {hint}")
+        near = difflib.get_close_matches(words[0], [metric.name for _, metric in known], n=1)
+        hint = f"did you mean {near[0]}?" if near else "`brorl metrics` lists all of them"
+        raise UserError(f"no metric is called {words[0]!r}; {hint}")
 
-    shown = None
-    for section, figure in found:
-        # A heading where a section begins.
-        if section is not shown:
-            shown = section
-            print(f"\n{section.title}: {_plain(section.about)}")
-        print("\n".join(described(figure)))
+    for section in dict.fromkeys(section for section, _ in found):
+        print(f"\n{section.title}: {_plain(section.about)}")
+        for metric in (metric for of, metric in found if of is section):
+            print("\n".join(_described(metric)))
     return 0
 
 
-def _is_named(section: Section, figure: Figure, word: str) -> bool:
-    return figure.pattern.fullmatch(word) is not None or word in (section.group, section.title, figure.name)
+def _is_named(section: Section, metric: Metric, word: str) -> bool:
+    return metric.matches(word) or word in (section.group, section.title, metric.name)
 
 
-def described(figure: Figure) -> list[str]:
-    """A figure in lines: what it is, what it means, and what a bad value means."""
-    of_what = ", ".join(part for part in (figure.unit, figure.range) if part)
-    lines = [f"{figure.name}   ({_plain(of_what)})"]
-    for text in (figure.meaning, figure.bad and f"bad: {figure.bad}"):
+def _described(metric: Metric) -> list[str]:
+    lines = [f"{metric.name}   ({metric.unit})"]
+    for text in (metric.meaning, metric.bad and f"bad: {metric.bad}"):
         lines += textwrap.wrap(_plain(text), _WIDTH, initial_indent="    ", subsequent_indent="    ")
     return lines
 
 
 def _plain(text: str) -> str:
-    """Without the marks of a page."""
+    """Return the text without Markdown."""
     return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text).replace("`", "")

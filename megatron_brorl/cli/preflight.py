@@ -60,7 +60,6 @@ def plan(config: Config, shape: ModelShape, machines: Machines, stage: int = 0) 
         offload=t.offload,
         critic=algo.advantage == "gae",
         reference=algo.kl_coef > 0,
-        noise=config.theory.noise_every > 0,
     )
     return memory.plan(shape, training, _generation(config, shape))
 
@@ -69,11 +68,11 @@ def _generation(config: Config, shape: ModelShape) -> memory.Generation | None:
     """None of the built-in engine."""
     if config.rollout.engine not in ENGINES:
         return None
-    section = getattr(config, config.rollout.engine)
+    section, kind = config.engine, ENGINES[config.rollout.engine]
     return memory.Generation(
         tensor=section.tensor,
         dtype=DTYPES[config.rollout.dtype],
-        fp8_weights=section.quantization == "fp8_block",
+        fp8_weights=kind.takes_fp8_blocks and section.quantization == "fp8",
         fp8_cache=section.kv_dtype == "fp8",
         fraction=section.memory_fraction,
         context=context(config, shape),
@@ -87,7 +86,7 @@ def preflight(config: Config, shape: ModelShape, machines: Machines) -> tuple[me
     found = max(plans, key=lambda x: sum(x.training.values()))
 
     # None for the built-in engine; one that is not there is told by whoever makes something in it.
-    folder = getattr(config, config.rollout.engine).shared_memory if found.shared else ""
+    folder = config.engine.shared_memory if found.shared else ""
     look = machines.here and folder and Path(folder).is_dir()
     memory.check_plan(
         found,

@@ -22,7 +22,7 @@ What quantised rollouts would cost, and checkpoints for engines that are quantis
 PROMPTS.jsonl: rows with "prompt", a text; the first --calibrate of them calibrate the scales, all are measured on.
 `evaluate` computes with fake-quantised weights and activations and prints how far next-token distributions move.
 `export` writes a unified Hugging Face checkpoint. Its activation scales are those of the calibration: for a policy that
-is being trained use trtllm.quantization = "fp8_block", whose scales come with every weight. TensorRT-LLM was not run on
+is being trained use engine.quantization = "fp8", whose scales come with every weight. TensorRT-LLM was not run on
 these files."""
 
 

@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import TextIO
 
-from megatron_brorl import hang
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints.training import WRITING_MARGIN
 from megatron_brorl.config.schema import Config
@@ -19,7 +18,6 @@ from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.memory import amount, training_parts
 
 LOCK = ".lock"
-_ROLLOUT_BYTES = 12  # of a token of a rollout that is kept until its step is over: an int64 and a float32
 _RECORD_BYTES = 16  # of one that people can read, at most: log-probability, entropy, text
 
 
@@ -29,7 +27,6 @@ def take(directory: Path) -> TextIO:
         directory.mkdir(parents=True, exist_ok=True)
         handle = open(directory / LOCK, "w")  # noqa: SIM115  held until the process ends
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        hang.Watch.clear(directory)
     except OSError as e:
         raise _refused(directory, e) from None
     return handle
@@ -66,9 +63,7 @@ def room_of(config: Config, shape: ModelShape, directory: Path) -> str:
     """What a run takes on the disk and what is free, in words. Raises UserError where it would not fit.
 
     Checkpoints: train.keep_checkpoints, the best (train.keep_best) and the one that is written before the oldest goes,
-    less those that are there.
-    Rollouts are told of alone: those of one step (rollout.durable), at their longest, are gone when it is over; those
-    that people can read stay.
+    less those that are there. The rollouts that people can read are named beside it.
     """
     t, r = config.train, config.rollout
     # Of tensors, with what is written around them.
@@ -81,15 +76,11 @@ def room_of(config: Config, shape: ModelShape, directory: Path) -> str:
     there = len(folders.by_step(directory / "checkpoints"))
     checkpoints = one * max(most - there, 1)
 
-    tokens = r.n * r.prompts * r.max_tokens
-    rollouts = tokens * _ROLLOUT_BYTES if r.durable else 0
     shown = min(config.run.record_tokens, config.run.record_groups * r.n * r.max_tokens) * _RECORD_BYTES
 
     # Refused for what it takes in any case: few responses are as long as they may be.
     need, free = checkpoints + model, shutil.disk_usage(_nearest(directory)).free
-    parts = (
-        f"checkpoints of {amount(one)}, {amount(model)} of the model, and up to {amount(rollouts)} of a step's rollouts"
-    )
+    parts = f"checkpoints of {amount(one)}, {amount(model)} of the model"
     if need > free:
         raise UserError(
             f"run.dir = {directory}: needs {amount(need)} ({parts}) and {amount(free)} are free: free some, lower "

@@ -63,4 +63,3 @@ class DataConfig:
     system_prompt: str = ""  # a system message before those of every row; needs chat
     # Variables of the chat template, such as {enable_thinking = false}; needs chat
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    skip_bad_rows: bool = False  # skip, count and list malformed rows instead of stopping

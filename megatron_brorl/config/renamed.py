@@ -16,6 +16,4 @@ RENAMED = {  # section.key before -> key now; a list of tables counts as a secti
     "train.seconds": "max_seconds",
     "train.stall_margin": "min_delta",
     "train.stalls": "patience",
-    "trtllm.restarts": "max_restarts",
-    "trtllm.silent_s": "heartbeat_timeout_s",
 }

@@ -1,7 +1,7 @@
 """The configuration of a run: frozen sections of typed keys, each with its meaning, default and bound.
 
 The comments above and beside a key are its meaning and unit, for `brorl config` too (config/describe.py). The keys of
-[data] are in config/data_keys.py, those of engines in config/engine_keys.py, those of [optim] in config/optim_keys.py.
+[data] are in config/data_keys.py, those of [engine] in config/engine_keys.py, those of [optim] in config/optim_keys.py.
 config/load.py reads them; rules over several keys are in config/validate.py.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_brorl.config.bounds import above, at_least, within
 from megatron_brorl.config.data_keys import DataConfig
-from megatron_brorl.config.engine_keys import TrtLlmConfig, VllmConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.config.optim_keys import OptimConfig
 
 
@@ -31,13 +31,9 @@ class RunConfig:
     # Unix time at which a scheduler ends the job: before a step that would not be done by then, `brorl train` saves and
     # leaves with 75. 0 = SLURM_JOB_END_TIME, where there is one
     ends_at: float = at_least(0, default=0.0)
-    # Seconds in which no rank finishes anything (a rollout, a verdict, a micro-batch, a phase) before the job ends and
-    # names the rank that is behind, with the stacks of all in run.dir/stacks; 0 = never. Phases with a limit of their
-    # own (rollout.timeout_s, reward.timeout_s) get that besides. Useful below parallel.timeout_s, which ends waiting
-    progress_timeout_s: float = at_least(0, default=540.0)
     # Where figures go besides metrics.jsonl, each if it is installed: TensorBoard to run.dir/tensorboard, the others to
     # the project "brorl", or where their own environment variables say (WANDB_PROJECT, MLFLOW_TRACKING_URI)
-    log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     # Write a trace of all ranks, dir/traces/step_000010.json, for each step whose number in metrics.jsonl is a multiple
     # of this; 0 = never
     trace_every: int = at_least(0, default=0)
@@ -88,7 +84,7 @@ class RolloutConfig:
     # Prompts per step, over all ranks. A step may span epochs of data.train, and take more prompts than there are: one
     # that it takes twice is two groups of n, each with its own random numbers and its own baseline.
     prompts: int = at_least(1, default=128)
-    # Built in, TensorRT-LLM (section trtllm) or vLLM (section vllm)
+    # "torch" is built in; the others run in processes of their own (section [engine]).
     engine: Literal["torch", "trtllm", "vllm"] = "torch"
     # What logits are divided by before sampling
     temperature: float = above(0, default=1.0, why=" (sampling needs randomness)")
@@ -109,8 +105,6 @@ class RolloutConfig:
     timeout_s: float = above(0, default=1800.0)
     # Share of a step's rollouts that may be lost; the others are trained on. More end the run; 0: any does
     max_lost_share: float = within("[0, 1]", default=0.1)
-    # Keep what was sampled in run.dir/unfinished_step until the step is over: one that was killed samples only the rest
-    durable: bool = True
     # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
     # when its last sibling has ended. 0 = responses are sampled whole.
     partial_tokens: int = at_least(0, default=0)
@@ -120,11 +114,6 @@ class RolloutConfig:
     # With refills a round asks as many prompts as the share kept of late says will do, at most so many times
     # rollout.prompts. 1: every round asks rollout.prompts
     max_oversample: float = within("[1, 16]", default=4.0)
-    # Spend prompts x n rollouts unevenly: the first adaptive_first of every prompt decide who gets the rest. "kept":
-    # where they are most likely to bring right and wrong ones; "variance": where success is most uncertain. Weights
-    # keep the expected gradient that of n rollouts for every prompt.
-    adaptive: Literal["off", "kept", "variance"] = "off"
-    adaptive_first: int = at_least(0, default=0)  # 0 = a quarter of n
     # Steps that a group is carried over at most; what has not ended then is lost
     max_carried_steps: int = at_least(0, default=8)
 
@@ -171,20 +160,17 @@ class ShapingConfig:
         return bool(self.overlong_tokens or self.cosine_coef or self.repetition_ngram)
 
 
-Advantage = Literal["reinforce_pp_baseline", "grpo", "maxrl", "inverse_variance", "pass_at_k", "gae"]
+Advantage = Literal["reinforce_pp_baseline", "grpo", "maxrl", "pass_at_k", "gae"]
 
 
 @dataclass(frozen=True)
 class AlgoConfig:
     # "reinforce_pp_baseline": reward minus the mean of its group, whitened over the step's rollouts; "grpo": minus the
     # mean and over the standard deviation of its group; "maxrl": minus the mean and over the mean of its group, which
-    # weighs hard prompts more; "inverse_variance": minus the mean and over the variance of its group; "pass_at_k": what
-    # it adds to pass@k, over what the others have, whitened likewise; "gae": generalised advantages of a critic,
-    # whitened over the step's tokens
+    # weighs hard prompts more; "pass_at_k": what it adds to pass@k, over what the others have, whitened likewise;
+    # "gae": generalised advantages of a critic, whitened over the step's tokens
     advantage: Advantage = "reinforce_pp_baseline"
     pass_k: int = at_least(0, default=0)  # k of advantage = "pass_at_k", below rollout.n; 0 with any other
-    # A group's advantages are multiplied by (1 - its mean reward) to this power, before they are whitened (F-GRPO)
-    focal_gamma: float = at_least(0, default=0.0)  # 0 = off
     gamma: float = within("[0, 1]", default=1.0)  # discount per token of advantage = "gae"
     lam: float = within("[0, 1]", default=1.0)  # lambda of advantage = "gae": 1 trusts the rewards, 0 the critic
     dynamic_sampling: bool = True  # train on groups with different rewards alone; false: on every group
@@ -288,31 +274,16 @@ class TrainConfig:
     # times. 0 = 3e-4 where both compute in fp32, 0.3 where one computes in bf16, 0.6 where one has weights or keys and
     # values in FP8
     verify_tolerance: float = at_least(0, default=0.0)
-    # Micro-batches of skipped updates that run.dir/nonfinite keeps for `brorl replay`, each with the weights; 0 = none
-    keep_nonfinite: int = at_least(0, default=1)
-    # A loss, gradient norm, approx_kl or logprob_gap_mean so many times the median of the last spike_window steps is a
-    # spike: told and counted ("spikes"); 0 = off
-    spike_factor: float = at_least(0, default=10.0)
-    spike_window: int = at_least(2, default=20)  # steps that a spike is measured against; half of them must be there
-    max_spike_steps: int = at_least(0, default=0)  # in a row with a spike, after which the run ends, saved; 0 = never
 
 
 @dataclass(frozen=True)
 class TheoryConfig:
-    """Figures theory_* of what the siblings left unsampled (docs/theory.md). None of them has a part in training."""
+    """The live mass balance: metrics theory_* (docs/theory.md). They do not influence training."""
 
     every: int = at_least(0, default=1)  # steps; 0 = never
-    prompts: int = at_least(1, default=8)  # of those a step trains on, that are looked at token by token and measured
-    positions: int = at_least(0, default=8)  # per such prompt at which the policy's whole softmax is computed; 0 = none
-    # Tokens of a response in which positions are looked for: siblings soon part
-    max_position: int = at_least(1, default=32)
-    # Steps, a multiple of `every`; 0 = never. pass@1 of these prompts before and after the update.
-    measure_every: int = at_least(0, default=0)
-    measure_samples: int = at_least(1, default=64)  # per prompt, before and again after
-    # Steps, a multiple of `every`; 0 = never. Noise of the gradient over so many prompts and over their siblings, and
-    # what a prompt's update does to the others: two backward passes for each of them, and two copies of the gradient.
-    noise_every: int = at_least(0, default=0)
-    log_rollouts: bool = False  # rewards, answers (as codes) and lengths to run.dir/rollouts.jsonl, for `brorl advise`
+    prompts: int = at_least(1, default=8)  # trained prompts per step whose tokens are analysed
+    positions: int = at_least(0, default=8)  # positions per such prompt with the policy's whole softmax; 0 = none
+    max_position: int = at_least(1, default=32)  # positions are among the first tokens of a response
 
 
 @dataclass(frozen=True)
@@ -345,8 +316,7 @@ class Config:
     fp8: Fp8Config = field(default_factory=Fp8Config)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    trtllm: TrtLlmConfig = field(default_factory=TrtLlmConfig)
-    vllm: VllmConfig = field(default_factory=VllmConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)

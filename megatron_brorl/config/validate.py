@@ -19,7 +19,7 @@ def validate(config: Config, where: str) -> None:
             _refuse(config, where, f"{section.name}.{key}", message)
 
     # Later rules may count on earlier ones.
-    for rules in (_run, _rollout, _trtllm, _vllm, _parallel, _fp8, _train, _evaluation, _algo, _recipe, _data):
+    for rules in (_run, _rollout, _engine, _parallel, _fp8, _train, _evaluation, _algo, _recipe, _data):
         for kept, key, message in rules(config):
             if not kept:
                 _refuse(config, where, key, message)
@@ -58,70 +58,17 @@ def _rollout(config: Config) -> Iterator[Rule]:
             "partial rollouts (rollout.partial_tokens) come from older weights than the actor's: must be 'actor'",
         )
 
-    # Adaptive allocation, in two rounds within a step.
-    if rollout.adaptive == "off":
-        return
 
-    # The first round has a quarter of them by default, and needs 2.
-    yield rollout.n >= 8, "rollout.n", "rollout.adaptive cuts a prompt's rollouts in two rounds: must be at least 8"
-
-    # 0 leaves the share of the first round to the program.
+def _engine(config: Config) -> Iterator[Rule]:
     yield (
-        rollout.adaptive_first == 0 or 2 <= rollout.adaptive_first <= rollout.n - 2,
-        "rollout.adaptive_first",
-        f"each of two rounds needs 2 rollouts per prompt: must be in [2, rollout.n - 2 = {rollout.n - 2}], or 0",
-    )
-
-    # Each round has a baseline and weights of its own, which keep the expectation of some advantages alone.
-    yield (
-        algo.advantage in ("reinforce_pp_baseline", "maxrl", "pass_at_k")
-        and not (algo.kl_coef and algo.kl_in == "reward"),
-        "rollout.adaptive",
-        'its weights are for algo.advantage = "reinforce_pp_baseline", "maxrl" or "pass_at_k" without a KL in the '
-        'reward: must be "off"',
-    )
-    # A weight that a round estimates for itself would depend on its size.
-    yield (
-        not algo.focal_gamma,
-        "algo.focal_gamma",
-        'with rollout.adaptive groups have unequal rounds: must be 0; algo.advantage = "pass_at_k" with algo.pass_k = '
-        "gamma + 1 weighs alike",
-    )
-    first = rollout.adaptive_first or rollout.n // 4
-    least = min(first, max(2, -(-(rollout.n - first) // 8)))  # of either round, as theory.allocation has it
-    yield (
-        algo.pass_k < least,
-        "algo.pass_k",
-        f"with rollout.adaptive a round may have {least} rollouts: must be below that",
-    )
-
-    # Groups that span steps have no two rounds within one.
-    yield (
-        not rollout.partial_tokens and not rollout.refills,
-        "rollout.adaptive",
-        'a step\'s rollouts are allocated within the step (rollout.partial_tokens, rollout.refills): must be "off"',
-    )
-
-
-def _trtllm(config: Config) -> Iterator[Rule]:
-    t = config.trtllm
-    yield (
-        t.tensor == 1 or t.transport != "cuda_ipc",
-        "trtllm.transport",
-        'with trtllm.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
+        config.engine.tensor == 1 or config.engine.transport != "cuda_ipc",
+        "engine.transport",
+        'with engine.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
     )
     yield (
         config.rollout.engine != "trtllm" or not config.rollout.stop_strings,
         "rollout.stop_strings",
-        'rollout.engine = "trtllm" is given token ids and stops at tokens alone: must be empty',
-    )
-
-
-def _vllm(config: Config) -> Iterator[Rule]:
-    yield (
-        config.vllm.tensor == 1 or config.vllm.transport != "cuda_ipc",
-        "vllm.transport",
-        'with vllm.tensor > 1 a rank reaches its own GPU alone: must be "host" or "auto"',
+        'rollout.engine = "trtllm" stops at tokens alone: must be empty',
     )
 
 
@@ -178,7 +125,6 @@ def _train(config: Config) -> Iterator[Rule]:
         "train.offload",
         "FP8 parameters (fp8.parameters) cannot be moved: must be false",
     )
-    yield not 0 < t.spike_factor <= 1, "train.spike_factor", "every other step is above the median: give more than 1"
     yield (
         not (t.keep_best and config.evaluate.every == 0),
         "train.keep_best",
@@ -187,26 +133,7 @@ def _train(config: Config) -> Iterator[Rule]:
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:
-    theory, e = config.theory, config.evaluate
-
-    # What is counted against what.
-    yield (
-        not theory.measure_every or (theory.every > 0 and theory.measure_every % theory.every == 0),
-        "theory.measure_every",
-        f"a measurement is compared with a prediction: must be a multiple of theory.every = {theory.every}",
-    )
-    # Diagnostics of a step are made where theory.every has it, or not at all.
-    yield (
-        not theory.noise_every or (theory.every > 0 and theory.noise_every % theory.every == 0),
-        "theory.noise_every",
-        f"the other figures of its prompts stand beside it: must be a multiple of theory.every = {theory.every}",
-    )
-    # Halves of siblings that were given by what other siblings brought are not independent.
-    yield (
-        not theory.noise_every or (config.rollout.adaptive == "off" and config.rollout.n >= 4),
-        "theory.noise_every",
-        'two halves of a prompt\'s rollouts are compared: needs rollout.adaptive = "off" and rollout.n of at least 4',
-    )
+    e = config.evaluate
     yield (
         all(1 <= k <= e.samples for k in e.pass_at),
         "evaluate.pass_at",
@@ -247,14 +174,12 @@ def _algo(config: Config) -> Iterator[Rule]:
     )
 
     # MaxRL divides by the mean reward, and the others are made of counts of correct responses.
-    counts = algo.advantage in ("maxrl", "pass_at_k", "inverse_variance")
-    reason = f'algo.advantage = "{algo.advantage}" needs rewards of 0 and 1' if counts else ""
-    if algo.focal_gamma:
-        reason = "algo.focal_gamma weighs groups by their share of correct responses"
+    counts = algo.advantage in ("maxrl", "pass_at_k")
+    reason = f'algo.advantage = "{algo.advantage}" needs rewards of 0 and 1'
     # A factor in between makes rewards that are neither.
-    yield not reason or config.reward.strict, "reward.strict", f"{reason}: must be true"
+    yield not counts or config.reward.strict, "reward.strict", f"{reason}: must be true"
     yield (
-        not reason or config.reward.cut_off_factor in (0, 1),
+        not counts or config.reward.cut_off_factor in (0, 1),
         "reward.cut_off_factor",
         f"{reason}: must be 0 or 1",
     )
@@ -262,13 +187,6 @@ def _algo(config: Config) -> Iterator[Rule]:
         not counts or not config.shaping.is_on,
         "algo.advantage",
         "needs rewards of 0 and 1, which [shaping] changes: choose another, or leave out [shaping]",
-    )
-
-    # A group's weight is made of its mean reward.
-    yield (
-        not algo.focal_gamma or (algo.advantage != "gae" and not config.shaping.is_on),
-        "algo.focal_gamma",
-        'weighs groups by their mean reward, which [shaping] changes and algo.advantage = "gae" lacks: must be 0',
     )
 
     # One rollout is its own group mean: its advantage would always be 0.

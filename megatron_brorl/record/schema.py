@@ -43,6 +43,5 @@ ROLLOUTS = pa.schema(
         ("advantage", pa.float32()),
         ("token_ids", pa.list_(pa.int32())),
         ("log_probs", pa.list_(pa.float32())),
-        ("ends", pa.list_(pa.int32())),
     ]
 )

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.glossary.tables import OF_A_STEP, OF_TIME, find
 from megatron_brorl.report.held_out import Evaluation, against, change, evaluations
 from megatron_brorl.report.run_files import RunFiles, read_run
 from megatron_brorl.report.series import by_task, curves, heat, spread
 from megatron_brorl.report.spent import checkpoints, generation, times_to_target
 from megatron_brorl.report.verdict import verdict
+from megatron_brorl.tracking import metric_docs
 
 
 def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RunFiles], list[Sequence[Evaluation]]]:
@@ -65,12 +65,11 @@ def _run(name: str, run: RunFiles, found: Sequence[Evaluation], several: bool) -
 
 
 def meanings(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Unit, meaning and what a bad value says of each figure of a step that the glossary has."""
+    """Return unit, meaning and bad values of each documented metric of a step."""
     found = {}
     for name in names:
-        times = name.startswith("time/")
-        entry = find(name.removeprefix("time/"), OF_TIME if times else OF_A_STEP)
-        if entry:
+        file = "time" if name.startswith("time/") else "step"
+        if entry := metric_docs.find(name.removeprefix("time/"), file):
             found[name] = {"unit": entry[1].unit, "meaning": entry[1].meaning, "bad": entry[1].bad}
     return found
 

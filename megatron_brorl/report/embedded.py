@@ -176,13 +176,12 @@ def telling(rollouts: Sequence[Row], most: int = MOST_SIBLINGS, tokens: int = MO
 
 
 def _rollout(r: Row) -> dict[str, Any]:
-    """For the page: the length of each token's text instead of its end; numbers of four digits."""
-    ends, log_probs = r["ends"], r["log_probs"]
+    """For the page: numbers of four digits."""
+    log_probs = r["log_probs"]
     return {
         **{key: r[key] for key in _OF_ROLLOUTS},
         "parts": [[name, _short(value)] for name, value in r["parts"] or []],
         "advantage": _short(r["advantage"]),
-        "lengths": None if ends is None else [end - begin for begin, end in zip([0, *ends], ends, strict=False)],
         "log_probs": None if log_probs is None else [_short(p) for p in log_probs],
     }
 

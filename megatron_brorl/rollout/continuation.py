@@ -27,14 +27,3 @@ def extended(spans: Spans, version: int, tokens: int) -> Spans:
     if spans and spans[-1][0] == version:
         return (*spans[:-1], (version, spans[-1][1] + tokens))
     return (*spans, (version, tokens))
-
-
-def without_last(rollout: Rollout, tokens: int) -> Rollout:
-    """The rollout as it was so many tokens ago: token_ids and log_probs [G - tokens]."""
-    left = kept = len(rollout.token_ids) - tokens
-    spans = []
-    for version, count in rollout.spans:
-        if left > 0:
-            spans.append((version, min(count, left)))
-        left -= count
-    return Rollout(rollout.index, rollout.token_ids[:kept], rollout.log_probs[:kept], "cut", tuple(spans))

@@ -49,9 +49,6 @@ class Request:
     n: int
     first: int = 0
     begun: tuple[Rollout, ...] = ()  # siblings among them that were "cut" before, and go on from their tokens
-    # Of one sibling that another engine has handed on within this call of all ranks:
-    drawn: int = 0  # so many of its tokens were drawn in this call, and count against sampling.budget
-    hands: int = 0  # times that it was handed on
 
 
 class Watch(Protocol):
@@ -64,47 +61,23 @@ class Watch(Protocol):
         """Asked at least once per token. Once true, generate ends soon, with what is unfinished "cut"."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """A row that an engine has, and could hand on."""
-
-    request: int  # place of its request
-    sibling: int
-    tokens: int  # that it has
-    hands: int  # times that it was handed on
-    waits: bool = False  # it is not being decoded
-
-
 class Supply(Protocol):
-    """What ranks' engines share in a call of generate: requests that wait, and rows that one hands on to another.
+    """Requests that wait for any rank's engine in a call of generate.
 
-    All of it is for the thread that generates, between two tokens, and costs little unless there is something to do.
+    Called from the thread that generates, between two tokens.
     """
 
-    rows: int  # that may come of it at most
+    rows: int  # the most that may come of it
     prompt_tokens: int  # of the longest prompt that may come
 
-    def take(self, room: int, rows: int) -> list[Request]:
-        """What the caller samples next, of `room` rows at most; empty: nothing now. rows: that it has.
+    def take(self, room: int) -> list[Request]:
+        """Return what the caller samples next, at most `room` rows; none where there is nothing for it now.
 
-        Once before the first token, and then whenever there is room. What is not taken is sampled by other ranks'
-        engines.
-        """
-
-    def excess(self, rows: int, held: Callable[[], Sequence[Held]]) -> list[Held]:
-        """Rows that the caller should stop now and `give`. rows: that it has; held: all that it could stop."""
-
-    def give(self, rows: Sequence[tuple[int, Rollout]]) -> None:
-        """Hand on (place of its request, "cut" rollout): what came of the last call of `excess`, all of it or a part.
-
-        Other engines go on with them; the caller returns them no more.
+        Called once before the first token and whenever there is room. Other ranks' engines sample what is not taken.
         """
 
     def wait(self) -> bool:
-        """For a caller that has no row: True after a moment, when it should `take`; False: nothing will come."""
-
-    def leave(self) -> list[Request]:
-        """Of a call that is cancelled: what was handed on and is with nobody; its rows are returned as they are."""
+        """For a caller that has no row: return True when it should `take` again, False where nothing will come."""
 
 
 class RolloutEngine(Protocol):

@@ -1,8 +1,7 @@
 """Rollout engines that run in a process of their own: what is known of each before it starts.
 
-An engine is an entry here, a section of the configuration by the same key (with the keys of
-remote.options.ProcessSettings among its own), and a room in rollout.remote with two leaves: llm.py, whose class Llm is
-a remote.protocol.EngineLeaf, and the extension of its workers, which loads what remote.bucket_reader gives it.
+An engine is an entry here and a package in rollout.remote with two modules: llm.py, whose class Llm is a
+remote.protocol.EngineLeaf, and the extension of its workers, which loads what remote.bucket_reader gives it.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ class EngineKind:
     package: str  # that its environment must have
     leaf: str  # module with the class Llm, imported in the engine's process alone
     dtypes: tuple[str, ...]  # values of rollout.dtype that it computes in on a GPU
+    takes_fp8_blocks: bool = False  # engine.quantization = "fp8": the trainer sends FP8 blocks; else full weights
     least: str = "0"  # the oldest version whose interface the leaf knows
     needs: Mapping[str, str] = field(default_factory=dict)  # further packages -> what to do where one is missing
     # Variables that it needs beside a trainer; {folder} is the engine's own
@@ -41,6 +41,7 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
         package="tensorrt_llm",
         leaf="megatron_brorl.rollout.remote.trtllm.llm",
         dtypes=("bf16",),
+        takes_fp8_blocks=True,
         least="1.3.0rc21",  # of the Dockerfile; ExecutorMemoryType and SleepConfig are in llmapi.llm_args
         needs={"ray": "Ray starts its workers and is not here: pip install ray"},
         environment={

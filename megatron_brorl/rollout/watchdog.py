@@ -19,9 +19,7 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import device
-from megatron_brorl.rollout.continuation import siblings
-from megatron_brorl.rollout.engine import Held, KvUsage, Request, RolloutEngine, Sampling, Supply
-from megatron_brorl.timeline import position
+from megatron_brorl.rollout.engine import KvUsage, Request, RolloutEngine, Sampling, Supply
 from megatron_brorl.types import Rollout
 
 # (index of a request, rollout that has ended): called in the thread that generates, so it must be quick.
@@ -38,7 +36,6 @@ class GenerationResult:
     requests: list[Request]  # those given, then those that the engine took
     rollouts: list[list[Rollout]]  # per request, by index; what was not delivered is missing
     late: int  # rollouts that had not ended half-way to the limit
-    recovered_tokens: int = 0  # of the rollouts' tokens those that no call sampled: an earlier process had
 
 
 class Watchdog:
@@ -125,8 +122,6 @@ class Watchdog:
     def _name_missing(self, call: _Call, seconds: float, then: str) -> int:
         asked, missing = call.missing()
         count = sum(map(len, missing))
-        if not count:  # it waits for what others hand on
-            return 0
         places = [
             f"prompt {request.prompt.id}: {'sibling' if len(siblings) == 1 else 'siblings'} {_ranges(siblings)}"
             for request, siblings in zip(asked, missing, strict=True)
@@ -154,7 +149,6 @@ class _Call:
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._found: list[dict[int, Rollout]] = [{} for _ in requests]  # by sibling
-        self._handed: set[tuple[int, int]] = set()  # (request, sibling) that others go on with
         self._error: BaseException | None = None
         self._taken = False
 
@@ -164,11 +158,9 @@ class _Call:
             raise ValueError(f"the engine delivered sibling {rollout.index} of {asked.prompt.id}, which was not asked")
         # What comes after the result was taken is lost. Under the lock, so that what is told is what is found.
         with self._lock:
-            gone = rollout.index in self._found[request] or (request, rollout.index) in self._handed
-            if self._taken or gone:
+            if self._taken or rollout.index in self._found[request]:
                 return
             self._found[request][rollout.index] = rollout
-            position.beat()
             if self._tell and rollout.finish != "cut" and self._error is None:
                 try:
                     self._tell(request, rollout)
@@ -176,38 +168,20 @@ class _Call:
                     self._error = e  # not the engine's, which ends in order
                     self.cancel()
 
-    def take(self, room: int, rows: int) -> list[Request]:
-        # What an engine that is to stop does not begin, others may; not under the lock, for it may take a while.
+    def take(self, room: int) -> list[Request]:
+        # A cancelled engine leaves what it has not begun to the others. A take may last a while: it holds no lock.
         assert self._supply is not None
-        return self._added([] if self._cancelled.is_set() else self._supply.take(room, rows))
-
-    def excess(self, rows: int, held: Callable[[], Sequence[Held]]) -> list[Held]:
-        assert self._supply is not None
-        return [] if self._cancelled.is_set() else self._supply.excess(rows, held)
-
-    def give(self, rows: Sequence[tuple[int, Rollout]]) -> None:
-        # Nobody may go on with what has ended here, or was given up with this call.
-        assert self._supply is not None
-        with self._lock:
-            rows = [] if self._taken else [(i, r) for i, r in rows if r.index not in self._found[i]]
-            self._handed.update((i, r.index) for i, r in rows)
-        self._supply.give(rows)
-
-    def wait(self) -> bool:
-        assert self._supply is not None
-        return not self._cancelled.is_set() and self._supply.wait()
-
-    def leave(self) -> list[Request]:
-        assert self._supply is not None
-        return self._added(self._supply.leave())
-
-    def _added(self, new: list[Request]) -> list[Request]:
+        new = [] if self._cancelled.is_set() else self._supply.take(room)
         with self._lock:
             if self._taken:
                 return []
             self.requests += new
             self._found += [{} for _ in new]
         return new
+
+    def wait(self) -> bool:
+        assert self._supply is not None
+        return not self._cancelled.is_set() and self._supply.wait()
 
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
@@ -222,12 +196,6 @@ class _Call:
             for i, rollouts in enumerate(engine.generate(list(self.requests), self.sampling, self, supply)):
                 for rollout in rollouts:
                     self.finished(i, rollout)
-            # What was handed on and nobody has is no other rank's either: they have come to their end as well.
-            if supply and self._cancelled.is_set():
-                first = len(self.requests)
-                for i, request in enumerate(supply.leave(), start=first):
-                    for rollout in siblings(request):
-                        self.finished(i, rollout)
         except BaseException as e:
             self._error = self._error or e
         self.done.set()
@@ -236,8 +204,8 @@ class _Call:
         """The requests so far, and the siblings of each that have not ended, in order."""
         with self._lock:
             return list(self.requests), [
-                [i for i in range(r.first, r.first + r.n) if i not in found and (number, i) not in self._handed]
-                for number, (r, found) in enumerate(zip(self.requests, self._found, strict=True))
+                [i for i in range(r.first, r.first + r.n) if i not in found]
+                for r, found in zip(self.requests, self._found, strict=True)
             ]
 
     def result(self, late: int) -> GenerationResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -23,9 +22,6 @@ from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.worker import Update, Worker
 from megatron_brorl.types import Experience
 
-# (number of the update, worker, this rank's rows of it, their loss, temperature); a collective
-Keep = Callable[[int, Worker, Experience, "ActorLoss", float], None]
-
 
 def update_policy(
     worker: Worker,
@@ -35,12 +31,11 @@ def update_policy(
     optim: OptimConfig,
     temperature: float,
     first_update: int,
-    keep: Keep | None = None,
 ) -> dict[str, float]:
     """One optimizer step per mini-batch; returns their metrics, the same on every rank.
 
     mini_batches: this rank's rows of each, epoch by epoch, as many as on every rank. first_update: optimizer steps
-    taken before. keep: called for an update that was not applied.
+    taken before.
 
     "updates" counts the optimizer steps taken, "updates_skipped" those not applied because the gradient was not finite.
     Metrics are token means over all mini-batches; logprob_gap_* are of the first mini-batch that has rows, where the
@@ -58,14 +53,13 @@ def update_policy(
         return worker.log_probs(part.prompts, part.responses, temperature)
 
     # Every rank takes every turn, also without a row of its own: a step is a collective.
-    for i, rows in enumerate(mini_batches):
+    for rows in mini_batches:
         # Only optimizer steps that were taken move the schedule.
         rate = learning_rate(optim, first_update + taken)
-        # Bound before rows are left out, so that the file has the update as it failed. Its number counts every
-        # mini-batch, so that two skipped updates of a step have different file names.
-        keep_this = partial(keep, first_update + i) if keep else None
-        attempt = partial(_attempt, worker, experience, algo, temperature, rate, keep_this)
-        done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, worker.grid)
+        attempt = partial(_attempt, worker, experience, algo, temperature, rate)
+        done, left_out = train_on_finite(
+            [r for r in rows if r not in broken], attempt, score, worker.grid, experience.ids
+        )
         broken |= set(left_out)
 
         # Sums over mini-batches, of which the metrics are means.
@@ -113,33 +107,20 @@ def update_policy(
 
 
 def _attempt(
-    worker: Worker,
-    experience: Experience,
-    algo: AlgoConfig,
-    temperature: float,
-    lr: float,
-    keep: Callable[..., None] | None,
-    rows: list[int],
+    worker: Worker, experience: Experience, algo: AlgoConfig, temperature: float, lr: float, rows: list[int]
 ) -> tuple[Update, dict[str, float]] | None:
     """One optimizer step on these rows with its metrics over all ranks; None where no replica has a token."""
     # How large the global mini-batch is, by which the loss is divided.
     part = experience.take(rows)
     lengths = [len(r) for r in part.responses]
-    shares = part.weights or (1.0,) * len(lengths)
-    own = {
-        "tokens": sum(w * n for w, n in zip(shares, lengths, strict=True)),
-        "sequences": sum(w for w, n in zip(shares, lengths, strict=True) if n),
-    }
+    own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
     size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
     if not size["tokens"]:
         return None
 
     weights = token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
-    weights = [w * share for w, share in zip(weights, shares, strict=True)]
     loss = ActorLoss(part, algo, weights)
     update, values = worker.train(part.prompts, part.responses, loss, temperature, lr)
-    if keep and not update.applied:
-        keep(worker, part, loss, temperature)
     return update, _over_ranks(worker, values)
 
 

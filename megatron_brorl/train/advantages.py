@@ -15,20 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.advantage import Moments, explained_variance, merge
-from megatron_brorl.algo.objectives import (
-    focal_weight,
-    over_group_mean,
-    over_group_variance,
-    pass_at_k_advantages,
-)
+from megatron_brorl.algo.objectives import over_group_mean, pass_at_k_advantages
 from megatron_brorl.algo.shaping import shaped
 from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.ops.backend import Backend
 from megatron_brorl.parallel import collectives
-from megatron_brorl.train import adaptive
 from megatron_brorl.train.groups import Outcomes
 
-_SCALED = ("grpo", "maxrl", "inverse_variance")  # in units of their group's own: not whitened over the batch
+_SCALED = ("grpo", "maxrl")  # in units of their group's own: not whitened over the batch
 
 
 def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: Backend) -> Tensor:
@@ -36,9 +30,8 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
 
     "gae": its reward. "grpo": what that is over its group's mean, in its standard deviations. "reinforce_pp_baseline":
     over its group's mean, whitened over all kept survivors, the global batch, each rollout once (BroRL, section 3.1);
-    with a KL in the reward of_tokens whitens instead. "pass_at_k": what it adds to pass@k, whitened likewise. "maxrl",
-    "inverse_variance": over its group's mean, in units of that mean, or of the group's variance. algo.focal_gamma
-    weighs groups before they are whitened.
+    with a KL in the reward of_tokens whitens instead. "pass_at_k": what it adds to pass@k, whitened likewise. "maxrl":
+    over its group's mean, in units of that mean.
     """
     table = torch.zeros_like(outcomes.rewards)
     rewards = [outcomes.rewards_of(g) for g in kept]
@@ -49,20 +42,15 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
 
     # Over the group's baseline.
     if algo.advantage == "grpo":
-        advantages = ops.group_advantages(advantages, starts, None, "mean_std")
+        advantages = ops.group_advantages(advantages, starts, "mean_std")
     elif algo.advantage == "reinforce_pp_baseline":
-        advantages = ops.group_advantages(advantages, starts, None, "mean")
+        advantages = ops.group_advantages(advantages, starts, "mean")
     elif algo.advantage == "maxrl":
         advantages = torch.cat([over_group_mean(r) for r in rewards])
-    elif algo.advantage == "inverse_variance":
-        advantages = torch.cat([over_group_variance(r) for r in rewards])
     elif algo.advantage == "pass_at_k":
         advantages = torch.cat([pass_at_k_advantages(r, algo.pass_k) for r in rewards])
 
-    # Weighed by group, and whitened where no KL is taken off rewards later: that comes in of_tokens.
-    if algo.focal_gamma:
-        weights = torch.tensor([focal_weight(r, algo.focal_gamma) for r in rewards])
-        advantages = advantages * weights.repeat_interleave(sizes)
+    # With a KL in the reward, of_tokens whitens later.
     if algo.advantage in ("reinforce_pp_baseline", "pass_at_k") and not kl_in_reward(algo):
         advantages = ops.whiten(advantages, ops.moments(advantages))
 
@@ -71,14 +59,6 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
     where[list(kept)] = outcomes.ended[list(kept)]
     table[where] = advantages
     return table
-
-
-def group_advantages(outcomes: Outcomes, config: Config, ops: Backend) -> tuple[Tensor, Tensor | None]:
-    """Advantages of the kept groups [groups, N], and the weights of the rollouts [groups, N]; None: all 1."""
-    rounds = adaptive.rounds_of(config.rollout)
-    if rounds:
-        return adaptive.of_rounds(outcomes, outcomes.kept, rounds, config.algo)
-    return of_rollouts(outcomes, outcomes.kept, config.algo, ops), None
 
 
 def with_shaped_rewards(outcomes: Outcomes, config: Config, step: int) -> Outcomes:

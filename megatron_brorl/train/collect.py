@@ -17,9 +17,8 @@ from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.rows import in_order
-from megatron_brorl.rollout.sampler import Slot, open_groups
+from megatron_brorl.rollout.sampler import open_groups
 from megatron_brorl.timeline import span
-from megatron_brorl.train import adaptive
 from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.carried import Carried, carry, staleness
 from megatron_brorl.train.exchange import exchange
@@ -27,7 +26,7 @@ from megatron_brorl.train.groups import CUT, Outcomes, gather, give_up, group_me
 from megatron_brorl.train.record import recorded, take_recorded
 from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
 from megatron_brorl.train.rounds import Taken, prompts_to_ask
-from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
+from megatron_brorl.types import OpenGroup, ScoredRollout
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Collector:
             prompts = self.source.take(taken.prompts, prompts_to_ask(missing, taken, c.rollout))
             groups += open_groups(prompts, taken.rounds, taken.prompts)
             taken = taken.with_round(len(prompts))
-            sampled += self._sample(carried, groups, len(prompts), sampled.rollouts)
+            sampled += self._sample(carried, groups, len(prompts))
 
             # Verdicts -> groups; a group that has been open for too long closes without what is still unfinished.
             too_old = [i for i, g in enumerate(groups) if step - int(g.step) >= c.rollout.max_carried_steps]
@@ -119,9 +118,6 @@ class Collector:
             assigned = assign_rows(outcomes, prompt_tokens, c.algo, self.costs, self.grid.data)
             exchanged = exchange(sampled.rollouts, outcomes, assigned.replica, self.grid)
         seconds = sampled.seconds | {"exchange": time.monotonic() - begun}
-        # What was handed on depends on time.
-        if c.rollout.pull:
-            seconds |= {name: counts[name] for name in ("handed_on", "tokens_again")}
 
         # What the step's sampling came to; rounds say what refills cost in prompts.
         judging, queued = self.rollouts.verdict_metrics()
@@ -140,49 +136,23 @@ class Collector:
         shown = take_recorded(sampled.rollouts, recorded(groups, outcomes, c.run))
         return Collected(groups, exchanged.rows, outcomes, going_on, taken, metrics, seconds | queued, shown)
 
-    def _sample(
-        self, carried: Carried, groups: Sequence[OpenGroup], new: int, known: Sequence[ScoredRollout]
-    ) -> SampledRounds:
-        """The carried rollouts that go on, and those of the `new` last groups, in one round or two.
-
-        known: this rank's rollouts that need no sampling.
-        """
+    def _sample(self, carried: Carried, groups: Sequence[OpenGroup], new: int) -> SampledRounds:
+        """Sample the carried rollouts that go on, and those of the `new` last groups."""
         c = self.config.rollout
         loads = carried.loads() if c.partial_tokens else [0] * self.grid.world
-        rounds = adaptive.rounds_of(c)
-
-        n = rounds.first if rounds else c.n
-        slots = list(product(range(len(groups) - new, len(groups)), range(n)))
-        first = self._round(slots, groups, carried.begun(), loads)
-        if not rounds or self.rollouts.stuck():
-            return first
-
-        # What the first round brought decides how many rollouts each prompt gets in the second.
-        outcomes = self._outcomes([*known, *first.rollouts], groups)
-        rest = adaptive.allocate_rest(outcomes, rounds, c)
-        return first + self._round(rest, groups, {}, [0] * self.grid.world)
-
-    def _round(
-        self, slots: list[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], loads: list[int]
-    ) -> SampledRounds:
-        """One call of the engine of every rank; begun and loads as in Rollouts.sample."""
+        slots = list(product(range(len(groups) - new, len(groups)), range(c.n)))
         with span("round"):
-            sampled = self.rollouts.sample(slots, groups, self.sampling, begun, loads)
+            sampled = self.rollouts.sample(slots, groups, self.sampling, carried.begun(), loads)
         return SampledRounds(sampled.rollouts, collectives.all_reduce_sum(sampled.counts()), sampled.seconds)
 
     def _outcomes(self, rollouts: Sequence[ScoredRollout], groups: Sequence[OpenGroup]) -> Outcomes:
         """What became of the rollouts so far; a collective."""
-        c, n = self.config, self.config.rollout.n
-        if c.rollout.adaptive != "off":  # as many columns as the largest group has siblings
-            siblings = max((r.rollout.index + 1.0 for r in rollouts), default=1.0)
-            n = int(collectives.all_reduce_max({"n": siblings})["n"])
-        return gather(rollouts, len(groups), n, c.shaping.repetition_ngram)
+        return gather(rollouts, len(groups), self.config.rollout.n, self.config.shaping.repetition_ngram)
 
     def _metrics(self, outcomes: Outcomes, counts: Mapping[str, float], lost: float) -> dict[str, float]:
         c = self.config.rollout
         metrics = {
             **group_metrics(outcomes),
-            **adaptive.even_metrics(outcomes, adaptive.rounds_of(c)),
             "unscored_share": counts["unscored"] / (counts["scored"] or 1.0),
             "verdict_errors": counts["errors"],
             "verdict_timeouts": counts["timeouts"],

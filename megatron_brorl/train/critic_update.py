@@ -58,7 +58,9 @@ def update_critic(
         # Only optimizer steps that were taken move the schedule.
         rate = learning_rate(optim, first_update + taken)
         attempt = partial(_attempt, critic, experience, clip, rate)
-        done, left_out = train_on_finite([r for r in rows if r not in broken], attempt, score, critic.grid)
+        done, left_out = train_on_finite(
+            [r for r in rows if r not in broken], attempt, score, critic.grid, experience.ids
+        )
         broken |= set(left_out)
 
         # Sums over mini-batches, of which the metrics are means.

@@ -14,7 +14,7 @@ from megatron_brorl.algo.mismatch import mismatch_mask
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel import collectives
 from megatron_brorl.train.advantages import kl_in_reward, of_tokens
-from megatron_brorl.train.finite import finite_rows
+from megatron_brorl.train.finite import finite_rows, log_rows
 from megatron_brorl.train.training_models import TrainingModels
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Experience, OpenGroup, ScoredRollout
@@ -29,19 +29,17 @@ def make_experience(
     models: TrainingModels,
     algo: AlgoConfig,
     temperature: float,
-    weights: Tensor | None = None,
 ) -> tuple[list[ScoredRollout], Experience, dict[str, float]]:
     """Those of this replica's rollouts that are finite, their experience, and metrics, the same on every rank.
 
     A rollout is left out, and counted, where a log-probability or value of it is NaN or infinite (train.finite). A
-    collective. group_advantages: [groups, N] of the whole step (advantages.of_rollouts). weights: [groups, N] likewise
-    (adaptive.of_rounds).
+    collective. group_advantages: [groups, N] of the whole step (advantages.of_rollouts).
     """
     # What the models make of the tokens.
     actor = models.actor
     # One tensor per prompt, shared by its siblings, by which packing finds them at little cost.
-    ids = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
-    prompts = tuple(ids[r.group] for r in rollouts)
+    prompt_of = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
+    prompts = tuple(prompt_of[r.group] for r in rollouts)
     responses = tuple(r.rollout.token_ids for r in rollouts)
     sampled = tuple(r.rollout.log_probs for r in rollouts)
 
@@ -57,7 +55,12 @@ def make_experience(
     known = [column for column in (sampled, old, reference, values) if column is not None]
     # Found over all ranks of the replica, which must go on with the same rows.
     finite = finite_rows(known, actor.grid)
-    rollouts, prompts, responses, sampled = (_those(x, finite) for x in (rollouts, prompts, responses, sampled))
+    ids = tuple(f"{groups[r.group].prompt.id}/{r.rollout.index}" for r in rollouts)
+    broken = [row for row, fine in enumerate(finite) if not fine]
+    log_rows("left out of the step, log-probabilities or values are not finite", broken, ids, actor.grid)
+    ids, rollouts, prompts, responses, sampled = (
+        _those(x, finite) for x in (ids, rollouts, prompts, responses, sampled)
+    )
     old, reference, values = (None if x is None else _those(x, finite) for x in (old, reference, values))
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
@@ -95,9 +98,8 @@ def make_experience(
         values=values,
         returns=credit.returns,
         reference_log_probs=reference,
-        # None counts as 1: only unequal groups have weights.
-        weights=None if weights is None else tuple(float(weights[r.group, r.rollout.index]) for r in rollouts),
         mask=mask,
+        ids=ids,
     )
     return list(rollouts), experience, metrics | credit.metrics
 

@@ -7,6 +7,8 @@ count its reward.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -20,6 +22,7 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.worker import Update
 
 Metrics = TypeVar("Metrics")
+_NAMED = 16  # rows that a message names
 
 
 def finite_rows(columns: Sequence[Sequence[Tensor]], grid: Grid) -> list[bool]:
@@ -38,17 +41,28 @@ def finite_rows(columns: Sequence[Sequence[Tensor]], grid: Grid) -> list[bool]:
     return (broken == 0).tolist()
 
 
+def log_rows(what: str, rows: Sequence[int], ids: Sequence[str], grid: Grid) -> None:
+    """Print the ids of the first of these rows to stderr, once per replica."""
+    if rows and dist.get_rank(grid.replica) == 0:
+        named = ", ".join(ids[row] if ids else f"row {row}" for row in rows[:_NAMED])
+        more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+        with contextlib.suppress(OSError):  # A closed stderr does not end the run.
+            print(f"rank {grid.rank}: {what}: {named}{more}", file=sys.stderr, flush=True)
+
+
 def train_on_finite(
     rows: list[int],
     attempt: Callable[[list[int]], tuple[Update, Metrics] | None],
     score: Callable[[list[int]], Sequence[Tensor]],
     grid: Grid,
+    ids: Sequence[str],
 ) -> tuple[tuple[Update, Metrics] | None, list[int]]:
     """One optimizer step on this replica's rows, and the rows that it had to leave out; a collective.
 
     attempt: the step, None where no replica has a token to train on. score: what the model makes of each row [G].
-    Where the gradient of all rows is not finite, rows whose score is not are left out and the others tried again: a NaN
-    in a row's activations would reach the weights' gradients whatever its part in the loss is.
+    ids: of all rows, for the message. Where the gradient of all rows is not finite, rows whose score is not are left
+    out and the others tried again: a NaN in a row's activations would reach the weights' gradients whatever its part in
+    the loss is.
     """
     done = attempt(rows)
     if done is None or done[0].applied:
@@ -56,7 +70,9 @@ def train_on_finite(
     finite = finite_rows([score(rows)], grid)
     broken = [row for row, fine in zip(rows, finite, strict=True) if not fine]
     if not collectives.all_reduce_sum({"rows": float(len(broken))}, grid.groups.dp)["rows"]:
+        log_rows("an update is skipped, its gradient is not finite; its rows are", rows, ids, grid)
         return done, []
+    log_rows("left out of an update, the model's numbers are not finite", broken, ids, grid)
     return attempt([row for row, fine in zip(rows, finite, strict=True) if fine]) or done, broken
 
 

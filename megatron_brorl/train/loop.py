@@ -15,15 +15,15 @@ from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.parallel.flops import peak_flops
 from megatron_brorl.progress import Progress
 from megatron_brorl.timeline import span
-from megatron_brorl.train.advantages import group_advantages, with_shaped_rewards
+from megatron_brorl.train.advantages import of_rollouts, with_shaped_rewards
 from megatron_brorl.train.assignment import cost_model
 from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after, console_line, evaluation_line, evaluation_metrics
-from megatron_brorl.train.diagnostics import diagnostics_where_due
+from megatron_brorl.train.diagnostics import mass_balance_metrics
 from megatron_brorl.train.experience import make_experience, token_gain
 from megatron_brorl.train.figures import cluster_figures
 from megatron_brorl.train.finite import check_steps, nonfinite_steps
-from megatron_brorl.train.groups import group_metrics, log_rows, mini_batches, trained
+from megatron_brorl.train.groups import group_metrics, mini_batches, trained
 from megatron_brorl.train.keep_best import new_best
 from megatron_brorl.train.run import Run
 from megatron_brorl.train.setup import training_sampling
@@ -39,7 +39,7 @@ class Trainer(Run):
         """Train to train.steps, with checkpoints, or until train.max_seconds or train.patience end it.
 
         False where stop() (asked at step boundaries) ended it early. Raises UserError, after saving, where a rollout
-        engine hangs, or train.max_nonfinite_steps or train.max_spike_steps is reached.
+        engine hangs, or train.max_nonfinite_steps is reached.
         """
         try:
             return self._run(writer, progress, stop)
@@ -86,13 +86,6 @@ class Trainer(Run):
                 self.reference.reset_where_due(s.step, metrics, progress)
 
             # What the step came to, for files and the console.
-            if recovered := seconds["recovered_rollouts"]:
-                progress.note(f"step {step}: {recovered:.0f} rollouts had been sampled before a restart")
-
-            # What a spike is depends on steps before: counted before the figures are written.
-            for spike in s.spikes.watch(metrics, t):
-                progress.note(f"step {step}: {spike}")
-
             # The file first: a console may be gone.
             if writer:
                 writer.write(step, metrics, seconds)
@@ -105,7 +98,7 @@ class Trainer(Run):
             # Save before anything ends the run.
             self.nonfinite_steps, most = nonfinite_steps(self.nonfinite_steps, metrics), t.max_nonfinite_steps
             stopping, stuck, ending = stop(), self.rollouts.stuck(), s.step == t.steps or s.over(t)
-            last = stopping or stuck or ending or self.nonfinite_steps >= most or s.spikes.too_many(t)
+            last = stopping or stuck or ending or self.nonfinite_steps >= most
             due = last or bool(t.checkpoint_every and s.step % t.checkpoint_every == 0)
             # One that was written meanwhile and failed is made up for; what is to be beaten is on the disk.
             unsaved = not self.written(progress, wait=due or bool(t.keep_best and "pass_at_1" in metrics)) or unsaved
@@ -123,7 +116,6 @@ class Trainer(Run):
             saved = f"the state {after(s.step)} is saved"
             self.rollouts.check_stuck(saved)
             check_steps(self.nonfinite_steps, most, saved)
-            s.spikes.check(t, saved)
             if stopping and not ending:
                 self.callbacks.check(saved)
                 return False
@@ -139,27 +131,23 @@ class Trainer(Run):
         with span("collect"):
             collected = collector.collect(s.carried, s.step, s.taken, s.updates)
         s.carried, s.taken = collected.carried, collected.taken
-        if self.rollout_log:
-            self.rollout_log.append(log_rows(collected.groups, collected.outcomes, s.step))
 
-        # The engine's memory serves the training; the weights come anew afterwards.
-        diagnostics = diagnostics_where_due(c, s.step, collected, self.worker, self.rollouts, sampling)
-        if diagnostics:
-            diagnostics.before_update()
+        # Training uses the engine's memory. The engine receives the new weights after the update.
         self.rollouts.engine.sleep()
-        diagnosed = diagnostics.diagnose() if diagnostics else {}
+        awake = time.monotonic()
+        balance = mass_balance_metrics(c, s.step, collected, self.worker, sampling)
         training = time.monotonic()
 
         # Groups -> advantages.
         outcomes = with_shaped_rewards(collected.outcomes, c, s.step)
-        advantages, weights = group_advantages(outcomes, c, self.worker.options.ops)
+        advantages = of_rollouts(outcomes, outcomes.kept, c.algo, self.worker.options.ops)
         # What people can read shows the rewards as they were scored.
         groups, record_s = collected.groups, 0.0
         if self.recorder:
             record_s = self.recorder.step(s.step, groups, collected.outcomes, collected.recorded, advantages)
         with span("experience"):
             rollouts, experience, metrics = make_experience(
-                collected.rollouts, groups, advantages, self.models(), c.algo, c.rollout.temperature, weights
+                collected.rollouts, groups, advantages, self.models(), c.algo, c.rollout.temperature
             )
 
         # Advantages -> updates.
@@ -169,7 +157,7 @@ class Trainer(Run):
             updated = update_models(self.models(), experience, batches, kept, c, s)
         # Rows that were left out before the update, and those that it left out itself.
         updated["nonfinite_rows"] += metrics["nonfinite_rows"]
-        metrics |= updated | collected.metrics | diagnosed
+        metrics |= updated | collected.metrics | balance
         if c.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
         trained_at = time.monotonic()
@@ -178,15 +166,11 @@ class Trainer(Run):
         s.step += 1
         checkpoint.check(self.models().checkpoint_parts(), s.step)
         metrics |= self.refit()
-        refitted = time.monotonic()
-        if diagnostics:
-            metrics |= diagnostics.after_update(metrics["lr"] * metrics["updates"])
         done = time.monotonic()
 
         # What the step came to, and where its time went.
         metrics["token_gain"] = token_gain(self.worker, experience)
-        phases = {"train": trained_at - training - record_s, "refit": refitted - trained_at, "record": record_s}
+        phases = {"train": trained_at - training - record_s, "refit": done - trained_at, "record": record_s}
+        phases["diagnose"] = training - awake
         seconds = collected.seconds | phases
-        # Among them, because it differs from run to run as well.
-        seconds["recovered_rollouts"] = self.rollouts.recovered()
-        return metrics, seconds | (diagnostics.seconds if diagnostics else {}) | {"step": done - begun}
+        return metrics, seconds | {"step": done - begun}

@@ -7,7 +7,6 @@ trained on depends on it, and nothing travels for it: each rank writes what it s
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import judged_when_cut_off, without_stop
 from megatron_brorl.train.groups import Outcomes, trained
-from megatron_brorl.train.token_ends import TokenEnds
 from megatron_brorl.types import OpenGroup, ScoredRollout
 
 
@@ -67,11 +65,6 @@ class Recorder:
     stop_ids: Sequence[int]  # tokens that end a response, and are not part of its text
     rank: int
     told: list[str] = field(default_factory=list)  # of what could not be written: the first time
-
-    @functools.cached_property
-    def ends(self) -> TokenEnds:
-        """What was found of tokens so far."""
-        return TokenEnds(self.decode)
 
     def step(
         self,
@@ -129,14 +122,14 @@ class Recorder:
     def _rollouts(self, rows: Sequence[ScoredRollout], groups: Sequence[OpenGroup], advantages: Tensor) -> pa.Table:
         """schema.ROLLOUTS of the rows; advantages: [groups, N], nan: not trained on."""
         # Texts as the verifiers got them. Siblings repeat one another: each text is looked at once.
-        seen: dict[tuple[str, bytes], tuple[str, str | None, list[int] | None]] = {}
+        seen: dict[tuple[str, bytes], tuple[str, str | None]] = {}
         worth, records = advantages.tolist(), []
         for row in rows:
             ids, verifier = without_stop(row.rollout.token_ids, self.stop_ids), groups[row.group].prompt.verifier
             key = verifier, ids.numpy().tobytes()
             if key not in seen:
                 seen[key] = self._read(ids.tolist(), verifier)
-            text, answer, ends = seen[key]
+            text, answer = seen[key]
 
             # The answer of a response that was cut off may not have been judged (rewards.scoring).
             config = self.config.reward
@@ -149,8 +142,6 @@ class Recorder:
                     "text": text,
                     "answer": answer,
                     "advantage": None if own != own else own,
-                    # The last token adds nothing to the text where it was left out of it.
-                    "ends": None if ends is None else ends + [len(text)] * (len(row.rollout.token_ids) - len(ids)),
                     **_columns(row),
                 }
             )
@@ -173,12 +164,12 @@ class Recorder:
                 table = table.append_column(field, pa.ListArray.from_arrays(starts.numpy(), values.numpy()))
         return table.select(ROLLOUTS.names).cast(ROLLOUTS)
 
-    def _read(self, ids: list[int], verifier: str) -> tuple[str, str | None, list[int] | None]:
-        """Text, the answer in it and the ends of its tokens; ids: without the one that ended it."""
+    def _read(self, ids: list[int], verifier: str) -> tuple[str, str | None]:
+        """Return the text and the answer in it; ids: without the token that ended the response."""
         text = self.decode(ids)
         judged_by = entry(verifier, "verifier", self.config.reward)
         answer = extract(text, judged_by.find, judged_by.max_chars).answer
-        return _valid(text) or "", _valid(answer), self.ends.of(ids, text)
+        return _valid(text) or "", _valid(answer)
 
 
 def _columns(row: ScoredRollout) -> dict[str, object]:

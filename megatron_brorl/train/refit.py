@@ -12,7 +12,6 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout.durable import DurableRollouts
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.registry import ENGINES
@@ -46,7 +45,7 @@ def refit_engines(models: TrainingModels, rollouts: Rollouts, version: int, conf
     # The engine needs the memory; the actor's weights are streamed next.
     models.offload(actor_weights=False)
     engine.wake()
-    metrics = {"refit_again": float(refit(models.actor, engine, version, rollouts.durable))}
+    metrics = {"refit_again": float(refit(models.actor, engine, version))}
     when = config.train.verify_reshard
     if when == "always" or (when == "auto" and config.rollout.engine in ENGINES):
         gap, again = verify.verify_reshard(models.actor, engine, version, config)
@@ -57,12 +56,8 @@ def refit_engines(models: TrainingModels, rollouts: Rollouts, version: int, conf
     return metrics
 
 
-def refit(
-    worker: Worker, engine: RolloutEngine | Watchdog, version: int, durable: DurableRollouts | None = None
-) -> int:
+def refit(worker: Worker, engine: RolloutEngine | Watchdog, version: int) -> int:
     """Hand the actor's weights to this rank's engine; a collective. Returns how often they had to be sent again.
-
-    durable: what keeps the rollouts that they sample, and is told of them by their checksum.
 
     Raises UpdateRefused on every rank where an engine still refused at the last try, or where two ranks were sent
     different bytes. Engines may then hold different versions: the caller must not sample from them.
@@ -76,8 +71,6 @@ def refit(
             print(f"brorl: rank {worker.grid.rank}, version {version}: {e}", file=sys.stderr, flush=True)
         problem = _agree(worker.grid, int(checksum.total), refused is not None)
         if not problem:
-            if durable:
-                durable.begin(version, int(checksum.total))
             return again
     raise refused or UpdateRefused(f"weight update: version {version}: {problem}")
 

@@ -19,11 +19,10 @@ from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.duplicates import improbable
-from megatron_brorl.rollout.durable import DurableRollouts
-from megatron_brorl.rollout.engine import KvUsage, Request, Sampling, Supply
-from megatron_brorl.rollout.pulling import Pulled, Pulling
+from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, deal, requests
 from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
+from megatron_brorl.rollout.work_stealing import SlotSupply, WorkStealing
 from megatron_brorl.timeline import span
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
@@ -42,17 +41,14 @@ class Sampled:
     unscored: int  # of which the verifier failed
     errors: int  # answers that it raised on, although it can judge: wrong ones
     timeouts: int  # answers that it took too long over; they are unscored
-    seconds: dict[str, float]  # "generate", without what the engine had no row in; "score": of verdicts after that
-    handed_on: int = 0  # rows that this rank's engine handed on to others
-    tokens_again: int = 0  # of rows that it took over, whose keys and values it computed again
+    seconds: dict[str, float]  # "generate"; "score": of verdicts after that
 
     def counts(self) -> dict[str, float]:
         """What adds up over ranks."""
         lost = self.asked - len(self.rollouts)
         counts = {"asked": self.asked, "lost": lost, "late": self.late}
         verdicts = {"scored": self.scored, "unscored": self.unscored, "errors": self.errors, "timeouts": self.timeouts}
-        handed = {"handed_on": self.handed_on, "tokens_again": self.tokens_again}
-        return {k: float(v) for k, v in {**counts, **verdicts, **handed}.items()}
+        return {k: float(v) for k, v in {**counts, **verdicts}.items()}
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,7 @@ class Rollouts:
     seed: int
     grid: Grid
     max_lost_share: float  # config key rollout.max_lost_share
-    durable: DurableRollouts | None = None  # of rollout.durable
-    pulling: Pulling | None = None  # None: every rank samples what it was dealt
+    work_stealing: WorkStealing | None = None  # None: every rank samples what it was dealt
     told: set[int] = field(default_factory=set)  # codes of what was said of verifiers that raise
 
     def sample(
@@ -89,28 +84,27 @@ class Rollouts:
         start, begun, loads = time.monotonic(), begun or {}, loads or [0] * self.grid.world
         parts = deal(new, loads)
         slots = [*begun, *parts[self.grid.rank]]
-        # New ones are taken as an engine has room, by other ranks' engines too, and those that are begun handed on.
-        shared = self.pulling.begin(parts, loads, self.grid.rank, sampling.max_tokens) if self.pulling else None
+        # Engines take new ones as they have room, other ranks' too. Begun ones stay with their rank.
+        shared = self.work_stealing.begin(parts, self.grid.rank) if self.work_stealing else None
         # A run of siblings is one request, by which the engine knows that they share a prompt.
         asked, numbers = requests(list(begun) if shared else slots, groups, begun, self.seed)
         prompts = [request.prompt for request in asked]
 
-        def taken(slots: Sequence[Slot], begun: Mapping[Slot, Rollout]) -> list[Request]:
+        def taken(slots: Sequence[Slot]) -> list[Request]:
             # In the engine's thread, before it tells of any of these.
-            more, of = requests(slots, groups, begun, self.seed)
+            more, of = requests(slots, groups, {}, self.seed)
             numbers.extend(of)
             prompts.extend(request.prompt for request in more)
             return more
 
         longest = max((len(group.prompt.token_ids) for group in groups), default=0)
-        supply = Pulled(*shared, taken, list(asked), numbers, len(new) + sum(loads), longest) if shared else None
+        supply = SlotSupply(shared, taken, len(new), longest) if shared else None
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
             # Verdicts are made while others are still being sampled.
             finished = _both(scorer.finished, on_end) if on_end else scorer.finished
             with span("generate", self.engine.timeout_s + self.engine.grace_s) as came_to:
-                result = self._generate(asked, sampling, finished, supply)
-            idle = supply.idle_s if supply else 0.0
-            came_to |= _generated(result, self.engine.kv_usage()) | ({"idle": idle} if supply else {})
+                result = self.engine.generate(asked, sampling, finished, supply)
+            came_to |= _generated(result, self.engine.kv_usage())
             # A collective, and before verdicts count: repeated rollouts would pass for independent ones everywhere.
             _check_distinct(result.requests, result.rollouts, self.engine.engine.if_repeating)
             middle = time.monotonic()
@@ -144,9 +138,7 @@ class Rollouts:
             unscored=sum(scores.counts[s] for s in _FAILED),
             errors=scores.counts["error"],
             timeouts=scores.counts["timeout"],
-            seconds={"generate": middle - start - idle, "score": score},
-            handed_on=supply.handing.handed_on if supply else 0,
-            tokens_again=supply.handing.tokens_again if supply else 0,
+            seconds={"generate": middle - start, "score": score},
         )
 
     def verdict_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -163,11 +155,6 @@ class Rollouts:
         }
         return metrics, {"verdict_latency_max": stats.latency_max_s}
 
-    def recovered(self) -> float:
-        """Rollouts of all ranks that an earlier process had sampled, since this was last asked; a collective."""
-        own = self.durable.take_recovered() if self.durable else 0
-        return collectives.all_reduce_sum({"recovered": float(own)})["recovered"]
-
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
         return bool(collectives.all_reduce_max({"stuck": float(self.engine.stuck)})["stuck"])
@@ -179,13 +166,6 @@ class Rollouts:
                 f"a rollout engine did not stop when told to (its rank is named above); {state}: start the same "
                 "command again to go on"
             )
-
-    def _generate(
-        self, asked: Sequence[Request], sampling: Sampling, finished: Finished, supply: Supply | None
-    ) -> GenerationResult:
-        if self.durable:
-            return self.durable.generate(self.engine, asked, sampling, finished, supply)
-        return self.engine.generate(asked, sampling, finished, supply)
 
     def _tell(self, raised: Mapping[str, str]) -> None:
         """Say on stderr, once in a run, which verifiers raised; the first rank that has one prints it. A collective."""
@@ -210,8 +190,7 @@ def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, flo
     """What came of a call of generate, for its span: tokens that it drew, and how full the cache was."""
     before = sum(len(r.token_ids) for request in result.requests for r in request.begun)
     there = sum(len(r.token_ids) for group in result.rollouts for r in group)
-    tokens = there - before - result.recovered_tokens
-    found = {"tokens": float(max(tokens, 0))}  # below 0 where rollouts that went on were lost
+    found = {"tokens": float(max(there - before, 0))}  # below 0 where rollouts that went on were lost
     if usage:
         found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.turns)}
         found |= {"prompt_tokens": float(usage.prompt_tokens), "prompt_found": float(usage.prompt_found)}

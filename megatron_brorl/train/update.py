@@ -6,7 +6,6 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.train.actor_update import update_policy
 from megatron_brorl.train.critic_update import critic_optim, update_critic
 from megatron_brorl.train.learning_rate import scaled, with_decay_steps
-from megatron_brorl.train.skipped import Keeper
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.training_models import TrainingModels
 from megatron_brorl.types import Experience
@@ -40,9 +39,7 @@ def update_models(
 
     # The learning rate for this number of rollouts, and its schedule.
     optim = scaled(with_decay_steps(c.optim, c, steps), c.rollout.prompts * c.rollout.n, kept)
-    keep = Keeper(c, state.step).keep if c.train.keep_nonfinite else None
-    given = (models.actor, experience, batches, c.algo, optim, c.rollout.temperature, state.updates)
-    updated = update_policy(*given, keep)
+    updated = update_policy(models.actor, experience, batches, c.algo, optim, c.rollout.temperature, state.updates)
     state.updates += int(updated["updates"])
 
     # Log-probs over the tokens that a cut leaves do not tell whether engine and trainer agree.

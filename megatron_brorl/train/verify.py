@@ -54,11 +54,11 @@ def gap_of(gaps: Tensor, engines: Tensor) -> Gap:
 def tolerance(config: Config) -> float:
     """Return train.verify_tolerance, or the default that its 0 means."""
     t, r = config.train, config.rollout
-    section = getattr(config, r.engine, None)  # None for the built-in engine
     if t.verify_tolerance:
         return t.verify_tolerance
     in_fp8 = config.fp8.recipe != "none" or config.fp8.head != "none"
-    if in_fp8 or (section and (section.quantization != "none" or section.kv_dtype == "fp8")):
+    engine_in_fp8 = config.engine.quantization != "none" or config.engine.kv_dtype == "fp8"
+    if in_fp8 or (r.engine != "torch" and engine_in_fp8):
         return 0.6
     return 3e-4 if r.dtype == config.model.dtype == "fp32" else 0.3
 

@@ -9,13 +9,13 @@ from typing import Any
 import tiny
 import torch
 
-from megatron_brorl.config.engine_keys import TrtLlmConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import RemoteEngine
-from megatron_brorl.rollout.remote.options import EngineOptions, process_settings
+from megatron_brorl.rollout.remote.options import EngineOptions
 from megatron_brorl.rollout.remote.process import make_folder
 from megatron_brorl.types import Prompt, Rollout
 
@@ -51,7 +51,7 @@ def make_engine(
     leader: RemoteEngine | None = None,
 ) -> RemoteEngine:
     """An engine of its own, or another rank's share of the leader's."""
-    c = TrtLlmConfig(**{"start_timeout_s": 120.0, "cuda_graphs": False, **(config or {})})
+    c = EngineConfig(**{"start_timeout_s": 120.0, "cuda_graphs": False, **(config or {})})
     o = EngineOptions(
         **{
             "engine": "trtllm",
@@ -65,9 +65,9 @@ def make_engine(
             **(options or {}),
         }
     )
-    folder = leader.folder if leader else make_folder(c.shared_memory, "trtllm.shared_memory")
+    folder = leader.folder if leader else make_folder(c.shared_memory, "engine.shared_memory")
     devices = None if leader else [0]
-    return RemoteEngine(process_settings(c), o, hf_shapes(model.shape), folder, devices, log)
+    return RemoteEngine(c, o, hf_shapes(model.shape), folder, devices, log)
 
 
 def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> list[Rollout]:

@@ -89,7 +89,7 @@ def test_cuda_ipc_path_with_a_stand_in_for_the_handles(fault, model, start, monk
 
 
 def test_fp8_refit_gives_the_quantised_model(model, start):
-    engine = start(config={"quantization": "fp8_block", "cuda_graphs": True})
+    engine = start(config={"quantization": "fp8", "cuda_graphs": True})
     engine.update_weights(model.stream(), 0)
     rollouts = draw(engine)
     exact = {n: p.detach().clone() for n, p in model.module.named_parameters()}

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import tiny
+import torch
 from contract.listing import Listing, keys_of, problems
-from keys import engines
-from keys.case import Place
 
 import megatron_brorl
-from megatron_brorl.config.schema import Config
+from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.rollout.remote.options import EngineOptions
 
 LEAF = Path(megatron_brorl.__file__).parent / "rollout" / "remote" / "vllm"
 LISTING = Listing("vllm_0_33")
+OURS = "megatron_brorl.rollout.remote.vllm"
 GIB = 2**30
 
 
@@ -65,17 +70,43 @@ self._llm.sleeps()
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def given(tmp_path, monkeypatch):
+    """Return what vLLM is told on a GPU, without vLLM."""
+    names = {
+        "vllm": ("SamplingParams", "TokensPrompt", "__version__"),
+        "vllm.engine": (),
+        "vllm.engine.arg_utils": ("AsyncEngineArgs",),
+        "vllm.sampling_params": ("RequestOutputKind",),
+        "vllm.v1": (),
+        "vllm.v1.engine": (),
+        "vllm.v1.engine.async_llm": ("AsyncLLM",),
+        "vllm.v1.engine.exceptions": ("EngineDeadError",),
+    }
+    for name, held in names.items():
+        module = ModuleType(name)
+        vars(module).update(dict.fromkeys(held, ""))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     tiny.make_model(tmp_path / "model", "qwen2", False, 0)
-    monkeypatch.chdir(tmp_path)
-    return Place(None, monkeypatch, tmp_path)
+    options = EngineOptions(
+        engine="vllm",
+        model=str(tmp_path / "model"),
+        vocab=304,
+        context=200,
+        dtype="float32",
+        max_rows=2048,
+        stop_ids=(2,),
+        max_kv_tokens=4000,
+        section=dataclasses.asdict(EngineConfig()),
+    )
+    yield importlib.import_module(f"{OURS}.llm").Llm(options).arguments()
+    del sys.modules[f"{OURS}.llm"]
 
 
 @pytest.mark.parametrize("free", [1, 4, 20, 60, 79])
-def test_it_starts_beside_a_trainer(free, place):
+def test_it_starts_beside_a_trainer(free, given):
     """vLLM 0.33 raises at start where less is free than gpu_memory_utilization of the whole memory, and asks no less
     where the bytes for keys and values are given (request_memory in v1/worker/utils.py)."""
-    given = engines.vllm_arguments(Config(), place)
     assert given["kv_cache_memory_bytes"] > 0
     share = given.get("gpu_memory_utilization", LISTING.defaults["gpu_memory_utilization"])
     assert 0 < share <= 1  # the bounds of its field

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dist.jobs import grid_of
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_brorl.config.engine_keys import TrtLlmConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.config.schema import Config, ModelConfig, RolloutConfig
 from megatron_brorl.rollout.remote import group
 from megatron_brorl.rollout.remote.engine import RemoteEngine
@@ -53,7 +53,7 @@ def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
         Config(),
         rollout=RolloutConfig(engine="trtllm"),
         model=ModelConfig(path=folder),
-        trtllm=TrtLlmConfig(tensor=tensor, shared_memory=folder),
+        engine=EngineConfig(tensor=tensor, shared_memory=folder),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", str(dist.get_rank()))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from typing import Any
 
 import fakes
@@ -52,21 +50,3 @@ def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> s
     except UserError as e:
         return str(e)
     return "saved"
-
-
-def kept(rank: int, directory: str, parallel: dict[str, Any], root: str) -> tuple[float, str]:
-    """One step whose update is skipped, because an advantage of the last replica is infinite; what the rank said."""
-    trainer = make_trainer(directory, grid_of(**parallel), configured({"run": {"dir": root}}), fakes.Engine())
-    real = trainer.worker.train
-
-    def poisoned(prompts: Any, responses: Any, loss: Any, temperature: float, lr: float) -> Any:
-        if trainer.grid.dp_rank == trainer.grid.data - 1:
-            loss._part.advantages[0][0] = float("inf")
-        return real(prompts, responses, loss, temperature, lr)
-
-    trainer.worker.train = poisoned
-    trainer.refit()
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        skipped = trainer.train_step()[0]["updates_skipped"]
-    return skipped, said.getvalue()

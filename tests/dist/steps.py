@@ -34,9 +34,9 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.network import shared_store
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.pulling import Pulling
 from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.loop import Trainer
@@ -77,9 +77,9 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
     tokenizer, max_lost_share = fakes.Tokenizer(), config.rollout.max_lost_share
-    pulling = Pulling(shared_store()) if config.rollout.pull else None
+    stealing = WorkStealing(shared_store()) if config.rollout.pull else None
     rollouts = Rollouts(
-        watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, pulling=pulling
+        watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, work_stealing=stealing
     )
     held_out = fakes.prompts(5, 1000)
     return Trainer(
@@ -218,44 +218,6 @@ def draw(
             uniforms, logits = [u for u, _ in places], torch.stack([row for _, row in places])
             found[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), uniforms, logits)
     return found
-
-
-class Slowed(TorchEngine):
-    """Takes `seconds` longer over every token, and notes what ended here."""
-
-    def __init__(self, directory: str, max_rows: int, seconds: float) -> None:
-        def sample(*arguments: Any) -> tuple[Any, Any]:
-            time.sleep(seconds)
-            return sampling.sample_tokens(*arguments)
-
-        shape = read_shape(directory)
-        super().__init__(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows, sample)
-        self.ended: dict[tuple[str, int], tuple[list[int], Any]] = {}
-
-    def generate(self, *arguments: Any) -> Any:
-        given = []
-        supply = arguments[3]
-        if supply:
-            take = supply.take
-            supply.take = lambda *a: given.extend(new := take(*a)) or new
-        groups = super().generate(*arguments)
-        for request, rollouts in zip([*arguments[0], *given], groups, strict=True):
-            for r in rollouts:
-                if request.prompt.id.startswith("p/"):  # not those that probe a refit
-                    self.ended[request.prompt.id, r.index] = r.token_ids.tolist(), r.spans
-        return groups
-
-
-def hand_on(rank: int, directory: str, pull: bool) -> tuple[dict[str, float], dict[str, float], dict[Any, Any]]:
-    """A step whose rows the first rank is slow over: its figures, those of time, and what ended on this rank."""
-    config = configured({"rollout": {"prompts": 3, "max_tokens": 24, "max_num_seqs": 16, "pull": pull}})
-    engine = Slowed(directory, 16, 0.05 if pull and rank == 0 else 0.0)
-    trainer = make_trainer(directory, grid_of(), config, engine)
-    if trainer.rollouts.pulling:
-        trainer.rollouts.pulling.interval_s = 0.02
-    trainer.refit()
-    figures, seconds = trainer.train_step()
-    return figures, seconds, engine.ended
 
 
 def meeting(rank: int) -> str:

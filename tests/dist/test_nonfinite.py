@@ -6,8 +6,6 @@ import pytest
 import tiny
 from dist.test_steps import UNEVEN, assert_same
 
-from megatron_brorl.train.skipped import SkippedUpdate
-
 LAYOUTS = [(2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"pipeline": 2}), (4, {"context": 2})]
 ENGINE = [("p/0", 5), ("p/1", 15), ("p/1", 16), ("p/2", 31), ("p/4", 0)]
 TOKEN = 40
@@ -44,17 +42,3 @@ def test_one_rank_s_weights_keep_all_from_saving(worlds, directory, tmp_path, si
     )
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_00000001"
     assert [p.name for p in sorted((tmp_path / "checkpoints").glob("*step_*"))] == ["step_00000001"]
-
-
-def test_the_rank_that_has_it_keeps_its_micro_batch(worlds, directory, tmp_path):
-    (skipped, _), (other, _) = worlds(2).run("nonfinite_jobs:kept", directory, {}, str(tmp_path / "replicas"))
-    assert skipped == other > 0
-    (path,) = (tmp_path / "replicas" / "nonfinite").iterdir()
-    found = SkippedUpdate.read(path)
-    assert (found.rank, found.world, found.found.first) == (1, 2, "advantages of a response token")
-
-    # A part of a model computes nothing by itself.
-    parts = worlds(2).run("nonfinite_jobs:kept", directory, {"tensor": 2}, str(tmp_path / "parts"))
-    assert min(skipped for skipped, _ in parts) > 0
-    assert not (tmp_path / "parts" / "nonfinite").exists()
-    assert "to have it kept for brorl replay go on with parallel.tensor = " in parts[0][1]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import forks
-import glossary_faults
+import metric_faults
 
 TOML = """
 [data]
@@ -92,7 +92,7 @@ def start(*arguments: Any, **environment: str) -> subprocess.Popen[str]:
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without their wall-clock values; all figures are as the glossary has them."""
+    """The lines of metrics.jsonl without their wall-clock values; all metrics are documented."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [fault for line in lines for fault in glossary_faults.of_row(line)] == []
+    assert [fault for line in lines for fault in metric_faults.of_row(line)] == []
     return [{k: v for k, v in line.items() if k != "time"} for line in lines]

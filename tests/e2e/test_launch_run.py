@@ -18,7 +18,7 @@ from e2e.runs import brorl, rows, start
 
 DOUBLE = Path(__file__).parents[1] / "contract" / "double"
 OPTIONS = [
-    *("rollout.engine=trtllm", "trtllm.tensor=2", "trtllm.cuda_graphs=false", "reward.strict=false", "rollout.n=4"),
+    *("rollout.engine=trtllm", "engine.tensor=2", "engine.cuda_graphs=false", "reward.strict=false", "rollout.n=4"),
     *("train.steps=5000", "train.checkpoint_every=1", "evaluate.every=0", "data.held_out=[]"),
 ]
 

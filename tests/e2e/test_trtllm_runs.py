@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 REPOSITORY = Path(__file__).parents[2]
 DOUBLE = REPOSITORY / "tests" / "contract" / "double"
-OPTIONS = ["rollout.engine=trtllm", "trtllm.cuda_graphs=false", "reward.strict=false"]
+OPTIONS = ["rollout.engine=trtllm", "engine.cuda_graphs=false", "reward.strict=false"]
 SHORT = ["train.steps=3", "train.checkpoint_every=0", "evaluate.every=0", "data.held_out=[]"]
 
 
@@ -63,7 +63,7 @@ def test_steps_with_an_engine_per_rank(two_engines, warm):
 
 
 def test_one_engine_for_two_ranks(two_engines, config, warm, tmp_path):
-    train(config, warm, tmp_path, "trtllm.tensor=2")
+    train(config, warm, tmp_path, "engine.tensor=2")
     assert pids(tmp_path) == ["rank_0.log"]
     assert_same_runs(tmp_path, two_engines)
 
@@ -87,7 +87,7 @@ def test_refit_under_tensor_and_pipeline_parallelism(config, tmp_path):
     shape = ["--hidden", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "64", "--context", "32"]
     made = forks.script(REPOSITORY / "tools" / "make_tiny_model.py", config, tmp_path / "init", *shape)
     assert made.returncode == 0, made.stderr
-    layout = ["parallel.tensor=2", "parallel.pipeline=2", "trtllm.tensor=2", "train.verify_reshard=always"]
+    layout = ["parallel.tensor=2", "parallel.pipeline=2", "engine.tensor=2", "train.verify_reshard=always"]
     # The model has learnt nothing, not even to end; what moves it is the entropy.
     layout += ["reward.cut_off_factor=1.0", "algo.dynamic_sampling=false", "algo.entropy_coef=0.1"]
     train(config, tmp_path / "init", tmp_path / "run", *layout, processes=4)
@@ -101,8 +101,8 @@ def test_what_an_engine_cannot_do_ends_in_one_line(config, warm, tmp_path):
     command = ["train", config, f"model.path={warm}", f"run.dir={tmp_path}", *OPTIONS]
     for option, message in [
         ("rollout.stop_strings=['x']", "is given token ids and stops at tokens alone"),
-        ("trtllm.tensor=2", "trtllm.tensor = 2 does not divide the 1 ranks of a node"),
-        ("trtllm.python=/nowhere", "trtllm.python = /nowhere: No such file or directory"),
+        ("engine.tensor=2", "engine.tensor = 2 does not divide the 1 ranks of a node"),
+        ("engine.python=/nowhere", "engine.python = /nowhere: No such file or directory"),
     ]:
         done = brorl(*command, option, PYTHONPATH=str(DOUBLE))
         assert done.returncode == 2, done.stderr

@@ -183,7 +183,7 @@ def test_nothing_is_left_behind_and_nothing_listens(end, model, start):
 
 def test_what_cannot_start_says_why(model, start):
     for config, options, message in (
-        ({"quantization": "fp8"}, {}, "vllm.quantization = 'fp8' needs a GPU"),
+        ({"quantization": "fp8"}, {}, "engine.quantization = 'fp8' needs a GPU"),
         ({}, {"kv_bytes": 1 << 10}, "raise rollout.kv_cache_mib or lower rollout.max_tokens"),
     ):
         with pytest.raises(UserError, match=message):

@@ -11,13 +11,13 @@ from typing import Any
 import tiny
 import torch
 
-from megatron_brorl.config.engine_keys import VllmConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import RemoteEngine
-from megatron_brorl.rollout.remote.options import EngineOptions, process_settings
+from megatron_brorl.rollout.remote.options import EngineOptions
 from megatron_brorl.rollout.remote.process import make_folder
 from megatron_brorl.types import Prompt, Rollout
 
@@ -69,7 +69,7 @@ def make_engine(
     options: dict[str, Any] | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RemoteEngine:
-    c = VllmConfig(**{"python": str(python), "start_timeout_s": 240.0, **(config or {})})
+    c = EngineConfig(**{"python": str(python), "start_timeout_s": 240.0, **(config or {})})
     o = EngineOptions(
         **{
             "engine": "vllm",
@@ -85,8 +85,8 @@ def make_engine(
             **(options or {}),
         }
     )
-    folder = make_folder(c.shared_memory, "vllm.shared_memory")
-    return RemoteEngine(process_settings(c), o, hf_shapes(model.shape), folder, [0], log, decode=decode)
+    folder = make_folder(c.shared_memory, "engine.shared_memory")
+    return RemoteEngine(c, o, hf_shapes(model.shape), folder, [0], log, decode=decode)
 
 
 def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> list[Rollout]:

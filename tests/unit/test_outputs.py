@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import select_prompts
-
 from megatron_brorl.cli.main import main
-from megatron_brorl.errors import UserError
 
 LOG = '{"prompt_id": "1", "answer": "2", "reward": 1}\n'
 
@@ -117,11 +111,3 @@ def test_a_conversion_refuses_to_replace_what_it_reads(place, capsys):
         assert caught.value.code == 2
         assert part in capsys.readouterr().err
         assert tree(place) == before
-
-
-def test_chosen_prompts_never_replace_what_they_are_chosen_from(place, monkeypatch):
-    for out, part in (("other/evaluation.jsonl", "the evaluation"), ("other.jsonl", "data.held_out")):
-        line = f'run.toml X/evaluation.jsonl {out} data.held_out=["other.jsonl"] --right 1 2 --count 1'
-        monkeypatch.setattr(sys, "argv", ["", *line.split()])
-        with pytest.raises(UserError, match=f"{out}: would replace {part}"):
-            select_prompts.main()

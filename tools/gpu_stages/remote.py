@@ -17,18 +17,17 @@ from gpu_stages.common import Job, Row, attempt, has, judged, missing, model, ok
 from gpu_stages.engine import COMPARED, GAP, SHORT, SIZES, transformers_gap
 from gpu_stages.roofline import decode_share, device_name
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
-from megatron_brorl.config.engine_keys import TrtLlmConfig, VllmConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.model_shape import ModelShape, read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.engine import RemoteEngine
-from megatron_brorl.rollout.remote.options import EngineOptions, process_settings
+from megatron_brorl.rollout.remote.options import EngineOptions
 from megatron_brorl.rollout.remote.process import make_folder
 from megatron_brorl.types import Prompt, Rollout
 
-SECTIONS: dict[str, type[Any]] = {"trtllm": TrtLlmConfig, "vllm": VllmConfig}
 START_S = 300.0  # for an engine to come up, that its failure be a row before the stage's time is over
 FULL = 0.95  # of the tokens asked for: engines need a stop token, and some siblings draw it
 MEMORY = 0.5  # of the GPU, for the engine: transformers' model is beside it
@@ -73,8 +72,9 @@ class _Engine:
         """Start the process; what it says of itself."""
         job, directory = self.job, model(self.job)
         shape, (prompt, n, tokens) = read_shape(directory), SIZES[job.device]
-        own = {"python": self.python, "start_timeout_s": START_S, "memory_fraction": MEMORY}
-        section = SECTIONS[self.key](**own, **({"cuda_graphs": False} if job.dry else {}))
+        section = EngineConfig(
+            python=self.python, start_timeout_s=START_S, memory_fraction=MEMORY, cuda_graphs=not job.dry
+        )
         options = EngineOptions(
             engine=self.key,
             model=str(directory),
@@ -86,9 +86,9 @@ class _Engine:
             section=asdict(section),
             kv_bytes=1 << 30 if job.dry else 0,
         )
-        folder = make_folder(section.shared_memory, f"{self.key}.shared_memory")
+        folder = make_folder(section.shared_memory, "engine.shared_memory")
         begun, log = time.perf_counter(), Path(job.scratch, f"{self.key}.log")
-        self.engine = RemoteEngine(process_settings(section), options, hf_shapes(shape), folder, [0], log)
+        self.engine = RemoteEngine(section, options, hf_shapes(shape), folder, [0], log)
         taken, c = time.perf_counter() - begun, self.engine.capabilities
         way = "CUDA IPC" if self.engine.ipc else "host memory"
         return ok(f"{ENGINES[self.key].name}: start", engine=c.engine, torch=c.torch, seconds=taken, weights=way)

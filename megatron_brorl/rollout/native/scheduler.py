@@ -15,10 +15,9 @@ from torch import Tensor
 
 from megatron_brorl.ops.decode import PAGE, Rows
 from megatron_brorl.rollout.continuation import extended, siblings
-from megatron_brorl.rollout.engine import Held, Request, Sampling, Supply
+from megatron_brorl.rollout.engine import Request, Sampling, Supply
 from megatron_brorl.rollout.native.decoder import Decoder, Passage
-from megatron_brorl.rollout.native.pages import PagePool, pages_for
-from megatron_brorl.rollout.native.prefixes import BLOCK, Prefixes
+from megatron_brorl.rollout.native.pages import BLOCK, PagePool, Prefixes, pages_for
 from megatron_brorl.types import FinishReason, Rollout
 
 PREFILL_TOKENS = 8192  # computed at once, padding included
@@ -74,10 +73,6 @@ class Scheduler:
         self.prompts: list[tuple[int, ...]] = []  # tokens by number
         self.prompt_of: list[int] = []  # the number of each request's
         self._number_prompts(requests)
-
-    def rows_held(self) -> int:
-        """Rows that are decoded or wait here."""
-        return len(self.active) + len(self.waiting)
 
     def room(self) -> int:
         """How many rows could begin beside those that wait: slots, and pages for half of the longest response each."""
@@ -196,41 +191,6 @@ class Scheduler:
         self.active = self.active[kept]
         return results
 
-    def held(self) -> list[Held]:
-        """Every row, as one that could be handed on."""
-        rows = [
-            Held(request, sibling, tokens, self.requests[request].hands)
-            for request, sibling, tokens in zip(
-                self.request[self.active].tolist(),
-                self.sibling[self.active].tolist(),
-                self.produced[self.active].tolist(),
-                strict=True,
-            )
-        ]
-        hands = [self.requests[w.request].hands for w in self.waiting]
-        return rows + [
-            Held(w.request, w.so_far.index, len(w.so_far.token_ids), count, waits=True)
-            for w, count in zip(self.waiting, hands, strict=True)
-        ]
-
-    def stop(self, rows: Sequence[Held]) -> list[tuple[int, Rollout]]:
-        """Take rows of `held` out, with what they have, when the newest token of the active ones has no page yet."""
-        names = {(row.request, row.sibling) for row in rows}
-        places = zip(self.request[self.active].tolist(), self.sibling[self.active].tolist(), strict=True)
-        gone = [i for i, place in enumerate(places) if place in names]
-        results = self.leave(torch.tensor(gone, dtype=torch.int64), ["cut"] * len(gone))
-
-        # Those that wait hold nothing but their prompt's place.
-        kept: deque[WaitingRollout] = deque()
-        for waiting in self.waiting:
-            if (waiting.request, waiting.so_far.index) not in names:
-                kept.append(waiting)
-                continue
-            results.append((waiting.request, waiting.so_far))
-            self._end_row(self.prompt_of[waiting.request])
-        self.waiting = kept
-        return results
-
     def unfinished(self) -> list[tuple[int, Rollout]]:
         """Active rows, then those that wait, as they are."""
         active = [(int(self.request[slot]), self._rollout(slot, "cut")) for slot in self.active.tolist()]
@@ -305,8 +265,7 @@ class Scheduler:
 def _waiting(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[WaitingRollout]:
     for i, request in enumerate(requests, start=first):
         for so_far in siblings(request):
-            before = len(so_far.token_ids) - request.drawn  # tokens, when this step began
-            budget = before + sampling.budget if sampling.budget else sampling.max_tokens
+            budget = len(so_far.token_ids) + sampling.budget if sampling.budget else sampling.max_tokens
             yield WaitingRollout(i, so_far, min(budget, sampling.max_tokens))
 
 

@@ -16,17 +16,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.parallel import device
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling, Supply, Watch
 from megatron_brorl.rollout.receive import UpdateRefused
+from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.cuda_ipc import IpcSender, own_device
 from megatron_brorl.rollout.remote.fp8_blocks import quantized
 from megatron_brorl.rollout.remote.link import Link
 from megatron_brorl.rollout.remote.log_probs import log_prob_limits
 from megatron_brorl.rollout.remote.messages import Message
-from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, ProcessSettings
+from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions
 from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
 from megatron_brorl.rollout.remote.process import address
 from megatron_brorl.rollout.remote.shared_weights import HostWeights
@@ -43,7 +45,7 @@ class RemoteEngine:
 
     def __init__(
         self,
-        settings: ProcessSettings,
+        settings: EngineConfig,
         options: EngineOptions,
         names: dict[str, tuple[int, ...]],
         folder: Path,
@@ -102,25 +104,25 @@ class RemoteEngine:
             self._link.poll(_POLL_S)
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the engine of another rank did not come up within {self.options.engine}.start_timeout_s = "
+                    f"the engine of another rank did not come up within engine.start_timeout_s = "
                     f"{self.settings.start_timeout_s:g} s; its rank says why"
                 )
         return self._link.capabilities
 
     def _by_ipc(self) -> bool:
         """Whether weights go by CUDA IPC (config key transport)."""
-        section, why = self.options.engine, ""
+        why = ""
         if not device.on_gpu():
             why = "there is no GPU"
         elif self.settings.tensor > 1:
-            why = f"{section}.tensor is above 1, and a rank reaches its own GPU alone"
+            why = "engine.tensor is above 1, and a rank reaches its own GPU alone"
         elif self.capabilities.torch != torch.__version__:
             why = f"the engine has torch {self.capabilities.torch}, the trainer {torch.__version__}"
         elif self.capabilities.devices != (own_device(),):
             why = f"the engine runs on {self.capabilities.devices}, this rank on {own_device()}"
 
         if why and self.settings.transport == "cuda_ipc":
-            raise UserError(f'{section}.transport = "cuda_ipc": {why}: use "host"')
+            raise UserError(f'engine.transport = "cuda_ipc": {why}: use "host"')
         return not why and self.settings.transport != "host"
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -170,13 +172,14 @@ class RemoteEngine:
     def _as_sent(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What the engine is sent for a tensor of the stream."""
         tensor = tensor.to(self.dtype)
-        return quantized(name, tensor) if self.settings.quantization == "fp8_block" else iter([(name, tensor)])
+        in_blocks = self.settings.quantization == "fp8" and ENGINES[self.options.engine].takes_fp8_blocks
+        return quantized(name, tensor) if in_blocks else iter([(name, tensor)])
 
     def _stage(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights | None:
         """A complete, checked update in shared memory, where this rank leads an engine; a collective of the node."""
         assert self.node
         self._stages += 1
-        key = f"{self.options.engine}.shared_memory"
+        key = "engine.shared_memory"
         update = Update(self._stages, version, self.names, self.dtype, self._as_sent, key)
         return stage(tensors, update, self.node, self.folder / f"weights_{self._stages}" if self.leads else None)
 

@@ -19,7 +19,7 @@ from megatron_brorl.json_files import read_object
 from megatron_brorl.parallel import device
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.engine import RemoteEngine
-from megatron_brorl.rollout.remote.options import EngineOptions, process_settings
+from megatron_brorl.rollout.remote.options import EngineOptions
 from megatron_brorl.rollout.remote.process import make_folder
 from megatron_brorl.rollout.remote.staging import Node
 
@@ -34,16 +34,14 @@ def join(
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RemoteEngine:
     """This rank's share of an engine of the kind rollout.engine; a collective. As many neighbouring ranks of a node
-    share one as the key `tensor` of its section says.
+    share one as engine.tensor says.
 
     names: every Hugging Face tensor with its shape. context: prompt + response tokens at most. kv_tokens: of keys and
     values that there is planned room for; 0 = not known. decode: tokens -> text, for stop strings.
     Raises UserError where the ranks of a node cannot be grouped so, or the engine does not come up.
     """
-    # All that depends on the engine is its entry and its section.
-    engine = config.rollout.engine
-    kind, section = ENGINES[engine], getattr(config, engine)
-    settings = process_settings(section)
+    engine, settings = config.rollout.engine, config.engine
+    kind = ENGINES[engine]
 
     # Ids are all that an engine is given; for stop strings it must read text as the trainer does.
     model = Path(config.model.path).resolve()
@@ -55,7 +53,7 @@ def join(
     local, per_node = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     if per_node % tensor:
         raise UserError(
-            f"{engine}.tensor = {tensor} does not divide the {per_node} ranks of a node (LOCAL_WORLD_SIZE): an engine "
+            f"engine.tensor = {tensor} does not divide the {per_node} ranks of a node (LOCAL_WORLD_SIZE): an engine "
             "spans the GPUs of its ranks"
         )
 
@@ -68,13 +66,12 @@ def join(
 
     # The first of the ranks that share an engine makes its folder, and all ranks hear of all folders.
     leads = local % tensor == 0
-    mine = str(make_folder(settings.shared_memory, f"{engine}.shared_memory")) if leads else ""
+    mine = str(make_folder(settings.shared_memory, "engine.shared_memory")) if leads else ""
     folders: list[str] = [""] * dist.get_world_size()  # by rank; "" of those that do not lead
     dist.all_gather_object(folders, mine)  # a collective: what fails on all ranks alike was checked above
     exchange = _exchange(rank - local, per_node, config.parallel.timeout_s)
     engine_exchange = _exchange(rank - local % tensor, tensor, config.parallel.timeout_s)
 
-    # The process is given plain values; what is the engine's own, its leaf reads from its section.
     options = EngineOptions(
         engine=engine,
         model=str(model),
@@ -87,7 +84,7 @@ def join(
         threads=torch.get_num_threads() * tensor,
         kv_bytes=(config.rollout.kv_cache_mib * 2**20 or psutil.virtual_memory().available // 2 // per_node) * tensor,
         max_kv_tokens=kv_tokens,
-        section=dataclasses.asdict(section),  # JSON on its way; the leaf makes its own class of it
+        section=dataclasses.asdict(settings),
     )
 
     # The engine has the GPUs of the ranks that share it.

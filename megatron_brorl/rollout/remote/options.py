@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 # {"path", "records"} in host memory, or {"handles", "records"} by CUDA IPC; records: shared_weights.TensorRecord
@@ -11,37 +11,17 @@ WorkerBucket = dict[str, object]
 
 
 @dataclass(frozen=True)
-class ProcessSettings:
-    """Keys that every engine's section of the configuration has; see there for their defaults."""
-
-    python: str  # interpreter of the engine's environment; "" = the one that runs the trainer
-    tensor: int  # neighbouring ranks of a node that share an engine
-    # Of weights: by the trainer, which sends them so (fp8_block), or by the engine as they come (fp8)
-    quantization: Literal["none", "fp8_block", "fp8"]
-    transport: Literal["auto", "cuda_ipc", "host"]
-    shared_memory: str  # folder in memory
-    start_timeout_s: float
-    heartbeat_timeout_s: float
-    max_restarts: int
-
-
-def process_settings(section: Any) -> ProcessSettings:
-    """Those of an engine's section, which may have more keys."""
-    return ProcessSettings(**{f.name: getattr(section, f.name) for f in fields(ProcessSettings)})
-
-
-@dataclass(frozen=True)
 class EngineOptions:
     """Arguments of the engine process; see config.RolloutConfig for those with a key there."""
 
-    engine: str  # key of rollout.registry.ENGINES, and the section of the configuration
+    engine: str  # key of rollout.registry.ENGINES
     model: str  # Hugging Face directory; its config.json alone is read
     vocab: int
     context: int  # prompt + response tokens at most
     dtype: str  # "bfloat16", or "float32" in tests on a CPU
     max_rows: int  # in flight at a time, at most
     stop_ids: tuple[int, ...]
-    section: Mapping[str, Any]  # all keys of the engine's section, which its leaf alone reads
+    section: Mapping[str, Any]  # all keys of section [engine]
     stop_strings: tuple[str, ...] = ()  # of the configuration: where there are any, the engine needs the tokenizer
     threads: int = 0  # that an engine on CPUs computes with; 0 = as many as it likes
     kv_bytes: int = 0  # of an engine on CPUs, that its keys and values may take

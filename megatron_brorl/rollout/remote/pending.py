@@ -118,7 +118,7 @@ class PendingRollouts:
     def take(self) -> dict[int, PendingRollout]:
         """Rollouts of the supply, as many as the engine has room for."""
         room = self._most - len(self.rows)
-        return self.add(self._supply.take(room, len(self.rows))) if self._supply and room > 0 else {}
+        return self.add(self._supply.take(room)) if self._supply and room > 0 else {}
 
     def answered(self, answer: Message, version: int) -> None:
         """A rollout has come; version: of the weights."""

@@ -91,7 +91,7 @@ class EngineProcess:
                 )
             except OSError as e:  # no such file, or none that may be run
                 raise UserError(
-                    f"{options.engine}.python = {python}: {e.strerror}; give the interpreter of the environment that "
+                    f"engine.python = {python}: {e.strerror}; give the interpreter of the environment that "
                     f"has {kind.package}"
                 ) from None
 

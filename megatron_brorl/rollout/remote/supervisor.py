@@ -9,10 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.remote.link import Link
 from megatron_brorl.rollout.remote.messages import Message
-from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, ProcessSettings, WorkerBucket
+from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
 from megatron_brorl.rollout.remote.process import EngineProcess, address
 from megatron_brorl.rollout.remote.shared_weights import HostWeights
 
@@ -27,7 +28,7 @@ class Supervisor:
     """Of the leader among the ranks that share an engine."""
 
     def __init__(
-        self, settings: ProcessSettings, options: EngineOptions, folder: Path, devices: Sequence[int], log: Path
+        self, settings: EngineConfig, options: EngineOptions, folder: Path, devices: Sequence[int], log: Path
     ) -> None:
         """Starts the process and waits until it can be asked. Raises UserError where it does not come up."""
         self.settings, self.options, self.folder, self.devices, self.log = settings, options, folder, devices, log
@@ -178,7 +179,7 @@ class Supervisor:
                 raise EngineError(ended)
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"engine process {self.pid} did not answer within {self.options.engine}.start_timeout_s = "
+                    f"engine process {self.pid} did not answer within engine.start_timeout_s = "
                     f"{self.settings.start_timeout_s:g} s; see {self.log}"
                 )
         return self._link.capabilities
@@ -187,7 +188,7 @@ class Supervisor:
         while True:
             self.restarts += 1
             if self.restarts > self.settings.max_restarts:
-                limit = f"{self.options.engine}.max_restarts = {self.settings.max_restarts}"
+                limit = f"engine.max_restarts = {self.settings.max_restarts}"
                 self.failure = f"{why}; given up after {limit}"
                 raise EngineError(self.failure)
             holding = f"with the weights of version {weights.version}" if weights else "without weights"
@@ -232,7 +233,7 @@ class Supervisor:
                     return
             why = self._problem()
             if not why and time.monotonic() > deadline:
-                key = f"{self.options.engine}.heartbeat_timeout_s"
+                key = "engine.heartbeat_timeout_s"
                 why = f"engine process {self.pid} has not done '{message.kind}' after {limit:g} s ({key})"
             if why:
                 raise EngineError(why)

@@ -20,7 +20,7 @@ SHAPE = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
 INPUTS = {"tokenizer": "a" * 64, "train": "b" * 64, "held_out": "c" * 64}
 
 # Whole sections whose keys may all change: none of them is in the data, the model or what a checkpoint holds.
-FREE_SECTIONS = "parallel fp8 trtllm vllm shaping critic reference ops train theory sft"
+FREE_SECTIONS = "parallel fp8 engine shaping critic reference ops train theory sft"
 FIXED = {
     "run": "seed",
     "model": "dtype",

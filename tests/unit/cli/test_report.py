@@ -6,7 +6,7 @@ import json
 import re
 from http.server import ThreadingHTTPServer
 
-import glossary_faults
+import metric_faults
 import pytest
 
 from megatron_brorl.cli.files import aligned, write_json
@@ -41,7 +41,7 @@ def test_what_was_not_measured_and_why_nothing_was_learned(tmp_path, capsys):
     assert out[-1] == "warning: no response was right: take easier prompts"
     assert not [line for line in out if "nan" in line or line.startswith("best")]
     best = {"best_checkpoint": {"step": 12, "figure": "pass_at_k", "value": 0.53125}}
-    assert glossary_faults.of_summary(summary | best) == []
+    assert metric_faults.of_summary(summary | best) == []
     write_json(tmp_path / "summary.json", summary | best)
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "examples" / "recipes"
 # What a machine or a run decides, and not the method.
 NOT_OF_THE_METHOD = {
-    "rollout": {"engine", "max_num_seqs", "pull", "durable", "kv_cache_mib", "timeout_s", "max_lost_share"},
+    "rollout": {"engine", "max_num_seqs", "pull", "kv_cache_mib", "timeout_s", "max_lost_share"},
     "reward": {"workers", "timeout_s", "unsandboxed"},
     "evaluate": {"bootstrap", "pass_at", "benchmarks"},
 }
@@ -46,7 +46,6 @@ def without_effect(config: Config) -> set[str]:
         "algo.tau_pos algo.tau_neg": algo.policy_loss != "sapo",
         "algo.aggregation_tokens": algo.aggregation != "fixed",
         "rollout.max_carried_steps": not config.rollout.partial_tokens,
-        "rollout.adaptive_first": config.rollout.adaptive == "off",
         "rollout.max_oversample": not config.rollout.refills,
         "optim.lr_counts": not config.optim.lr_for_rollouts,
         "optim.min_lr_ratio optim.lr_decay_steps": config.optim.lr_schedule == "constant",

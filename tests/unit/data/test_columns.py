@@ -11,7 +11,7 @@ import pytest
 from megatron_brorl.config.data_keys import ColumnsConfig
 from megatron_brorl.data.columns import guess
 from megatron_brorl.data.prompts import read_rows
-from megatron_brorl.data.solved import solved_examples
+from megatron_brorl.data.sft_rows import sft_examples
 from megatron_brorl.errors import UserError
 from megatron_brorl.types import Prompt
 
@@ -26,7 +26,7 @@ VERL = {
 def read(tmp_path, *rows, **columns):
     path = tmp_path / "f.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return read_rows(path, False, columns=ColumnsConfig(**columns))[0]
+    return read_rows(path, columns=ColumnsConfig(**columns))
 
 
 def test_a_regex_on_the_answer_keeps_the_worked_one_to_imitate(tmp_path):
@@ -58,7 +58,7 @@ def test_columns(tmp_path, raw, columns, answer, target):
 def test_columns_of_parquet(tmp_path):
     path = tmp_path / "f.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL]), path)
-    (row,), _ = read_rows(path, False, columns=ColumnsConfig(answer="reward_model.ground_truth"))
+    (row,) = read_rows(path, columns=ColumnsConfig(answer="reward_model.ground_truth"))
     assert (row.prompt, row.answer) == (VERL["prompt"], "4")
 
 
@@ -86,7 +86,7 @@ def test_a_conversation_that_ends_with_its_answer(tmp_path):
         (
             {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "target": "z"},
             {},
-            "has a target, and a message of the assistant's at the end",
+            "has a target, and a message of the assistant at the end",
         ),
     ],
 )
@@ -104,7 +104,7 @@ def test_the_target_is_imitated_and_not_the_answer():
             return [ord(c) for c in text]
 
     prompts = [Prompt("a", "x", (1,), "7", "exact", target="so 7"), Prompt("b", "x", (1,), "8", "exact")]
-    found = [response for _, response in solved_examples(prompts, Letters())]
+    found = [response for _, response in sft_examples(prompts, Letters())]
     assert found == [[*map(ord, "so 7"), 0], [ord("8"), 0]]
 
 
@@ -122,7 +122,7 @@ def test_columns_are_guessed_so_that_the_file_can_be_read(tmp_path, row, columns
     path = tmp_path / "f.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert guess(path) == columns
-    assert len(read_rows(path, False, columns=ColumnsConfig(**columns))[0]) == 1
+    assert len(read_rows(path, columns=ColumnsConfig(**columns))) == 1
     path.write_text('{"x": 1}\n')
     with pytest.raises(UserError, match="no column looks like a prompt, only x"):
         guess(path)

@@ -117,7 +117,6 @@ def _write(
 def _rollout(group: int, name: str, sibling: int, right: bool, moment: Moment) -> dict[str, Any]:
     answer = "7" if right else f"{sibling % 3}" if sibling % 4 else None
     text = f"\U0001f600 it is {answer}" if sibling % 2 else f"{HOSTILE} {answer}"
-    ends = [2, 8, len(text), len(text)]
     return {
         "group": group,
         "prompt_id": name,
@@ -131,12 +130,11 @@ def _rollout(group: int, name: str, sibling: int, right: bool, moment: Moment) -
         "reason": "right" if right else f"{answer} is <i>not</i> it",
         "status": "ok" if answer else "no_answer",
         "finish": "stop",
-        "tokens": len(ends),
-        "versions": [{"version": moment.number, "tokens": len(ends)}],
+        "tokens": 4,
+        "versions": [{"version": moment.number, "tokens": 4}],
         "advantage": None if moment.kind == "evaluation" else (0.8 if right else -0.4) / (group + 1),
         "token_ids": [5, 6, 7, 2],
         "log_probs": [-0.01, -1.5, -4.75, -0.2],
-        "ends": None if sibling == 5 else ends,
     }
 
 

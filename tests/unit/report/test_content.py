@@ -56,7 +56,7 @@ def test_figures_are_explained(run):
     found = meanings(list(run["curves"]["values"]))
     assert found["kept_share"]["unit"]
     assert found["time/generate"]["meaning"] == found["time/generate"]["meaning"].strip() != ""
-    assert set(run["curves"]["values"]) == set(found)  # the glossary has every figure
+    assert set(run["curves"]["values"]) == set(found)  # every metric is documented
 
 
 def test_long_curves_are_means():
@@ -234,11 +234,6 @@ def test_rollouts_of_the_page_are_those_recorded(folder):
                 shown = chunks[chunk][at]["rollouts"]
                 assert [r["text"] for r in shown] == [r["text"] for r in own]
                 assert [r["log_probs"] for r in shown] == [pytest.approx(r["log_probs"]) for r in own]
-                ends = [
-                    r["ends"] and [sum(s["lengths"][: i + 1]) for i in range(4)]
-                    for r, s in zip(own, shown, strict=True)
-                ]
-                assert ends == [r["ends"] for r in own]
 
 
 @pytest.mark.parametrize("room", [0, 700, 4000, 8000])

@@ -56,15 +56,7 @@ def test_what_a_model_wrote_is_text(opened, run):
     texts = b.value("[...document.querySelectorAll('.card pre')].map((pre) => pre.textContent)")
     assert HOSTILE in own[0]["text"]
     assert texts == [r["text"].replace("\u202e", "\ufffd") + "\u25a0" for r in own]
-    pieces = b.value(
-        "[...document.querySelectorAll('.card pre')].map((pre) => [...pre.children].map((t) => t.textContent))"
-    )
-    for found, r in zip(pieces, own, strict=True):
-        ends = [0, *r["ends"]]
-        wanted = [r["text"][a:e].replace("\u202e", "\ufffd") or "\u25a0" for a, e in zip(ends, r["ends"], strict=False)]
-        assert found == wanted  # a character of two UTF-16 units is one
     assert b.value("[window.broken, document.images.length, document.scripts.length]") == [None, 0, 3]
-    assert b.value("document.querySelector('.card .t').title") == "token 1: log-prob -0.010, probability 99.0%"
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])

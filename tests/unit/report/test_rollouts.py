@@ -44,7 +44,6 @@ def rollout(group: int, prompt: str, sibling: int, answer: str | None) -> dict[s
         "advantage": 0.25 if right else None,
         "token_ids": [5, 6, 2],
         "log_probs": [-1.5, -0.25, 0.0],
-        "ends": [2, 7, 7],
     }
 
 

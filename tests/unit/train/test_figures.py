@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import fakes
-import glossary_faults
+import metric_faults
 import numpy as np
 import pytest
 import torch
@@ -112,7 +112,7 @@ def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path)
 
     # One rank waits for nobody; what it sampled and trained is known.
     for _, metrics, seconds in writer.rows:
-        assert glossary_faults.of_row({**metrics, "time": seconds}) == []
+        assert metric_faults.of_row({**metrics, "time": seconds}) == []
         assert seconds["ranks/idle"] == 0.0
         assert seconds["ranks/step_slowest"] == seconds["step"]
         sampled = metrics["response_tokens"] * metrics["rollouts"]

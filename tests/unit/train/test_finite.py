@@ -85,9 +85,10 @@ def assert_step_without(values, trainer, model, left_out):
 
 
 @pytest.mark.parametrize("ops", ["fused", "reference"])
-def test_rows_that_the_engine_gives_no_finite_log_prob(processes, model, ops):
+def test_rows_that_the_engine_gives_no_finite_log_prob(processes, model, capfd, ops):
     trainer = trainer_of(model, processes, {"ops": {"implementation": ops}}, ROWS)
     values, _ = trainer.train_step()
+    assert "not finite: p/0/3, p/1/0, p/1/31, p/2/17\n" in capfd.readouterr().err
     assert_step_without(values, trainer, model, set(ROWS))
     assert values["finite_rows"] == 3 * N - len(ROWS)
 
@@ -159,12 +160,15 @@ def test_rows_whose_values_turn_nan_in_the_critic_s_update(processes, model):
     assert figures["trained_tokens"] == sum(len(row) for _, found, _ in groups for row in found)
 
 
-def test_a_gradient_that_no_row_explains_is_skipped(processes, model):
+def test_a_gradient_that_no_row_explains_is_skipped_and_its_rows_are_named(processes, model, capfd):
     trainer = trainer_of(model, processes, {})
     before = {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
     poison_gradients(trainer.worker.actor)
     values, _ = trainer.train_step()
     assert (values["updates"], values["updates_skipped"], values["nonfinite_rows"]) == (0, 1, 0)
+    said = capfd.readouterr().err
+    assert "its gradient is not finite; its rows are: p/0/0, p/0/1, " in said
+    assert f" and {values['finite_rows'] - 16:.0f} more\n" in said
     assert trainer.worker.optimizer.optimizer.state == {}
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.worker.hf_tensors())
 

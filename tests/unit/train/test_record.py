@@ -89,9 +89,6 @@ def test_a_step_is_recorded(processes, model, tmp_path):
         assert r["token_ids"] == row
         assert r["tokens"] == len(row)
         assert r["log_probs"] == pytest.approx([fakes.log_prob(t, 1) for t in row], rel=1e-6)
-        assert [r["text"][:end] for end in r["ends"]] == [
-            " ".join(str(t) for t in row[: i + 1] if t != fakes.STOP) for i in range(len(row))
-        ]
         assert r["versions"] == [{"version": 1, "tokens": len(row)}]
         assert (r["reward"], r["right"]) == (rewards[g, i], bool(rewards[g, i]))
         if g in kept:

@@ -78,7 +78,7 @@ def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
 
 
 @pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize("kind", ["gae", "grpo", "maxrl", "inverse_variance", "pass_at_k", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("kind", ["gae", "grpo", "maxrl", "pass_at_k", "reinforce_pp_baseline"])
 def test_kl_in_the_reward(replicas, ops, kind):
     """r_t = -beta KL_t, and what the response earned at its end; A_t = sum of what comes, from t on."""
     g = torch.Generator().manual_seed(1)
@@ -88,11 +88,7 @@ def test_kl_in_the_reward(replicas, ops, kind):
     credit = of_tokens(torch.tensor(EARNED), LENGTHS, v, kl, algo, ops, replicas)
     raw = [[r - 0.3 * sum(x.tolist()[t:]) for t in range(len(x))] for r, x in zip(EARNED, kl, strict=True)]
     flat = [a for row in raw for a in row]
-    mean, std = (
-        (0.0, 1.0)
-        if kind in ("grpo", "maxrl", "inverse_variance")
-        else (statistics.fmean(flat), statistics.pstdev(flat))
-    )
+    mean, std = (0.0, 1.0) if kind in ("grpo", "maxrl") else (statistics.fmean(flat), statistics.pstdev(flat))
     for mine, row in zip(credit.advantages, raw, strict=True):
         assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
     assert (credit.returns is None) == (kind != "gae")
@@ -121,11 +117,10 @@ def outcomes():
 
 
 @pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize("gamma", [0.0, 2.0])
-@pytest.mark.parametrize("kind", ["grpo", "maxrl", "inverse_variance", "pass_at_k", "reinforce_pp_baseline"])
-def test_what_rollouts_earn(ops, kind, gamma):
-    """Of mixed, all-right and partly-right groups with lost siblings; groups weighed before they are whitened."""
-    algo = AlgoConfig(advantage=kind, pass_k=2 * (kind == "pass_at_k"), focal_gamma=gamma)
+@pytest.mark.parametrize("kind", ["grpo", "maxrl", "pass_at_k", "reinforce_pp_baseline"])
+def test_what_rollouts_earn(ops, kind):
+    """Mixed, all-right and partly-right groups with lost siblings."""
+    algo = AlgoConfig(advantage=kind, pass_k=2 * (kind == "pass_at_k"))
     got = of_rollouts(outcomes(), [0, 1, 2], algo, ops)
     alive = [[r for r in row if r is not None] for row in REWARDS]
     centred = [[r - statistics.fmean(row) for r in row] for row in alive]
@@ -135,16 +130,10 @@ def test_what_rollouts_earn(ops, kind, gamma):
         ]
     elif kind == "maxrl":
         expected = [[x / statistics.fmean(row) for x in part] for part, row in zip(centred, alive, strict=True)]
-    elif kind == "inverse_variance":
-        expected = [
-            [x / (statistics.pvariance(row) or 1) for x in part] for part, row in zip(centred, alive, strict=True)
-        ]
     elif kind == "pass_at_k":
         expected = [[-1, 2, -1], [0] * 4, [0] * 3]  # both others are wrong: nothing is right without the one
     else:
         expected = centred
-    weights = [(1 - statistics.fmean(row)) ** gamma for row in alive]
-    expected = [[w * x for x in row] for w, row in zip(weights, expected, strict=True)]
     if kind in ("pass_at_k", "reinforce_pp_baseline"):
         flat = [x for row in expected for x in row]
         mean, std = statistics.fmean(flat), statistics.pstdev(flat)

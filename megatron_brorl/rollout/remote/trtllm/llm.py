@@ -21,7 +21,7 @@ from tensorrt_llm.llmapi.llm_args import (
 )
 from tensorrt_llm.sampling_params import LogprobMode
 
-from megatron_brorl.config.engine_keys import TrtLlmConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.rollout.remote import seeds
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
 from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf
@@ -48,16 +48,16 @@ class Llm(EngineLeaf):
 
     def __init__(self, options: EngineOptions) -> None:
         """Raises ValueError where this version of TensorRT-LLM cannot do what is asked."""
-        self.options, self.config = options, TrtLlmConfig(**options.section)
+        self.options, self.config = options, EngineConfig(**options.section)
         self.tags = sleep_tags(str(tag.value) for tag in ExecutorMemoryType)
 
         # Tables of log-probs and CUDA graphs are of this size: no larger than what can run together.
         c = self.config
         self.rows = options.max_rows
         if options.max_kv_tokens:
-            self.rows = rows_at_a_time(options.max_kv_tokens, options.context, options.max_rows, c.scheduler)
+            self.rows = rows_at_a_time(options.max_kv_tokens, options.context, options.max_rows)
 
-        self.ray = ray_node.start(c.ray_port, c.tensor)
+        self.ray = ray_node.start(c.tensor)
         self._llm = self._build()
 
     def _build(self) -> Any:
@@ -71,7 +71,7 @@ class Llm(EngineLeaf):
             tensor_parallel_size=c.tensor,
             dtype=o.dtype,
             load_format="dummy",  # weights come from the trainer
-            model_kwargs={"quantization_config": _FP8} if c.quantization == "fp8_block" else None,
+            model_kwargs={"quantization_config": _FP8} if c.quantization == "fp8" else None,
             max_batch_size=self.rows,
             # Neither a prompt nor a rollout that goes on may be cut short of the context.
             max_input_len=o.context,
@@ -87,8 +87,9 @@ class Llm(EngineLeaf):
                 # The second manager, which "auto" may choose, tells bytes and no number of blocks (brorl_kv_tokens).
                 use_kv_cache_manager_v2=False,
             ),
-            scheduler_config=SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy(c.scheduler)),
-            disable_overlap_scheduler=not c.overlap,
+            # The other policy, MAX_UTILIZATION, evicts and recomputes requests, which cost 40% of the throughput where
+            # many more were asked for than fit (TensorRT-LLM issue 16827).
+            scheduler_config=SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy.GUARANTEED_NO_EVICT),
             # A graph is of one batch size: without padding all but the sizes of the list would run without one.
             cuda_graph_config=(
                 CudaGraphConfig(batch_sizes=graph_sizes(self.rows), enable_padding=True) if c.cuda_graphs else None
@@ -105,7 +106,7 @@ class Llm(EngineLeaf):
         await self._check_log_probs()
         kind = await self._find_seeds()
         tokens = min(await self._llm.collective_rpc("brorl_kv_tokens"))
-        rows = rows_at_a_time(tokens, self.options.context, self.rows, self.config.scheduler)
+        rows = rows_at_a_time(tokens, self.options.context, self.rows)
         return Capabilities(
             engine=f"TensorRT-LLM {tensorrt_llm.__version__}",
             torch=torch.__version__,

@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+FIRST_PORT = 20000  # below 32768, from where Linux gives ports to any program that asks for one
 PORTS = 100  # of a block
 BLOCKS = 100  # that are tried
 _HOST = "127.0.0.1"
@@ -42,13 +43,13 @@ class RayNode:
     held: socket.socket  # the last one
 
 
-def start(base: int, gpus: int) -> RayNode:
+def start(gpus: int) -> RayNode:
     """Start a Ray in this process's session and name it in RAY_ADDRESS, where TensorRT-LLM looks for one.
 
-    base: port from which blocks are looked for. gpus: devices, those of CUDA_VISIBLE_DEVICES. Raises OSError where a
+    gpus: devices, those of CUDA_VISIBLE_DEVICES. Raises OSError where a
     port is taken or Ray ends, TimeoutError where it does not come up.
     """
-    first, held = find_block(base)
+    first, held = find_block()
     process = subprocess.Popen([sys.executable, "-m", "ray.scripts.scripts", "start", *arguments(first, gpus)])
 
     # TensorRT-LLM looks once.
@@ -63,7 +64,7 @@ def start(base: int, gpus: int) -> RayNode:
     return RayNode(process, first, held)
 
 
-def find_block(base: int) -> tuple[int, socket.socket]:
+def find_block(base: int = FIRST_PORT) -> tuple[int, socket.socket]:
     """The first port of the first block from `base` on whose services can listen, and what holds the block.
 
     Raises OSError where there is none.
@@ -80,7 +81,7 @@ def find_block(base: int) -> tuple[int, socket.socket]:
         if None not in services:
             return first, held
         held.close()
-    raise OSError(errno.EADDRINUSE, f"no block of {PORTS} free ports from {base} on: set trtllm.ray_port")
+    raise OSError(errno.EADDRINUSE, f"no block of {PORTS} free ports from {base} on: end the processes that hold them")
 
 
 def arguments(first: int, gpus: int) -> list[str]:

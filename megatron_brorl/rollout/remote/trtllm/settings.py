@@ -35,16 +35,16 @@ def graph_sizes(rows: int) -> list[int]:
     return [size for size in sizes if size < rows] + [rows]
 
 
-def rows_at_a_time(kv_tokens: int, context: int, most: int, scheduler: str) -> int:
-    """Requests that run together where keys and values of `kv_tokens` tokens fit.
+def rows_at_a_time(kv_tokens: int, context: int, most: int) -> int:
+    """Return how many requests run together where keys and values of `kv_tokens` tokens fit.
 
-    context: prompt + response tokens at most. most: of the configuration. GUARANTEED_NO_EVICT reserves the longest
-    response for each; MAX_UTILIZATION takes what it is given. Raises ValueError where not even one fits.
+    The scheduler reserves the longest response, prompt + response tokens = context, for each request. Raises ValueError
+    where not even one fits.
     """
     fitting = kv_tokens // context
     if not fitting:
         raise ValueError(
             f"keys and values of {kv_tokens} tokens fit, and one response with its prompt may take {context}: raise "
-            "trtllm.memory_fraction or trtllm.tensor, set train.offload = true, or lower rollout.max_tokens"
+            "engine.memory_fraction or engine.tensor, set train.offload = true, or lower rollout.max_tokens"
         )
-    return most if scheduler == "MAX_UTILIZATION" else min(most, fitting)
+    return min(most, fitting)

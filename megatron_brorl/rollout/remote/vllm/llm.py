@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from megatron_brorl.config.engine_keys import VllmConfig
+from megatron_brorl.config.engine_keys import EngineConfig
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.rollout.remote import seeds
 from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
@@ -40,12 +40,12 @@ class Llm(EngineLeaf):
 
     def __init__(self, options: EngineOptions) -> None:
         """Raises ValueError where vLLM cannot do what is asked here."""
-        self.options, self.config = options, VllmConfig(**options.section)
+        self.options, self.config = options, EngineConfig(**options.section)
         self.on_gpu = torch.cuda.is_available()
         self._names = count()
         self._aborting: set[asyncio.Task[None]] = set()
         if self.config.quantization == "fp8" and not self.on_gpu:
-            raise ValueError("vllm.quantization = 'fp8' needs a GPU: set 'none'")
+            raise ValueError("engine.quantization = 'fp8' needs a GPU: set 'none'")
         if options.threads and not self.on_gpu:
             os.environ["OMP_NUM_THREADS"] = str(options.threads)  # the engine's own process inherits it
 
@@ -62,7 +62,7 @@ class Llm(EngineLeaf):
         if found < o.context * per_token:
             raise ValueError(
                 f"keys and values of {found // per_token} tokens fit, and one response with its prompt may take "
-                f"{o.context}: raise {'vllm.memory_fraction' if self.on_gpu else 'rollout.kv_cache_mib'} or lower "
+                f"{o.context}: raise {'engine.memory_fraction' if self.on_gpu else 'rollout.kv_cache_mib'} or lower "
                 "rollout.max_tokens"
             )
         return found
@@ -191,7 +191,7 @@ class Llm(EngineLeaf):
             try:
                 await asyncio.wait_for(self._llm.is_paused(), limit)
             except TimeoutError:
-                _end(f"vLLM's engine core or a worker is silent for {limit:g} s (vllm.heartbeat_timeout_s)")
+                _end(f"vLLM's engine core or a worker is silent for {limit:g} s (engine.heartbeat_timeout_s)")
             except EngineDeadError as e:
                 _end(f"vLLM's engine core is gone: {e}")
             await asyncio.sleep(_WATCH_S)

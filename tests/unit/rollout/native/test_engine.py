@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fakes
 import pytest
 import tiny
 import torch
@@ -106,20 +105,23 @@ def test_rollouts_do_not_depend_on_their_neighbours(one, dtype):
             assert same_tokens(together[i], other) >= 0.98  # the rest is floating-point order
 
 
-class Drawer(fakes.Supplier):
+class Drawer:
     """A supply of requests, so many at a time; notes how many rows there was room for."""
 
     def __init__(self, requests, rows):
         self.left, self.rows, self.prompt_tokens = list(requests), rows, 9
         self.rooms = []
 
-    def take(self, room, rows):
+    def take(self, room):
         self.rooms.append(room)
         taken, rows = [], 0
         while self.left and rows < room:
             taken.append(self.left.pop(0))
             rows += taken[-1].n
         return taken
+
+    def wait(self):
+        return False
 
 
 @pytest.mark.parametrize("memory", [0, 24])
@@ -160,13 +162,15 @@ def test_both_samplers_draw_the_same_tokens(one, temperature, top_p, top_k):
                 torch.testing.assert_close(x.log_probs, y.log_probs, atol=1e-5, rtol=0)
 
 
-def test_a_row_without_a_distribution_is_told(one):
-    def like_cuda(logits, *_):
-        rows = logits.shape[0]
-        return torch.arange(rows) - 1, torch.full((rows,), float("nan"))
+@pytest.mark.parametrize("sample", [sample_tokens, fused_sampling.sample_tokens])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_without_a_distribution_ends_the_call(one, sample, value):
+    def broken(logits, *places):
+        logits[-1, 7] = value
+        return sample(logits, *places)
 
-    with pytest.raises(ValueError, match=r"NaN, \+inf or nothing above -inf"):
-        make_engine(*one, sample=like_cuda).generate([Request(prompts()[0], 1, 4)], Sampling(1, 1, 0, 5, ()))
+    with pytest.raises(ValueError, match=r"logits.*(NaN|nan|inf)"):
+        make_engine(*one, sample=broken).generate([Request(prompts()[0], 1, 4)], Sampling(1, 1, 0, 5, ()))
 
 
 def test_siblings_and_steps_differ(one):
@@ -292,56 +296,6 @@ def test_rollouts_cut_by_a_budget_go_on_as_if_nothing_had_been(one, ops):
         if len(x.token_ids) == 50:
             assert y.spans == ((5, 13), (6, 13), (7, 13), (8, 11))
     assert any(len(x.token_ids) == 50 for x, _ in same)
-
-
-class Asking(fakes.Supplier):
-    """Asks twice for rows, those that wait among them."""
-
-    rows = prompt_tokens = 0
-
-    def __init__(self):
-        self.turns, self.given = 0, []
-
-    def take(self, room, rows):
-        return []
-
-    def excess(self, rows, held):
-        self.turns += 1
-        if self.turns not in (4, 9):
-            return []
-        found = held()
-        assert len(found) == rows
-        active, waiting = [h for h in found if not h.waits], [h for h in found if h.waits]
-        return [*active[1::3], *waiting[:4]]
-
-    def give(self, rows):
-        self.given += rows
-
-
-@pytest.mark.parametrize("budget", [0, 20])
-def test_rows_that_are_handed_on_draw_the_same_tokens_elsewhere(one, budget):
-    """Another engine goes on with them; a budget is that of both."""
-    sampling = Sampling(1.0, 1, 0, 30, STOPS, budget=budget)
-    asked = [Request(p, stream_key(0, 4, p.id), 20) for p in prompts()]
-    whole = make_engine(*one).generate(asked, sampling)
-    giver, supply = make_engine(*one, max_rows=48), Asking()
-    kept = giver.generate(asked, sampling, supply=supply)
-    assert giver._pool.free == giver._pool.size  # nothing of them stays
-    given = supply.given
-    assert len(given) > 20
-    assert {len(r.token_ids) for _, r in given} >= {0, 4, 9}  # rows that entered later have fewer
-    handed = [Request(asked[i].prompt, asked[i].key, 1, r.index, (r,), len(r.token_ids), 1) for i, r in given]
-    taken = make_engine(*one).generate(handed, sampling)
-    found = {(i, r.index): r for i, part in enumerate(kept) for r in part}
-    assert not found.keys() & {(i, r.index) for i, r in given}
-    found |= {(i, r.index): end for (i, r), (end,) in zip(given, taken, strict=True)}
-    pairs = [(r, found.pop((i, r.index))) for i, part in enumerate(whole) for r in part]
-    assert not found
-    same = [(x, y) for x, y in pairs if torch.equal(x.token_ids, y.token_ids)]
-    assert len(same) >= 0.98 * len(pairs)  # the rest is floating-point order
-    for x, y in same:
-        assert (x.finish, x.spans) == (y.finish, y.spans)
-        torch.testing.assert_close(x.log_probs, y.log_probs, atol=1e-4, rtol=0)
 
 
 def test_a_cancelled_call_gives_back_what_it_has(one):

@@ -49,7 +49,7 @@ def together(tmp_path, streams, dtype=torch.float32, form=as_is):
                 copies[i].add(name)
             return form(name, tensor)
 
-        update = Update(3, 7, SHAPES, dtype, recorded, "trtllm.shared_memory")
+        update = Update(3, 7, SHAPES, dtype, recorded, "engine.shared_memory")
         link = tmp_path / f"weights_{i}" if i % 2 == 0 else None
         try:
             return stage(iter(streams[i]), update, Node(i, ranks, tmp_path, exchange), link)
@@ -134,7 +134,7 @@ def test_a_folder_without_room_is_told_on_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     streams = [iter(list(seal(model().items()))) for _ in range(2)]
     found, _ = together(tmp_path, streams)
-    assert all("trtllm.shared_memory: " in str(x) and "has no room for 0 MiB" in str(x) for x in found)
+    assert all("engine.shared_memory: " in str(x) and "has no room for 0 MiB" in str(x) for x in found)
     assert all(isinstance(x, UserError) for x in found)
     assert all(list(stream) == [] for stream in streams)  # other nodes take part in making the rest
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,103 @@
+"""The study harness: what a design may say, and how its results are read."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import study
+
+from megatron_brorl.errors import UserError
+
+ARMS = ({"name": "few", "seconds": 10}, {"name": "many", "seconds": 10, "start": "few"})
+COMPARISON = {"claim": "many is better", "before": "few", "after": "many"}
+
+
+def design(**changes):
+    own = {"name": "d", "question": "?", "config": "run.toml", "seeds": (1, 2, 3), "arms": ARMS}
+    return study.Design(**{**own, "comparisons": (COMPARISON,), **changes})
+
+
+def table(curves):
+    """A table of results; curves: {(arm, seed): ([seconds], [pass@1])}, with ten rollouts per second."""
+    rows = [
+        {
+            "phase": "test",
+            "run": f"{arm}-{seed}",
+            "arm": arm,
+            "seed": seed,
+            "seconds": x,
+            "rollouts": 10 * x,
+            "pass_at_1": y,
+        }
+        for (arm, seed), (xs, ys) in curves.items()
+        for x, y in zip(xs, ys, strict=True)
+    ]
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arms": (*ARMS, ARMS[0])}, "two are named few"),
+        ({"arms": ({"name": "few", "seconds": 1, "start": "later"},)}, "start = 'later'"),
+        ({"arms": ({"name": "few"},)}, "has no budget"),
+        ({"comparisons": ({**COMPARISON, "after": "none"},)}, "no arm is named none"),
+        ({"tuning": {"seeds": (3,), "rates": (1e-3,)}}, "tuning.seeds"),
+    ],
+)
+def test_designs_that_contradict_themselves_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        study.check(design(**changes), "d.toml")
+
+
+def test_an_unknown_key_is_refused_with_its_place(tmp_path):
+    path = tmp_path / "d.toml"
+    path.write_text('name = "d"\nquestion = "?"\nconfig = "run.toml"\nseeds = [1]\n[[arms]]\nname = "a"\nsecond = 3\n')
+    with pytest.raises(UserError, match=r"d\.toml: arms\.0\.second: Extra inputs"):
+        study.read_design(path)
+
+
+def test_curves_are_read_up_to_the_end_of_the_shorter_one():
+    found = table({("few", 1): ([0, 10], [0.0, 0.5]), ("many", 1): ([0, 5, 20], [0.0, 0.4, 0.7])})
+    comparison = study.Comparison(**COMPARISON)
+    assert study.differences(comparison, found) == {1: pytest.approx(0.4 + 0.3 / 3 - 0.5)}
+    # Areas over 10 s: 0.25 for few; 5 x 0.2 + 5 x 0.45 = 3.25 for many.
+    mean = study.Comparison(**COMPARISON, end_point="mean", over="rollouts")
+    assert study.differences(mean, found) == {1: pytest.approx(0.325 - 0.25)}
+
+
+def test_inference_is_students_paired_test_over_runs():
+    # Student's sleep data: mean 1.58, 95% interval 0.70 to 2.46, p = 0.00283.
+    first = (0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0)
+    second = (1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4)
+    curves = {("few", seed): ([0, 1], [0.0, y]) for seed, y in enumerate(first)}
+    curves |= {("many", seed): ([0, 1], [0.0, y]) for seed, y in enumerate(second)}
+    row = study.infer(design(), table(curves)).iloc[0]
+    assert (row.pairs, row["mean"]) == (10, pytest.approx(1.58))
+    assert (row.low, row.high) == (pytest.approx(0.7001, abs=1e-4), pytest.approx(2.4599, abs=1e-4))
+    assert row.p == row.holm == pytest.approx(0.002833, abs=1e-6)
+
+
+def test_holm_covers_comparisons_that_have_no_pairs():
+    rng = np.random.default_rng(0)
+    curves = {(arm, seed): ([0, 1], [0.0, rng.normal()]) for arm in ("few", "many") for seed in range(5)}
+    unknown = {**COMPARISON, "before": "many", "metric": "pass_at_8"}
+    found = study.infer(design(comparisons=(COMPARISON, unknown)), table(curves).assign(pass_at_8=np.nan))
+    assert found.p[1] == 1
+    assert found.holm[0] == pytest.approx(min(1, 2 * found.p[0]))
+
+
+def test_a_difference_is_found_in_five_percent_of_studies_without_one():
+    rng = np.random.default_rng(1)
+    p = []
+    for _ in range(300):
+        curves = {(arm, seed): ([0, 1], [0.0, rng.normal()]) for arm in ("few", "many") for seed in range(5)}
+        p.append(study.infer(design(), table(curves)).p[0])
+    assert 0.02 < np.mean(np.array(p) <= 0.05) < 0.09

@@ -1,0 +1,140 @@
+"""Each slot is taken once, by any rank in any order, and gets the tokens that any other rank would draw."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from itertools import product
+
+import fakes
+import pytest
+import torch.distributed as dist
+
+from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.sampler import deal, open_groups, requests
+from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.rollout.work_stealing import SharedSlots, SlotSupply, WorkStealing
+
+SAMPLING = Sampling(1.0, 1.0, 0, 12, (fakes.STOP,))
+GROUPS = open_groups(fakes.prompts(5), 0)
+
+
+def shares(parts, store=None):
+    store = store or dist.HashStore()
+    return [SharedSlots(store, "call", parts, rank) for rank in range(len(parts))]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_slot_is_taken_once_whoever_asks_when(ranks, seed):
+    rng, new = random.Random(seed), list(product(range(5), range(16)))
+    parts = deal(new, [rng.randrange(20) for _ in range(ranks)])
+    waiting, taken = shares(parts), [[] for _ in range(ranks)]
+    asking = list(range(ranks))
+    while asking:
+        rank = rng.choice(asking)
+        first, found = not taken[rank] and waiting[rank]._first, waiting[rank].claim(rng.randrange(1, 12))
+        if not found and not (first and not parts[rank]):
+            asking.remove(rank)
+        taken[rank].append(found)
+    assert sorted(slot for claims in taken for claim in claims for slot in claim) == new
+    for rank, claims in enumerate(taken):
+        # The first is the front of its own, whatever others have; what is claimed is consecutive in some rank's part.
+        assert all(slot in parts[rank] for slot in claims[0])
+        for claim in claims:
+            assert any(claim == part[i : i + len(claim)] for part in parts for i in range(len(part) + 1))
+
+
+def test_claims_at_one_time():
+    """Threads that ask at once, as engines do."""
+    parts = deal(list(product(range(3), range(200))), [0] * 4)
+    waiting, taken = shares(parts), [[] for _ in parts]
+
+    def ask(rank: int) -> None:
+        while found := waiting[rank].claim(1):
+            taken[rank] += found
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(slot for found in taken for slot in found) == list(product(range(3), range(200)))
+
+
+def test_what_is_taken_of_others():
+    """Own ones first, then the next rank's, from the front; nothing when all is taken."""
+    a, b, c = shares([[(0, i) for i in range(12)], [(1, i) for i in range(20)], [(2, i) for i in range(3)]])
+    assert a.claim(10) == [(0, i) for i in range(10)]
+    assert b.claim(4) == [(1, i) for i in range(4)]
+    assert a.claim(3) == [(0, 10), (0, 11)]
+    assert a.claim(9) == [(1, i) for i in range(4, 13)]
+    assert c.claim(5) == [(2, 0), (2, 1), (2, 2)]
+    assert c.claim(1) == [(1, 13)]
+    assert b.claim(100) == [(1, i) for i in range(14, 20)]
+    assert [w.claim(9) for w in (a, b, c)] == [[], [], []]
+
+
+def test_a_call_deletes_the_counters_of_the_call_before():
+    store = dist.HashStore()
+    stealing = WorkStealing(store)
+    assert WorkStealing(store).begin([[(0, 0)] * 50], 0) is None  # A single rank shares with no one.
+    slots = stealing.begin([[(0, 0)] * 4, [(0, 0)] * 3], 0)
+    assert len(slots.claim(2)) == 2
+    assert store.num_keys() == 2
+    stealing.begin([[(0, 0)]], 0)
+    assert store.num_keys() == 0
+    assert slots.claim(2) == []
+
+
+def supplied(waiting, groups, seed=3):
+    """A supply, and where the groups of what it gives are noted."""
+    numbers = []
+
+    def asked(slots):
+        made, of = requests(slots, groups, {}, seed)
+        numbers.extend(of)
+        return made
+
+    return SlotSupply(waiting, asked, 80, 9), numbers
+
+
+def test_an_engine_that_is_given_up_leaves_the_rest_to_the_others(capfd):
+    """It hangs in what it began; the others' engines sample all it has not, with the tokens of anyone's."""
+    parts = deal(list(product(range(5), range(16))), [0, 0])
+    waiting, release = shares(parts), threading.Event()
+    stuck = fakes.Engine(stall={("p/0", 0)}, deaf=release, takes=2, room=4)
+    results = []
+    for rank, engine in enumerate((stuck, fakes.Engine(room=4))):
+        supply, numbers = supplied(waiting[rank], GROUPS)
+        dog = Watchdog(engine, 0.4, rank, grace_s=0.2) if rank == 0 else Watchdog(engine, 60.0, rank)
+        result = dog.generate([], SAMPLING, supply=supply)
+        results += [
+            ((group, r.index), r) for group, rollouts in zip(numbers, result.rollouts, strict=True) for r in rollouts
+        ]
+        assert dog.stuck == (rank == 0)
+    release.set()
+    assert "prompt p/0: sibling 0" in capfd.readouterr().err
+    found = dict(results)
+    assert len(found) == len(results) == 5 * 16 - 1  # only what hangs is lost
+    for (group, sibling), rollout in found.items():
+        (request,), _ = requests([(group, sibling)], GROUPS, {}, 3)
+        (drawn,) = fakes.draws(request.key, [sibling], 12)
+        assert rollout.token_ids.tolist() == drawn[: len(rollout.token_ids)]
+
+
+def test_an_engine_that_is_told_to_stop_begins_nothing_more():
+    waiting = shares(deal(list(product(range(5), range(16))), [0, 0]))
+    supply, _ = supplied(waiting[0], GROUPS)
+
+    class Slow(fakes.Engine):
+        def generate(self, requests, sampling, watch=None, supply=None):
+            while not watch.cancelled():
+                time.sleep(0.01)
+            assert supply.take(4) == []
+            assert not supply.wait()
+            return []
+
+    assert Watchdog(Slow(), 0.1).generate([], SAMPLING, supply=supply).requests == []
+    assert len(waiting[1].claim(100)) == len(waiting[1].claim(100)) == 40  # its own, and the first rank's

@@ -1,0 +1,67 @@
+"""The documentation of metrics, and `brorl metrics`. Tests of runs compare their metrics with it."""
+
+from __future__ import annotations
+
+import re
+
+import metric_faults
+import pytest
+
+from megatron_brorl.cli.main import main
+from megatron_brorl.tracking.metric_docs import find, sections
+from megatron_brorl.tracking.trackers import tag
+
+EXAMPLES = {"k": "8", "h": "8", "phase": "train", "when": "after", "end": "low", "side": "low", "name": "x"}
+
+
+def output(capsys, *words, code=0):
+    with pytest.raises(SystemExit) as ended:
+        main(["metrics", *words])
+    assert ended.value.code == code
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
+
+
+def names(text):
+    return [line.split(" ")[0] for line in text.splitlines() if line and not line.startswith(" ") and "   (" in line]
+
+
+def test_every_metric_is_found_by_its_name_and_has_the_group_of_its_section():
+    for section in sections():
+        for metric in section.metrics:
+            name = re.sub(r"\{(\w+)\}", lambda m: EXAMPLES[m[1]], metric.name)
+            assert not re.search(r"[|\n]", "".join(vars(metric).values()))  # it becomes a row of a table
+            assert find(name, section.file) == (section, metric)
+            if section.group:
+                assert tag(name, section.file).split("/")[0] == section.group
+
+
+def test_faults_of_a_row_and_of_a_summary():
+    row = {"step": 0, "kept_share": 0.5, "lr": None, "nonfinite": ["lr"], "time": {"step": 1.0}}
+    assert metric_faults.of_row(row) == []
+    row |= {"kept_share": 1.5, "rewards": 1.0, "time": {"reward": 1.0}}
+    assert [fault.partition(":")[0] for fault in metric_faults.of_row(row)] == ["kept_share = 1.5", "rewards", "reward"]
+    summary = {"steps": 3, "before": None, "after": {"pass_at_1": {"mean": 2.0}, "by_task": {"a.b": 0.5}}, "more": {}}
+    assert [fault.partition(":")[0] for fault in metric_faults.of_summary(summary)] == [
+        "after.pass_at_1.mean = 2.0",
+        "more",
+    ]
+
+
+def test_metrics_are_printed_by_name_group_and_part_of_a_name(capsys):
+    assert output(capsys, "response_tokens").splitlines()[1:3] == [
+        "Rollouts: What the engines sampled and lost.",
+        "response_tokens   (tokens)",
+    ]
+    assert names(output(capsys, "pass_at_16")) == ["pass_at_{k}"]
+    assert names(output(capsys, "time.ranks/train_idle", "evaluate"))[-1] == "ranks/{phase}_idle"
+    assert names(output(capsys, "staleness")) == ["staleness_mean", "staleness_max"]
+    everything = output(capsys)
+    assert names(everything) == [metric.name for section in sections() for metric in section.metrics]
+    assert "`" not in everything
+
+
+def test_an_unknown_metric_is_answered_with_the_nearest_name(capsys):
+    assert output(capsys, "kept_shares", code=2) == (
+        "brorl: no metric is called 'kept_shares'; did you mean kept_share?\n"
+    )

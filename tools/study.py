@@ -1,0 +1,433 @@
+"""Run a study that is declared in a TOML file, and write its page.
+
+Usage: python tools/study.py DESIGN.toml DIRECTORY [--plan | --page]
+
+A design compares arms: settings of one `brorl train` configuration, each run with the same seeds. It is hashed before
+the first run, and a directory takes the runs of one design only. The same command continues a study that was stopped.
+An arm can start from the model that another arm has trained. With a [tuning] table, every arm first tries each learning
+rate on seeds of its own, and keeps the one with the best mean height of the curve.
+
+DIRECTORY gets design.json, runs/, results.parquet, page.md and curves.png. tools/study_example.toml is an example;
+`pip install 'megatron-brorl[study]'` installs what this file imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from scipy import stats
+from scipy.integrate import trapezoid
+from statsmodels.stats.multitest import multipletests
+
+from megatron_brorl.config.load import load
+from megatron_brorl.errors import UserError
+from megatron_brorl.report.held_out import evaluations
+from megatron_brorl.report.run_files import SUMMARY, read_run
+from megatron_brorl.report.spent import checkpoints
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FAILED = "failed.txt"  # in the directory of a tuning run whose weights stopped being finite
+DIVERGED = "train.max_nonfinite_steps"  # named by the error of such a run
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Arm(_Table):
+    """Settings that are compared with those of other arms."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    settings: dict[str, Any] = {}  # section.key -> value
+    start: str = ""  # the arm whose trained model this one starts from; "" is model.path
+    rate_of: str = ""  # the arm whose learning rate this one takes; "" tunes its own where there is a tuning
+    seconds: float = Field(0, ge=0)  # budget of training steps, without evaluations; 0 is no limit
+    rollouts: int = Field(0, ge=0)  # budget of sampled rollouts; 0 is no limit
+
+
+class Tuning(_Table):
+    """Learning rates that every arm tries on seeds that the comparisons do not use."""
+
+    seeds: tuple[int, ...] = Field(min_length=1)
+    rates: tuple[float, ...] = Field(min_length=1)
+
+
+class Comparison(_Table):
+    """A difference between two arms, paired by seed."""
+
+    claim: str
+    before: str
+    after: str
+    over: Literal["seconds", "rollouts"] = "seconds"
+    end_point: Literal["final", "mean"] = "final"  # the curve's value at the end, or its mean height up to there
+    metric: str = Field("pass_at_1", pattern=r"^pass_at_[0-9]+$")
+
+
+class Design(_Table):
+    """A study as it is declared."""
+
+    name: str
+    question: str
+    config: str  # TOML file of `brorl train`, relative to the current directory
+    processes: int = Field(1, ge=1)
+    seeds: tuple[int, ...] = Field(min_length=1)
+    level: float = Field(0.05, gt=0, lt=1)  # of the family of all comparisons
+    settings: dict[str, Any] = {}  # of all arms
+    tuning: Tuning | None = None
+    arms: tuple[Arm, ...] = Field(min_length=1)
+    comparisons: tuple[Comparison, ...] = ()
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of `brorl train`."""
+
+    arm: str
+    seed: int
+    rate: float | None  # None is the configuration's own
+    phase: Literal["tune", "test"]
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-seed{self.seed}" + ("" if self.rate is None else f"-lr{self.rate:g}")
+
+
+def read_design(path: Path) -> Design:
+    """Read and check a design. Raises UserError with the file, the key and what is wrong."""
+    try:
+        design = Design(**tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError) as e:
+        raise UserError(f"{path}: cannot be read as TOML: {e}") from None
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    check(design, str(path))
+    return design
+
+
+def check(design: Design, where: str) -> None:
+    """Check what one key says of another. Raises UserError."""
+    known: list[str] = []
+    for arm in design.arms:
+        if arm.name in known:
+            raise UserError(f"{where}: arms: two are named {arm.name}; give each a name of its own")
+        for key in ("start", "rate_of"):
+            if (other := getattr(arm, key)) and other not in known:
+                raise UserError(f"{where}: arm {arm.name}: {key} = {other!r}: name an arm that is declared above it")
+        if not (arm.seconds or arm.rollouts):
+            raise UserError(f"{where}: arm {arm.name}: has no budget; give seconds or rollouts")
+        known.append(arm.name)
+    for c in design.comparisons:
+        if unknown := {c.before, c.after} - set(known):
+            raise UserError(f"{where}: comparison {c.claim!r}: no arm is named {unknown.pop()}")
+    if design.tuning and set(design.tuning.seeds) & set(design.seeds):
+        raise UserError(f"{where}: tuning.seeds: must differ from seeds, or rates are chosen by the result")
+
+
+class Study:
+    """The runs of a design in a directory."""
+
+    def __init__(self, design: Design, directory: Path) -> None:
+        self.design, self.directory = design, directory
+        # Settings are checked here, before the first run, and the configuration belongs to what is hashed.
+        configs = {arm.name: load(design.config, self._settings(arm)) for arm in design.arms}
+        declared = {"design": design.model_dump(), "configs": {k: dataclasses.asdict(c) for k, c in configs.items()}}
+        self.declared = json.dumps(declared, indent=1, sort_keys=True, default=str)
+        self.sha256 = hashlib.sha256(self.declared.encode()).hexdigest()
+
+    def declare(self) -> None:
+        """Write design.json before the first run. Raises UserError where the directory holds another design."""
+        path = self.directory / "design.json"
+        if not path.exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.declared, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != self.declared:
+            raise UserError(f"{path}: the design has changed since its first run; give the new one another directory")
+
+    def execute(self) -> None:
+        """Make every run that is not done. Raises UserError where one fails."""
+        for arm in self.design.arms if self.design.tuning else ():
+            for run in self._tuning_runs(arm):
+                self._make(run)
+        # Arms in a random order within each seed: changes of the machine over hours meet all arms alike.
+        order = random.Random(self.sha256)
+        for seed in self.design.seeds:
+            for arm in order.sample(self.design.arms, len(self.design.arms)):
+                self._make(self.test_run(arm, seed))
+
+    def runs(self) -> list[Run]:
+        """Return the runs that are done."""
+        tuned = [run for arm in self.design.arms for run in self._tuning_runs(arm)]
+        if not all(map(self._done, tuned)):
+            return [run for run in tuned if self._done(run)]
+        return tuned + [r for s in self.design.seeds for a in self.design.arms if self._done(r := self.test_run(a, s))]
+
+    def test_run(self, arm: Arm, seed: int) -> Run:
+        """Return the run of an arm with a seed of the comparisons."""
+        return Run(arm.name, seed, self.rate(arm), "test")
+
+    def rate(self, arm: Arm) -> float | None:
+        """Return the learning rate that an arm is compared at. Raises UserError where all of its rates diverged."""
+        if arm.rate_of:
+            return self.rate(self.design.arm(arm.rate_of))
+        if not self.design.tuning:
+            return None
+        scores: dict[float, list[float]] = {}
+        for run in self._tuning_runs(arm):
+            points = self.points(run)
+            height = mean_height(points.seconds.to_list(), points.pass_at_1.to_list()) if len(points) > 1 else -math.inf
+            scores.setdefault(run.rate or 0.0, []).append(height)
+        best = max(scores, key=lambda rate: (sum(scores[rate]), -rate))
+        if sum(scores[best]) == -math.inf:
+            raise UserError(f"arm {arm.name}: no rate of tuning.rates reached its end; declare lower ones")
+        return best
+
+    def points(self, run: Run) -> pd.DataFrame:
+        """Return a row per held-out evaluation; empty where the run diverged."""
+        folder = self._folder(run)
+        if (folder / FAILED).exists():
+            return pd.DataFrame()
+        read = read_run(folder)
+        rows = checkpoints(read, evaluations(read))
+        passes = [{f"pass_at_{p['k']}": p["mean"] for p in row.pop("passes")} for row in rows]
+        return pd.DataFrame([row | more for row, more in zip(rows, passes, strict=True)])
+
+    def table(self) -> pd.DataFrame:
+        """Return the results of all runs that are done, a row per run and evaluation."""
+        parts = [
+            self.points(run).assign(run=run.name, arm=run.arm, seed=run.seed, rate=run.rate, phase=run.phase)
+            for run in self.runs()
+        ]
+        if not any(len(part) for part in parts):
+            raise UserError(f"{self.directory}: no run is done; start the command without --page")
+        return pd.concat(parts, ignore_index=True).assign(design_sha256=self.sha256)
+
+    def _settings(self, arm: Arm) -> list[str]:
+        """Return the overrides of an arm. Its budget becomes train.steps and train.max_seconds."""
+        settings = self.design.settings | arm.settings | {"train.max_seconds": arm.seconds}
+        overrides = [f"{k}={value if isinstance(value, str) else json.dumps(value)}" for k, value in settings.items()]
+        if not arm.rollouts:
+            return [*overrides, "train.steps=1000000"]
+        rollout = load(self.design.config, overrides).rollout
+        return [*overrides, f"train.steps={math.ceil(arm.rollouts / (rollout.n * rollout.prompts))}"]
+
+    def _tuning_runs(self, arm: Arm) -> list[Run]:
+        t = self.design.tuning
+        if not t or arm.rate_of:
+            return []
+        return [Run(arm.name, seed, rate, "tune") for seed in t.seeds for rate in t.rates]
+
+    def _make(self, run: Run) -> None:
+        """Run `brorl train`, which continues from its own checkpoint after a stop."""
+        if self._done(run):
+            return
+        arm, folder = self.design.arm(run.arm), self._folder(run)
+        own = [f"run.seed={run.seed}", f"run.dir={folder}"]
+        if run.rate is not None:
+            own.append(f"optim.lr={run.rate!r}")
+        if arm.start:
+            first = self.design.arm(arm.start)
+            parent = Run(first.name, run.seed, self.rate(first), run.phase)
+            self._make(parent)
+            own.append(f"model.path={self._folder(parent) / 'model'}")
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "megatron_brorl", "train", "--processes", str(self.design.processes)]
+        log = folder / "log.txt"
+        print(f"{run.phase}: {run.name}", flush=True)
+        with open(log, "a", encoding="utf-8") as out:
+            status = subprocess.run(
+                [*command, self.design.config, *self._settings(arm), *own], stdout=out, stderr=subprocess.STDOUT
+            ).returncode
+        if status:
+            last = next(filter(None, reversed(log.read_text(encoding="utf-8").splitlines())), f"exit code {status}")
+            if run.phase == "test" or DIVERGED not in last:
+                raise UserError(f"{run.name}: {last} ({log}); start the same command again to continue")
+            (folder / FAILED).write_text(last, encoding="utf-8")
+
+    def _folder(self, run: Run) -> Path:
+        return (self.directory / "runs" / run.name).absolute()
+
+    def _done(self, run: Run) -> bool:
+        return any((self._folder(run) / name).exists() for name in (SUMMARY, FAILED))
+
+
+def mean_height(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return the mean height of a curve that is linear between its points."""
+    return float(trapezoid(y, x) / (x[-1] - x[0]))
+
+
+def differences(c: Comparison, table: pd.DataFrame) -> dict[int, float]:
+    """Return after - before by seed. Both curves are read up to the place where the shorter one ends."""
+    found = {}
+    runs = table[table.phase == "test"].dropna(subset=[c.metric]).groupby(["arm", "seed"])
+    curves = {key: (group[c.over].to_numpy(), group[c.metric].to_numpy()) for key, group in runs}
+    for seed in sorted(set(table.seed)):
+        pair = [curves[key] for arm in (c.before, c.after) if (key := (arm, seed)) in curves]
+        if len(pair) == 2:
+            end = min(x[-1] for x, _ in pair)
+            before, after = (_read(x, y, end, c.end_point) for x, y in pair)
+            found[seed] = after - before
+    return found
+
+
+def _read(x: Any, y: Any, end: float, end_point: str) -> float:
+    last = float(np.interp(end, x, y))
+    inside = x < end
+    return last if end_point == "final" else mean_height([*x[inside], end], [*y[inside], last])
+
+
+def infer(design: Design, table: pd.DataFrame) -> pd.DataFrame:
+    """Return each comparison's mean difference, its interval, and p-values before and after Holm's correction.
+
+    The unit is the run: Student's paired test over seeds. A comparison with fewer than two pairs counts with p = 1.
+    """
+    rows = []
+    for c in design.comparisons:
+        by_seed = differences(c, table)
+        row = {"claim": c.claim, "pairs": len(by_seed), "by seed": by_seed, "mean": np.nan, "p": 1.0}
+        if by_seed:
+            row["mean"] = float(np.mean([*by_seed.values()]))
+        if len(by_seed) > 1:
+            test = stats.ttest_1samp([*by_seed.values()], 0)
+            low, high = test.confidence_interval(1 - design.level)
+            # Differences that are all equal have no t; equal to 0 they show nothing.
+            row |= {"low": low, "high": high, "p": 1.0 if np.isnan(test.pvalue) else test.pvalue}
+        rows.append(row)
+    found = pd.DataFrame(rows, columns=["claim", "pairs", "by seed", "mean", "low", "high", "p"])
+    return found.assign(holm=multipletests(found.p, method="holm")[1] if rows else [])
+
+
+def write_page(study: Study) -> Path:
+    """Write results.parquet, curves.png and page.md; return the page's path."""
+    design, table = study.design, study.table()
+    table.to_parquet(study.directory / "results.parquet")
+    draw(design, table).savefig(study.directory / "curves.png", dpi=110)
+    start = read_run(study.directory / "runs" / table.run.iloc[0]).starts[-1]
+    versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
+    sections = [
+        f"# {design.name}: {design.question}",
+        f"{table.run.nunique()} runs, design sha256 `{study.sha256}`, commit `{_commit()}`. "
+        f"{start['machine']['system']}, {start['machine']['cores']} cores, {start['machine']['device']}, "
+        f"{design.processes} processes; {versions}. Seconds are those of training steps; evaluations are not counted.",
+        "## Comparisons\n\nPaired by seed; both curves are read up to the end of the shorter one. Intervals of "
+        f"{1 - design.level:.0%} and p-values are of Student's paired test; Holm's correction covers all comparisons.",
+        _markdown(_shown(infer(design, table))),
+        "![Held-out pass@1 of every run, and the mean of each arm](curves.png)",
+        "## Runs\n\nThe last evaluation of every run.",
+        _markdown(table.groupby("run", sort=False).last().reset_index().drop(columns=["arm", "design_sha256"])),
+    ]
+    page = study.directory / "page.md"
+    page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    return page
+
+
+def draw(design: Design, table: pd.DataFrame) -> Figure:
+    """Draw pass@1 over seconds and over rollouts: runs as thin lines, the mean of each arm as a thick one."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    tests = table[table.phase == "test"]
+    for axes, over in zip(figure.subplots(1, 2, sharey=True), ("seconds", "rollouts"), strict=True):
+        for i, arm in enumerate(design.arms):
+            own = [group.sort_values(over) for _, group in tests[tests.arm == arm.name].groupby("run")]
+            for group in own:
+                axes.plot(group[over], group.pass_at_1, color=f"C{i}", alpha=0.3, linewidth=0.8)
+            if own:
+                x = np.linspace(0, min(group[over].max() for group in own), 50)
+                y = np.mean([np.interp(x, group[over], group.pass_at_1) for group in own], axis=0)
+                axes.plot(x, y, color=f"C{i}", linewidth=2, label=arm.name)
+        axes.set_xlabel("seconds of training steps" if over == "seconds" else over)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.grid(axis="y", alpha=0.3)
+    figure.axes[0].set_ylabel("held-out pass@1")
+    figure.axes[0].legend(frameon=False)
+    return figure
+
+
+def _shown(found: pd.DataFrame) -> pd.DataFrame:
+    """Return the inference as text, in percentage points."""
+    by_seed = [", ".join(f"{seed}: {d:+.1%}" for seed, d in row.items()) for row in found["by seed"]]
+    interval = [f"{low:+.1%} to {high:+.1%}" for low, high in zip(found.low, found.high, strict=True)]
+    return pd.DataFrame(
+        {
+            "claim": found.claim,
+            "difference": found["mean"].map("{:+.1%}".format),
+            "interval": interval,
+            "p": found.p.map("{:.2g}".format),
+            "p, Holm": found.holm.map("{:.2g}".format),
+            "by seed": by_seed,
+        }
+    )
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    cells = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in table.to_numpy().tolist()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [[*table], ["---"] * len(table.columns), *cells])
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def main() -> None:
+    """Run the command line; exit code 2 with one line for an error of the user."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("design", type=Path)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--plan", action="store_true", help="print the arms and the number of runs, and stop")
+    parser.add_argument("--page", action="store_true", help="write the page of the runs that are done, and stop")
+    args = parser.parse_args()
+    try:
+        study = Study(read_design(args.design), args.directory)
+        if args.plan:
+            print(plan(study))
+            return
+        study.declare()
+        if not args.page:
+            with open(args.directory / ".lock", "w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise UserError(f"{args.directory}: another process runs this study; wait for its end") from None
+                study.execute()
+        print(write_page(study))
+    except UserError as e:
+        print(f"study: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+def plan(study: Study) -> str:
+    """Return what would be run, and for how many seconds of training at most."""
+    lines, seconds = [f"design sha256 {study.sha256}"], 0.0
+    for arm in study.design.arms:
+        runs = len(study.design.seeds) + len(study._tuning_runs(arm))
+        lines.append(f"{arm.name}: {runs} runs, at most {arm.seconds:g} s or {arm.rollouts:,} rollouts (0: no limit)")
+        seconds += runs * arm.seconds
+    return "\n".join([*lines, f"{seconds / 60:.0f} minutes of training where seconds limit it, without evaluations"])
+
+
+if __name__ == "__main__":
+    main()
