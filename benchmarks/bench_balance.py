@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_common import write_rows
+from bench_common import qwen2_config, write_rows
 
-from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.model_shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, pair_cost

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import alone
+from bench_common import alone, qwen2_config, write_random_model
 from measure import status_kib, timed
 
-from megatron_brorl.checkpoints.random_init import qwen2_config
-from megatron_brorl.checkpoints.safetensors_files import INDEX, Tensors
+from megatron_brorl.checkpoints.hugging_face import Checkpoint
+from megatron_brorl.checkpoints.safetensors_files import INDEX
 
 MIB = 1 << 20
 SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": 1}
@@ -123,23 +123,16 @@ def make(args: tuple[str, str, str]) -> None:
     """Write a model with random weights. args: its name, the directory, the dtype."""
     model, directory, dtype = args
     warnings.simplefilter("ignore")
-    from megatron_brorl.checkpoints.random_init import write_random_model
-
     config = MODELS[model] | {"dtype": dtype}
     write_random_model(config, Path(directory), 0, getattr(torch, dtype), defaults=False)
 
 
 def same(first: Path, second: Path) -> bool:
     """Whether two Hugging Face directories hold the same bits, one tensor in memory at a time."""
-
-    def opened(directory: Path) -> dict[str, Tensors]:
-        files = [Tensors(p) for p in sorted(directory.glob("*.safetensors"))]
-        return {name: f for f in files for name in f.shapes}
-
-    a, b = opened(first), opened(second)
-    bits = (torch.equal(a[n].read(n).view(torch.uint8), b[n].read(n).view(torch.uint8)) for n in a)
+    a, b = Checkpoint(first), Checkpoint(second)
+    bits = (torch.equal(a.tensor(n).view(torch.uint8), b.tensor(n).view(torch.uint8)) for n in a.files)
     names = [p.name for p in (first, second) for p in (p / INDEX,) if p.is_file()]
-    return len(names) in (0, 2) and a.keys() == b.keys() and all(bits)
+    return len(names) in (0, 2) and a.files.keys() == b.files.keys() and all(bits)
 
 
 def show(row: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import corpus
 from megatron_brorl.data.prompts import Verifiers, read_rows
-from megatron_brorl.data.sentencepiece_tokenizer import train_sentencepiece
+from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.errors import UserError
 
 
@@ -52,8 +52,9 @@ def make(
 
     vocab: sentencepiece pieces at most. untied: with an LM head of its own. texts: examples to train the tokenizer on.
     """
+    from random_model import qwen2_config, write_random_model
+
     from megatron_brorl.checkpoints.hugging_face import complete
-    from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 
     # Every printable ASCII character gets a piece, whether or not the sample of the tasks happens to contain it.
     corpus_texts = chain(_corpus(config, texts), string.printable[:95])

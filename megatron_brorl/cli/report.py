@@ -44,7 +44,8 @@ def show(directory: Path, page: str = "") -> None:
 
     page: where its report is; "" prints the command that makes it.
     """
-    figure, theory = plot_run(directory), plot_theory(directory)
+    theory = plot_theory(directory)
+    figure = plot_run(directory)  # last, because cli.finished takes it for the end of a run
     found: dict[str, str] = {}
     if (directory / SUMMARY).is_file():
         summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))

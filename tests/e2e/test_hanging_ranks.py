@@ -7,7 +7,7 @@ import os
 import forks
 from e2e.runs import ENVIRONMENT, brorl, rows
 
-from megatron_brorl.checkpoints import manifest
+from megatron_brorl.checkpoints import folders
 
 STEPS = ["train.steps=2", "train.checkpoint_every=1", "train.checkpoint_async=false"]
 SHORT = ["evaluate.every=0", "data.held_out=[]", "rollout.n=8"]
@@ -47,7 +47,7 @@ def test_a_rank_that_does_not_arrive_is_named_and_the_run_continues(config, init
     assert "in make_experience" in done.stderr
 
     (saved,) = (tmp_path / "checkpoints").glob("step_*")
-    assert manifest.damage(saved) == ""
+    assert folders.damage(saved) == ""
     again = brorl(*command)
     assert again.returncode == 0, again.stderr
     assert "resumed from" in again.stderr

@@ -13,11 +13,11 @@ import metric_faults
 import pytest
 import torch
 from e2e.runs import brorl, rows, start
+from random_model import qwen2_config, write_random_model
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.data.tokenizers import train_sentencepiece
 from megatron_brorl.record.files import FOLDER, Moment, moments, read_groups, read_rollouts
 

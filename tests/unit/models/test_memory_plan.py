@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_model import qwen2_config
 
-from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import parse_shape
 from megatron_brorl.models import memory
