@@ -12,7 +12,7 @@ from measure import REFITS, answer, family_peak_mib, read_job, time_rollouts
 from safetensors.torch import load_file
 from vllm_job import engine_options
 
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.model_shape import WEIGHTS, read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal

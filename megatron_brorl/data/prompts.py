@@ -19,8 +19,7 @@ from typing import Any
 
 import pyarrow
 
-from megatron_brorl.config.data_keys import ColumnsConfig, DataConfig
-from megatron_brorl.config.schema import RewardConfig
+from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
 from megatron_brorl.data.chat import Message, check_messages, conversation, split_answer, spoken
 from megatron_brorl.data.columns import KEYS, mapped
 from megatron_brorl.data.nulls import without_nulls

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from megatron_brorl.config.benchmarks import named
+from megatron_brorl.config.rules import named
 from megatron_brorl.config.schema import DataConfig, RewardConfig
 from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import GeneratedPrompts

@@ -14,8 +14,8 @@ from torture.mutations import spoil_bytes, spoil_json, value
 
 from megatron_brorl.cli.batch_sizes import batch_line
 from megatron_brorl.cli.preflight import Machines, micro_batch_tokens, plan
-from megatron_brorl.config.describe import keys
 from megatron_brorl.config.load import load
+from megatron_brorl.config.schema import keys
 from megatron_brorl.model_shape import ModelShape, parse_shape
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

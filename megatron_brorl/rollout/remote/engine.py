@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.parallel import device

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.remote.link import Link
 from megatron_brorl.rollout.remote.messages import Message

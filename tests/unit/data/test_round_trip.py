@@ -12,7 +12,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
-from megatron_brorl.config.data_keys import DataConfig, TaskConfig
+from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.round_trip import SAMPLED, sampled
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer

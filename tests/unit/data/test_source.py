@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.config.data_keys import DataConfig, MixtureConfig, TaskConfig
+from megatron_brorl.config.schema import DataConfig, MixtureConfig, TaskConfig
 from megatron_brorl.data.solved import solved_examples
 from megatron_brorl.data.source import FileSource, load_sources
 from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
