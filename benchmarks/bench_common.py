@@ -6,6 +6,7 @@ import argparse
 import concurrent.futures
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 
-from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models.hf_names import hf_shapes
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+from random_model import qwen2_config, write_random_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODELS = {

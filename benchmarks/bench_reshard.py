@@ -20,7 +20,6 @@ import shutil
 import socket
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -28,57 +27,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_common import alone, qwen2_config, write_random_model
+from measure import status_kib, timed
 
-from megatron_brorl.checkpoints.safetensors_files import INDEX, Tensors
+from megatron_brorl.checkpoints.hugging_face import Checkpoint
+from megatron_brorl.checkpoints.safetensors_files import INDEX
 
 MIB = 1 << 20
-COMMON = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.02,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
+SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": 1}
+MODELS = {
+    "30m": qwen2_config(hidden=512, layers=8, heads=8, kv_heads=2, ffn=1408, vocab=16384, context=2048) | SPECIAL_IDS,
+    "1.5b": qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=131072)
+    | SPECIAL_IDS,
 }
-MODELS: dict[str, dict[str, Any]] = {
-    "30m": COMMON
-    | {
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "vocab_size": 16384,
-    },
-    "1.5b": COMMON
-    | {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 131072,
-        "vocab_size": 151936,
-    },
-}
-
-
-def status_kib(key: str) -> int:
-    """A field of /proc/self/status, in KiB."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
 def measured(function: Callable[[], Any]) -> tuple[float, float]:
     """Seconds and the growth of the resident set at its peak in MiB."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
-    before, begun = status_kib("VmRSS"), time.perf_counter()
-    function()
-    return time.perf_counter() - begun, (status_kib("VmHWM") - before) / 1024
+    seconds, kib, _ = timed(function)
+    return seconds, kib / 1024
 
 
 def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pipeline: int, repeat: int) -> list[Any]:
@@ -129,8 +96,9 @@ def refit_row(directory: str, tensor: int, pipeline: int, repeat: int) -> dict[s
     }
 
 
-def conversion(source: str, target: str, tensor: int) -> dict[str, Any]:
-    """tensor = 0: to a Hugging Face directory."""
+def conversion(args: tuple[str, str, int]) -> dict[str, Any]:
+    """Convert a checkpoint. args: source, target, tensor ranks (0 = to a Hugging Face directory)."""
+    source, target, tensor = args
     warnings.simplefilter("ignore")
     from megatron_brorl.checkpoints import convert
     from megatron_brorl.checkpoints.megatron_format import METADATA
@@ -151,31 +119,20 @@ def conversion(source: str, target: str, tensor: int) -> dict[str, Any]:
     return {"bytes": size, "seconds": seconds, "extra_mib": extra, "peak_mib": peak, "peak_share": peak * MIB / size}
 
 
-def make(model: str, directory: str, dtype: str) -> None:
+def make(args: tuple[str, str, str]) -> None:
+    """Write a model with random weights. args: its name, the directory, the dtype."""
+    model, directory, dtype = args
     warnings.simplefilter("ignore")
-    from megatron_brorl.checkpoints.random_init import write_random_model
-
     config = MODELS[model] | {"dtype": dtype}
     write_random_model(config, Path(directory), 0, getattr(torch, dtype), defaults=False)
 
 
 def same(first: Path, second: Path) -> bool:
     """Whether two Hugging Face directories hold the same bits, one tensor in memory at a time."""
-
-    def opened(directory: Path) -> dict[str, Tensors]:
-        files = [Tensors(p) for p in sorted(directory.glob("*.safetensors"))]
-        return {name: f for f in files for name in f.shapes}
-
-    a, b = opened(first), opened(second)
-    bits = (torch.equal(a[n].read(n).view(torch.uint8), b[n].read(n).view(torch.uint8)) for n in a)
+    a, b = Checkpoint(first), Checkpoint(second)
+    bits = (torch.equal(a.tensor(n).view(torch.uint8), b.tensor(n).view(torch.uint8)) for n in a.files)
     names = [p.name for p in (first, second) for p in (p / INDEX,) if p.is_file()]
-    return len(names) in (0, 2) and a.keys() == b.keys() and all(bits)
-
-
-def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) in a fresh process, so that no row inherits memory from another."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
+    return len(names) in (0, 2) and a.files.keys() == b.files.keys() and all(bits)
 
 
 def show(row: dict[str, Any]) -> None:

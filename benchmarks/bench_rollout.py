@@ -3,29 +3,25 @@
 
     python benchmarks/bench_rollout.py [--quick] [--json FILE] [--models t4 m30] [--dtypes fp32 bf16] [--n 512]
                                   [--prompts 64 512] [--lengths 64 8-256] [--engines brorl transformers]
-                                  [--openvino-python PYTHON] [--vllm-python PYTHON] [--threads N] [--repeat N]
+                                  [--vllm-python PYTHON] [--threads N] [--repeat N]
 
 Models have random weights (MODELS in bench_common). Every engine runs in a process of its own, with the same weights,
 prompts and threads, at temperature 1 without top-p or top-k, and every sibling gets the same forced length in all of
-them: 64 = all the same, 8-256 = evenly spread from 8 to 256 in a shuffled order. No end token is looked for. The first
-call warms up; tokens_per_s is that of the median of the others, each with a prompt of its own. It counts the tokens
-asked for, and the time includes the prompt's. Only brorl computes log-probabilities as well, and two rows behind
---vllm-python, for lengths that are all the same: vllm_leaf is vLLM asked as training asks it, a request with a seed and
-log-probabilities per sibling, and vllm_remote the engine of `rollout.engine = "vllm"`, asked in the same way. What this
-project's process and messages cost is between these two. start: seconds until the engine can be asked.
+them: 64 = all the same, 8-256 = evenly spread from 8 to 256 in a shuffled order. No engine looks for an end token. The
+first call warms up; tokens_per_s is the median of the others, each with a prompt of its own. The time includes the
+prompt's. Only brorl computes log-probabilities as well.
 
-peak_mib: resident set of the engine's processes at its peak, runtime and weights included. gemm_peak_share: two
-operations for each weight of the layers' matrices and the LM head per token asked for (nothing for the prompt,
-attention or sampling), against a product of 4096 x 4096 matrices of the same dtype, the faster of one before and one
-after the rows. others_cpu_share: what other processes took of the machine meanwhile; above some percent, measure again.
-Of this project's engines: refit_ms, a whole update_weights. Of brorl alone: prompt_kv_bytes, what the keys and values
-alive in the second decoding step grow by when the prompt is twice as long, and prompt_kv_copies, that over the size of
-one copy of the prompt's keys and values (exact for prompts of a multiple of 16 tokens: they live in pages). Linux only.
+peak_mib: peak resident set of the engine's process, runtime and weights included. gemm_peak_share: two operations for
+each weight of the layers' matrices and the LM head per generated token (nothing for the prompt, attention or sampling),
+against a product of 4096 x 4096 matrices of the same dtype, the faster of one before and one after the rows.
+others_cpu_share: the share of the machine that other processes took meanwhile; above a few percent, measure again.
+brorl also reports refit_ms, a whole update_weights, and prompt_kv_copies: the growth of the keys and values alive in
+the second decoding step when the prompt is twice as long, over the size of one copy of the prompt's keys and values
+(exact for prompts of a multiple of 16 tokens, the size of a page). Linux only.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import statistics
@@ -37,11 +33,9 @@ from typing import Any
 from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, write_model, write_rows
 from measure import EngineFailed, ask
 
-from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.model_shape import ModelShape, read_shape
 
-ENGINES = ("brorl", "transformers", "openvino", "vllm")
-OURS = ("vllm_leaf", "vllm_remote")  # vLLM as this project asks it
+ENGINES = ("brorl", "transformers")
 
 
 def sibling_lengths(spec: str, n: int) -> list[int]:
@@ -85,7 +79,8 @@ def measure(
             "others_cpu_share": found["others_cpu_share"],
             "version": found.get("version"),
         }
-        row |= {key: found[key] for key in ("refit_ms", "start_s") if key in found}
+        if "refit_ms" in found:
+            row["refit_ms"] = found["refit_ms"]
         if "prompt_kv_bytes" in found:
             row["prompt_kv_bytes"] = found["prompt_kv_bytes"]
             row["prompt_kv_copies"] = found["prompt_kv_bytes"] / kv_bytes(shape, job["dtype"], prompt)
@@ -98,7 +93,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     ours = next((r["tokens_per_s"] for r in rows if r["engine"] == "brorl"), None)
     for r in rows:
         ratio = f"{ours / r['tokens_per_s']:.2f}x" if ours else "-"
-        forms = {"refit_ms": "refit {:.1f} ms", "prompt_kv_copies": "prompt KV {:.2f}x", "start_s": "start {:.1f} s"}
+        forms = {"refit_ms": "refit {:.1f} ms", "prompt_kv_copies": "prompt KV {:.2f}x"}
         extra = "  " + ", ".join(form.format(r[key]) for key, form in forms.items() if key in r)
         print(
             f"{r['model']:<6}{r['dtype']:<6}{r['prompt']:>6}{r['n']:>5}{r['lengths']:>8}  {r['engine']:<13}"
@@ -115,17 +110,14 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=512, help="siblings (%(default)s)")
     parser.add_argument("--prompts", nargs="+", type=int, default=[64, 512], help="prompt tokens")
     parser.add_argument("--lengths", nargs="+", default=["64"], help="response tokens, such as 64 or 8-256")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES[:2], default=list(ENGINES[:2]))
-    parser.add_argument("--openvino-python", help="interpreter of an environment with openvino-genai, optimum-intel")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build")
     args = parser.parse_args()
     if args.quick:
         args.models, args.n, args.prompts, args.lengths = ["t4"], 64, [64], ["16"]
     pythons = dict.fromkeys(args.engines, sys.executable)
-    pythons |= {e: p for e in ENGINES[2:] if (p := getattr(args, f"{e}_python"))}
     if args.vllm_python:
-        pythons |= dict(zip(OURS, (args.vllm_python, sys.executable), strict=True))
-    section = dataclasses.asdict(EngineConfig(python=args.vllm_python or ""))
+        pythons["vllm"] = args.vllm_python
     cases = [(dtype, p, spec) for dtype in args.dtypes for p in args.prompts for spec in args.lengths]
     peaks = {dtype: alone(peak_flops, dtype, args.threads) for dtype in args.dtypes}
     found = []
@@ -143,14 +135,12 @@ def main() -> None:
                     "threads": args.threads,
                     "prompts": prompts(shape.vocab, prompt, 1 + args.repeat),
                     "lengths": lengths,
-                    "section": section,
                     # Room for everything, prompts in every sibling too: no engine may have to preempt.
                     "kv_gib": kv_bytes(shape, dtype, args.n * (prompt + max(lengths))) // 2**30 + 1,
                 }
                 head = {"prompt": prompt, "n": args.n, "lengths": spec, "dtype": dtype}
-                chosen = {e: p for e, p in pythons.items() if e not in OURS or len(set(lengths)) == 1}
                 try:
-                    found += measure(chosen, shape, model, job, head, Path(scratch))
+                    found += measure(pythons, shape, model, job, head, Path(scratch))
                 except EngineFailed as e:
                     sys.exit(f"bench_rollout: {e}")
     for dtype in args.dtypes:

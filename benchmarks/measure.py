@@ -6,11 +6,9 @@ may run in another environment than this project's, so the scripts import nothin
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -27,36 +25,6 @@ def status_kib(key: str) -> int:
     """A figure of /proc/self/status, such as VmRSS or VmHWM."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
-
-
-def family_peak_mib() -> float:
-    """Peaks of the resident sets of this process and of all that it has started and that run, added up."""
-    return sum(_family().values())
-
-
-def end_family() -> None:
-    """Kill all that this process has started: who holds its standard output holds up whoever reads that."""
-    for pid in _family().keys() - {os.getpid()}:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _family() -> dict[int, float]:
-    """Peak of the resident set, MiB, by number of the process."""
-    parents, peaks = {}, {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            lines = dict(x.split(":", 1) for x in (folder / "status").read_text(encoding="utf-8").splitlines())
-        except OSError:  # it has ended meanwhile
-            continue
-        parents[int(folder.name)] = int(lines["PPid"])
-        peaks[int(folder.name)] = int(lines.get("VmHWM", "0").split()[0]) / 1024
-
-    # Ours are those from which parents lead here.
-    def is_ours(pid: int) -> bool:
-        return pid == os.getpid() or (pid in parents and is_ours(parents[pid]))
-
-    return {pid: peak for pid, peak in peaks.items() if is_ours(pid)}
 
 
 def forget_peak() -> None:
@@ -135,7 +103,7 @@ def _children_seconds() -> float:
 
 
 def ask(python: str, script: str, job: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Run tools/`script` under the interpreter `python`, in a fresh process with job["threads"] threads."""
+    """Run `script` of this folder under the interpreter `python`, in a fresh process with job["threads"] threads."""
     path = directory / "job.json"
     path.write_text(json.dumps(job), encoding="utf-8")
     environment = os.environ | {

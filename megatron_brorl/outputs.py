@@ -12,7 +12,7 @@ from megatron_brorl.errors import UserError
 
 _TRAINED = "model .model.writing .model.old tensorboard wandb mlflow.db .trackers.json metrics.jsonl"
 WRITTEN = {  # in run.dir, by command
-    "train": f"{_TRAINED} checkpoints engines rollouts rollouts.jsonl summary.json curves.png theory.png run.json",
+    "train": f"{_TRAINED} checkpoints engines rollouts summary.json curves.png theory.png run.json",
     "sft": _TRAINED,
     "evaluate": "engines evaluation.json evaluation.jsonl evaluation.md evaluation.png",
 }

@@ -1,20 +1,18 @@
 """What a rank does when: the spans of one step, from which come the figures of a cluster and its trace.
 
 The recorder is an ambient one, like torch.profiler's: code names what it does with `span`, and whoever wants to know
-calls `record` first. Without that a span moves this process's `position` alone, which hang.py has others see.
+calls `record` first. Spans also show progress: `dump_stacks_after` prints the stacks of a process that makes none.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import faulthandler
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,57 +56,27 @@ class Timeline:
         return sum(s.values.get(key, 0.0) for s in self.spans if s.name == name)
 
 
-_UNEVEN = frozenset({"forward"})  # spans that ranks pass as often as they have rows for
-
-
-class Position:
-    """How far this process is. Spans are those of the thread that trains; any thread may `beat`."""
-
-    def __init__(self) -> None:
-        self.step: int | None = None  # the number in metrics.jsonl of the current step; None: no step has begun
-        self.path: list[tuple[str, float]] = []  # spans begun and not ended, each with its limit
-        self.passed = 0  # begins and ends of spans that all ranks pass in the same order
-        self.finished = 0  # pieces of work, of any kind
-        self._numbers = itertools.count(1)  # whose next() needs no lock
-        self.moved: Callable[[], object] = lambda: None  # called at the begin and the end of every span
-
-    def beat(self) -> None:
-        """Something is done: a rollout, a verdict, a micro-batch, a tensor on its way, a span."""
-        self.finished = next(self._numbers)
-
-    def enter(self, name: str, limit_s: float) -> None:
-        """Begin a span."""
-        self.path.append((name, limit_s))
-        self._pass(name)
-
-    def leave(self) -> None:
-        """End the innermost span."""
-        self._pass(self.path.pop()[0])
-
-    def _pass(self, name: str) -> None:
-        self.passed += name not in _UNEVEN
-        self.beat()
-        self.moved()
-
-    def where(self) -> str:
-        """The step and the spans that it is in, the outer ones first."""
-        names = " > ".join(name for name, _ in self.path) or "between phases"
-        return f"step {self.step}, {names}" if self.step is not None else names
-
-    def limit_s(self) -> float:
-        """Seconds that may pass here without a beat, because something else watches what is waited for."""
-        return max((limit for _, limit in self.path), default=0.0)
-
-
 _current: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
-position = Position()
+_limits: list[float] = []  # of the spans that have begun and not ended
+_dump_after_s = 0.0
 
 
-def each_beats(items: Iterable[T]) -> Iterator[T]:
-    """The items, of which each that is asked for counts as progress."""
-    for item in items:
-        position.beat()
-        yield item
+def dump_stacks_after(seconds: float) -> None:
+    """Print the stacks of all threads to stderr when no span begins or ends for so long, plus the limit of a span.
+
+    0 turns it off.
+    """
+    global _dump_after_s
+    _dump_after_s = seconds
+    if seconds:
+        _restart_countdown()
+    else:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _restart_countdown() -> None:
+    if _dump_after_s and sys.__stderr__:
+        faulthandler.dump_traceback_later(_dump_after_s + max(_limits, default=0.0), file=sys.__stderr__)
 
 
 def record(timeline: Timeline | None) -> None:
@@ -118,17 +86,19 @@ def record(timeline: Timeline | None) -> None:
 
 @contextlib.contextmanager
 def span(name: str, limit_s: float = 0.0) -> Iterator[dict[str, float]]:
-    """A span of the timeline that is being recorded, if there is one, and of `position`.
+    """Record the body in the timeline that is being recorded, if there is one.
 
-    limit_s: seconds after which something else ends what is waited for here, as rollout.timeout_s does; 0 = nothing.
+    limit_s: seconds that the body may take because something else ends it, as rollout.timeout_s does; 0 = nothing.
     """
     current = _current.get()
     recorded: contextlib.AbstractContextManager[dict[str, float]] = contextlib.nullcontext({})
     if current:
         recorded = current.span(name)
-    position.enter(name, limit_s)
+    _limits.append(limit_s)
+    _restart_countdown()
     try:
         with recorded as values:
             yield values
     finally:
-        position.leave()
+        _limits.pop()
+        _restart_countdown()

@@ -19,7 +19,7 @@ from megatron_brorl.parallel import device
 
 TESTS = Path(__file__).parent
 device.leave_out_compiler()
-sys.path.insert(0, str(TESTS))
+sys.path[:0] = [str(TESTS), str(TESTS.parent / "tools")]
 
 
 _ALONE: list[Any] = []  # the grid of this process, where there is one

@@ -16,7 +16,7 @@ from architecture import room  # noqa: E402
 # A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
 FLOORS = [
     {"errors", "types", "config", "record", "outputs", "metrics", "tracking", "progress"}
-    | {"timeline", "hang", "model_shape", "families", "ranks", "json_files"},
+    | {"timeline", "model_shape", "families", "ranks", "json_files"},
     {"algo", "rewards"},
     {"ops", "theory"},  # the fused ops take up formulas of algo, the theory its intervals
     {"parallel"},

@@ -29,7 +29,7 @@ def _corpus(config: Config, count: int) -> Iterator[str]:
         yield from corpus(data, config.run.seed, count)
     verifiers = Verifiers(data.verifier, config.reward)
     for name in files:
-        for row in read_rows(Path(name), data.skip_bad_rows, verifiers, data.columns)[0]:
+        for row in read_rows(Path(name), verifiers, data.columns):
             yield data.template.replace("{prompt}", spoken(row.prompt), 1)
             yield from [text for text in dict.fromkeys((row.answer, row.target)) if text]
 
@@ -52,8 +52,9 @@ def make(
 
     vocab: sentencepiece pieces at most. untied: with an LM head of its own. texts: examples to train the tokenizer on.
     """
+    from random_model import qwen2_config, write_random_model
+
     from megatron_brorl.checkpoints.hugging_face import complete
-    from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 
     # Every printable ASCII character gets a piece, whether or not the sample of the tasks happens to contain it.
     corpus_texts = chain(_corpus(config, texts), string.printable[:95])

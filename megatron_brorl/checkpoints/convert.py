@@ -1,4 +1,4 @@
-"""Checkpoints from one format and layout to another, one tensor at a time, without building the model.
+"""Conversion of checkpoints between formats and layouts, one tensor at a time, without building the model.
 
 Hugging Face directory     config.json, *.safetensors, tokenizer
 Megatron checkpoint        .metadata, __<rank>_0.distcp, common.pt, metadata.json; here also hf/ (config.json and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import math
 import os
@@ -18,39 +19,45 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from megatron.core import dist_checkpointing
 from torch import Tensor
 
-from megatron_brorl.checkpoints import hugging_face, manifest, megatron_format, safetensors_files
+from megatron_brorl.checkpoints import folders, hugging_face, megatron_format, safetensors_files
+from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import CONFIG, ModelShape, read_shape, refuse_gguf
 from megatron_brorl.models import hf_names
-from megatron_brorl.models.gpt import check_layout
+from megatron_brorl.models.gpt import build_actor, check_layout
+from megatron_brorl.ops.backend import backend
+from megatron_brorl.parallel import device, grid
+from megatron_brorl.parallel.batch import pack
 from megatron_brorl.reshard.layout import Entry
 
 COMPANIONS = "hf"  # folder of a converted Megatron checkpoint: config.json and tokenizer
+TOLERANCE = 1e-4  # of logits, relative to the largest one or absolute below 1
 FLAGS = ("--tensor", "--pipeline")
 Check = Callable[[Path], None]
-Report = Callable[[int, int, str], None]  # (entries done, entries in all, name of the last)
+Report = Callable[[int, int, str], None]  # (entries done, number of entries, name of the last)
 
 
 class Source(Protocol):
-    """A checkpoint that can be read tensor by tensor; directory and config.json's model."""
+    """A checkpoint that can be read tensor by tensor."""
 
     directory: Path
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """The type of an entry's tensors."""
+        """Return the type of an entry's tensors."""
         ...
 
     def read(self, entry: Entry) -> list[Tensor]:
-        """The full Hugging Face tensors of an entry, of the shapes that it lists."""
+        """Return the full Hugging Face tensors of an entry, of the shapes that it lists."""
         ...
 
 
 def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
-    """A Hugging Face directory: its tensors, its shape and where config.json and tokenizer stand.
+    """Return a Hugging Face directory, its shape, and the folder of config.json and tokenizer.
 
-    Raises UserError where a file is missing or is none, or a tensor of config.json's model is.
+    Raises UserError if a file is missing or damaged, or a tensor of config.json's model is missing.
     """
     shape = read_shape(directory)
     source = hugging_face.Checkpoint(directory)
@@ -60,10 +67,10 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
 
 
 def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelShape, Path]:
-    """A Megatron checkpoint, checked against its manifest where it has one.
+    """Return a Megatron checkpoint, its shape, and the folder of config.json and tokenizer.
 
-    config: a Hugging Face directory with config.json and tokenizer, for checkpoints without them (those of a run).
-    Raises UserError where there is none, where it is damaged, or not of config.json's model.
+    config: that folder, for checkpoints of a run. Raises UserError if there is no checkpoint, or it is damaged or not
+    of config.json's model.
     """
     for given in filter(None, (directory, config)):
         refuse_gguf(given)
@@ -73,10 +80,8 @@ def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelSh
     if not companions.is_dir():
         raise UserError(f"{directory}: has no {COMPANIONS}/{CONFIG}: name a directory that has one (--config)")
     shape = read_shape(companions)
-    if (directory / manifest.MANIFEST).is_file():
-        problem = manifest.damage(directory)
-        if problem:
-            raise UserError(f"{directory}: {problem}")
+    if (directory / folders.MANIFEST).is_file() and (problem := folders.damage(directory)):
+        raise UserError(f"{directory}: {problem}")
     return megatron_format.MegatronCheckpoint(directory, shape), shape, companions
 
 
@@ -90,26 +95,21 @@ def to_megatron(
     report: Report,
     check: Check | None = None,
 ) -> int:
-    """Write a Megatron checkpoint cut for tensor x pipeline ranks; returns the bytes of its tensors.
+    """Write a Megatron checkpoint cut for tensor x pipeline ranks, and return the bytes of its tensors.
 
-    check is called with the finished directory before it takes its place. Raises UserError where the ranks do not
-    divide the model, where a tensor cannot be read, or where the disk refuses; then nothing is left behind.
+    check is called with the finished directory before it takes its place. Raises UserError if the ranks do not divide
+    the model, a tensor cannot be read, or the disk refuses a write; then nothing is left behind.
     """
     check_layout(shape, tensor, pipeline, FLAGS)
     entries = megatron_format.table(shape, pipeline)
     size = _bytes(source, entries)
-
     with _output(target, size) as aside:
-        # The tensors, one entry in memory at a time.
         written = megatron_format.write(aside, entries, shape, tensor, source.dtype, source.read)
         for number, entry in enumerate(written):
             report(number + 1, len(entries), entry.megatron)
-
-        # What the way back needs; the manifest last, since it hashes all the rest.
         (aside / COMPANIONS).mkdir()
         hugging_face.copy_companions(companions, aside / COMPANIONS)
-        manifest.write(aside)
-
+        folders.write_manifest(aside)
         if check:
             check(aside)
     return size
@@ -118,7 +118,7 @@ def to_megatron(
 def to_hf(
     source: Source, shape: ModelShape, companions: Path, target: Path, report: Report, check: Check | None = None
 ) -> int:
-    """Write a Hugging Face directory; returns the bytes of its tensors. check, errors: see to_megatron."""
+    """Write a Hugging Face directory, and return the bytes of its tensors. check, errors: see to_megatron."""
     entries = megatron_format.table(shape)
     size = _bytes(source, entries)
     types = {name: source.dtype(entry) for entry in entries for name in entry.hf}
@@ -129,7 +129,6 @@ def to_hf(
             yield from zip(entry.hf, source.read(entry), strict=True)
             report(number + 1, len(entries), entry.megatron)
 
-    # config.json first: its dtype has to be that of the weights.
     with _output(target, size) as aside:
         hugging_face.copy_companions(companions, aside)
         hugging_face.complete(companions, aside)
@@ -140,17 +139,67 @@ def to_hf(
     return size
 
 
+def verify(first: Path, second: Path, shape: ModelShape, target: Path | None = None) -> float:
+    """Return the largest difference of float32 logits between two checkpoints of either format.
+
+    Each is computed by its own library, one model in memory at a time. Raises UserError if the difference exceeds
+    TOLERANCE. target: the place of `second` when it is complete, which the user knows.
+    """
+    a, b = logits(first, shape), logits(second, shape)
+    gap, limit = float((a - b).abs().max()), TOLERANCE * max(1.0, float(a.abs().max()))
+    if not gap <= limit:
+        where = target or second
+        raise UserError(f"{where}: its logits differ from those of {first} by {gap:.2e}, more than {limit:.2e}")
+    return gap
+
+
+def logits(directory: Path, shape: ModelShape) -> Tensor:
+    """Return float32 logits [positions, V] for some rows of random tokens, the same for every checkpoint."""
+    ids = torch.randint(0, shape.vocab, (4, min(24, shape.context)), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = (
+            _hf_logits(directory, ids) if (directory / CONFIG).is_file() else _megatron_logits(directory, shape, ids)
+        )
+    gc.collect()
+    return found
+
+
+def _hf_logits(directory: Path, ids: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    found: Tensor = model(ids).logits[:, :-1].flatten(0, 1)
+    return found
+
+
+def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
+    """Return the logits by Megatron-Core's own loader and model, in this process alone."""
+    processes = grid.build(ParallelConfig())
+    actor = build_actor(shape, processes, torch.float32, backend("fused", device.default_device())).eval()
+    with device.bridge():
+        state = dist_checkpointing.load({"model": actor.sharded_state_dict(prefix="")}, str(directory))
+        actor.load_state_dict(state["model"])
+        del state
+        (batch,) = pack([row[:1] for row in ids], [row[1:] for row in ids], ids.numel(), 1, False)
+        hidden = actor.forward_packed(batch).squeeze(1)[batch.predict.to(device.default_device())]
+    found = dict(batch.split((hidden @ actor.head_weight().t())[:, : shape.vocab].cpu()))
+    grid.leave()
+    return torch.cat([found[row] for row in range(len(ids))])
+
+
 def _bytes(source: Source, entries: list[Entry]) -> int:
-    """Of all tensors of a checkpoint."""
+    """Return the size of all tensors of a checkpoint."""
     return sum(source.dtype(e).itemsize * sum(math.prod(s) for s in e.hf_shapes) for e in entries)
 
 
 def _set_dtype(path: Path, types: set[torch.dtype]) -> None:
-    """Leave config.json as it is unless the weights have another type than it says (a run may train in fp32)."""
+    """Correct the type in config.json if the weights have another one, as after a run in fp32."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    said = config.get("dtype") or config.get("torch_dtype")
+    stated = config.get("dtype") or config.get("torch_dtype")
     names = {str(t).removeprefix("torch.") for t in types}
-    if len(names) == 1 and said not in (None, *names):
+    if len(names) == 1 and stated not in (None, *names):
         config.pop("torch_dtype", None)
         config["dtype"] = names.pop()
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -158,7 +207,7 @@ def _set_dtype(path: Path, types: set[torch.dtype]) -> None:
 
 @contextlib.contextmanager
 def _output(target: Path, size: int) -> Iterator[Path]:
-    """hugging_face.written_aside with the disk's refusals in words; size: bytes that will be written."""
+    """Yield the directory to write, see hugging_face.written_aside. Raises UserError if the disk refuses something."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target.parent).free
@@ -167,11 +216,11 @@ def _output(target: Path, size: int) -> Iterator[Path]:
         with hugging_face.written_aside(target) as aside:
             yield aside
     except (OSError, RuntimeError) as e:
-        # torch's writer of archives tells of a refused write as a RuntimeError.
+        # torch.save raises RuntimeError after a refused write.
         cause = e if isinstance(e, OSError) else e.__context__
         if not isinstance(cause, OSError):
             raise
         full = cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        advice = "; make room and start again, nothing was left behind" if full else ""
-        said = os.strerror(cause.errno) if cause.errno else str(cause)
-        raise UserError(f"{target}: cannot be written: {said}{advice}") from None
+        advice = "; free some space and start again" if full else ""
+        reason = os.strerror(cause.errno) if cause.errno else str(cause)
+        raise UserError(f"{target}: cannot be written: {reason}{advice}") from None

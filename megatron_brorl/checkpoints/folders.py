@@ -1,43 +1,77 @@
-"""The folders of a run's checkpoints: their names, what lies among them that is not ours, and which of them go."""
+"""The folders of a run's checkpoints: names, pointers, manifests and rotation.
+
+    checkpoints/step_00000003/   a checkpoint; manifest.json has the SHA-256 of every other file
+    checkpoints/latest           the name of the newest complete checkpoint
+    checkpoints/best             the name of the best one; on a second line the metric and its value: pass_at_1 0.6125
+
+Everything else that lies there belongs to the user. Megatron loads a checkpoint with a flipped byte without an error,
+hence the manifest. run.json of every checkpoint repeats `best`, so that a run that was killed between writing the two
+finds it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import os
 import re
 import shutil
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.checkpoints.writer import sha256, write_verified
+from megatron_brorl.errors import UserError, shown
 from megatron_brorl.json_files import read_object
 
-LATEST, BEST = "latest", "best"  # pointers: files whose first line is the name of a checkpoint
+LATEST, BEST = "latest", "best"
+MANIFEST = "manifest.json"
 RUN = "run.json"
-STEP = "step"  # key of run.json: steps done
-LAYOUT = "optimizer_layout"  # key of run.json: sizes that a distributed optimizer's state is bound to, or null
-STEPPED = "optimizers_that_have_stepped"  # key of run.json: names of parts
+# Keys of run.json. `best` has [step, metric, value] or null.
+STEP = "step"
+LAYOUT = "optimizer_layout"  # the parallel sizes that a distributed optimizer's state needs, or null
+STEPPED = "optimizers_that_have_stepped"  # names of parts
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint by a held-out metric."""
+
+    step: int
+    figure: str  # the metric, as in train.keep_best
+    value: float
+
+    def beats(self, other: Best | None) -> bool:
+        """Return whether this one is better. The earlier one wins a tie."""
+        return not math.isnan(self.value) and (other is None or self.value > other.value)
+
+    def as_json(self) -> list[Any]:
+        """Return the value of `best` in run.json."""
+        return [self.step, self.figure, self.value]
 
 
 def name_of(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """Return the name of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step whose checkpoint has exactly this name."""
+    """Return the step whose checkpoint has exactly this name, or None."""
     found = re.fullmatch("step_([0-9]{8,})", name)
     return int(found[1]) if found and name_of(int(found[1])) == name else None
 
 
 def by_step(root: Path) -> dict[int, Path]:
-    """The folders that have the name of a step, by step."""
+    """Return the folders that are named like checkpoints, by step."""
     named = ((step_of(path.name), path) for path in root.glob("step_*"))
     return {step: path for step, path in named if step is not None and path.is_dir()}
 
 
 def stored_step(directory: Path) -> int | None:
-    """The step of a folder's run.json; None where it cannot be read."""
+    """Return the step in a folder's run.json, or None if it cannot be read."""
     try:
         step = read_run(directory)[STEP]
     except (UserError, KeyError):
@@ -45,18 +79,29 @@ def stored_step(directory: Path) -> int | None:
     return step if type(step) is int else None
 
 
+def is_own(root: Path, step: int) -> bool:
+    """Return whether the folder named after a step is a checkpoint of it: no link, copy or leftover."""
+    directory = root / name_of(step)
+    return directory.is_dir() and not directory.is_symlink() and stored_step(directory) == step
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """Return the run.json of a checkpoint. Raises UserError."""
+    return read_object(directory / RUN, f"delete {directory} to continue from an older checkpoint")
+
+
 def repair(root: Path, step: int, keep: int) -> None:
-    """Do what a save of this step has left undone that was killed once its folder was in place. Raises OSError."""
+    """Complete a save of this step that was killed after its folder was in place. Raises OSError."""
     named = pointed(root / LATEST)
     if named is None or named < step:
         point(root / LATEST, name_of(step))
-    if named is None or named <= step:  # else a later one is the newest
+    if named is None or named <= step:  # otherwise a later checkpoint is the newest
         rotate(root, step, keep)
     remove_unfinished(root)
 
 
 def remove_unfinished(root: Path) -> None:
-    """Delete what a save that was killed left."""
+    """Delete what a killed save left."""
     for path in root.glob(".*.writing"):
         name = path.name.removeprefix(".").removesuffix(".writing")
         if step_of(name) is None and name not in (LATEST, BEST):
@@ -67,8 +112,8 @@ def remove_unfinished(root: Path) -> None:
             path.unlink()
 
 
-def give_way(target: Path, step: int) -> None:
-    """Rename what has the name of the checkpoint that is about to be put in place, but is none of that step."""
+def make_way(target: Path, step: int) -> None:
+    """Rename what has the name of the checkpoint that is about to be put in place, unless it is that checkpoint."""
     ours = target.is_dir() and not target.is_symlink() and stored_step(target) == step
     if ours or not (target.exists() or target.is_symlink()):
         return
@@ -76,21 +121,11 @@ def give_way(target: Path, step: int) -> None:
     while (aside := target.with_name(f"{target.name}.{number}")).exists() or aside.is_symlink():
         number += 1
     target.rename(aside)
-    print(f"warning: {target}: is no checkpoint of step {step}; it is now {aside.name}", file=sys.stderr, flush=True)
-
-
-def is_own(root: Path, step: int) -> bool:
-    """Whether the folder with the name of a step is a checkpoint of it that a run has written here."""
-    # A link's target lies elsewhere, and a folder whose run.json is gone or of another step is no checkpoint of ours.
-    directory = root / name_of(step)
-    return directory.is_dir() and not directory.is_symlink() and stored_step(directory) == step
+    print(f"warning: {target}: not a checkpoint of step {step}; renamed to {aside.name}", file=sys.stderr, flush=True)
 
 
 def rotate(root: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints up to `step` and the one that `best` names.
-
-    Never what save did not write, nor a later one.
-    """
+    """Delete all checkpoints up to `step` but the newest `keep` and the best one."""
     own = [s for s in by_step(root) if s <= step and is_own(root, s)]
     best = pointed(root / BEST)
     for old in sorted(own)[:-keep]:
@@ -99,7 +134,7 @@ def rotate(root: Path, step: int, keep: int) -> None:
 
 
 def pointed(path: Path) -> int | None:
-    """The step whose checkpoint a pointer names; None where there is no such file, or no such name in it."""
+    """Return the step of the checkpoint that a pointer names, or None if it names none."""
     try:
         first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     except OSError:
@@ -107,8 +142,8 @@ def pointed(path: Path) -> int | None:
     return step_of(first.strip())
 
 
-def followed(path: Path) -> Path:
-    """The checkpoint, where path is a pointer: runs/x/checkpoints/best. Raises UserError where that names none."""
+def resolve(path: Path) -> Path:
+    """Return the checkpoint if path is a pointer such as runs/x/checkpoints/best, otherwise path. Raises UserError."""
     if path.name not in (LATEST, BEST) or not path.is_file():
         return path
     step = pointed(path)
@@ -117,16 +152,68 @@ def followed(path: Path) -> Path:
     return path.with_name(name_of(step))
 
 
-def read_run(directory: Path) -> dict[str, Any]:
-    """What save was given as `run`, and the names of the optimizers that had stepped. Raises UserError."""
-    return read_object(directory / RUN, f"delete {directory} to go on from an older checkpoint")
-
-
 def point(path: Path, name: str) -> None:
-    """Let a pointer name a checkpoint; it says the old one or the new one at any instant. Raises OSError."""
+    """Let a pointer name a checkpoint; the file is replaced atomically. Raises OSError."""
     aside = path.with_name(f".{path.name}.writing")
     with aside.open("w", encoding="utf-8") as f:
         f.write(name + "\n")
         f.flush()
         os.fsync(f.fileno())
     aside.rename(path)
+
+
+def write_best(root: Path, best: Best) -> None:
+    """Let `best` name this checkpoint. Raises OSError."""
+    point(root / BEST, f"{name_of(best.step)}\n{best.figure} {best.value!r}")
+
+
+def read_best(root: Path) -> Best | None:
+    """Return the content of `best`, or None if there is no such file or it is malformed."""
+    with contextlib.suppress(OSError, ValueError):
+        name, metric = (root / BEST).read_text(encoding="utf-8").splitlines()
+        step, (figure, value) = step_of(name), metric.split()
+        if step is not None:
+            return Best(step, figure, float(value))
+    return None
+
+
+def best_so_far(root: Path, run: dict[str, Any], step: int, figure: str) -> Best | None:
+    """Return the best checkpoint on the disk up to `step`, for a run that continues from there.
+
+    run: the run.json of the checkpoint of that step. figure: the metric; checkpoints kept for another do not count.
+    """
+    stored = run.get(BEST)
+    found = [read_best(root), Best(*stored) if stored else None]
+    ours = [b for b in found if b and b.figure == figure and b.step <= step and is_own(root, b.step)]
+    return max(ours, key=lambda b: (b.value, -b.step), default=None)
+
+
+def write_manifest(directory: Path, digests: Mapping[str, str] | None = None) -> None:
+    """Write manifest.json, after all other files. digests: SHA-256 by file name; None: of the files as they are.
+
+    Raises OSError.
+    """
+    if digests is None:
+        digests = {p.relative_to(directory).as_posix(): sha256(p) for p in directory.rglob("*") if p.is_file()}
+    text = json.dumps(dict(sorted(digests.items())), indent=1).encode()
+    write_verified(directory / MANIFEST, lambda stream: stream.write(text))
+
+
+def damage(directory: Path) -> str:
+    """Return what differs between a directory and its manifest, or "".
+
+    Raises OSError if the disk fails, which says nothing about the directory.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        return f"{MANIFEST} is missing"
+    try:
+        manifest = read_object(path)
+    except UserError:
+        return f"{MANIFEST} is not readable"
+    for name, digest in manifest.items():
+        if not (name.isprintable() and len(name) <= 255 and (directory / name).is_file()):
+            return f"{shown(name)[1:-1]} is missing"
+        if sha256(directory / name) != digest:
+            return f"{name} is damaged (its SHA-256 differs from the manifest)"
+    return ""

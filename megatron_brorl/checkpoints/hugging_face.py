@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out: each rank reads only its part; rank 0 writes what the reshard stream yields."""
+"""Hugging Face directories: each rank reads its part, and rank 0 writes the tensors that the weight sync yields."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.checkpoints.model_card import CARD
-from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES, Tensors
+from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES
 from megatron_brorl.data.sentencepiece_export import write_for_transformers
 from megatron_brorl.data.stop_ids import GENERATION, stop_ids, transformers_stop_ids
 from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer
@@ -33,39 +34,44 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 class Checkpoint:
-    """The tensors of a Hugging Face directory by name; their data is read when it is asked for.
+    """The tensors of a Hugging Face directory, read on demand.
 
-    transformers decides which files count: model.safetensors is taken before an index, and every tensor of a shard
-    that the index names is loaded, whether the index lists that tensor or not.
+    The files are those that transformers loads: model.safetensors is taken before an index, and every tensor of a
+    shard that the index names counts, even if the index does not list it.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Raises UserError where the directory has no such files, or one of them is missing or damaged."""
+        """Raises UserError if the directory has no such files, or one of them is missing or damaged."""
         self.directory = directory
-        self.files: dict[str, Tensors] = {}  # of each tensor
+        self.files: dict[str, Path] = {}  # by tensor
+        self.types: dict[str, str] = {}  # by tensor, as in TYPES
+        self.shapes: dict[str, tuple[int, ...]] = {}
         for name in _weight_files(directory):
-            file = Tensors(directory / name)
-            for tensor in file.shapes:
-                # Different values would be two models; transformers takes the last, others the one of the index.
-                if tensor in self.files:
-                    raise UserError(
-                        f"{directory}: {tensor} is stored in both {self.files[tensor].path.name} and {name}; "
-                        "download the checkpoint again"
-                    )
-                self.files[tensor] = file
+            path = directory / name
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for tensor in file.keys():  # noqa: SIM118  it is not a dict
+                        if tensor in self.files:
+                            raise UserError(
+                                f"{directory}: {tensor} is stored in both {self.files[tensor].name} and {name}; "
+                                "download the checkpoint again"
+                            )
+                        part = file.get_slice(tensor)
+                        self.files[tensor], self.types[tensor] = path, part.get_dtype()
+                        self.shapes[tensor] = tuple(part.get_shape())
+            except (OSError, SafetensorError) as e:
+                raise UserError(f"{path}: not a readable safetensors file: {shown(e)}") from None
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by its name in `files`, of the shape and type that it is stored in.
-
-        Raises UserError where that type is none of TYPES.
-        """
-        file = self.files[name]
-        if file.types[name] not in TYPES:
-            raise UserError(f"{file.path}: {name} is of type {shown(file.types[name])}: only unquantised checkpoints")
-        return file.read(name)
+        """Return a tensor as it is stored. Raises UserError if its type is none of TYPES."""
+        if self.types[name] not in TYPES:
+            raise UserError(f"{self.files[name]}: {name} is of type {self.types[name]}: only unquantised checkpoints")
+        with safe_open(self.files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise UserError unless the files hold exactly these tensors (an LM head may be stored all the same)."""
+        """Raise UserError unless the files hold exactly these tensors; an LM head may be stored in addition."""
         missing = [name for name in shapes if name not in self.files]
         if missing:
             raise UserError(
@@ -77,9 +83,9 @@ class Checkpoint:
             raise UserError(f"{self.directory}: unknown tensor {unknown[0]}; does config.json belong to it?")
 
     def check_tied(self, shape: ModelShape) -> None:
-        """Raise UserError where config.json ties the LM head to the embedding, but another one is stored.
+        """Raise UserError if config.json ties the LM head to the embedding, but a different one is stored.
 
-        Transformers 5 would use both, earlier versions the embedding alone. Equal values are one matrix to either.
+        Transformers 5 would use both, earlier versions the embedding alone.
         """
         if not shape.tied or HEAD not in self.files:
             return
@@ -89,12 +95,12 @@ class Checkpoint:
         if not torch.equal(embedding.to(common), head.to(common)):
             raise UserError(
                 f"{self.directory}: stores a {HEAD} unlike {entry.hf[0]}, but config.json says tie_word_embeddings = "
-                f"true: set that to false to use both, as transformers 5 does, or take {HEAD} out of the files"
+                f"true: set that to false to use both, or remove {HEAD} from the files"
             )
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """The type of an entry's tensors. Raises UserError where they differ, or are not floats of 16 bits or more."""
-        found = {self.files[name].types[name] for name in entry.hf}
+        """Return the type of an entry's tensors. Raises UserError if they differ, or if it is none of TYPES."""
+        found = {self.types[name] for name in entry.hf}
         kinds = ", ".join(sorted(found))
         if len(found) > 1:
             raise UserError(f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must be alike")
@@ -103,25 +109,25 @@ class Checkpoint:
         return TYPES[kinds]
 
     def read(self, entry: Entry) -> list[Tensor]:
-        """The full tensors of an entry. Raises UserError where a shape is not what config.json says."""
+        """Return the full tensors of an entry. Raises UserError if a shape differs from config.json's."""
         self.dtype(entry)
-        tensors = []
         for name, shape in zip(entry.hf, entry.hf_shapes, strict=True):
-            file = self.files[name]
-            if file.shapes[name] != shape:
+            if self.shapes[name] != shape:
                 raise UserError(
-                    f"{self.directory}: {name} has shape {list(file.shapes[name])}, config.json implies {list(shape)}"
+                    f"{self.directory}: {name} has shape {list(self.shapes[name])}, config.json implies {list(shape)}"
                 )
-            tensors.append(file.read(name))
-        return tensors
+        return [self.tensor(name) for name in entry.hf]
 
 
 def _weight_files(directory: Path) -> list[str]:
-    """Return the names of the files that hold the weights. Raises UserError where there are none."""
+    """Return the names of the files that hold the weights. Raises UserError if there are none."""
     if (directory / WEIGHTS).is_file():
         return [WEIGHTS]
     if not (directory / INDEX).is_file():
-        raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}{_other_weights(directory)}")
+        raise UserError(
+            f"{directory}: holds neither {WEIGHTS} nor {INDEX}; download the missing file, or convert pickled weights "
+            "by transformers' AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+        )
     files = _shards(directory / INDEX)
     for file in files:
         if not (directory / file).is_file():
@@ -130,31 +136,15 @@ def _weight_files(directory: Path) -> list[str]:
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the files that an index names. Raises UserError for what is no index."""
+    """Return the files that an index names. Raises UserError if it is no index."""
     weight_map = read_object(index, "download the checkpoint again").get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: not a safetensors index: weight_map is no object")
     for name, file in weight_map.items():
         # A downloaded index must not point to files outside of its directory.
-        plain = isinstance(file, str) and file.isascii() and file.isprintable() and 0 < len(file) <= 255
-        if not plain or Path(file).name != file:
-            raise UserError(
-                f"{index}: {shown(name)} lies in {shown(file)}: must be the name of a file next to the index"
-            )
+        if not isinstance(file, str) or not file.isprintable() or len(file) > 255 or Path(file).name != file:
+            raise UserError(f"{index}: {shown(name)} is in {shown(file)}: must be the name of a file next to the index")
     return sorted(set(weight_map.values()))
-
-
-def _other_weights(directory: Path) -> str:
-    """The end of a message about a directory whose weights are in another form, which says what to do."""
-    shards = sorted(directory.glob("*.safetensors"))
-    if shards:
-        return f", only {shards[0].name}: download the missing {INDEX}, or call a single file {WEIGHTS}"
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pth")):
-        return (
-            ", only pickled weights, which are not read: convert them by transformers' "
-            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
-        )
-    return ""
 
 
 def load(
@@ -174,11 +164,10 @@ def load(
     """
     checkpoint = Checkpoint(Path(directory))
     checkpoint.check(hf_names.hf_shapes(shape))
-    if "output_layer.weight" not in own:  # the head of the directory is used
+    if "output_layer.weight" not in own:
         checkpoint.check_tied(shape)
     parameters = {k: v for k, v in hf_names.global_parameters(actor).items() if k not in own}
 
-    # Each rank reads the entries of its stage and copies its part of them.
     local_names = {id(parameter): name for name, parameter in actor.named_parameters()}
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -200,15 +189,24 @@ def load(
 
 def save(
     tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path, dtype: str, card: str = ""
-) -> None:
-    """Write a Hugging Face directory: config.json and tokenizer from `source`, weights from `tensors`, of its shapes.
+) -> bool:
+    """Write a Hugging Face directory with config.json and tokenizer of `source`, and return whether weights differ.
 
-    Written aside and renamed, so that `target` is either absent, the old one, or complete. dtype is torch's name of
-    the tensors' type ("float32"). card: the text of README.md; source's own is never copied. One tensor at a time is in
-    memory. Raises ValueError unless `tensors` are exactly those of the model that `source` describes.
+    The directory is written aside and renamed. tensors: exactly those of `source`, one in memory at a time. dtype:
+    torch's name of their type ("float32"), in which they are also compared with those of `source`. card: the text of
+    README.md, which is not copied from `source`. Raises ValueError if a tensor is missing or unknown.
     """
     source, target = Path(source), Path(target)
     shapes = hf_names.hf_shapes(read_shape(source))
+    before, differs = Checkpoint(source), False
+
+    def compared() -> Iterator[tuple[str, Tensor]]:
+        nonlocal differs
+        for name, tensor in tensors:
+            if not differs and name in before.files:
+                differs = not before.tensor(name).to(tensor.dtype).equal(tensor.detach().cpu())
+            yield name, tensor
+
     with written_aside(target) as aside:
         copy_companions(source, aside)
         complete(source, aside)
@@ -219,13 +217,14 @@ def save(
         if card:
             (aside / CARD).write_text(card, encoding="utf-8")
         layout = {name: (shape, getattr(torch, dtype)) for name, shape in shapes.items()}
-        safetensors_files.write(tensors, layout, aside)
+        safetensors_files.write(compared(), layout, aside)
+    return differs
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """config.json, the tokenizer and whatever else stands beside the weights.
+    """Copy config.json, the tokenizer and the other small files next to the weights.
 
-    Links out of the directory are left where they are, but for those of a hub's cache, which are made so.
+    Links out of the directory are not followed, except into the blobs of a hub cache.
     """
     for path in sorted(source.iterdir()):
         wanted = path.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not path.name.endswith(".index.json")
@@ -234,42 +233,38 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def _is_within(path: Path, directory: Path) -> bool:
-    """Whether a file's content lies in the directory, or among the blobs beside a snapshot of the hub's cache."""
+    """Return whether a file's content is in the directory, or among the blobs next to a snapshot of the hub cache."""
     home, found = directory.resolve(), path.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     return found.parent in (home, blobs)
 
 
 def complete(source: Path, target: Path) -> None:
-    """Write to `target`, a copy of `source`, what transformers needs to read it and to stop as the trainer does.
+    """Write to `target`, a copy of `source`, the files that let transformers read it and stop as the trainer does.
 
-    That is tokenizer.json for a sentencepiece model, and a generation_config.json with all ids that end a response. A
-    file of `source` that names them is left as it is. Prints one line on stderr for what cannot be written. Nothing is
-    done where there is no tokenizer.
+    These are tokenizer.json for a sentencepiece model, and a generation_config.json with all ids that end a response,
+    unless the one of `source` has them. Prints one line on stderr if that is not possible.
     """
     write_for_transformers(source, target)
     if not any((source / name).is_file() for name in TOKENIZERS):
         return
-    told = read_object(source / GENERATION) if (source / GENERATION).is_file() else None
+    generation = read_object(source / GENERATION) if (source / GENERATION).is_file() else None
     try:
         tokenizer = load_tokenizer(source)
         ids = stop_ids(source, tokenizer)
     except UserError as e:
         print(f"warning: no {GENERATION} written: {e}", file=sys.stderr, flush=True)
         return
-    if told is not None and transformers_stop_ids(source) == set(ids):
+    if generation is not None and transformers_stop_ids(source) == set(ids):
         return
 
-    told = _other_special_ids(source, tokenizer) if told is None else told
-    told["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids)
-    (target / GENERATION).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    generation = _other_special_ids(source, tokenizer) if generation is None else generation
+    generation["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids)
+    (target / GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
 def _other_special_ids(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what a new generation_config.json says besides EOS.
-
-    transformers would take the ids of config.json from a directory without that file; the new file hides them.
-    """
+    """Return what a new generation_config.json needs besides EOS, because it hides the ids of config.json."""
     config = read_object(source / CONFIG) if (source / CONFIG).is_file() else {}
     known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
     found = {key: value if config.get(key) is None else config[key] for key, value in known.items()}
@@ -278,9 +273,9 @@ def _other_special_ids(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A fresh directory beside `target` that takes its place once it is complete; removed where the writing fails.
+    """Yield a fresh directory next to `target` that replaces it at the end, or is removed after an error.
 
-    OSError names `target` where the call that failed knew no file: writing and syncing have none.
+    An OSError without a file name gets `target`: errors of writing and syncing have none.
     """
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
@@ -296,7 +291,7 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 
 def replace_directory(aside: Path, target: Path) -> None:
-    """Put a finished directory in its place; a reader sees the old one, or none for an instant, or the new one."""
+    """Sync a finished directory and put it in place of `target`; for an instant there may be none."""
     for path in aside.rglob("*"):
         if path.is_file():
             with path.open("rb") as f:

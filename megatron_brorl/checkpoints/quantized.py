@@ -1,4 +1,4 @@
-"""What quantised rollouts would cost, and checkpoints that are quantised once and for all, by ModelOpt."""
+"""The effect of quantised rollouts, and export of quantised checkpoints, by ModelOpt."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megatron_brorl.errors import UserError
 
 @dataclass(frozen=True)
 class Shift:
-    """How far next-token distributions move, over all positions of the prompts. Nats."""
+    """Change of next-token distributions over all positions of the prompts, in nats."""
 
     tokens: int
     kl_mean: float  # KL(original || quantised)
     kl_max: float
-    gap_mean: float  # |log-prob difference| of the tokens that stand there
-    top_agrees: float  # share of positions whose most likely token stays
+    gap_mean: float  # mean |log-prob difference| of the prompts' tokens
+    top_agrees: float  # share of positions whose most likely token is the same
 
 
 def shift(original: Sequence[Tensor], quantised: Sequence[Tensor], targets: Sequence[Tensor]) -> Shift:
-    """logits [T, V] of each text under both models, and the tokens [T] that follow each position."""
+    """Compare the logits [T, V] of each text under two models. targets: the next token [T] of each position."""
     kl, gap, agrees = [], [], []
     for a, b, ids in zip(original, quantised, targets, strict=True):
         p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
@@ -37,16 +37,14 @@ def shift(original: Sequence[Tensor], quantised: Sequence[Tensor], targets: Sequ
         gap.append((p - q).gather(-1, ids[:, None])[:, 0].abs())
         agrees.append((a.argmax(-1) == b.argmax(-1)).double())
     every = torch.cat(kl)
-    means = (float(torch.cat(x).mean()) for x in (kl, gap, agrees))
-    mean, gap_mean, top = means
+    mean, gap_mean, top = (float(torch.cat(x).mean()) for x in (kl, gap, agrees))
     return Shift(len(every), mean, float(every.max()), gap_mean, top)
 
 
 def evaluate(model: Path, prompts: Path, preset: str, calibrate: int) -> Shift:
-    """Of a Hugging Face directory under fake-quantised weights and activations, on every row of `prompts`.
+    """Compare a model with itself under fake-quantised weights and activations, on every row of `prompts`.
 
-    preset: a configuration of modelopt.torch.quantization. The first `calibrate` rows set the scales. Raises UserError
-    for a model, prompts or an environment that will not do.
+    preset: a configuration of modelopt.torch.quantization. The first `calibrate` rows set the scales. Raises UserError.
     """
     loaded, texts = _opened(model, prompts)
     with torch.inference_mode():
@@ -57,9 +55,9 @@ def evaluate(model: Path, prompts: Path, preset: str, calibrate: int) -> Shift:
 
 
 def export(model: Path, prompts: Path, preset: str, calibrate: int, out: Path) -> int:
-    """Write a unified Hugging Face checkpoint to `out`, complete or not at all; returns how many rows calibrated it.
+    """Write a unified Hugging Face checkpoint to `out`, and return the number of rows that calibrated it.
 
-    Raises UserError where `out` exists.
+    Raises UserError if `out` exists.
     """
     if out.exists():
         raise UserError(f"{out}: exists; name a folder that does not")
@@ -75,7 +73,7 @@ def export(model: Path, prompts: Path, preset: str, calibrate: int, out: Path) -
 
 
 def _modelopt(part: str) -> Any:
-    """modelopt.torch.quantization or modelopt.torch.export."""
+    """Return modelopt.torch.quantization or modelopt.torch.export."""
     try:
         if part == "export":
             import modelopt.torch.export as found
@@ -87,7 +85,7 @@ def _modelopt(part: str) -> Any:
 
 
 def _quantise(model: Any, preset: str, calibration: Sequence[Tensor]) -> None:
-    """Put fake quantisers into a transformers model, in place; scales come from a pass over the texts [T]."""
+    """Insert fake quantisers into a transformers model; the texts [T] calibrate their scales."""
     quantization = _modelopt("quantization")
 
     def forward(m: Any) -> None:
@@ -98,11 +96,11 @@ def _quantise(model: Any, preset: str, calibration: Sequence[Tensor]) -> None:
 
 
 def _opened(model: Path, prompts: Path) -> tuple[Any, list[Tensor]]:
-    """The transformers model of a directory, and its ids [T] of each row."""
+    """Return the transformers model of a directory, and the ids [T] of each row."""
     from transformers import AutoModelForCausalLM
 
-    _modelopt("quantization")  # before minutes of work that would end without it
-    rows, _ = read_rows(prompts, False)
+    _modelopt("quantization")  # raises before minutes of work
+    rows = read_rows(prompts)
     tokenizer = load_tokenizer(model)
     texts = [torch.tensor(tokenizer.encode(spoken(row.prompt))) for row in rows]
     if not texts or min(map(len, texts)) < 2:

@@ -1,10 +1,7 @@
-"""Checkpoints for resuming: Megatron's distributed format, written aside, hashed and renamed.
+"""Checkpoints for resuming a run, in Megatron's distributed format: written aside, hashed, renamed.
 
-    checkpoints/step_00000003/   Megatron's files, run.json, manifest.json (SHA-256 of every other file)
-    checkpoints/latest           the name of the newest complete one, moved last
-
-A checkpoint has exactly the name of the step that its run.json holds; whatever else lies there is the user's.
-Megatron-Core 0.16 loads a checkpoint with a flipped byte without a word, hence the manifest.
+A checkpoint is either written at once or by a thread while the run continues. Resume only from checkpoints that you
+trust: Megatron's format contains pickles.
 """
 
 from __future__ import annotations
@@ -16,8 +13,11 @@ import logging
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,42 +29,39 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_ma
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_brorl.checkpoints import best, distributed_optimizer, folders, manifest, unpickle, verified_files
-from megatron_brorl.checkpoints.best import Best
-from megatron_brorl.checkpoints.folders import LATEST, LAYOUT, RUN, STEP, STEPPED, read_run
-from megatron_brorl.checkpoints.host_copies import HostCopies
+from megatron_brorl.checkpoints import distributed_optimizer, folders
+from megatron_brorl.checkpoints.folders import LATEST, LAYOUT, RUN, STEP, STEPPED, Best, read_run
 from megatron_brorl.checkpoints.hugging_face import replace_directory
-from megatron_brorl.checkpoints.shard_writer import Shards, plan
-from megatron_brorl.checkpoints.verified_files import Refusals
+from megatron_brorl.checkpoints.writer import Shards, plan, write_verified
 from megatron_brorl.errors import UserError
 from megatron_brorl.models.finite import require_finite
 from megatron_brorl.models.hf_names import global_parameters
 from megatron_brorl.parallel import collectives, device
 
-WRITING_MARGIN = 1.05  # of the tensors' size, for what Megatron writes about them
+WRITING_MARGIN = 1.05  # file size over tensor size, at most
 
 
 @dataclass(frozen=True)
 class Part:
-    """A model of a run with its optimizer. The actor is called "": its tensors are named as in any checkpoint."""
+    """A model of a run with its optimizer. The actor's name is "", so that its tensors have Megatron's names."""
 
-    name: str  # stands before the names of its tensors
+    name: str
     module: Any
-    optimizer: Any = None  # None: it has none
-    weights: dict[str, Tensor] | None = None  # by the module's names, in place of the module's own
+    optimizer: Any = None
+    weights: dict[str, Tensor] | None = None  # by the module's names, instead of the module's own weights
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of its tensors in the checkpoint."""
+        """The prefix of its tensors' names in the checkpoint."""
         return f"{self.name}." if self.name else ""
 
     def require_finite(self, what: str, then: str) -> None:
-        """Raise UserError where a weight is NaN or infinite; a collective. what, then: around its name."""
+        """Raise UserError if a weight is NaN or infinite; a collective. what, then: around its name in the message."""
         named = global_parameters(self.module) if self.weights is None else self.weights
         require_finite(named, f"{what}, {self.name or 'actor'}", then)
 
     def state(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
-        """Megatron's sharded state; an optimizer that has not stepped yet has none."""
+        """Return Megatron's sharded state. An optimizer that has not stepped has none."""
         model = self.module.sharded_state_dict(prefix=self.prefix)
         for name, weight in (self.weights or {}).items():
             model[self.prefix + name].data = weight
@@ -77,7 +74,7 @@ class Part:
         return {"model": model, "optimizer": optimizer}
 
     def restore(self, state: dict[str, Any], directory: Path) -> None:
-        """Load what `state` returned and Megatron filled. An optimizer without a saved state gets the module's weights.
+        """Load what `state` returned and Megatron filled. Without a saved state, the optimizer takes the weights.
 
         directory: named in errors.
         """
@@ -96,82 +93,89 @@ class Part:
 
 
 def check(parts: Sequence[Part], step: int) -> None:
-    """Raise UserError where the state after `step` steps is not finite and must not be written; a collective."""
+    """Raise UserError if the state after `step` steps is not finite and must not be written; a collective."""
     for part in parts:
         part.require_finite(
             f"the state after {step} step{'' if step == 1 else 's'}",
-            "no checkpoint is written, and those before stay; start anew from the last one's weights "
+            "no checkpoint is written, and older ones stay; start a new run from the weights of the last one "
             "(brorl convert to-hf) with a lower learning rate",
         )
 
 
 class NotWritten(UserError):
-    """A checkpoint that the disk did not take; nothing of it is left, and those before are as they were."""
+    """The disk refused a checkpoint. Nothing of it is left, and older ones are as they were."""
 
 
 @dataclass
 class Save:
-    """A checkpoint whose state is taken: `write` brings it to the disk, `agree` tells all ranks what became of it."""
+    """A checkpoint whose state is taken: `write` brings it to the disk, then `agree` raises if that failed."""
 
     target: Path
-    keep: int  # the newest ones that stay
-    files: dict[str, bytes]  # this rank's own, by name
-    shards: Shards = field(init=False)  # this rank's, once there is a directory for them
-    refusals: Refusals = field(default_factory=Refusals)
-    best: Best | None = None  # this one, where `best` is to name it
+    keep: int  # number of newest checkpoints that stay
+    files: dict[str, bytes]  # this rank's additional files, by name
+    shards: Shards = field(init=False)
+    error: str = ""  # the first refusal of the disk on this rank
+    best: Best | None = None  # set if this is the best checkpoint
 
     @property
     def aside(self) -> Path:
-        """Where it is written, beside the place that it will take."""
+        """The folder in which it is written."""
         return self.target.with_name(f".{self.target.name}.writing")
 
-    def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write and verify this rank's files, and on rank 0 put the whole in its place; a collective of the group.
+    @contextlib.contextmanager
+    def catch(self) -> Iterator[None]:
+        """Store errors of the disk in `error`, so that all ranks reach the same collectives."""
+        try:
+            yield
+        except OSError as e:
+            self.error = self.error or e.strerror or " ".join(str(e).split())[:200] or type(e).__name__
 
-        What the disk refuses is kept for `agree`. group: of all ranks; where this runs beside the run's own
-        collectives, one that they do not use.
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write and verify this rank's files, and on rank 0 put the checkpoint in place; a collective.
+
+        Errors of the disk are kept for `agree`. group: of all ranks; another group than the run's if this happens
+        while the run continues.
         """
         digests: dict[str, str] = {}
         results: list[Any] = []
-        with self.refusals.caught():
+        with self.catch():
             digests, results = self.shards.write(self.aside)
-            digests |= {name: verified_files.write(self.aside / name, data) for name, data in self.files.items()}
+            digests |= {name: self._write_file(name, data) for name, data in self.files.items()}
 
-        # Rank 0 hears what the others wrote, or that they could not.
-        parts = _gather((self.refusals.told(), digests, results), group)
+        parts = _gather((self.error, digests, results), group)
         if parts is None:
             return
-        told, digests_of, results_of = zip(*parts, strict=True)
-        whole = not any(told)
-        if whole:
-            with self.refusals.caught():
+        errors, digests_of, results_of = zip(*parts, strict=True)
+        complete = not any(errors)
+        if complete:
+            with self.catch():
                 self._complete({name: digest for found in digests_of for name, digest in found.items()}, results_of)
-        # What is left of a directory that lacks a file is nothing.
-        if self.refusals.errors or not whole:
+        if self.error or not complete:
             shutil.rmtree(self.aside, ignore_errors=True)
 
     def agree(self) -> None:
-        """Raise NotWritten on all ranks where one was refused something; a collective, after `write` on all of them."""
-        told = [text for text in collectives.all_gather_text(self.refusals.told()) if text]
-        if told:
+        """Raise NotWritten on all ranks if the disk refused something on one; a collective, after `write`."""
+        errors = [text for text in collectives.all_gather_text(self.error) if text]
+        if errors:
             raise NotWritten(
-                f"{self.target}: cannot be written: {told[0]}; free some space or make the folder writable"
+                f"{self.target}: cannot be written: {errors[0]}; free some space or make the folder writable"
             )
 
-    def _complete(self, digests: dict[str, str], results: Sequence[list[Any]]) -> None:
-        """On rank 0, when all files of all ranks are on the disk: indexed, hashed, renamed, pointed to."""
-        for name, data in self.shards.index(results).items():
-            digests[name] = verified_files.write(self.aside / name, data)
-        manifest.write(self.aside, digests)
+    def _write_file(self, name: str, data: bytes) -> str:
+        return write_verified(self.aside / name, lambda stream: stream.write(data))[0]
 
-        # Only then older ones go.
+    def _complete(self, digests: dict[str, str], results: Sequence[list[Any]]) -> None:
+        """Index, hash, rename and point to the checkpoint, when the files of all ranks are on the disk; on rank 0."""
+        digests |= {name: self._write_file(name, data) for name, data in self.shards.index(results).items()}
+        folders.write_manifest(self.aside, digests)
+
         root, step = self.target.parent, folders.step_of(self.target.name)
         assert step is not None
-        folders.give_way(self.target, step)  # what is the user's is kept
+        folders.make_way(self.target, step)
         replace_directory(self.aside, self.target)
         folders.point(root / LATEST, self.target.name)
         if self.best:
-            best.write(root, self.best)
+            folders.write_best(root, self.best)
         folders.rotate(root, step, self.keep)
 
 
@@ -182,14 +186,13 @@ def begin(
     run: dict[str, Any],
     keep: int,
     files: Mapping[str, bytes] | None = None,
-    copies: HostCopies | None = None,
+    copy: bool = False,
 ) -> Save:
     """Take the state after `step` steps, to be written; a collective. Keeps the newest `keep` up to this step.
 
-    run: JSON that read_run gives back, with the step. files: this rank's own, by names that are its alone.
-    copies: where to take the state, which may change before it is written.
-    Raises UserError, and leaves everything as it is, where a weight is not finite; NotWritten, on all ranks, where
-    there is no room.
+    run: JSON that read_run returns, with the step. files: this rank's own, under names that no other rank uses.
+    copy: copy the state, because it may change before it is written.
+    Raises UserError if a weight is not finite, and NotWritten, on all ranks, if there is no room.
     """
     check(parts, step)
 
@@ -199,20 +202,20 @@ def begin(
             distributed_optimizer.initialise(part.optimizer)
     stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
     states = _states(parts, stepped)
-    needed = collectives.all_reduce_sum({"bytes": _bytes(states)})["bytes"]  # of all ranks
+    needed = collectives.all_reduce_sum({"bytes": _bytes(states)})["bytes"]
 
-    # All ranks write into one directory, which is there before any of them takes memory for it.
-    begun = Save(root / folders.name_of(step), keep, dict(files or {}))
+    # The folder is made before any rank takes memory for a copy.
+    save = Save(root / folders.name_of(step), keep, dict(files or {}))
     if dist.get_rank() == 0:
         known = {**run, STEP: step, STEPPED: stepped, LAYOUT: _optimizer_layout(parts)}
-        begun.files[RUN] = json.dumps(known, indent=1).encode()
-        with begun.refusals.caught():
-            _make(begun.aside, needed)
-    begun.agree()
+        save.files[RUN] = json.dumps(known, indent=1).encode()
+        with save.catch():
+            _make_folder(save.aside, needed)
+    save.agree()
 
     with device.bridge():
-        begun.shards = plan(states, begun.target.name, copies)
-    return begun
+        save.shards = plan(states, save.target.name, copy)
+    return save
 
 
 def save(
@@ -223,21 +226,17 @@ def save(
     keep: int,
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """`begin`, and all of it at once; a collective.
-
-    What is not a checkpoint but has this one's name is renamed (step_00000003.1, ...) and told on stderr. Raises as
-    begin does; NotWritten, on all ranks, where the disk refuses something to one of them.
-    """
+    """Write a checkpoint at once, and return its folder; a collective. Arguments and errors: see `begin`."""
     begun = begin(root, step, parts, run, keep, files)
     begun.write()
     begun.agree()
     return begun.target
 
 
-def _make(aside: Path, needed: float) -> None:
-    """Make the directory, where there is room for it. Raises OSError."""
+def _make_folder(aside: Path, needed: float) -> None:
+    """Make the folder if there is room for `needed` bytes of tensors. Raises OSError."""
     aside.parent.mkdir(parents=True, exist_ok=True)
-    folders.remove_unfinished(aside.parent)  # a save that was killed may have left this very name
+    folders.remove_unfinished(aside.parent)  # a killed save may have left this very folder
     free = shutil.disk_usage(aside.parent).free
     if free < needed * WRITING_MARGIN:
         raise OSError(errno.ENOSPC, f"it needs {needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free")
@@ -245,7 +244,7 @@ def _make(aside: Path, needed: float) -> None:
 
 
 def _gather(own: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
-    """What every rank has, in rank order, on rank 0; None on the others."""
+    """Return the objects of all ranks on rank 0, and None on the others."""
     world = dist.get_world_size(group)
     if world == 1:
         return [own]
@@ -255,7 +254,7 @@ def _gather(own: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
 
 
 def _bytes(state: Any) -> float:
-    """What a rank's part of the state takes on disk: tensors that no other rank writes."""
+    """Return the size of the tensors that this rank writes."""
     found = 0.0
     for value in dict_utils.nested_values(state):
         if (
@@ -267,42 +266,104 @@ def _bytes(state: Any) -> float:
     return found
 
 
-def find(root: Path) -> Path | None:
-    """The newest complete checkpoint under root, or None where there is none.
+class BackgroundSaver:
+    """Writes at most one checkpoint at a time in a thread, with a process group of its own; the same on every rank.
 
-    A folder of another name, or whose run.json holds another step than its name (a copy), is left out of account.
-    Raises UserError where checkpoints exist but the newest is damaged, or is not the one that `latest` names: going on
-    from an older one is the user's choice.
+    `latest` is updated by the thread. The run learns the result between steps.
+    """
+
+    def __init__(self) -> None:
+        self._save: Save | None = None
+        self._thread = threading.Thread()
+        self._group: dist.ProcessGroup | None = None
+        self._error: BaseException | None = None  # of the thread, but not of the disk
+        self.write_s = 0.0  # seconds that the last checkpoint took
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save has begun that `settle` has not returned yet."""
+        return self._save is not None
+
+    def start(self, save: Save, timeout: timedelta) -> None:
+        """Start writing; a collective. timeout: between ranks, for the thread's collectives."""
+        assert self._save is None
+        if self._group is None and dist.get_world_size() > 1:
+            self._group = dist.new_group(timeout=timeout, backend="gloo")
+        self._save = save
+        self._thread = threading.Thread(target=self._write, args=(save,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def busy(self) -> bool:
+        """Return whether any rank still writes; a collective if a save is under way. Raises an error of the thread."""
+        if self._save is None:
+            return False
+        writes = self._thread.is_alive()
+        if self._error:
+            raise self._error
+        return bool(collectives.all_reduce_max({"writes": float(writes)})["writes"])
+
+    def settle(self) -> Save | None:
+        """Wait for the save that is under way and return it; then a collective. Raises as Save.agree."""
+        if self._save is None:
+            return None
+        self._thread.join()
+        save, self._save = self._save, None
+        if self._error:
+            raise self._error
+        save.agree()
+        return save
+
+    def finish(self, tell: Callable[[str], None]) -> None:
+        """Wait when the run ends by an error, without collectives and exceptions. Failures go to `tell`."""
+        if self._save is None:
+            return
+        self._thread.join()
+        if error := self._save.error or " ".join(str(self._error or "").split()):
+            tell(f"warning: {self._save.target}: cannot be written: {error}")
+        self._save = None
+
+    def seconds_to_come(self) -> float:
+        """Return how long saving may still take: the save at the end of the run and the one under way."""
+        return self.write_s * (1 + self.under_way)
+
+    def _write(self, save: Save) -> None:
+        begun = time.monotonic()
+        try:
+            save.write(self._group)
+        except BaseException as e:  # raised again in the run's thread
+            self._error = e
+        self.write_s = time.monotonic() - begun
+
+
+def find(root: Path) -> Path | None:
+    """Return the newest complete checkpoint under root, or None.
+
+    Folders of another name, and copies whose run.json has another step than their name, do not count. Raises UserError
+    if the newest checkpoint is damaged, or missing although `latest` names it: continuing from an older one is the
+    user's choice.
     """
     pointer = root / LATEST
     steps = [step for step, folder in folders.by_step(root).items() if folders.stored_step(folder) in (step, None)]
-
-    # What `latest` names counts even where its folder is gone: falling back to an older one without a word
-    # would throw steps away.
     if pointer.is_file():
         named = pointer.read_text(encoding="utf-8", errors="replace").strip()
         pointed = folders.step_of(named)
         if pointed is None:
-            raise UserError(f"{pointer}: says {named!r}, which is no checkpoint's name; delete it to go on without it")
+            raise UserError(f"{pointer}: says {named!r}, which is no checkpoint's name; delete it to continue")
         steps.append(pointed)
-
     if not steps:
         return None
 
-    # A crash between the two renames leaves a complete checkpoint newer than the pointer: take it.
-    newest = max(steps)  # numbers, since names do not sort beyond 8 digits
+    # A crash after the folder was renamed leaves a complete checkpoint that is newer than the pointer.
+    newest = max(steps)
     directory = root / folders.name_of(newest)
-
-    # It is read only when every byte is what was written; Megatron would not notice.
     if directory.is_dir():
         stored = folders.stored_step(directory)
         copied = f"is a copy of step {stored}" if stored not in (newest, None) else ""
-        problem = copied or manifest.damage(directory)
+        problem = copied or folders.damage(directory)
     else:
         problem = "is missing"
-
     if problem:
-        raise UserError(f"{directory}: {problem}; delete it and {pointer} to go on from an older checkpoint")
+        raise UserError(f"{directory}: {problem}; delete it and {pointer} to continue from an older checkpoint")
     return directory
 
 
@@ -322,25 +383,20 @@ def load(directory: Path, parts: Sequence[Part]) -> None:
         )
     with device.bridge():
         try:
-            with unpickle.restricted(), _quiet():
+            with _quiet():
                 state = dist_checkpointing.load(_states(parts, stepped, loading=True), str(directory))
-        except (UserError, CheckpointException, CheckpointingException, pickle.UnpicklingError, EOFError) as e:
-            # Torch says by a traceback per rank what one of them could not read.
+        except (CheckpointException, CheckpointingException, pickle.UnpicklingError, EOFError) as e:
+            # torch's message has a traceback per rank, which ends with the reason.
             why = str(e).rstrip().rpartition("\n")[2]
-            # A disk that fails says nothing of the checkpoint.
             number = re.search(r"\[Errno (\d+)\]", why)
-            failed = number and int(number[1]) != errno.ENOENT
-            remedy = (
-                "mend that, and start the same command again"
-                if failed
-                else "it comes from elsewhere or is damaged: delete it"
-            )
+            disk_failed = number and int(number[1]) != errno.ENOENT
+            remedy = "fix that and run the command again" if disk_failed else "the checkpoint is damaged: delete it"
             raise UserError(f"{directory}: {why}; {remedy}") from None
         for part in parts:
             part.restore(state[part.name] if part.name else state, directory)
     for part in parts:
         part.require_finite(
-            str(directory), f"delete it and {directory.parent / LATEST} to go on from an older checkpoint"
+            str(directory), f"delete it and {directory.parent / LATEST} to continue from an older checkpoint"
         )
 
 
@@ -363,7 +419,7 @@ def _describe(layout: dict[str, int] | None) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs a traceback of what it then raises."""
+    """Silence torch, which logs a traceback of what it then raises."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -373,7 +429,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _states(parts: Sequence[Part], stepped: Sequence[str], loading: bool = False) -> dict[str, Any]:
-    """The actor's state, and those of the other parts by name."""
+    """Return the actor's state, and those of the other parts under their names."""
     states: dict[str, Any] = {}
     for part in parts:
         own = part.state(part.name in stepped, loading)

@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import psutil
 import torch.distributed as dist
 
-from megatron_brorl import hang, ranks
+from megatron_brorl import ranks
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import Training, model_card
-from megatron_brorl.checkpoints.unchanged import Comparison
 from megatron_brorl.cli import run_folder, template_date
 from megatron_brorl.cli.fingerprint import Fingerprint, fingerprint
 from megatron_brorl.cli.job_end import JobEnd
@@ -33,7 +32,7 @@ from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.stop_ids import stop_ids
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.metrics import Lines, MetricsWriter
+from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8, memory
 from megatron_brorl.models.gpt import ATTENTION_ALONE, DTYPES
@@ -49,6 +48,7 @@ from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
+from megatron_brorl.timeline import dump_stacks_after
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
@@ -57,8 +57,6 @@ from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
-
-ROLLOUTS_FILE = "rollouts.jsonl"
 
 AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 T = TypeVar("T")
@@ -122,19 +120,14 @@ class Session:
 
     def __enter__(self) -> Session:
         self._lock()
-        # The lock's own agreement lies between the main rank's clearing and the first file of any rank.
-        if timeout_s := self.config.run.progress_timeout_s:
-            watch = hang.Watch(self.dir, self.grid.rank, self.grid.world, timeout_s, self.config.parallel.timeout_s)
-            watch.start()
-            job = str(self.dir)
-            self._closing += [watch.stop, lambda: watch.see_through(lambda: network.main_is_through(job))]
-            if self.is_main_rank:
-                self._closing.append(lambda: network.tell_through(job))
+        # Before the others' wait for a rank that hangs ends.
+        dump_stacks_after(0.8 * self.config.parallel.timeout_s)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            hang.process_ends()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        dump_stacks_after(0.0)
+        if error is not None:
+            self.grid.name_missing(error)
             if not self.program.goes_on:
                 return  # and with it all that it holds
         for close in reversed(self._closing):
@@ -314,14 +307,6 @@ class Session:
         self._closing.append(writer.close)
         return writer
 
-    def rollout_log(self, resume_step: int | None) -> Lines | None:
-        """Where theory.log_rollouts sends the rollouts, on the main rank; resume_step: see metrics.Lines."""
-        if not (self.config.theory.log_rollouts and self.is_main_rank):
-            return None
-        lines = Lines(self.dir / ROLLOUTS_FILE, resume_step)
-        self._closing.append(lines.close)
-        return lines
-
     def recorder(self, resume_step: int | None) -> Recorder:
         """What writes run.dir/rollouts, on every rank; resume_step: see record.files.begin."""
         folder = self.dir / record_files.FOLDER
@@ -355,18 +340,17 @@ class Session:
 
         Returns, on the main rank, whether they differ from those of model.path.
         """
-        began_as = Comparison(self.config.model.path)
         worker.require_finite("the trained model", f"{self.dir / 'model'} is not written; lower the learning rate")
-        tensors = worker.hf_tensors()
+        tensors, differs = worker.hf_tensors(), False
         if self.is_main_rank:
             dtype = str(worker.options.dtype).removeprefix("torch.")
             text, source = model_card(card), self.config.model.path
-            hugging_face.save(began_as.watch(tensors), source, self.dir / "model", dtype, text)
+            differs = hugging_face.save(tensors, source, self.dir / "model", dtype, text)
         else:
             for _ in tensors:
                 pass
         dist.barrier()
-        return began_as.differs
+        return differs
 
     def peak_rss_mib(self) -> float:
         """Peak resident memory of all ranks, and what their scoring processes hold of their own, added up."""

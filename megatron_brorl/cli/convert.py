@@ -80,7 +80,7 @@ def convert(args: argparse.Namespace) -> None:
     from megatron_brorl.progress import progress
 
     # What is asked for, as far as it can be told without reading.
-    args.source = folders.followed(args.source)
+    args.source = folders.resolve(args.source)
     _refuse(args)
     to_hf = args.direction == "to-hf"
     layout: tuple[int, ...] = () if to_hf else (args.tensor, args.pipeline)
@@ -125,7 +125,7 @@ def _report(steps: int, p: Progress) -> Callable[[int, int, str], None]:
 
 def _verify(args: argparse.Namespace, shape: ModelShape, written: Path, p: Progress) -> None:
     """Raise UserError unless what was written has the logits of the source."""
-    from megatron_brorl.checkpoints.compare import verify
+    from megatron_brorl.checkpoints.convert import verify
 
     gap = verify(args.source, written, shape, args.target)
     p.note(f"{args.target}: logits equal those of {args.source} within {gap:.2e}")

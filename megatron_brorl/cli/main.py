@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl import __version__, hang, ranks
+from megatron_brorl import __version__, ranks
 from megatron_brorl.cli import config as config_cli
 from megatron_brorl.cli import convert as convert_cli
 from megatron_brorl.cli import data as data_cli
@@ -29,8 +28,6 @@ _REFUSED = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE),
 )
-
-_LATE = "another rank did not come within parallel.timeout_s; start the same command again to go on"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,32 +53,14 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"brorl: rank {rank}: {place}{e.strerror}; mend that, and start the same command again", file=sys.stderr)
         status = 2
     except RuntimeError as e:
-        told = _of_another_rank(e)
-        if not told:
-            raise  # of our own making
-        # Where ranks are watched, one of them names who hangs; a rank that is gone has said why, if it could.
-        hang.wait_failed(late=told is _LATE)
-        print(f"brorl: rank {os.environ.get('RANK', '0')}: {told}", file=sys.stderr)
+        from megatron_brorl.parallel.network import lost_peer
+
+        waited = lost_peer(e)
+        if not waited:
+            raise
+        print(f"brorl: rank {os.environ.get('RANK', '0')}: {waited}", file=sys.stderr)
         status = 1
     sys.exit(status)
-
-
-def _of_another_rank(error: RuntimeError) -> str:
-    """What a collective's error says of the rank that it waited for, in one line; "" for any other error."""
-    text = str(error)
-    # Of a barrier torch says which ranks have not come, and not whether they are gone or late.
-    if missing := re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", text):
-        return f"another rank ({missing[1]}) is gone or took too long; start the same command again to go on"
-    if (
-        not any(word in text for word in ("gloo", "NCCL", "TCPStore", "ProcessGroup", "monitoredBarrier"))
-        and "Dist" not in type(error).__name__
-    ):
-        return ""
-    if "Timed out" in text or "timed out" in text or "Timeout" in text:
-        return _LATE
-    if any(word in text for word in ("closed by peer", "reset by peer", "Broken pipe", "Connection refused")):
-        return "another rank is gone, and says why or was killed; start the same command again to go on"
-    return ""
 
 
 def _run_ranks(args: argparse.Namespace) -> int:
@@ -194,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--ranks-per-node", type=int, default=0, help="left out: as many as there are, at most 8")
     doctor.add_argument("--gpu-gib", type=float, default=0, help="memory of a GPU of another machine")
     doctor.set_defaults(command=_doctor)
-    theory_cli.add_commands(commands)  # brorl simulate, brorl advise
+    theory_cli.add_commands(commands)  # brorl simulate, brorl pass-rates
     return parser
 
 

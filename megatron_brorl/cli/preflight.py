@@ -60,7 +60,6 @@ def plan(config: Config, shape: ModelShape, machines: Machines, stage: int = 0) 
         offload=t.offload,
         critic=algo.advantage == "gae",
         reference=algo.kl_coef > 0,
-        noise=config.theory.noise_every > 0,
     )
     return memory.plan(shape, training, _generation(config, shape))
 

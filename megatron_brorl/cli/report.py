@@ -16,7 +16,6 @@ from megatron_brorl.report.plot import plot_run
 from megatron_brorl.report.run_files import SUMMARY, read_run
 from megatron_brorl.report.server import ADDRESS, open_server
 from megatron_brorl.report.theory import plot_theory
-from megatron_brorl.theory.agreement import agreement_lines
 
 PAGE, SEVERAL = "report.html", "comparison.html"
 
@@ -97,6 +96,4 @@ def _lines(s: dict[str, Any]) -> list[str]:
     if best := s.get("best_checkpoint"):
         name = best["figure"].replace("_at_", "@")
         lines.append(f"best     after {best['step']} steps, {name} {best['value']:.4f}: checkpoints/best")
-    if s.get("theory"):
-        lines += agreement_lines(s["theory"])
     return [*lines, f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes"]

@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import TextIO
 
-from megatron_brorl import hang
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints.training import WRITING_MARGIN
 from megatron_brorl.config.schema import Config
@@ -28,7 +27,6 @@ def take(directory: Path) -> TextIO:
         directory.mkdir(parents=True, exist_ok=True)
         handle = open(directory / LOCK, "w")  # noqa: SIM115  held until the process ends
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        hang.Watch.clear(directory)
     except OSError as e:
         raise _refused(directory, e) from None
     return handle

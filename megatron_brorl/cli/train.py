@@ -27,7 +27,6 @@ from megatron_brorl.progress import progress
 from megatron_brorl.record import run_record
 from megatron_brorl.report.findings import findings
 from megatron_brorl.report.run_files import SUMMARY
-from megatron_brorl.theory.agreement import agreement
 from megatron_brorl.timeline import span
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.console import evaluation_line, evaluation_metrics
@@ -64,7 +63,6 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             trainer.restore(found)
         resume_step = trainer.state.step if found else None  # None starts new files
         writer = session.writer(resume_step)
-        trainer.rollout_log = session.rollout_log(resume_step)
         trainer.recorder = session.recorder(resume_step)
         # What it was started with, for those who read it later.
         if session.is_main_rank:
@@ -180,7 +178,6 @@ def _summary(
         "peak_rss_mib": peak_rss_mib,
         "before": before,
         "after": after,
-        "theory": agreement(rows),
         "findings": findings(session.config, rows, before, after, weights_differ),
     }
 

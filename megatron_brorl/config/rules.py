@@ -106,11 +106,7 @@ def _train(config: Config) -> Iterator[Rule]:
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:
-    theory, e = config.theory, config.evaluate
-    for key, every in (("measure_every", theory.measure_every), ("noise_every", theory.noise_every)):
-        wrong = every > 0 and (theory.every == 0 or every % theory.every > 0)
-        yield f"theory.{key}", wrong, f"must be a multiple of theory.every = {theory.every}"
-    yield "theory.noise_every", theory.noise_every > 0 and config.rollout.n < 4, "needs rollout.n of at least 4"
+    e = config.evaluate
     yield (
         "evaluate.pass_at",
         not all(1 <= k <= e.samples for k in e.pass_at),

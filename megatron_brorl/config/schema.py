@@ -48,7 +48,6 @@ class RunConfig:
     record_tokens: int = key(1048576, "Tokens that are stored per step and per evaluation, at most.", ge=0)
     license: str = key("", "Licence in the card of the exported model.")
     ends_at: float = key(0.0, "Unix time at which a scheduler ends the job; 0 = SLURM_JOB_END_TIME.", ge=0)
-    progress_timeout_s: float = key(540.0, "Seconds without progress of any rank after which the job ends.", ge=0)
     log: tuple[Tracker, ...] = key(
         ("tensorboard",),
         "Trackers that receive the metrics besides metrics.jsonl, if they are installed. W&B and MLflow use the "
@@ -172,7 +171,6 @@ class DataConfig:
         default_factory=dict,
         description="Variables of the chat template, as {enable_thinking = false}; needs data.chat.",
     )
-    skip_bad_rows: bool = key(False, "Skip, count and list malformed rows instead of stopping.")
 
 
 @section
@@ -487,16 +485,12 @@ class TrainConfig:
 
 @section
 class TheoryConfig:
-    """Metrics theory_* about the probability mass that the rollouts did not sample. They do not affect training."""
+    """The live mass balance: metrics theory_* (docs/theory.md). They do not influence training."""
 
     every: int = key(1, "Steps from one measurement to the next; 0 = never.", ge=0)
     prompts: int = key(8, "Prompts of a step that are examined token by token.", ge=1)
     positions: int = key(8, "Positions per prompt at which the whole softmax is computed; 0 = none.", ge=0)
     max_position: int = key(32, "Tokens of a response among which positions are chosen.", ge=1)
-    measure_every: int = key(0, "Steps, a multiple of `every`; 0 = never.", ge=0)
-    measure_samples: int = key(64, "Samples per prompt, before and after.", ge=1)
-    noise_every: int = key(0, "Steps, a multiple of `every`; 0 = never.", ge=0)
-    log_rollouts: bool = key(False, "Rewards, answers and lengths to run.dir/rollouts.jsonl.")
 
 
 @section

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.config.schema import ColumnsConfig
-from megatron_brorl.data.prepare.files import raw_rows
+from megatron_brorl.data.files import parse_row, raw_rows
 from megatron_brorl.errors import UserError
 
 KEYS = ("prompt", "answer", "target", "verifier", "id", "metadata")  # of a row
@@ -70,7 +70,8 @@ def guess(path: Path) -> dict[str, str]:
 
     Raises UserError where the file cannot be read, or no column looks like a prompt.
     """
-    _, row = next(raw_rows(path), (0, None))
+    number, raw = next(raw_rows(path), (0, None))
+    row = parse_row(raw, f"{path.absolute()}:{number}")
     if not isinstance(row, dict):
         raise UserError(f"{path.absolute()}: has no row that is an object")
 

@@ -12,27 +12,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-
 from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
 from megatron_brorl.data.chat import Message, check_messages, conversation, split_answer, spoken
 from megatron_brorl.data.columns import KEYS, mapped
-from megatron_brorl.data.nulls import without_nulls
-from megatron_brorl.data.prepare.files import parquet_rows
+from megatron_brorl.data.files import parse_row, raw_rows, without_nulls
 from megatron_brorl.data.tokenizers import Tokenizer
-from megatron_brorl.errors import UserError, shown
+from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.types import Prompt
 
 OWN_FORM = ColumnsConfig()  # files that are in the form above
-_BOM = b"\xef\xbb\xbf"
-_TOLERATED = 0.01  # share of rows that may be skipped
 
 
 @dataclass(frozen=True)
@@ -56,55 +51,15 @@ class Verifiers:
     reward: RewardConfig = field(default_factory=RewardConfig)
 
 
-def read_rows(
-    path: Path, skip_bad: bool, verifiers: Verifiers = Verifiers(), columns: ColumnsConfig = OWN_FORM
-) -> tuple[list[Row], list[str]]:
-    """The rows of a .jsonl or .parquet file, and one line for each malformed row that was skipped.
-
-    Raises UserError at the first malformed row, or with skip_bad where more than 1% of the rows are malformed.
-    """
-    readers = {".jsonl": _read_jsonl, ".parquet": parquet_rows}
-    if path.suffix not in readers:
-        raise UserError(f"{path}: unknown kind of data file; use {' or '.join(readers)}")
-
-    # Row by row, so that a message can name the first that is wrong.
-    rows: list[Row] = []
-    skipped: list[str] = []
-    places: dict[str, str] = {}  # id -> where
-    try:
-        # The readers are generators, so that faults of the file may show at any row.
-        for number, raw in readers[path.suffix](path):
-            where = f"{path}:{number}"
-
-            # Wrong in itself, or by an id that another row has.
-            try:
-                row = check_row(raw, where, f"{path.name}:{number}", verifiers, columns)
-                if row.id in places:
-                    raise UserError(f"{where}: id {row.id!r} is taken by {places[row.id]}; give every row its own id")
-            except UserError as e:
-                if not skip_bad:
-                    raise
-                skipped.append(str(e))  # for the caller to tell
-                continue
-            places[row.id] = where  # only rows that are kept take an id
-            rows.append(row)
-
-    # Faults of the file as a whole end the run whatever may be skipped.
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such data file") from None
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
-    except pyarrow.ArrowException as e:
-        raise UserError(f"{path}: not a valid Parquet file: {' '.join(str(e).split())}") from None
-
-    # Some bad rows are an accident, many a file in another format.
-    total = len(rows) + len(skipped)  # blank lines are no rows
-    if len(skipped) > _TOLERATED * total:
-        raise UserError(
-            f"{path}: {len(skipped)} of {total} rows are malformed, more than {_TOLERATED:.0%}; mend the file; "
-            f"the first: {skipped[0]}"
-        )
-    return rows, skipped
+def read_rows(path: Path, verifiers: Verifiers = Verifiers(), columns: ColumnsConfig = OWN_FORM) -> list[Row]:
+    """Return the rows of a file. Raises UserError at the first malformed row."""
+    rows: dict[str, Row] = {}  # by id
+    for number, raw in raw_rows(path):
+        row = check_row(raw, f"{path}:{number}", f"{path.name}:{number}", verifiers, columns)
+        if row.id in rows:
+            raise UserError(f"{row.where}: id {row.id!r} is taken by {rows[row.id].where}; give every row its own id")
+        rows[row.id] = row
+    return list(rows.values())
 
 
 def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int) -> list[Prompt]:
@@ -150,19 +105,10 @@ def render(
     return framed, tuple(ids)
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = line.removeprefix(_BOM)
-            if line.strip():
-                yield number, line
-
-
 def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, columns: ColumnsConfig = OWN_FORM) -> Row:
     """The row of one line of JSON, or of a Parquet row; UserError for the first thing that is wrong with it."""
     # An object with known keys.
-    row = _parse(raw, where) if isinstance(raw, bytes) else raw  # rows of Parquet are objects already
+    row = parse_row(raw, where)
     if not isinstance(row, dict):
         raise UserError(f'{where}: a row must be an object such as {{"prompt": "...", "answer": "..."}}')
 
@@ -205,7 +151,7 @@ def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, colum
     # Parquet has no type for metadata of any form, so that a string of JSON stands for it there.
     metadata = row.get("metadata", {})
     if isinstance(metadata, str) and not isinstance(raw, bytes):
-        metadata = _parse(metadata.encode("utf-8", "surrogatepass"), where)
+        metadata = parse_row(metadata.encode("utf-8", "surrogatepass"), where)
     metadata = {} if metadata is None else without_nulls(metadata)  # the text "null" is an empty object too
     if not isinstance(metadata, dict):
         raise UserError(f"{where}: metadata must be an object, not {_shown(metadata)}")
@@ -221,15 +167,6 @@ def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, colum
     row_id = default_id if row_id is None else row_id
     judged_by.check_row(VerifierRow(id=row_id, prompt=spoken(prompt), answer=answer, metadata=metadata), where)
     return Row(where, prompt, answer, verifier, row_id, metadata, target)
-
-
-def _parse(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as e:
-        raise UserError(f"{where}: not UTF-8 (byte {e.start + 1} of the row); save the file as UTF-8") from None
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{where}: not valid JSON: {shown(e)}; mend or remove the row") from None
 
 
 def _is_finite(value: Any) -> bool:

@@ -186,16 +186,12 @@ class _Reader:
         rows: list[Row] = []
         for name in files:
             path = data_file(name)
-            read, skipped = read_rows(path, self.config.skip_bad_rows, verifiers, self.config.columns)
+            read = read_rows(path, verifiers, self.config.columns)
             if not read:
                 raise UserError(f"{path}: the file has no rows ({key}); remove it from the list or fill it")
             rows += read
             self.files.append((key, name, len(read)))
-            self.report.append(
-                f"{key}: {len(read)} prompts from {name}" + (f", {len(skipped)} skipped" if skipped else "")
-            )
-            # Every one of them: what is left out unseen is missed later.
-            self.report += [f"  skipped {line}" for line in skipped]
+            self.report.append(f"{key}: {len(read)} prompts from {name}")
 
         # Two rows of one id would draw the same random numbers.
         again = [row_id for row_id, times in Counter(row.id for row in rows).items() if times > 1]

@@ -39,7 +39,6 @@ class Training:
     offload: bool  # weights, optimizer and reference lie in host memory while the engine generates
     critic: bool = False
     reference: bool = False
-    noise: bool = False  # two more gradients are held, config key theory.noise_every
 
 
 @dataclass(frozen=True)
@@ -140,9 +139,7 @@ def plan(shape: ModelShape, training: Training, generation: Generation | None) -
     staying = {f"{of}{name}": x for of, own in models.items() for name, x in own.items() if name != "gradients"}
     staying |= reference
     gradients = {f"{of}gradients": own["gradients"] for of, own in models.items()}
-    # What is compared is what a rank steps with: its shard of the sum.
-    copies = {"gradients' copies": 2 * parts["gradients"] // t.shards} if t.noise else {}
-    all_of_it = {**staying, **gradients, **copies, "activations (estimate)": activation_bytes(shape, t)}
+    all_of_it = {**staying, **gradients, "activations (estimate)": activation_bytes(shape, t)}
     offloaded = sum(staying.values()) if t.offload else 0
     left = {} if t.offload else {f"trainer's {name}": x for name, x in staying.items()}
 

@@ -16,6 +16,8 @@ from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import device, groups, network
 
+_NAMING = timedelta(seconds=5)  # between the ranks that notice a failed collective
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -70,13 +72,21 @@ class Grid:
         cut = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
         return f"{self.world}: {self.data} cop{'y' if self.data == 1 else 'ies'} of the model" + f", {cut}" * bool(cut)
 
-    def barrier(self) -> None:
+    def barrier(self, patience: timedelta | None = None) -> None:
         """Wait for all ranks after a phase in which they may be further apart than parallel.timeout_s allows.
 
-        Raises RuntimeError, on rank 0 with the ranks that are missing, when `patience` is over.
+        Raises RuntimeError, on rank 0 with the ranks that are missing, when the given or the grid's patience is over.
         """
         if self.meeting is not None:
-            dist.monitored_barrier(self.meeting, self.patience, wait_all_ranks=True)
+            dist.monitored_barrier(self.meeting, patience or self.patience, wait_all_ranks=True)
+
+    def name_missing(self, error: BaseException) -> None:
+        """Raise RuntimeError with the ranks that are missing, on rank 0, if a collective failed with this error.
+
+        Gloo and NCCL do not say for whom a collective waited.
+        """
+        if network.lost_peer(error) and "monitoredBarrier" not in str(error):
+            self.barrier(_NAMING)
 
 
 def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 from datetime import timedelta
 
@@ -18,6 +19,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.ranks import LISTENER
 
 _LOOPBACK = "127.0.0.1"
+_AGAIN = "start the same command again to continue"
 
 
 def store(world: int, timeout: timedelta) -> dist.Store:
@@ -51,19 +53,20 @@ def shared_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def tell_through(job: str) -> None:
-    """The main rank has done all that it had to do. By the store, for a disk may be away; job: run.dir."""
-    shared_store().set(f"through {job}", "")
-
-
-def main_is_through(job: str) -> bool:
-    """Whether it has said so, or is gone with the store that it keeps."""
-    try:
-        return shared_store().check([f"through {job}"])
-    except dist.DistNetworkError:
-        return True
-    except dist.DistStoreError:  # it does not answer: where it is stopped, the watch sees it
-        return False
+def lost_peer(error: BaseException) -> str:
+    """Return one line about the rank that a failed collective waited for, or "" for any other error."""
+    text = str(error)
+    if missing := re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", text):
+        which = f"rank{'s' if ',' in missing[1] else ''} {missing[1]}"
+        return f"waited for {which}: gone, or took too long (its stacks are above); {_AGAIN}"
+    of_torch = any(word in text for word in ("gloo", "NCCL", "TCPStore", "ProcessGroup", "monitoredBarrier"))
+    if not of_torch and "Dist" not in type(error).__name__:
+        return ""
+    if "Timed out" in text or "timed out" in text or "Timeout" in text:
+        return f"another rank did not come within parallel.timeout_s (rank 0 names it, unless it is rank 0); {_AGAIN}"
+    if any(word in text for word in ("closed by peer", "reset by peer", "Broken pipe", "Connection refused")):
+        return f"another rank is gone, and says why or was killed; {_AGAIN}"
+    return ""
 
 
 def _own_address(host: str, world: int) -> str:

@@ -1,4 +1,4 @@
-"""The figure of `brorl simulate`: the three curves of BroRL's Fig. 3, and below them what the theory says of them."""
+"""The figure of `brorl simulate`: the three curves of BroRL's Fig. 3, and the terms of Theorem 1 below them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ def plot_simulation(curves: Sequence[Curves], settings: Settings, path: Path) ->
 
 
 def build_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
-    """Six panels, in reading order in `figure.axes`."""
-    # One line per N, whatever the order of the curves.
+    """Return a figure of six panels, in reading order in `figure.axes`."""
     runs: Runs = {}
     for c in curves:
         runs.setdefault(c.n, []).append(c)
     runs = dict(sorted(runs.items()))
 
-    # The title says what was simulated.
     figure = Figure(figsize=(13.5, 7.8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-    seeds = len(next(iter(runs.values())))  # as many for every N
+    seeds = len(next(iter(runs.values())))
     rule = f"AdamW, lr {settings.lr:g}, eps {settings.eps:g}, weight decay {settings.weight_decay:g}"
     if settings.optimizer == "sgd":
         rule = f"plain gradient steps, lr {settings.lr:g}, weight decay {settings.weight_decay:g}"
@@ -47,40 +45,37 @@ def build_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
 
     (mass, improved, drop), (moved, predicted, signs) = figure.subplots(2, 3)
 
-    # Above, the paper's three curves.
+    # The upper row has the three curves of Fig. 3.
     panel(mass, "Mass of the correct tokens", "$Q_{pos}$", "step")
-    _seeds(mass, runs, "q_pos")  # with the starting mass as a line
+    _seeds(mass, runs, "q_pos")
     panel(improved, "Correct tokens above their start", "share", "step")
     _seeds(improved, runs, "improved_share")
     improved.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     improved.set_ylim(-0.03, 1.03)
-    against = "its start" if settings.drop_against == "start" else "the step before"  # of Settings.drop_against
-    panel(drop, "Worst change of a correct token", f"change of p against {against}", "step")
+    panel(drop, "Worst change of a correct token", "change of p since the start", "step")
     _seeds(drop, runs, "worst_drop")
 
-    # Drops are tiny: their common power of ten stands at the axis once.
     format_ = ScalarFormatter(useMathText=True)
     format_.set_powerlimits((-3, 3))
     drop.yaxis.set_major_formatter(format_)
     drop.legend(frameon=False, fontsize=9, title="N (draws per step)", title_fontsize=9, loc="best")
 
-    # Below, what moved them.
+    # The lower row splits the change of Q_pos.
     title = (
         "What moved it: AdamW's steps, split" if settings.optimizer == "adamw" else "What moved it: the steps, split"
     )
     panel(moved, title, "change of $Q_{pos}$ over the run", "N")
-    _parts(moved, runs, MOVED, with_measured=True)  # first-order parts of the optimizer's real steps
+    _parts(moved, runs, MOVED, with_measured=True)
 
-    # Without momentum, AdamW's scaling and decay: the theorem's own step.
     panel(predicted, "What Theorem 1 predicts: plain gradient", "change of $Q_{pos}$ over the run", "N")
     _parts(predicted, runs, PREDICTED, with_measured=False)
     panel(signs, "Steps that raise the mass", "share of steps", "N")
-    _signs(signs, runs)  # prediction and measurement side by side
+    _signs(signs, runs)
     return figure
 
 
 def _seeds(axes: Axes, runs: Runs, name: str) -> None:
-    """Every seed as a line of its own, in the colour of its N."""
+    """Draw one line per seed, in the colour of its N."""
     for color, (n, curves) in zip(_cycle(len(runs)), runs.items(), strict=True):
         for i, c in enumerate(curves):
             label = f"{n:,}" if i == 0 else None
@@ -90,10 +85,9 @@ def _seeds(axes: Axes, runs: Runs, name: str) -> None:
 
 
 def _parts(axes: Axes, runs: Runs, names: tuple[str, ...], with_measured: bool) -> None:
-    """Bars side by side: each part's sum over the run, mean of the seeds."""
+    """Draw the sum of each part over the run as a bar, averaged over seeds."""
     width = 0.8 / len(names)
     at = np.arange(len(runs))
-    # Bars of one N stand around its place.
     for i, (name, (label, color)) in enumerate(zip(names, list(_PARTS.items())[: len(names)], strict=True)):
         heights = [_total(curves, name) for curves in runs.values()]
         axes.bar(at + (i - (len(names) - 1) / 2) * width, heights, width, color=color, label=label)
@@ -104,7 +98,7 @@ def _parts(axes: Axes, runs: Runs, names: tuple[str, ...], with_measured: bool) 
 
     axes.axhline(0, color="black", linewidth=0.8)
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high + 0.3 * (high - low))  # room for the legend
+    axes.set_ylim(low, high + 0.3 * (high - low))  # leaves room for the legend
     _category(axes, runs)
     axes.legend(
         frameon=False, fontsize=9, ncols=3, loc="upper center", columnspacing=0.7, handlelength=1.0, handletextpad=0.4

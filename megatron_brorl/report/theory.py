@@ -1,4 +1,4 @@
-"""The figure of a run's diagnostics: what was not sampled, and prediction against measurement."""
+"""The figure of a run's live mass balance: the mass that was not sampled."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
-from megatron_brorl.report.style import BLUE, GREEN, ORANGE, panel, save, say
+from megatron_brorl.report.style import BLUE, ORANGE, panel, save, say
 
 Row = dict[str, Any]
-_SHOWN = "answers"  # the prediction that is drawn: the one that every measured step has
 
 
 def plot_theory(run_dir: Path) -> Path | None:
@@ -26,15 +25,12 @@ def plot_theory(run_dir: Path) -> Path | None:
 
 
 def build_figure(rows: list[Row]) -> Figure:
-    """Three panels, in reading order in `figure.axes`. Missing or null values leave gaps."""
-    figure = Figure(figsize=(13.5, 4.3), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-    mass, curve, change = figure.subplots(1, 3)
-    # Numbered as in metrics.jsonl.
+    """Draw the unsampled mass over steps and the last hold-out curve. Missing or null values leave gaps."""
+    figure = Figure(figsize=(10, 4.3), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    mass, curve = figure.subplots(1, 2)
     steps = np.array([row["step"] for row in rows])
 
-    # Mass that no sibling had: of answers with an interval, of tokens exactly.
     panel(mass, "Not sampled", "probability mass")
-    # NaN where it is unknown.
     low, middle, high = (_column(rows, f"theory_good_turing/{k}") for k in ("low", "unseen_mass", "high"))
 
     if np.isfinite(middle).any():
@@ -47,20 +43,8 @@ def build_figure(rows: list[Row]) -> Figure:
     else:
         say(mass, "no group with answers")
 
-    # What held-out siblings have that the others lack.
     panel(curve, "Answers of held-out siblings", "share that the others lack", "siblings held out")
     _hold_out(curve, rows)
-
-    # Prediction against measurement, one point per measured step.
-    panel(change, "Prediction and measurement", "measured change of pass@1", "predicted change (plain gradient step)")
-    x, y = _column(rows, f"theory_predicted/{_SHOWN}"), _column(rows, "theory_measured/change")
-    # A point whose error is unknown keeps its place, with a bar of length 0.
-    error = np.nan_to_num(1.96 * _column(rows, "theory_measured/change_se"))  # 95%
-    if np.isfinite(x * y).any():  # a step that has both
-        change.errorbar(x, y, yerr=error, fmt="o", color=GREEN, markersize=4, elinewidth=0.8)
-        change.xaxis.get_major_formatter().set_useOffset(False)
-    else:
-        say(change, "not measured (theory.measure_every)")
 
     return figure
 

@@ -12,7 +12,6 @@ from megatron_brorl.ops.checksum import Sealed, checksum
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.layout import to_hf
 from megatron_brorl.reshard.plan import Bucket, Place, Plan
-from megatron_brorl.timeline import each_beats
 
 
 def stream(plan: Plan, parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype) -> Iterator[Sealed]:
@@ -23,7 +22,7 @@ def stream(plan: Plan, parameters: Mapping[str, Tensor], grid: Grid, dtype: torc
     bucket, or of the parameters where nothing had to be gathered: copy what you keep.
     """
     where = next(iter(parameters.values())).device
-    for bucket in each_beats(plan.buckets):
+    for bucket in plan.buckets:
         full: list[Tensor] = []
         # On the other stages this is room for what the owner sends.
         sums = torch.empty(sum(len(e.hf) for e in bucket.entries), dtype=torch.int64, device=where)

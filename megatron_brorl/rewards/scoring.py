@@ -20,7 +20,6 @@ from megatron_brorl.rewards.extract import Found, extract
 from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import Entry
-from megatron_brorl.timeline import position
 from megatron_brorl.types import Prompt, Rollout, Status, Verdict
 
 _RAISED = {
@@ -136,7 +135,6 @@ class Scorer:
         unseen = cut_off and not judged_when_cut_off(self._entry(prompt.verifier), self._config)
         found = Found(None, "cut off") if unseen else self._find(prompt, rollout)
         verdict = self._pool.submit(ScoreRequest(prompt, *found))
-        verdict.add_done_callback(lambda _: position.beat())
         return _Judged(cut_off, unseen, found.answer, verdict)
 
     def _entry(self, name: str) -> Entry:

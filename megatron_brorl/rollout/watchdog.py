@@ -20,7 +20,6 @@ from torch import Tensor
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import device
 from megatron_brorl.rollout.engine import KvUsage, Request, RolloutEngine, Sampling, Supply
-from megatron_brorl.timeline import position
 from megatron_brorl.types import Rollout
 
 # (index of a request, rollout that has ended): called in the thread that generates, so it must be quick.
@@ -162,7 +161,6 @@ class _Call:
             if self._taken or rollout.index in self._found[request]:
                 return
             self._found[request][rollout.index] = rollout
-            position.beat()
             if self._tell and rollout.finish != "cut" and self._error is None:
                 try:
                     self._tell(request, rollout)

@@ -1,7 +1,7 @@
-"""How one gradient step on a softmax moves probability towards the correct tokens: Theorem 1 of BroRL, exactly.
+"""Theorem 1 of BroRL: how one gradient step on a softmax changes the probability of the correct tokens.
 
-One softmax p = softmax(z) over V tokens, some of them correct; N tokens are drawn from it. Everything here works on
-NumPy arrays and torch tensors alike, in float64, with any leading dimensions [...] in front of V.
+N tokens are drawn from p = softmax(z) over V tokens, some of which are correct. All functions work on NumPy arrays and
+torch tensors in float64, with any leading dimensions [...] in front of V.
 
     A, B    the distinct drawn tokens that are correct, incorrect; a token drawn twice counts once
     U       the tokens that were never drawn
@@ -10,8 +10,8 @@ NumPy arrays and torch tensors alike, in float64, with any leading dimensions [.
     A_2, B_2, U_pos,2, U_neg,2   sums of p^2 over A, B, the correct and the incorrect tokens of U
 
 To first order a step dz of the logits changes Q_pos by sum_j p_j (f_j - Q_pos) dz_j with f_j = 1 on correct tokens and
-0 elsewhere (`first_order`). The rest is a matter of which dz the training makes: `surrogate_step` is the paper's,
-`score_step` the policy gradient's. docs/theory.md derives it all.
+0 elsewhere (`first_order`). `surrogate_step` is the step dz of the paper's objective, `score_step` that of the policy
+gradient. docs/theory.md has the derivation.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Array = TypeVar("Array", npt.NDArray[Any], Tensor)
 
 @dataclass(frozen=True)
 class Masses(Generic[Array]):
-    """Probability masses and second moments of one set of draws; every field has the leading shape [...]."""
+    """Probability masses and second moments for one set of draws; every field has the leading shape [...]."""
 
-    n: Array  # draws, repetitions included
+    n: Array  # number of draws, with repetitions
     p_pos: Array  # mass of A
     p_neg: Array  # mass of B
     u_pos: Array  # mass of the correct tokens of U
@@ -54,7 +54,7 @@ class Masses(Generic[Array]):
 
 @dataclass(frozen=True)
 class Terms(Generic[Array]):
-    """The first-order change of Q_pos, by the tokens it comes from; every field has the leading shape [...]."""
+    """The first-order change of Q_pos, split by token set; every field has the leading shape [...]."""
 
     s_r: Array  # sum of weight times probability over the drawn tokens
     sampled_right: Array
@@ -63,7 +63,7 @@ class Terms(Generic[Array]):
 
     @property
     def total(self) -> Array:
-        """The whole change."""
+        """The sum of the three parts."""
         return self.sampled_right + self.sampled_wrong + self.unsampled
 
 
@@ -76,27 +76,24 @@ def softmax(logits: Array) -> Array:
     return e / e.sum(-1, keepdims=True)
 
 
-def sets(counts: Array, correct: Array) -> tuple[Array, Array, Array]:
-    """Masks [..., V] of A, B and U from how often each token was drawn and the mask of correct tokens."""
-    drawn = counts > 0
-    return drawn & correct, drawn & ~correct, ~drawn
+def masses(p: Array, counts: Array, correct: Array, incorrect: Array | None = None) -> Masses[Array]:
+    """Return masses and second moments from probabilities, draw counts and the mask of correct tokens, each [..., V].
 
-
-def masses(p: Array, counts: Array, correct: Array) -> Masses[Array]:
-    """Masses and second moments from probabilities, draw counts and the mask of correct tokens, each [..., V]."""
+    incorrect: the mask of incorrect tokens, by default all that are not correct.
+    """
     p = _float64(p)
-    a, b, u = sets(counts, correct)
-    square = p * p
+    wrong = ~correct if incorrect is None else incorrect
+    drawn, square = counts > 0, p * p
     return Masses(
         n=_float64(counts.sum(-1)),  # torch would divide by int64 in float32
-        p_pos=(p * a).sum(-1),
-        p_neg=(p * b).sum(-1),
-        u_pos=(p * (u & correct)).sum(-1),
-        u_neg=(p * (u & ~correct)).sum(-1),
-        a2=(square * a).sum(-1),
-        b2=(square * b).sum(-1),
-        u_pos2=(square * (u & correct)).sum(-1),
-        u_neg2=(square * (u & ~correct)).sum(-1),
+        p_pos=(p * (drawn & correct)).sum(-1),
+        p_neg=(p * (drawn & wrong)).sum(-1),
+        u_pos=(p * (~drawn & correct)).sum(-1),
+        u_neg=(p * (~drawn & wrong)).sum(-1),
+        a2=(square * (drawn & correct)).sum(-1),
+        b2=(square * (drawn & wrong)).sum(-1),
+        u_pos2=(square * (~drawn & correct)).sum(-1),
+        u_neg2=(square * (~drawn & wrong)).sum(-1),
     )
 
 
@@ -119,12 +116,12 @@ def theorem_1(m: Masses[Array], right: float, wrong: float, step: float) -> Term
 
 
 def draw_weights(counts: Array, rewards: Array) -> Array:
-    """Weights [..., V] of a loss that sums over draws: reward (centred or not) times how often the token was drawn."""
+    """Return the weights [..., V] of a loss that sums over draws: the token's reward times its number of draws."""
     return _float64(counts) * _float64(rewards)
 
 
 def surrogate_step(p: Array, weights: Array, n: Array | float, step: float) -> Array:
-    """Change of the logits [..., V] by one plain gradient step on J = (1/n) sum_j w_j p_j, p differentiated.
+    """Return the change of the logits [..., V] by one plain gradient step on J = (1/n) sum_j w_j p_j.
 
     dz_j = (step / n) p_j (w_j - S), S = sum_j w_j p_j. Weights are 0 on tokens that were not drawn; n has shape [...].
     """
@@ -133,18 +130,18 @@ def surrogate_step(p: Array, weights: Array, n: Array | float, step: float) -> A
 
 
 def score_step(p: Array, weights: Array, n: Array | float, step: float) -> Array:
-    """The same on (1/n) sum_j w_j log p_j, the gradient of REINFORCE: dz_j = (step / n) (w_j - p_j sum_k w_k).
+    """Return the step on (1/n) sum_j w_j log p_j, REINFORCE's objective: dz_j = (step / n) (w_j - p_j sum_k w_k).
 
-    With rewards minus their group's mean the weights add up to 0, and no undrawn logit moves at all.
+    If the weights are rewards minus the group's mean, they add up to 0 and no undrawn logit changes.
     """
     p, weights = _float64(p), _float64(weights)
     return step / _column(n) * (weights - p * weights.sum(-1)[..., None])
 
 
 def first_order(p: Array, change: Array, value: Array) -> Array:
-    """Each token's part [..., V] of the first-order change of Q = sum_j value_j p_j, under a change of the logits.
+    """Return each token's part [..., V] of the first-order change of Q = sum_j value_j p_j: p_j (value_j - Q) dz_j.
 
-    p_j (value_j - Q) dz_j. `value` [..., V] is the mask of correct tokens or graded, such as the success rate of each.
+    change: dz, the change of the logits [..., V]. value [..., V]: the mask of correct tokens, or a success rate each.
     """
     p, value = _float64(p), _float64(value)
     q = (p * value).sum(-1)[..., None]
@@ -152,31 +149,31 @@ def first_order(p: Array, change: Array, value: Array) -> Array:
 
 
 def general_terms(p: Array, counts: Array, weights: Array, correct: Array, step: float) -> Terms[Array]:
-    """Theorem 1 for any weights w on the drawn tokens, multiplicities and baselines included; all [..., V].
+    """Return the terms of Theorem 1 for any weights w on the drawn tokens; arrays are [..., V].
 
         dQ_pos = (step / N) [ Q_neg sum_{correct j} (w_j - S) p_j^2 + Q_pos sum_{incorrect j} (S - w_j) p_j^2 ]
 
-    with S = sum_j w_j p_j. Exact to first order; but S may leave [R_w, R_c], so no term has a guaranteed sign.
+    with S = sum_j w_j p_j. Exact to first order. S may lie outside [R_w, R_c], so no term has a guaranteed sign.
     """
     parts = first_order(p, surrogate_step(p, weights, counts.sum(-1), step), correct)
-    a, b, u = sets(counts, correct)
+    drawn = counts > 0
     return Terms(
         s_r=(_float64(weights) * _float64(p)).sum(-1),
-        sampled_right=(parts * a).sum(-1),
-        sampled_wrong=(parts * b).sum(-1),
-        unsampled=(parts * u).sum(-1),
+        sampled_right=(parts * (drawn & correct)).sum(-1),
+        sampled_wrong=(parts * (drawn & ~correct)).sum(-1),
+        unsampled=(parts * ~drawn).sum(-1),
     )
 
 
 def missing(p: Array, n: int) -> Array:
-    """Probability (1 - p)^n of each token [..., V] to be missing from n draws; exact for tiny p and for p = 1."""
+    """Return the probability (1 - p)^n that n draws miss a token, [..., V]; exact for tiny p and for p = 1."""
     return _power(_float64(p), n, minus_one=False)
 
 
 def expected_masses(p: Array, correct: Array, n: int) -> Masses[Array]:
-    """Expectations of `masses` over n independent draws, in closed form: Lemma 2 and Corollary 3 of BroRL.
+    """Return the expectation of `masses` over n independent draws (Lemma 2 and Corollary 3 of BroRL).
 
-    E[U_2] = sum p^2 (1 - p)^n; the drawn tokens have what is left, sum p^2 (1 - (1 - p)^n).
+    E[U_2] = sum p^2 (1 - p)^n. The drawn tokens have the rest, sum p^2 (1 - (1 - p)^n).
     """
     p = _float64(p)
     gone, seen = _power(p, n, minus_one=False), -_power(p, n, minus_one=True)
@@ -195,7 +192,7 @@ def expected_masses(p: Array, correct: Array, n: int) -> Masses[Array]:
 
 
 def _power(p: Array, n: int, minus_one: bool) -> Array:
-    """(1 - p)^n, or that minus one without cancellation."""
+    """Return (1 - p)^n, or (1 - p)^n - 1 without cancellation."""
     if n < 0:
         raise ValueError(f"n = {n}: a number of draws cannot be negative")
     if n == 0:

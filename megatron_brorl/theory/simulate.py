@@ -1,13 +1,13 @@
 """BroRL's token simulator (section 4.1): one softmax over 128,000 tokens, trained with N draws per step.
 
-10,000 tokens are correct and pay +1, the others pay -1. Each step draws N tokens, subtracts the mean reward of the
-draws and makes an AdamW step on L = -(1/N) sum over draws of (R - b) p. What the paper leaves open is a field of
-`Settings`; the defaults are the choice that fits the axes of its Fig. 3 best (docs/theory.md).
+10,000 tokens are correct and have reward +1, the others have -1. Each step draws N tokens, subtracts the mean reward of
+the draws and makes an AdamW step on L = -(1/N) sum over draws of (R - b) p. docs/theory.md lists the choices that the
+paper leaves open.
 
-Beside the curves stand two accounts of the change of Q_pos. `predicted`: the terms of Theorem 1 in its general form,
-for one plain gradient step of size lr. `moved`: the first-order change that the optimizer's actual step makes, split by
-the gradients it was made of. AdamW's step is linear in its first moment, so a second first moment, fed only with the
-gradients of undrawn tokens, splits every step exactly.
+Two accounts explain the change of Q_pos. `predicted` has the terms of Theorem 1 in its general form for one plain
+gradient step of size lr. `moved` splits the first-order change of the optimizer's actual step into drawn and undrawn
+tokens. AdamW's step is linear in its first moment, so a second first moment that only accumulates the gradients of
+undrawn tokens makes this split exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,29 +30,22 @@ PREDICTED = ("predicted_right", "predicted_wrong", "predicted_unsampled")
 MOVED = ("moved_right", "moved_wrong", "moved_unsampled", "moved_decay")
 COLUMNS = ("step", "q_pos", "improved_share", "worst_drop", "measured", *PREDICTED, *MOVED)
 
+_BETA1, _BETA2 = 0.9, 0.999
+_CORRECT_LOGIT, _ANCHOR_LOGIT = 3.0, 5.0  # initial logits of the correct tokens, and of the first of them
+
 
 @dataclass(frozen=True)
 class Settings:
-    """One simulation but for N and the seed. Stated in the paper down to `lr`; open below it."""
+    """Settings of a simulation. The paper states those up to `lr`."""
 
-    vocabulary: int = 128_000
-    correct: int = 10_000  # tokens 0 .. correct - 1
-    steps: int = 1000
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8  # the gradients are about 1e-9, so this one decides the sign at small N
-    weight_decay: float = 0.01
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    seed_logit: float = 3.0  # of every correct token; 0 starts from the uniform distribution
-    anchor: Literal["correct", "incorrect", "none"] = "correct"
-    anchor_logit: float = 5.0
-    anchor_fixed: bool = False  # hold the anchor's logit at its value
-    draws: Literal["multiplicity", "distinct"] = "multiplicity"  # a token drawn twice: two terms of the loss, or one
-    gradient: Literal["probability", "log"] = "probability"  # differentiate p as the paper does, or log p (REINFORCE)
-    baseline: Literal["mean", "none"] = "mean"
-    drop_against: Literal["start", "previous"] = "start"  # the worst drop is against step 0, or the step before
-    dtype: Literal["float64", "float32"] = "float64"
+    vocabulary: int = field(default=128_000, metadata={"help": "tokens of the softmax"})
+    correct: int = field(default=10_000, metadata={"help": "correct tokens, the first of the vocabulary"})
+    steps: int = field(default=1000, metadata={"help": "optimizer steps"})
+    lr: float = field(default=1e-3, metadata={"help": "learning rate"})
+    # The gradients are about 1e-9, so that eps decides the step at small N.
+    eps: float = field(default=1e-8, metadata={"help": "AdamW's eps"})
+    weight_decay: float = field(default=0.01, metadata={"help": "AdamW's decoupled weight decay"})
+    optimizer: Literal["adamw", "sgd"] = field(default="adamw", metadata={"help": "adamw or plain gradient steps"})
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "correct", "steps"):
@@ -60,9 +53,6 @@ class Settings:
                 raise UserError(f"{name} = {getattr(self, name)}: must be at least 1")
         if self.correct >= self.vocabulary:
             raise UserError(f"correct = {self.correct}: must be less than vocabulary = {self.vocabulary}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name} = {getattr(self, name)}: must be in [0, 1)")
         for name in ("lr", "eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} = {getattr(self, name)}: must be a positive number")
@@ -72,19 +62,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Curves:
-    """What one simulation recorded. Row 0 is the start; row t is the state after step t and what that step did."""
+    """The record of one simulation. Row 0 is the start; row t is the state after step t and the change by that step."""
 
     n: int
     seed: int
     values: Floats  # [steps + 1, len(COLUMNS)] float64
 
     def column(self, name: str) -> Floats:
-        """[steps + 1] of one of COLUMNS. measured, predicted_* and moved_* are changes of Q_pos by one step."""
+        """Return one of COLUMNS, [steps + 1]. measured, predicted_* and moved_* are changes of Q_pos by one step."""
         column: Floats = self.values[:, COLUMNS.index(name)]
         return column
 
     def summary(self) -> dict[str, float | int]:
-        """The row of `brorl simulate --json`; worst_drop is the worst of the whole run, and 0 at step 0 is no part."""
+        """Return the row of `brorl simulate --json`; worst_drop is the minimum over all steps."""
         return {
             "N": self.n,
             "seed": self.seed,
@@ -96,64 +86,48 @@ class Curves:
 
 
 def simulate(n: int, seed: int, settings: Settings, tell: Callable[[int], None] = lambda step: None) -> Curves:
-    """Run settings.steps steps with N = n draws; `tell` hears of every step. A function of its arguments only."""
+    """Run settings.steps steps with n draws each, and call `tell` after every step. Deterministic in its arguments."""
     if n < 1:
         raise UserError(f"N = {n}: must be at least 1")
     s, c = settings, settings.correct
 
-    # The start: logits, probabilities, and everything the curves compare with.
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, n])))
-    z, anchor = _logits(s)
+    z = _logits(s)
     p = _softmax(z)  # [V]
-    start, before = p[:c].copy(), p[:c].copy()
+    start = p[:c].copy()
     optimizer = _Optimizer(s)
     q = float(p[:c].sum(dtype=np.float64))  # Q_pos
     rows = np.zeros((s.steps + 1, len(COLUMNS)))
     rows[0, 1] = q
 
     for step in range(1, s.steps + 1):
-        # Draw.
         tokens, counts = _draw(p, n, rng)
-        weights = _weights(tokens, counts, n, s)  # of each distinct token in the loss
+        rewards = np.where(tokens < c, 1.0, -1.0)
+        weights = counts * (rewards - float(counts @ rewards) / n)
         drawn = p[tokens]
 
-        # The gradient of L on every logit is `slope` p_j, and on the drawn ones there is a part of their own.
-        if s.gradient == "probability":
-            mass = float(weights @ drawn)
-            own, slope = -weights * drawn / n, mass / n
-        else:
-            mass = float(weights.sum())
-            own, slope = -weights / n, mass / n
-
-        # Predict, then step: what is predicted is a function of the state before.
+        # The gradient of L is slope * p_j on every logit, plus `own` on the drawn ones.
+        own, slope = -weights * drawn / n, float(weights @ drawn) / n
         predicted = _terms(p, q, tokens, own, slope, s)
         parts = optimizer.step(z, p, q, tokens, own, slope)
-        if anchor is not None and s.anchor_fixed:
-            z[anchor] = s.anchor_logit
 
-        # Record what the step did.
         p = _softmax(z)
         now = float(p[:c].sum(dtype=np.float64))
-        drop = float((p[:c] - before).min())  # the most negative change
+        drop = float((p[:c] - start).min())
         improved = float((p[:c] > start).mean())
         rows[step] = (step, now, improved, drop, now - q, *predicted, *parts)
 
-        # What the next step is compared with.
         q = now
-        if s.drop_against == "previous":
-            before = p[:c].copy()
         tell(step)
     return Curves(n, seed, rows)
 
 
-def _logits(s: Settings) -> tuple[Floats, int | None]:
-    """Initial logits [V] and which one is the anchor."""
-    z = np.zeros(s.vocabulary, dtype=s.dtype)
-    z[: s.correct] = s.seed_logit
-    anchor = {"correct": 0, "incorrect": s.correct, "none": None}[s.anchor]
-    if anchor is not None:
-        z[anchor] = s.anchor_logit
-    return z, anchor
+def _logits(s: Settings) -> Floats:
+    """Return the initial logits [V]."""
+    z = np.zeros(s.vocabulary)
+    z[: s.correct] = _CORRECT_LOGIT
+    z[0] = _ANCHOR_LOGIT
+    return z
 
 
 def _softmax(z: Floats) -> Floats:
@@ -164,24 +138,16 @@ def _softmax(z: Floats) -> Floats:
 
 
 def _draw(p: Floats, n: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """The distinct tokens of n independent draws from p [V], ascending, and how often each came."""
+    """Draw n tokens from p [V]; return the distinct tokens in ascending order and the count of each."""
     edges = np.cumsum(p, dtype=np.float64)
-    uniforms = np.sort(rng.random(n))  # sorted look-ups stay in the cache
+    uniforms = np.sort(rng.random(n))  # sorted, because sorted lookups stay in the cache
     tokens = np.searchsorted(edges, uniforms * edges[-1], side="right")
     first = np.flatnonzero(np.diff(tokens, prepend=-1))
     return tokens[first], np.diff(first, append=n)
 
 
-def _weights(tokens: Floats, counts: Floats, n: int, s: Settings) -> Floats:
-    """The factor of each distinct token in the loss: its centred reward, times its count if draws count one by one."""
-    rewards = np.where(tokens < s.correct, 1.0, -1.0)
-    baseline = float(counts @ rewards) / n if s.baseline == "mean" else 0.0
-    centred = rewards - baseline
-    return centred * counts if s.draws == "multiplicity" else centred
-
-
 def _terms(p: Floats, q: float, tokens: Floats, own: Floats, slope: float, s: Settings) -> tuple[float, float, float]:
-    """First-order change of Q_pos by one plain gradient step of size lr: drawn right, drawn wrong, undrawn tokens."""
+    """Return the parts of the change of Q_pos by one plain gradient step: drawn right, drawn wrong and undrawn."""
     c, drawn = s.correct, p[tokens]
     right = tokens < c
     gain = drawn * np.where(right, 1 - q, -q) * -s.lr * (own + slope * drawn)
@@ -193,41 +159,41 @@ def _terms(p: Floats, q: float, tokens: Floats, own: Floats, slope: float, s: Se
 
 
 class _Optimizer:
-    """torch.optim.AdamW, or plain gradient descent, with the account of where its step came from."""
+    """AdamW as in torch.optim, or plain gradient descent, with the split of each step by drawn and undrawn tokens."""
 
     def __init__(self, s: Settings) -> None:
         self.s = s
         self.t = 0
-        self.first, self.undrawn, self.second = (np.zeros(s.vocabulary, dtype=s.dtype) for _ in range(3))
+        self.first, self.undrawn, self.second = (np.zeros(s.vocabulary) for _ in range(3))
 
     def step(
         self, z: Floats, p: Floats, q: float, tokens: Floats, own: Floats, slope: float
     ) -> tuple[float, float, float, float]:
-        """Change z [V] in place; returns the parts of the first-order change of Q_pos, in the order of MOVED."""
+        """Update z [V] in place and return the parts of the first-order change of Q_pos, in the order of MOVED."""
         s, c = self.s, self.s.correct
         self.t += 1
 
-        beta1, beta2 = (s.beta1, s.beta2) if s.optimizer == "adamw" else (0.0, 0.0)  # plain steps have no memory
+        beta1, beta2 = (_BETA1, _BETA2) if s.optimizer == "adamw" else (0.0, 0.0)
 
-        # First moments: of the gradients of undrawn tokens alone, and of all.
+        # First moments of all gradients, and of those of undrawn tokens.
         gradient = slope * p  # [V]
         part = (1 - beta1) * gradient
         part[tokens] = 0
         self.undrawn *= beta1
         self.undrawn += part
-        gradient[tokens] += own.astype(s.dtype)
+        gradient[tokens] += own
         self.first *= beta1
         self.first += (1 - beta1) * gradient
 
-        # Decoupled weight decay, and what it does to Q_pos.
+        # Decoupled weight decay changes Q_pos, too.
         decay = 0.0
         if s.weight_decay:
-            shrink = s.lr * s.weight_decay  # factor of every logit
+            shrink = s.lr * s.weight_decay
             pull = p * z
             decay = -shrink * ((1 - q) * float(pull[:c].sum()) - q * float(pull[c:].sum()))
             z *= 1 - shrink
 
-        # The step per unit of a first moment, in the buffer of the gradient, which is done with.
+        # `scale` is the step per unit of the first moment. It reuses the buffer of the gradient.
         if s.optimizer == "adamw":
             np.square(gradient, out=gradient)
             gradient *= 1 - beta2
@@ -235,20 +201,19 @@ class _Optimizer:
             self.second += gradient
             scale = np.sqrt(self.second, out=gradient)
             scale /= math.sqrt(1 - beta2**self.t)
-            scale += s.eps  # as torch.optim.AdamW: outside of the root
+            scale += s.eps  # outside of the root, as in torch.optim.AdamW
             np.divide(-s.lr / (1 - beta1**self.t), scale, out=scale)
         else:
             scale = np.full_like(z, -s.lr)
 
-        # The step itself; what follows is its account.
         z += scale * self.first
 
-        scale *= p  # from here on the change of p per unit of a first moment
-        # Sums of p dz over each class: of the whole step, and of the part that undrawn tokens made.
+        # Sums of p dz over each class, for the whole step and for the part from undrawn tokens.
+        scale *= p
         right, wrong = float(scale[:c] @ self.first[:c]), float(scale[c:] @ self.first[c:])
         idle_right, idle_wrong = float(scale[:c] @ self.undrawn[:c]), float(scale[c:] @ self.undrawn[c:])
 
-        # To first order Q_pos gains 1 - Q of a right token's p dz, and loses Q of a wrong one's.
+        # To first order dQ_pos = (1 - Q) sum of p dz over right tokens - Q sum of p dz over wrong ones.
         return (
             (1 - q) * (right - idle_right),
             -q * (wrong - idle_wrong),
@@ -258,7 +223,7 @@ class _Optimizer:
 
 
 def write_csv(path: Path, curves: Sequence[Curves], every: int) -> None:
-    """One line per simulation and `every` steps; changes are sums over the steps since the line before."""
+    """Write one line per simulation and `every` steps; changes are summed over the steps since the line before."""
     changes = COLUMNS.index("measured")
     aside = path.with_name(f".{path.name}.writing")
     with open(aside, "w", encoding="utf-8", newline="") as file:

@@ -1,7 +1,4 @@
-"""What siblings at one prefix say about one softmax of the policy, token by token. Pure functions.
-
-The words exact, bound and estimate are those of theory.diagnostics.
-"""
+"""The mass balance at single positions, from the policy's softmax and the tokens that siblings with one prefix drew."""
 
 from __future__ import annotations
 
@@ -10,75 +7,77 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_brorl.theory.mass_balance import masses
+
 
 @dataclass(frozen=True)
 class TokenLevel:
-    """The mass balance at S positions; every field is [S] float64. Changes are per unit of the step size."""
+    """The mass balance at S positions; every field is [S] float64. Changes are per unit of the step size.
 
-    siblings: Tensor  # n, rollouts that share the prefix
-    success: Tensor  # Q, their mean reward. Estimate
-    unsampled_mass: Tensor  # sum of p over tokens that no sibling drew. Exact
-    unsampled_2: Tensor  # sum of p^2 over them. Exact
-    s_r: Tensor  # sum over drawn tokens of (their siblings' mean reward - Q) p
-    a2: Tensor  # sum of p^2 over drawn tokens whose siblings did better than Q. Exact, but for who is in it
-    b2: Tensor  # the same for worse than Q
-    sampled: Tensor  # change of Q from tokens that half of the siblings drew, under BroRL's surrogate. Estimate
-    unsampled_low: Tensor  # the change from undrawn tokens is at least this. Bound
-    unsampled_high: Tensor  # and at most this. Bound
-    # Change of Q under REINFORCE with the group mean, where undrawn tokens have no part. Estimate
-    policy_gradient: Tensor
+    A token's value is the mean reward of the siblings that drew it. `exact` fields depend on the policy's
+    probabilities and these values only; `bound` fields hold for any values of the undrawn tokens.
+    """
+
+    siblings: Tensor  # exact: n, rollouts that share the prefix
+    success: Tensor  # estimate: Q, their mean reward
+    unsampled_mass: Tensor  # exact: sum of p over tokens that no sibling drew
+    unsampled_2: Tensor  # exact: sum of p^2 over them
+    s_r: Tensor  # exact: S_R = sum of (value - Q) p over drawn tokens
+    a2: Tensor  # exact: sum of p^2 over drawn tokens with a value above Q
+    b2: Tensor  # exact: sum of p^2 over drawn tokens with a value below Q
+    sampled: Tensor  # estimate: change of Q by BroRL's surrogate from tokens that half of the siblings drew
+    unsampled_low: Tensor  # bound: lower end of the change of Q from undrawn tokens
+    unsampled_high: Tensor  # bound: its upper end
+    policy_gradient: Tensor  # estimate: change of Q by REINFORCE with the group mean, which moves no undrawn logit
 
 
 def token_level(logits: Tensor, position: Tensor, token: Tensor, reward: Tensor) -> TokenLevel:
-    """Mass balance at S positions from the policy's full softmax and what the siblings drew there.
+    """Compute the mass balance at S positions.
 
-    logits [S, V] of the distribution that was sampled (temperature applied); for each of M draws its position [M]
-    (0 <= . < S), token [M], both int64, and the reward [M] in [0, 1] of the rollout it belongs to. A draw belongs to a
-    position only if its rollout has that very prefix. A token is worth the mean reward of the siblings that drew it.
+    logits [S, V]: of the distribution that was sampled, with the temperature applied. Each of M draws has its position
+    [M] int64 in [0, S), its token [M] int64 and the reward [M] in [0, 1] of its rollout. A draw belongs to a position
+    if its rollout has exactly that prefix.
 
-    With value f on every token, Q = sum f p and weights R_j = f_j - Q on the distinct drawn tokens,
-    dQ = (1/n) sum_j (f_j - Q)(R_j - S_R) p_j^2; on undrawn tokens R = 0 and f is only known to lie in [0, 1], so their
+    With the value f of every token, Q = sum f p and weights R_j = f_j - Q on the distinct drawn tokens,
+    dQ = (1/n) sum_j (f_j - Q)(R_j - S_R) p_j^2. On undrawn tokens R = 0 and f is only known to lie in [0, 1], so their
     part lies between -(1/n) S_R (1 - Q) U_2 and (1/n) S_R Q U_2.
 
-    Siblings' means in place of both f and R would square their noise: a change of 0 would read as a gain. So `sampled`
-    and `policy_gradient` are cross-fitted, unbiased, and of either sign; nan, unknown, where fewer than four siblings
-    stand at the position.
+    Using siblings' means for both f and R would square their noise and read a change of 0 as a gain. `sampled` and
+    `policy_gradient` are therefore cross-fitted: unbiased, of either sign, and nan where fewer than four siblings share
+    the position.
+
+    Raises ValueError if a position has no draw.
     """
-    # Distinct drawn tokens, each with the mean reward of the siblings that drew it.
     size, vocabulary = logits.shape
     p = torch.softmax(logits.double(), -1)  # [S, V]
-    pair, inverse = torch.unique(position * vocabulary + token, return_inverse=True)  # one number per (position, token)
-    where, reward = pair // vocabulary, reward.double()
-    draws = _Draws(position, where, inverse, reward, size)
-    value = draws.of_tokens(reward) / draws.of_tokens(torch.ones_like(reward))
-    drawn = p[where, pair % vocabulary]  # their probabilities
+    pair, inverse = torch.unique(position * vocabulary + token, return_inverse=True)  # distinct (position, token)
+    where, column = pair // vocabulary, pair % vocabulary
+    draws = _Draws(position, where, inverse, reward.double(), size)
+    number = draws.of_tokens(torch.ones_like(draws.reward))
 
-    n = torch.bincount(position, minlength=size).double()  # siblings at each position
+    n = draws.of_positions(number)
     if bool((n == 0).any()):
         raise ValueError("token_level: every position needs at least one draw")
-    q = draws.of_positions(reward, position) / n
+    q = draws.of_positions(draws.reward, position) / n
 
-    # What was drawn: how much better each token is than the position's mean.
-    better = value - q[where]
-    square = drawn.square()
-    s_r = draws.of_positions(better * drawn)
+    # Undrawn tokens have an unknown value. Counted as incorrect, they are the whole of u_neg.
+    counts, better = torch.zeros_like(p), torch.zeros_like(p)
+    counts[where, column] = number
+    better[where, column] = draws.of_tokens(draws.reward) / number - q[where]
+    m = masses(p, counts, better > 0, (better < 0) | (counts == 0))
+    s_r = (better * p).sum(-1)
+    ends = torch.stack([-s_r * (1 - q), s_r * q]) * m.u_neg2 / n  # for f = 0 and f = 1 on every undrawn token
 
-    # What was not: its values are unknown, so that its part has two ends.
-    undrawn = _rest(p.square(), where, pair % vocabulary)
-    ends = torch.stack([-s_r * (1 - q), s_r * q]) * undrawn / n  # f = 0 and f = 1 on every undrawn token of one class
-
-    # What the steps of the surrogate and of REINFORCE are expected to change.
-    surrogate = _surrogate_change(draws, drawn) / n
-    reinforce = (n - 1) / n * _squared_covariance(draws, reward - q[position], n)
-
+    surrogate = _surrogate_change(draws, p[where, column]) / n
+    reinforce = (n - 1) / n * _squared_covariance(draws, draws.reward - q[position], n)
     return TokenLevel(
         siblings=n,
         success=q,
-        unsampled_mass=_rest(p, where, pair % vocabulary),
-        unsampled_2=undrawn,
+        unsampled_mass=m.u_neg,
+        unsampled_2=m.u_neg2,
         s_r=s_r,
-        a2=draws.of_positions(square * (better > 0)),
-        b2=draws.of_positions(square * (better < 0)),
+        a2=m.a2,
+        b2=m.b2,
         sampled=torch.where(n < 4, torch.nan, surrogate),
         unsampled_low=ends.amin(0),
         unsampled_high=ends.amax(0),
@@ -88,38 +87,39 @@ def token_level(logits: Tensor, position: Tensor, token: Tensor, reward: Tensor)
 
 @dataclass(frozen=True)
 class _Draws:
-    """M draws at S positions, of K distinct pairs of a position and a token."""
+    """M draws at S positions with K distinct (position, token) pairs."""
 
-    position: Tensor  # [M] int64, of each draw
+    position: Tensor  # [M] int64
     where: Tensor  # [K] int64, the position of each pair
-    pair: Tensor  # [M] int64, of each draw
+    pair: Tensor  # [M] int64, the pair of each draw
     reward: Tensor  # [M] float64
     size: int  # S
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """Sums [K] of values [M] over the draws of each pair."""
+        """Sum values [M] over the draws of each pair, [K]."""
         return torch.zeros(len(self.where), dtype=torch.float64).index_add(0, self.pair, values)
 
     def of_positions(self, values: Tensor, where: Tensor | None = None) -> Tensor:
-        """Sums [S] of values over what stands at each position, by default values [K] of pairs."""
+        """Sum values over each position, [S]; where: the position of each value, by default values [K] of pairs."""
         where = self.where if where is None else where
         return torch.zeros(self.size, dtype=torch.float64).index_add(0, where, values)
 
     def halves(self) -> Tensor:
-        """0 or 1 for each draw [M], in turn at every position."""
+        """Assign the draws of every position to halves 0 and 1 in turn, [M]."""
         order = self.position.argsort(stable=True)
         count = torch.bincount(self.position, minlength=self.size)
-        first = count.cumsum(0) - count  # where each position begins in that order
+        first = count.cumsum(0) - count  # index of the first draw of each position in that order
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order)) - first[self.position[order]]
         return rank % 2
 
 
 def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
-    """n times the change of Q from tokens that half of the siblings drew, valued by the other half [S].
+    """Return n times the change of Q from tokens that half of the siblings drew, valued by the other half, [S].
 
-    p [K]: of each pair. One half takes the step, with its own means as R_j and its own S_R; the other estimates
-    p_j (f_j - Q) without bias, by its draws' covariance of token and reward. The mean over both ways round.
+    p [K]: the probability of each pair. One half takes the step, with its own means as R_j and its own S_R. The other
+    half estimates p_j (f_j - Q) without bias, by the covariance of token and reward. The result is the mean over both
+    assignments of the halves.
     """
     half, sums = draws.halves(), draws.of_positions
     steps, worths = [], []
@@ -129,7 +129,7 @@ def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
         n = sums(count)
         mean = (sums(earned) / n)[draws.where]
         worths.append((earned - count * mean) / (n - 1)[draws.where])
-        # Where this half did not draw the token, the surrogate has no part for it.
+        # The surrogate does not move tokens that this half did not draw.
         better = torch.where(count > 0, earned / count.clamp(min=1) - mean, 0.0)
         s_r = sums(better * p)[draws.where]
         steps.append(torch.where(count > 0, p * (better - s_r), 0.0))
@@ -137,22 +137,15 @@ def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
 
 
 def _squared_covariance(draws: _Draws, centred: Tensor, n: Tensor) -> Tensor:
-    """Unbiased estimate of sum_j Cov(token is j, reward)^2 = sum_j p_j^2 (f_j - Q)^2 at each position [S].
+    """Return an unbiased estimate of sum_j Cov(token is j, reward)^2 = sum_j p_j^2 (f_j - Q)^2, [S].
 
-    The mean over all splits of n siblings in halves of the two halves' covariances multiplied: the unbiased estimate of
-    the Hilbert-Schmidt independence criterion (Song et al. 2012, eq. 5) with the kernels "same token" and R R', both
-    without their diagonals. centred [M]: rewards less the position's mean; n [S] siblings.
+    This is the Hilbert-Schmidt independence criterion (Song et al. 2012, eq. 5) with the kernels "same token" and R R'
+    without their diagonals. It equals the mean, over all splits of the siblings into halves, of the product of the two
+    halves' covariances. centred [M]: rewards minus the position's mean; n [S]: siblings.
     """
     count, sums = draws.of_tokens(torch.ones_like(centred)), draws.of_positions
     first, second = draws.of_tokens(centred), draws.of_tokens(centred.square())
-    # tr(K L), the sums of K and of L, and the sum of K L, from sums over tokens; the sum of L is that of -centred^2.
+    # tr(K L), the sums of K, L and K L, all from sums over tokens. The sum of L is the sum of -centred^2.
     both, spread = sums(first.square() - second), sums(second)
     same, mixed = sums(count * (count - 1)), -sums((count - 1) * second)
     return (both - same * spread / ((n - 1) * (n - 2)) - 2 * mixed / (n - 2)) / (n * (n - 3))
-
-
-def _rest(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Sums [S] of values [S, V] without the given entries; added up, not subtracted, so that tiny ones survive."""
-    values = values.clone()
-    values[row, column] = 0
-    return values.sum(-1)

@@ -17,8 +17,7 @@ from torch import Tensor
 from megatron_brorl.algo.selection import has_signal
 from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.parallel import device
-from megatron_brorl.theory.log import log_row
-from megatron_brorl.types import FinishReason, OpenGroup, ScoredRollout
+from megatron_brorl.types import FinishReason, ScoredRollout
 
 LOST, STOP, LENGTH, CUT = range(4)  # states; nobody has a lost rollout
 FINISH: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length", CUT: "cut"}
@@ -139,16 +138,6 @@ def mini_batches(
     for i, row in enumerate(rows):
         batches[mini_batch_of(place[row.group], row.rollout.index, count, of)].append(i)
     return batches
-
-
-def log_rows(groups: Sequence[OpenGroup], outcomes: Outcomes, step: int) -> list[dict[str, object]]:
-    """The closed groups as rows of a rollout log (theory.log); those with fewer than two survivors say nothing."""
-    found = []
-    for g in outcomes.closed:
-        columns = [x[g][outcomes.ended[g]].numpy() for x in (outcomes.rewards, outcomes.answers, outcomes.tokens)]
-        if len(columns[0]) >= 2:
-            found.append(log_row(groups[g].prompt.id, step, *columns))
-    return found
 
 
 def group_metrics(outcomes: Outcomes) -> dict[str, float]:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_brorl.checkpoints import best, folders
-from megatron_brorl.checkpoints.best import Best
+from megatron_brorl.checkpoints import folders
+from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.config.schema import Config
 from megatron_brorl.train.console import passes
 from megatron_brorl.train.state import RunState
@@ -28,8 +28,8 @@ def new_best(config: Config, state: RunState, metrics: Mapping[str, float]) -> B
 
 def repair(root: Path, known: Best | None) -> None:
     """Let `best` name what a run that goes on knows, which was killed before it did. Of one rank; raises OSError."""
-    if known and best.read(root) != known:
-        best.write(root, known)
+    if known and folders.read_best(root) != known:
+        folders.write_best(root, known)
 
 
 def keep_last(config: Config, state: RunState, metrics: Mapping[str, float]) -> None:
@@ -42,7 +42,7 @@ def keep_last(config: Config, state: RunState, metrics: Mapping[str, float]) -> 
     if not (found and folders.is_own(root, found.step)):
         return
     try:
-        best.write(root, found)
+        folders.write_best(root, found)
         state.best = found
         folders.rotate(root, found.step, config.train.keep_checkpoints)
     except OSError as e:

@@ -19,11 +19,11 @@ from megatron_brorl.train.advantages import of_rollouts, with_shaped_rewards
 from megatron_brorl.train.assignment import cost_model
 from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after, console_line, evaluation_line, evaluation_metrics
-from megatron_brorl.train.diagnostics import diagnostics_where_due
+from megatron_brorl.train.diagnostics import mass_balance_metrics
 from megatron_brorl.train.experience import make_experience, token_gain
 from megatron_brorl.train.figures import cluster_figures
 from megatron_brorl.train.finite import check_steps, nonfinite_steps
-from megatron_brorl.train.groups import group_metrics, log_rows, mini_batches, trained
+from megatron_brorl.train.groups import group_metrics, mini_batches, trained
 from megatron_brorl.train.keep_best import new_best
 from megatron_brorl.train.run import Run
 from megatron_brorl.train.setup import training_sampling
@@ -131,15 +131,11 @@ class Trainer(Run):
         with span("collect"):
             collected = collector.collect(s.carried, s.step, s.taken, s.updates)
         s.carried, s.taken = collected.carried, collected.taken
-        if self.rollout_log:
-            self.rollout_log.append(log_rows(collected.groups, collected.outcomes, s.step))
 
-        # The engine's memory serves the training; the weights come anew afterwards.
-        diagnostics = diagnostics_where_due(c, s.step, collected, self.worker, self.rollouts, sampling)
-        if diagnostics:
-            diagnostics.before_update()
+        # Training uses the engine's memory. The engine receives the new weights after the update.
         self.rollouts.engine.sleep()
-        diagnosed = diagnostics.diagnose() if diagnostics else {}
+        awake = time.monotonic()
+        balance = mass_balance_metrics(c, s.step, collected, self.worker, sampling)
         training = time.monotonic()
 
         # Groups -> advantages.
@@ -161,7 +157,7 @@ class Trainer(Run):
             updated = update_models(self.models(), experience, batches, kept, c, s)
         # Rows that were left out before the update, and those that it left out itself.
         updated["nonfinite_rows"] += metrics["nonfinite_rows"]
-        metrics |= updated | collected.metrics | diagnosed
+        metrics |= updated | collected.metrics | balance
         if c.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
         trained_at = time.monotonic()
@@ -170,14 +166,11 @@ class Trainer(Run):
         s.step += 1
         checkpoint.check(self.models().checkpoint_parts(), s.step)
         metrics |= self.refit()
-        refitted = time.monotonic()
-        if diagnostics:
-            metrics |= diagnostics.after_update(metrics["lr"] * metrics["updates"])
         done = time.monotonic()
 
         # What the step came to, and where its time went.
         metrics["token_gain"] = token_gain(self.worker, experience)
-        phases = {"train": trained_at - training - record_s, "refit": refitted - trained_at, "record": record_s}
-        return metrics, collected.seconds | phases | (diagnostics.seconds if diagnostics else {}) | {
-            "step": done - begun
-        }
+        phases = {"train": trained_at - training - record_s, "refit": done - trained_at, "record": record_s}
+        phases["diagnose"] = training - awake
+        seconds = collected.seconds | phases
+        return metrics, seconds | {"step": done - begun}

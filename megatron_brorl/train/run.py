@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.checkpoints import folders
-from megatron_brorl.checkpoints.background import Background
-from megatron_brorl.checkpoints.best import Best
-from megatron_brorl.checkpoints.training import NotWritten
+from megatron_brorl.checkpoints.folders import Best
+from megatron_brorl.checkpoints.training import BackgroundSaver, NotWritten
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
-from megatron_brorl.metrics import Lines
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.progress import Progress
 from megatron_brorl.record import files as record_files
@@ -51,10 +49,9 @@ class Run:
     state: RunState = field(default_factory=RunState)
     critic: CriticWorker | None = None  # of algo.advantage = "gae"
     reference: ReferencePolicy | None = None  # of algo.kl_coef
-    rollout_log: Lines | None = None  # of theory.log_rollouts, on one rank
     recorder: Recorder | None = None  # of what people can read of the rollouts
     callbacks: Callbacks = field(default_factory=Callbacks)  # of a program of the user's; none on other ranks
-    saving: Background = field(default_factory=Background)  # the checkpoint that is on its way
+    saving: BackgroundSaver = field(default_factory=BackgroundSaver)  # the checkpoint that is on its way
     nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
 
     def __post_init__(self) -> None:
@@ -97,11 +94,10 @@ class Run:
         `written` tells what became of it.
         """
         begun, later = time.monotonic(), self.config.train.checkpoint_async and not wait
-        copies = self.saving.copies if later else None
         with span("checkpoint"):
             self._settle()  # one at a time
             save = state.begin_save(
-                self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds(), copies, new_best
+                self.state, self.models(), self.config, self.grid, self.fingerprint, self.seconds(), later, new_best
             )
             if later:
                 self.saving.start(save, timedelta(seconds=self.config.parallel.timeout_s))

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.checkpoints import best
+from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.checkpoints.best import Best
-from megatron_brorl.checkpoints.host_copies import HostCopies
+from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.config.schema import Config, CriticConfig, TrainConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
@@ -72,13 +71,13 @@ def begin_save(
     grid: Grid,
     fingerprint: dict[str, Any],
     seconds: float,
-    copies: HostCopies | None = None,
+    copy: bool = False,
     new_best: Best | None = None,
 ) -> checkpoint.Save:
     """Take a checkpoint of the run, to be written; a collective.
 
-    fingerprint: of cli.fingerprint. seconds: of the job so far. copies: where to take
-    it, if the run goes on before it is written. new_best: what this checkpoint is the best in, so far.
+    fingerprint: of cli.fingerprint. seconds: of the job so far. copy: whether the run
+    continues before it is written. new_best: what this checkpoint is the best in, so far.
     """
     # What a resumed run cannot find out by itself, beside weights, optimizers and carried rollouts.
     known = new_best or state.best
@@ -95,12 +94,12 @@ def begin_save(
         "fingerprint": fingerprint,
         "spent": seconds,
         "began": state.began,
-        best.KEY: known.as_json() if known else None,
+        folders.BEST: known.as_json() if known else None,
     }
 
     root, keep = Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints
     own = files(state.carried, grid)
-    save = checkpoint.begin(root, state.step, models.checkpoint_parts(), run, keep, own, copies)
+    save = checkpoint.begin(root, state.step, models.checkpoint_parts(), run, keep, own, copy)
     save.best = new_best
     return save
 
@@ -108,10 +107,10 @@ def begin_save(
 def saved(directory: Path) -> dict[str, Any]:
     """What a checkpoint says of its run. Raises UserError where it is not what this version writes."""
     run = checkpoint.read_run(directory)
-    found = run.get(best.KEY)
+    found = run.get(folders.BEST)
     strange = [key for key, kinds in _SAVED.items() if type(run.get(key, key)) not in kinds]
     if found is not None and not (isinstance(found, list) and tuple(map(type, found)) == _BEST):
-        strange.append(best.KEY)
+        strange.append(folders.BEST)
     if strange:
         raise UserError(
             f"{directory / checkpoint.RUN}: {strange[0]} is missing or of another type: another version wrote it; go "
@@ -142,7 +141,7 @@ def restore(
         trained_s=run["trained_s"],
         spent=run["spent"],
         began=run["began"],
-        best=best.kept(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
+        best=folders.best_so_far(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
     )
     # The margin of a stall is the configuration's, its count the checkpoint's.
     for stall, (score, count) in zip(stalls(restored, models), run["stalls"], strict=True):

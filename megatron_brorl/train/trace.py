@@ -15,7 +15,7 @@ from typing import Any
 from megatron_brorl.config.schema import RunConfig
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.timeline import Timeline, position, record
+from megatron_brorl.timeline import Timeline, record
 
 
 class StepTrace:
@@ -23,7 +23,7 @@ class StepTrace:
 
     def __init__(self, config: RunConfig, step: int, grid: Grid) -> None:
         """Start recording a step; step: its number in metrics.jsonl. A collective where the step is drawn."""
-        self.timeline, position.step = Timeline(), step
+        self.timeline = Timeline()
         record(self.timeline)
         drawn = bool(config.trace_every) and step % config.trace_every == 0
         self._path = Path(config.dir) / "traces" / f"step_{step:06d}.json" if drawn else None

@@ -37,7 +37,7 @@ from megatron_brorl.parallel.flops import TRAINING, forward_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
-from megatron_brorl.timeline import each_beats, span
+from megatron_brorl.timeline import span
 from megatron_brorl.train.offload import Offload
 
 # (batch, what the model's head gives at its predicting positions) -> (scalar loss, values that the caller gets back).
@@ -309,7 +309,7 @@ class Stage:
         with device.bridge():
             values = get_forward_backward_func()(
                 forward_step_func=partial(_forward_step, loss=loss, head=gathered),
-                data_iterator=each_beats(batches),
+                data_iterator=iter(batches),
                 model=[self.model],
                 num_microbatches=len(batches),
                 seq_length=max(len(b.input_ids) for b in batches),

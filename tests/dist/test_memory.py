@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from random_model import qwen2_config
 
-from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import parse_shape, read_shape

@@ -12,6 +12,7 @@ from e2e.conftest import REPOSITORY
 from e2e.runs import brorl, rows
 
 from megatron_brorl.cli.main import main
+from megatron_brorl.record.files import FOLDER, moments, read_groups
 
 GSM8K = [{"question": f"Ann has {i} nuts and gets {i}. How many?", "answer": f"#### {2 * i}"} for i in range(12)]
 DEEPSCALER = [{"problem": f"Find ${i}^2$.", "answer": str(i * i), "solution": ""} for i in range(13)]
@@ -38,8 +39,6 @@ max_tokens = 4
 workers = 1
 [algo]
 dynamic_sampling = false
-[theory]
-log_rollouts = true
 [train]
 steps = 2
 tokens_per_micro_batch = 600
@@ -72,9 +71,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def prompts_of(run_dir: Path) -> list[tuple[int, str]]:
-    """(step, prompt) of every group that was trained on, in order."""
-    lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
-    return [(line["step"], line["prompt_id"]) for line in lines]
+    """Return (step, prompt) of every recorded group, in order."""
+    steps = [m for m in moments(run_dir / FOLDER) if m.kind == "step"]
+    return [(m.number, name) for m in steps for name in read_groups(run_dir / FOLDER, m)["prompt_id"].to_pylist()]
 
 
 def test_a_mixture_of_prepared_files(run: tuple[Path, Path], tmp_path: Path) -> None:

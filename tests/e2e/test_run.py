@@ -13,13 +13,13 @@ import metric_faults
 import pytest
 import torch
 from e2e.runs import brorl, rows, start
+from random_model import qwen2_config, write_random_model
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
 from megatron_brorl.data.tokenizers import train_sentencepiece
-from megatron_brorl.record.files import Moment, moments, read_groups, read_rollouts
+from megatron_brorl.record.files import FOLDER, Moment, moments, read_groups, read_rollouts
 
 
 @pytest.fixture(scope="module")
@@ -276,15 +276,13 @@ def test_a_step_that_spans_two_epochs(config, init, tmp_path):
     lines = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "verifier": "exact"} for i in range(10)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     sizes = ("run.seed=3", "rollout.prompts=4", "rollout.n=8", "rollout.max_tokens=24", "train.steps=4")
-    files = ("data.held_out=[]", f'data.train=["{data}"]', "theory.log_rollouts=true")
+    files = ("data.held_out=[]", f'data.train=["{data}"]')
     run = tmp_path / "run"
     done = brorl("train", config, f"model.path={init}", f"run.dir={run}", *sizes, *files)
     assert done.returncode == 0, done.stderr
     assert [line["rollouts"] for line in rows(run)] == [4 * 8] * 4
-    logged = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
-    steps = [[(g["prompt_id"], *g["answers"]) for g in logged if g["step"] == step] for step in range(4)]
-    assert [len({name for name, *_ in groups}) for groups in steps] == [4, 4, 3, 4]
-    assert len(set(steps[2])) == 4  # both groups of the row, with answers of their own
+    steps = [read_groups(run / FOLDER, Moment("step", step))["prompt_id"].to_pylist() for step in range(4)]
+    assert [(len(names), len(set(names))) for names in steps] == [(4, 4), (4, 4), (4, 3), (4, 4)]
 
 
 @pytest.mark.parametrize("implementation", ["fused", pytest.param("reference", marks=pytest.mark.full)])

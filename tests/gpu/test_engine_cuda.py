@@ -1,4 +1,4 @@
-"""The built-in engine on a GPU: CUDA graphs of its steps against plain ones, and against transformers."""
+"""The built-in engine on a GPU, where it decodes and samples by torch ops, against transformers."""
 
 from __future__ import annotations
 
@@ -14,26 +14,17 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.types import Prompt
 
-pytestmark = [*MARKS, pytest.mark.skipif(EMULATED, reason="needs graphs of a GPU")]
+pytestmark = [*MARKS, pytest.mark.skipif(EMULATED, reason="needs a GPU")]
 
 
-def test_graphs_repeat_what_plain_steps_do(tmp_path):
+def test_log_probs_are_those_of_transformers(tmp_path):
+    """Of 160 siblings under top-p, with pages and slots that rows wait for."""
     model, device = tiny.make_model(tmp_path, "qwen3", False), torch.device("cuda")
     shape, ops = read_shape(tmp_path), backend("fused", device)
     asked = [Request(Prompt(str(i), "", (20 + i, 30, 40), None, "exact"), i, 40) for i in range(4)]
-    groups = []
-    for graphs in (True, False):
-        engine = TorchEngine(shape, hf_shapes(shape), device, torch.float32, 100, ops.sample_tokens, ops.decode)
-        assert engine.recorder is not None
-        if not graphs:
-            engine.recorder = None
-        engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=0)
-        groups.append(engine.generate(asked, Sampling(1.0, 0.95, 0, 60, (2, 5, 7))))
-
-    rollouts = [[r for group in groups_ for r in group] for groups_ in groups]
-    same = [torch.equal(a.token_ids, b.token_ids) for a, b in zip(*rollouts, strict=True)]
-    assert sum(same) >= 0.98 * len(same)  # the rest is floating-point order
-    for request, group in zip(asked, groups[0], strict=True):
+    engine = TorchEngine(shape, hf_shapes(shape), device, torch.float32, 100, ops.sample_tokens, ops.decode)
+    engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=0)
+    for request, group in zip(asked, engine.generate(asked, Sampling(1.0, 0.95, 0, 60, (2, 5, 7))), strict=True):
         for rollout in group:
             ids = torch.tensor([*request.prompt.token_ids, *rollout.token_ids.tolist()])
             with torch.no_grad():

@@ -10,6 +10,7 @@ import torch
 from decode_cases import CASES, EPS, TOLERANCE, check, make
 
 from megatron_brorl.ops.fused.decode import FusedDecode
+from megatron_brorl.ops.reference import decode as reference
 from megatron_brorl.ops.reference.decode import ReferenceDecode
 
 IMPLEMENTATIONS = [FusedDecode(), ReferenceDecode()]
@@ -31,6 +32,12 @@ def test_the_same_bits_for_any_number_of_threads():
         found.append(make(2, torch.float32).run(FusedDecode()))
     torch.set_num_threads(before)
     assert all(torch.equal(found[0], x) for x in found[1:])
+
+
+def test_the_reference_gathers_a_few_rows_at_a_time(monkeypatch):
+    case = make(2, torch.float32)
+    monkeypatch.setattr(reference, "GATHERED", 1)  # one row
+    check(case, case.run(ReferenceDecode()))
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)

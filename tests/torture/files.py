@@ -17,7 +17,7 @@ import pyarrow.parquet
 import tiny
 from torture.mutations import spoil_bytes, spoil_json
 
-from megatron_brorl.checkpoints import manifest
+from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.hugging_face import Checkpoint, copy_companions
 from megatron_brorl.checkpoints.safetensors_files import INDEX
@@ -35,7 +35,6 @@ from megatron_brorl.record import files as record_files
 from megatron_brorl.record.schema import GROUPS, ROLLOUTS
 from megatron_brorl.report import rollouts as recorded
 from megatron_brorl.report.comparison import read_answers
-from megatron_brorl.theory.log import read_log
 from megatron_brorl.train.state import saved
 
 Exercise = Callable[[], object]
@@ -80,7 +79,6 @@ def file_targets() -> dict[str, Target]:
         "companions": _companions,
         "rows.jsonl": functools.partial(_lines, ROWS, "rows.jsonl", _read_rows),
         "rows.parquet": _parquet,
-        "log": functools.partial(_lines, LOG, "log.jsonl", read_log),
         "metrics": functools.partial(_lines, METRICS, METRICS_FILE, read_metrics),
         "evaluation": functools.partial(_lines, ANSWERS, "evaluation.jsonl", read_answers),
         "record": _record,
@@ -280,7 +278,7 @@ def _lines(rows: list[Any], name: str, read: Callable[[Path], object], folder: P
 
 
 def _read_rows(path: Path) -> None:
-    rows, _ = read_rows(path, skip_bad=False, verifiers=Verifiers())
+    rows = read_rows(path, Verifiers())
     tokenizer = load_tokenizer(_made() / "pieces")
     for row in rows:
         render(row.prompt, tokenizer, Config().data, 64, row.where)
@@ -336,12 +334,12 @@ def _checkpoint(folder: Path, rng: random.Random) -> Exercise:
     (root / checkpoint.LATEST).write_text("step_00000003\n")
     if rng.random() < 0.7:  # a consistent manifest of a run.json that is not ours
         _spoil_file(step / checkpoint.RUN, rng)
-        manifest.write(step)
+        folders.write_manifest(step)
     else:
-        manifest.write(step)
+        folders.write_manifest(step)
         latest = root / checkpoint.LATEST
         if rng.random() < 0.5:
-            _spoil_file(step / manifest.MANIFEST, rng)
+            _spoil_file(step / folders.MANIFEST, rng)
         else:
             latest.write_bytes(rng.choice([spoil_bytes(latest.read_bytes(), rng), rng.randbytes(9), b""]))
 

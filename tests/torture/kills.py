@@ -38,7 +38,7 @@ DOUBLE = REPOSITORY / "tests" / "contract" / "double"
 SIZES = [
     "rollout.n=8", "rollout.prompts=4", "train.steps=3", "train.checkpoint_every=1", "train.keep_checkpoints=2",
     "evaluate.every=2", "evaluate.samples=1", "run.log=[]", "parallel.timeout_s=60", "reward.timeout_s=2",
-    "theory.log_rollouts=true", "theory.every=3", "run.progress_timeout_s=60", "reward.strict=false",
+    "theory.every=3", "reward.strict=false",
     "reward.cut_off_factor=1.0",
 ]  # fmt: skip
 # The model has learnt nothing: what it is rewarded for is something that it does now and then.

@@ -31,7 +31,7 @@ RECORD = ("metrics.jsonl", "rollouts.jsonl", "rollouts", "tensorboard")  # what 
 SIZES = [
     "rollout.n=4", "rollout.prompts=2", "evaluate.every=5", "evaluate.samples=1", "evaluate.bootstrap=10",
     "train.checkpoint_every=5", "train.keep_checkpoints=2", "reward.workers=2", "reward.strict=false",
-    "reward.cut_off_factor=1.0", "theory.log_rollouts=true", "optim.lr=1e-5",
+    "reward.cut_off_factor=1.0", "optim.lr=1e-5",
 ]  # fmt: skip
 MOST = {  # that a figure may grow by: a share of it, or else nothing
     "trainer_mib": 0.02, "children_mib": 0.02,

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from bench_common import MODELS
 from bench_rollout import prompts
-
-from megatron_brorl.checkpoints.random_init import qwen2_config, write_random_model
+from random_model import qwen2_config, write_random_model
 
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]  # "what", "result" ("ok", "failed: ...", "missing: ...", "left out: ...") and figures

@@ -1,30 +1,32 @@
-"""From a published data set to rows of this project: converted, without duplicates, of a length, decontaminated."""
+"""Turn published data into rows of this project: converted, deduplicated, of limited length and decontaminated."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from megatron_brorl.data.prepare.files import files_of, raw_rows
-from megatron_brorl.data.prepare.output import RowFile
-from megatron_brorl.data.prepare.overlap import Contamination, Duplicates, Hit
+from megatron_brorl.data.chat import spoken
+from megatron_brorl.data.files import parse_row, raw_rows
+from megatron_brorl.data.prepare.sets import INSTRUCTIONS, SETS, DataSet, Unusable, without_instruction
 from megatron_brorl.data.prompts import Verifiers, check_row
-from megatron_brorl.data.sets.form import DataSet, Task, Unusable
-from megatron_brorl.data.sets.table import INSTRUCTIONS, SETS, without_instruction
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 
-CONTAMINATED = "in an evaluation"
+_N_GRAM = 13  # words that two problems share; GPT-3 (Brown et al. 2020, appendix C) uses 13 for most sets
 _SHOWN = 160  # characters of a dropped problem
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be prepared."""
+    """What `brorl data prepare` does."""
 
     name: str  # of the set
     data_set: DataSet
@@ -33,13 +35,12 @@ class Job:
     verifier: str = ""  # instead of the set's own
     instruction: str | None = None  # what follows a problem; None: that of its verifier
     tokenizer: Tokenizer | None = None
-    max_prompt_tokens: int = 0  # of problem and instruction; 0 = any
+    max_prompt_tokens: int = 0  # of the problem and the instruction; 0: any
     evaluations: Sequence[tuple[str, Path]] = ()  # (name of the set, file) to decontaminate against
-    n: int = 13  # words of an n-gram
 
     @property
     def dropped(self) -> Path:
-        """The file that lists what was left out."""
+        """The file that lists the rows that were dropped."""
         return self.out.with_name(f"{self.out.stem}.dropped.jsonl")
 
     @property
@@ -50,139 +51,167 @@ class Job:
 
 @dataclass
 class Counts:
-    """What became of the rows."""
+    """Counts of rows for the data card."""
 
     read: Counter[Path] = field(default_factory=Counter)  # by file
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    evaluated: Counter[Path] = field(default_factory=Counter)  # problems by evaluation file
-    hits: list[tuple[str, Hit]] = field(default_factory=list)  # (row, what it shares with which evaluation row)
 
 
-class _Dropped(Exception):
-    """A row that is left out: the reason that is counted, what there is to know of this one, its problem."""
+class Contamination:
+    """The n-grams of words of evaluation problems. A problem that is shorter counts as a whole."""
 
-    def __init__(self, reason: str, detail: str = "", problem: str = "", hit: Hit | None = None) -> None:
-        super().__init__(reason)
-        self.reason, self.detail, self.problem, self.hit = reason, detail, problem, hit
+    def __init__(self, n: int = _N_GRAM) -> None:
+        self._n = n
+        self._seen: dict[str, str] = {}  # an n-gram or a short problem -> the first evaluation row that has it
+
+    def add(self, text: str, where: str) -> None:
+        """Add an evaluation problem."""
+        for part in self._parts(text):
+            self._seen.setdefault(part, where)
+
+    def find(self, text: str) -> str:
+        """Return the first evaluation row that shares words with the text, and these words; "" if there is none."""
+        return next((f"{self._seen[part]}: {part}" for part in self._parts(text) if part in self._seen), "")
+
+    def _parts(self, text: str) -> list[str]:
+        words = re.findall(r"\w+", normalized(text))
+        grams = [" ".join(words[i : i + self._n]) for i in range(len(words) - self._n + 1)]
+        return grams or [f"= {normalized(text)}"]
+
+
+def normalized(text: str) -> str:
+    """Return a text in NFKC, case folded, with single spaces. Signs stay, because 2+3 is not 2-3."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def prepare(job: Job) -> Counts:
-    """Write job.out and job.dropped; what was read, kept and dropped. Memory grows by some 200 bytes per kept row.
+    """Write job.out, job.dropped and job.card.
 
-    Raises UserError where a file cannot be read or has another layout than its set, or where no row is left.
+    Raises UserError if a file cannot be read, or if no row is left.
     """
     counts = Counts()
-    evaluations = _evaluations(job, counts)
-    duplicates, ids, first = Duplicates(), set[str](), ""
-
-    # Every row goes into one file or the other.
-    with RowFile(job.out) as out, RowFile(job.dropped) as dropped:
+    contamination = _contamination(job.evaluations)
+    answers: dict[bytes, str] = {}  # digest of a problem -> digest of its first answer
+    ids: set[str] = set()
+    first = ""
+    with _writing(job.out) as out, _writing(job.dropped) as dropped:
         for path, where, raw in _rows(job.inputs):
             counts.read[path] += 1
+            problem = ""
             try:
-                task = _task(job.data_set, raw, where)
-                row = _row(job, task, where)
-                _check(job, task, row, where, duplicates, evaluations)
-                _take_id(row, ids, task.problem)
-            except _Dropped as e:
-                counts.dropped[e.reason] += 1
-                # Why and where, with the text, so that a person can judge the rule.
-                first = first or f"; the first: {where}: {e.detail or e.reason}"
-                line = {"where": where, "reason": e.reason, "detail": e.detail, "problem": e.problem[:_SHOWN]}
-                if e.hit:
-                    counts.hits.append((where, e.hit))
-                    line |= {"evaluation": e.hit.where, "shared": e.hit.words}
-                dropped.write({key: value for key, value in line.items() if value})
+                row = job.data_set.row(raw, where)
+                problem = without_instruction(spoken(row["prompt"]))
+                _complete(row, job, problem)
+                check_row(row, where, row["id"], Verifiers())
+                _check(row, job, problem, contamination, answers, ids)
+            except (Unusable, UserError) as e:
+                reason, _, detail = ("refused: " * isinstance(e, UserError) + str(e)).partition(": ")
+                counts.dropped[reason] += 1
+                first = first or f"; the first: {detail or reason}"
+                line = {"where": where, "reason": reason, "detail": detail, "problem": problem[:_SHOWN]}
+                dropped.write(json.dumps(line, ensure_ascii=False) + "\n")
                 continue
             counts.kept += 1
-            out.write(row)
-
-        # An empty file would be told only by the run that reads it.
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
         if not counts.kept:
             why = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.most_common()) or "no rows"
             raise UserError(f"{job.inputs[0]}: no row is left ({why}){first}; is it a file of the set {job.name!r}?")
+    with _writing(job.card) as card:
+        card.write(_card(job, counts))
     return counts
 
 
-def _rows(inputs: Sequence[Path]) -> Iterator[tuple[Path, str, dict[str, Any]]]:
-    """(file, file:row, row) of every input in turn."""
-    for file in (file for path in inputs for file in files_of(path)):
-        for number, raw in raw_rows(file):
-            where = f"{file}:{number}"
-            if not isinstance(raw, dict):
-                raise UserError(f"{where}: a row must be an object with a value for each column")
-            yield file, where, raw
+def _rows(inputs: Iterable[Path]) -> Iterator[tuple[Path, str, Any]]:
+    for path in inputs:
+        for number, raw in raw_rows(path):
+            yield path, f"{path}:{number}", parse_row(raw, f"{path}:{number}")
 
 
-def _evaluations(job: Job, counts: Counts) -> Contamination:
-    """The problems that are not to be trained on."""
-    found = Contamination(job.n)
-    for name, path in job.evaluations:
-        for file, where, raw in _rows([path]):
+def _contamination(evaluations: Sequence[tuple[str, Path]]) -> Contamination:
+    found = Contamination()
+    for name, path in evaluations:
+        for _, where, raw in _rows([path]):
             try:
-                task = SETS[name].convert(raw, where)
+                found.add(without_instruction(spoken(SETS[name].row(raw, where)["prompt"])), where)
             except Unusable:
-                continue  # what no one is asked cannot be given away
-            found.add(without_instruction(task.problem), where)
-            counts.evaluated[file] += 1
+                continue
     return found
 
 
-def _task(data_set: DataSet, raw: dict[str, Any], where: str) -> Task:
-    try:
-        return data_set.convert(raw, where)
-    except Unusable as e:
-        raise _Dropped(str(e)) from None
+def _complete(row: dict[str, Any], job: Job, problem: str) -> None:
+    """Give a row its id, its verifier and the instruction of its verifier, in place."""
+    verifier = job.verifier or row.get("verifier", "")
+    if verifier:
+        row["verifier"] = verifier
+    if not problem.strip() or row.get("answer", "-") == "":
+        raise Unusable("no problem or no answer")
 
-
-def _row(job: Job, task: Task, where: str) -> dict[str, Any]:
-    """The row of a task as it is written."""
-    verifier = job.verifier or task.verifier
+    # A conversation says itself what it asks for, and so does a row that has its instruction already.
     instruction = INSTRUCTIONS.get(verifier, "") if job.instruction is None else job.instruction
-
-    # A conversation says itself what it wants, and so does a row that has its instruction already.
-    prompt: Any = task.messages
-    if prompt is None:
-        bare = without_instruction(task.problem)
-        prompt = f"{bare}\n\n{instruction}" if instruction and bare == task.problem else task.problem
-    row_id = task.id or hashlib.blake2b(task.problem.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    row = {
-        "id": row_id if job.name == "rows" and task.id else f"{job.name}:{row_id}",
-        "prompt": prompt,
-        "answer": task.answer,
-        "metadata": dict(task.metadata),
-    }
-    return {**row, "verifier": verifier} if verifier else row
+    if instruction and row["prompt"] == problem:
+        row["prompt"] = f"{problem}\n\n{instruction}"
+    name = row.get("id") or hashlib.blake2b(problem.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    row["id"] = name if job.name == "rows" and "id" in row else f"{job.name}:{name}"
 
 
 def _check(
-    job: Job, task: Task, row: dict[str, Any], where: str, duplicates: Duplicates, evaluations: Contamination
+    row: dict[str, Any], job: Job, problem: str, contamination: Contamination, answers: dict[bytes, str], ids: set[str]
 ) -> None:
-    """Raise _Dropped where the row is none that a run could read, or none that it should."""
-    # A run would stop at it.
-    try:
-        check_row(row, where, row["id"], Verifiers())
-    except UserError as e:
-        raise _Dropped("refused", str(e).removeprefix(f"{where}: "), task.problem) from None
-
-    # Too long to leave room for a response.
+    """Raise Unusable if a row is too long, in an evaluation, or there already."""
     if job.tokenizer is not None and job.max_prompt_tokens:
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else task.problem
-        tokens = len(job.tokenizer.encode(prompt))
+        tokens = len(job.tokenizer.encode(spoken(row["prompt"])))
         if tokens > job.max_prompt_tokens:
-            raise _Dropped(f"longer than {job.max_prompt_tokens} tokens", f"{tokens} tokens", task.problem)
+            raise Unusable(f"longer than {job.max_prompt_tokens} tokens: {tokens}")
+    shared = contamination.find(problem)
+    if shared:
+        raise Unusable(f"in an evaluation: {shared}")
 
-    # By the problem alone: instructions are the same in all rows.
-    problem = without_instruction(task.problem)
-    if hit := evaluations.find(problem):
-        raise _Dropped(CONTAMINATED, "", task.problem, hit)
-    if reason := duplicates.reason(problem, task.answer):
-        raise _Dropped(reason, "", task.problem)
-
-
-def _take_id(row: dict[str, Any], ids: set[str], problem: str) -> None:
-    """Runs refuse two rows of one id."""
+    # Only the problem counts, because the instruction is the same in all rows.
+    key = hashlib.blake2b(normalized(problem).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    answer = normalized(row.get("answer") or "")
+    if key in answers:
+        raise Unusable("duplicate" if answers[key] == answer else "duplicate with another answer")
     if row["id"] in ids:
-        raise _Dropped("id taken by an earlier row", row["id"], problem)
+        raise Unusable(f"id of an earlier row: {row['id']}")
+    answers[key] = answer
     ids.add(row["id"])
+
+
+def _card(job: Job, counts: Counts) -> str:
+    """Return the data card: the source, the licence, and the rows in and out."""
+    hub = f"https://huggingface.co/datasets/{job.data_set.hub}" if job.data_set.hub else "your own"
+    evaluations = ", ".join(f"{path} (sha256 {_sha256(path)})" for _, path in job.evaluations)
+    lines = [
+        f"# {job.out.name}",
+        f"Set: {job.name} ({hub}), licence: {job.data_set.licence}, sha256 {_sha256(job.out)}",
+        f"Use: {'evaluation, not training' if job.data_set.evaluation else 'training'}",
+        *(f"Input: {path}, {rows} rows, sha256 {_sha256(path)}" for path, rows in counts.read.items()),
+        *(
+            [f"Problems that share {_N_GRAM} words in a row with these are dropped: {evaluations}"]
+            if evaluations
+            else []
+        ),
+        *(f"Dropped, {reason}: {count} rows" for reason, count in sorted(counts.dropped.items())),
+        f"Written: {counts.kept} rows",
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[IO[str]]:
+    """Open a file under another name until it is complete. An error leaves nothing behind."""
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("w", encoding="utf-8") as file:
+            yield file
+        aside.replace(path)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be written: {e.strerror}; use a file in a writable folder") from None
+    finally:
+        aside.unlink(missing_ok=True)

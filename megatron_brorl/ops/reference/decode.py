@@ -9,6 +9,8 @@ from torch.nn.functional import rms_norm, silu
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.decode import PAGE, HeadNorms, Rows
 
+GATHERED = 1 << 26  # keys gathered at a time, in numbers, so that N = 512 long rows fit a GPU's memory
+
 
 class ReferenceDecode:
     """See ops.decode.DecodeOps; gathers every row's pages, the prompt's too."""
@@ -21,7 +23,6 @@ class ReferenceDecode:
         """See DecodeOps: qkv [B, (heads + 2 K) d] -> [B, heads d]."""
         # Queries, keys and values, normed and rotated in float32.
         _, kv_heads, dim, _ = keys.shape
-        batch = len(qkv)
         q, k, v = qkv.float().unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
         # Heads are normed before they are rotated.
         if norms is not None:
@@ -51,15 +52,10 @@ class ReferenceDecode:
         )
         tables = tables.masked_fill(~there[:, ::PAGE], 0)  # entries beyond a length hold anything
 
-        # Softmax attention over the gathered slots (Vaswani et al. 2017, eq. 1).
-        k = keys[tables].permute(0, 2, 3, 1, 4).flatten(3).float()  # [B, K, d, tokens]
-        v = values[tables].transpose(1, 2).flatten(2, 3)[..., :dim].float()  # [B, K, tokens, d]
-        # What a slot without a token holds may be NaN, which a weight of 0 would not take away.
-        v = v.masked_fill(~there[:, None, :, None], 0)
-        # Consecutive query heads share a key and a value head.
-        scores = (scale * q).view(batch, kv_heads, -1, dim) @ k
-        weights = scores.masked_fill(~there[:, None, None, :], float("-inf")).softmax(-1)
-        return (weights @ v).view(batch, -1).to(qkv.dtype)
+        # Some rows at a time, because every row gathers its own copy of its keys and values.
+        size = max(1, GATHERED // (there.shape[1] * kv_heads * dim))
+        parts = zip((scale * q).split(size), tables.split(size), there.split(size), strict=True)
+        return torch.cat([_attention(*part, keys, values) for part in parts]).to(qkv.dtype)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See DecodeOps: x [B, H], of which x + delta takes the place, and weight [H] -> [B, H]."""
@@ -71,3 +67,19 @@ class ReferenceDecode:
         """See DecodeOps: [B, 2 F] -> [B, F]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate) * up
+
+
+def _attention(q: Tensor, tables: Tensor, there: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Softmax attention of scaled queries q [B, heads, d] over gathered slots (Vaswani et al. 2017, eq. 1).
+
+    tables [B, n]: pages. there [B, 16 n]: slots that hold a token. Returns [B, heads d] float32.
+    """
+    batch, _, dim = q.shape
+    k = keys[tables].permute(0, 2, 3, 1, 4).flatten(3).float()  # [B, K, d, tokens]
+    v = values[tables].transpose(1, 2).flatten(2, 3)[..., :dim].float()  # [B, K, tokens, d]
+    # A slot without a token may hold NaN, which a weight of 0 would not take away.
+    v = v.masked_fill(~there[:, None, :, None], 0)
+    # Consecutive query heads share a key and a value head.
+    scores = q.view(batch, keys.shape[1], -1, dim) @ k
+    weights = scores.masked_fill(~there[:, None, None, :], float("-inf")).softmax(-1)
+    return (weights @ v).view(batch, -1)

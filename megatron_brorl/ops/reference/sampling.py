@@ -44,7 +44,8 @@ def sample(
     # The target stays below the total, so a token without probability (a flat step of the CDF) is never drawn.
     target = (uniforms.unsqueeze(-1) * total.double()).to(cdf.dtype)
     target = target.minimum(torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cdf, target, right=True)
+    # A row without a distribution gets the last token, whose log-probability is NaN.
+    ids = torch.searchsorted(cdf, target, right=True).clamp(max=logits.shape[-1] - 1)
     return ids.squeeze(-1), log_probs.gather(-1, ids).squeeze(-1)
 
 

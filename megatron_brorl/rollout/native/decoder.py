@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_brorl.families import dense, gemma3
@@ -19,10 +19,28 @@ from megatron_brorl.families.family import Parameter
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.decode import PAGE, DecodeOps, HeadNorms, Rows
-from megatron_brorl.rollout.native.linear import Linear
 from megatron_brorl.rollout.native.pages import PagePool, pages_for
 
-QUERIES = 1024  # of a passage behind others that attend at a time
+QUERIES = 1024  # queries of a passage that attend at a time to what stands before it
+LAYOUT_ROWS = 512  # the batch size that oneDNN lays weights out for; others work as well
+
+
+class Linear:
+    """Compute x weight^T + bias, [B, in] -> [B, out], with the weights in oneDNN's own layout on CPUs.
+
+    oneDNN reads its layout faster than rows, and would rearrange bfloat16 weights on every call otherwise.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.bias = bias
+        self.packed = weight.device.type == "cpu" and _has_layout_for(weight.dtype)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS) if self.packed else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.packed:
+            return linear(x, self.weight, self.bias)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return product
 
 
 @dataclass(frozen=True)
@@ -225,6 +243,13 @@ class Decoder:
         # All tokens through all layers; only the last token of a passage is drawn from.
         hidden = self._through(self._embed(ids.flatten()), attend)
         return hidden[torch.arange(batch) * width + lengths - 1]
+
+
+def _has_layout_for(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has such a layout on this processor; bfloat16 needs AVX-512."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _fused(weights: Mapping[str, Tensor], prefix: str, parameter: Parameter) -> Tensor:

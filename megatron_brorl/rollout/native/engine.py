@@ -9,18 +9,17 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.ops.decode import DecodeOps, Rows
+from megatron_brorl.ops.decode import DecodeOps
 from megatron_brorl.ops.reference.decode import ReferenceDecode
 from megatron_brorl.rollout.engine import KvUsage, Request, SampleTokens, Sampling, Supply, Watch
 from megatron_brorl.rollout.native.decoder import Decoder
-from megatron_brorl.rollout.native.graphs import CudaRecorder, GraphedSteps, Recorder
 from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
 from megatron_brorl.rollout.native.scheduler import Scheduler
 from megatron_brorl.rollout.native.stopping import Stops
 from megatron_brorl.rollout.receive import receive
 from megatron_brorl.types import FinishReason, Rollout
 
-ROWS_DRAWN = 128  # at a time, on a CPU
+ROWS_DRAWN = 128  # rows drawn at a time: their logits stay in a CPU's cache, and their memory serves again
 
 
 class TorchEngine:
@@ -37,29 +36,22 @@ class TorchEngine:
         ops: DecodeOps | None = None,
         memory: int = 0,
         decode: Callable[[Sequence[int]], str] | None = None,
-        recorder: Recorder | None = None,
     ) -> None:
         """names: every Hugging Face tensor the model has, with its shape. max_rows: rows decoded at a time.
 
         sample, ops: which implementation draws the tokens and attends (config key ops.implementation). memory: bytes
-        for keys and values; 0 = half of what is free. decode: tokens -> text, for stop strings. recorder: of decoding
-        steps; on a GPU CUDA's, where `ops` allow it.
+        for keys and values; 0 = half of what is free. decode: tokens -> text, for stop strings.
         """
         self.shape, self.names, self.device, self.dtype, self.max_rows = shape, names, device, dtype, max_rows
         self.sample, self.ops, self.memory, self.decode = sample, ops or ReferenceDecode(), memory, decode
-        if recorder is None and device.type == "cuda" and self.ops.recordable:
-            recorder = CudaRecorder()
-        self.recorder = recorder
         self.version = -1
         self._decoder: Decoder | None = None
         self._pool: PagePool | None = None
-        self._graphed: GraphedSteps | None = None  # of this decoder and pool
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; tensors [any shape]. Nothing is taken over before the whole stream was seen and found
         complete."""
         received = receive(tensors, self.names, self.device, self.dtype)
-        self._graphed = None  # first: its graphs hold memory
         self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
         self.version = version
 
@@ -98,7 +90,7 @@ class TorchEngine:
 
     def sleep(self) -> None:
         """See RolloutEngine."""
-        self._decoder = self._pool = self._graphed = None
+        self._decoder = self._pool = None
         self.version = -1
 
     def wake(self) -> None:
@@ -158,7 +150,7 @@ class TorchEngine:
             hidden = scheduler.decoder.embedding.new_empty(0, self.shape.hidden)
             if staying:
                 new = scheduler.tokens[scheduler.active, scheduler.produced[scheduler.active] - 1]
-                hidden = self._step(decoder, pool, scheduler.rows(), new.to(self.device))
+                hidden = decoder.step(pool, scheduler.rows(), new.to(self.device))
 
             # New rows come last: `hidden` is in the order of scheduler.active.
             take()
@@ -171,21 +163,13 @@ class TorchEngine:
         # Rows end in any order; siblings are told by their index.
         return [sorted(rollouts, key=lambda x: x.index) for rollouts in found]
 
-    def _step(self, decoder: Decoder, pool: PagePool, rows: Rows, ids: Tensor) -> Tensor:
-        """See Decoder.step; [B] -> [B, H], which the next one overwrites."""
-        if self.recorder is None:
-            return decoder.step(pool, rows, ids)
-        if self._graphed is None:
-            self._graphed = GraphedSteps(decoder, pool, self.recorder)
-        return self._graphed.step(rows, ids)
-
     def _advance(
         self, scheduler: Scheduler, hidden: Tensor, stops: Stops, sampling: Sampling
     ) -> list[tuple[int, Rollout]]:
         """Draw the next token of every row; returns what ended."""
         active = scheduler.active
         new, log_probs = self._draw(scheduler, hidden, sampling)
-        if len(new) and int(new.min()) < 0:  # how the sampler on CUDA says that a row has no distribution
+        if bool(log_probs.isnan().any()):  # The fused sampler raises this itself, the reference one does not.
             raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
 
         scheduler.write(new, log_probs)
@@ -208,9 +192,7 @@ class TorchEngine:
         active = scheduler.active
         places = (scheduler.key[active], scheduler.sibling[active], scheduler.produced[active])
         settings = (sampling.temperature, sampling.top_p, sampling.top_k)
-        # On a CPU a few rows at a time: the sampler finds their logits in cache, and their memory serves again.
-        size = ROWS_DRAWN if self.device.type == "cpu" else max(len(hidden), 1)
-        parts = zip(*(x.to(self.device).split(size) for x in (hidden, *places)), strict=True)
+        parts = zip(*(x.to(self.device).split(ROWS_DRAWN) for x in (hidden, *places)), strict=True)
         drawn = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]
         ids, log_probs = (torch.cat(x).cpu() for x in zip(*drawn, strict=True))
         return ids, log_probs
@@ -237,7 +219,7 @@ class TorchEngine:
 
         # A pool that is far too large gives its memory back too.
         if self._pool is None or self._pool.size < needed or self._pool.size > 2 * needed + 64:
-            self._pool = self._graphed = None  # first, so that its memory counts as free below
+            self._pool = None  # first, so that its memory counts as free below
             size = page_bytes(self.shape, self.dtype)
             # With fewer pages the longest row could not end even if it were alone.
             least = max(prompts, default=0) + own

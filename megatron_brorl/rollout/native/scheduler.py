@@ -17,8 +17,7 @@ from megatron_brorl.ops.decode import PAGE, Rows
 from megatron_brorl.rollout.continuation import extended, siblings
 from megatron_brorl.rollout.engine import Request, Sampling, Supply
 from megatron_brorl.rollout.native.decoder import Decoder, Passage
-from megatron_brorl.rollout.native.pages import PagePool, pages_for
-from megatron_brorl.rollout.native.prefixes import BLOCK, Prefixes
+from megatron_brorl.rollout.native.pages import BLOCK, PagePool, Prefixes, pages_for
 from megatron_brorl.types import FinishReason, Rollout
 
 PREFILL_TOKENS = 8192  # computed at once, padding included

@@ -1,4 +1,4 @@
-"""Checkpoints both ways, bit by bit, for every odd shape; and every way in which it can go wrong."""
+"""Conversion of checkpoints: bit by bit for many shapes, and errors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 import tiny
 import torch
 from conversions import REAL, SMALLER, assert_same_weights, peak_of_allocations, to_hf, to_megatron, weights
+from random_model import write_random_model
 from safetensors.torch import load_file, save_file
 
-from megatron_brorl.checkpoints import compare, convert, safetensors_files
-from megatron_brorl.checkpoints.random_init import write_random_model
+from megatron_brorl.checkpoints import convert, safetensors_files
 from megatron_brorl.cli.main import main
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
@@ -59,12 +59,10 @@ SHAPES = {
     "qkv bias, tied, padded vocabulary, two stages": (("qwen2", True, {}), 2, 2),
     "untied, vocabulary padded by three": (("qwen2", False, {"vocab_size": 101, "num_key_value_heads": 4}), 4, 1),
     "q and k norm, head size unlike hidden / heads": (("qwen3", False, {}), 2, 4),
-    "tied q and k norm over four stages": (("qwen3", True, {}), 1, 4),
     "llama 3 rope": (("llama", False, {"rope_parameters": LLAMA3}), 2, 1),
     "yarn": (("qwen2", True, {"rope_parameters": YARN}), 2, 2),
     "one kv head": (("llama", True, {"num_key_value_heads": 1}), 1, 2),
     **{family: ((family, True, {}), 2, 2) for family in tiny.FAMILIES},
-    "as many kv heads as heads": (("llama", False, {"num_key_value_heads": 4}), 4, 2),
 }
 
 
@@ -87,7 +85,7 @@ def test_both_ways_bit_by_bit_and_logits_of_transformers(tmp_path, model, tensor
             assert (tmp_path / f"back-{name}" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
     assert len(list((tmp_path / "a").glob("*.distcp"))) == tensor * pipeline
     assert size == sum(t.numel() * 4 for t in weights(tmp_path / "hf").values())
-    gap = compare.verify(tmp_path / "hf", tmp_path / "a", read_shape(tmp_path / "hf"))
+    gap = convert.verify(tmp_path / "hf", tmp_path / "a", read_shape(tmp_path / "hf"))
     assert gap < 1e-4
 
 
@@ -107,7 +105,7 @@ def test_published_configurations(tmp_path, name):
     assert_same_weights(tmp_path / "hf", tmp_path / "back")
     assert {t.dtype for t in weights(tmp_path / "back").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
-    compare.verify(tmp_path / "megatron", tmp_path / "back", read_shape(tmp_path / "hf"))
+    convert.verify(tmp_path / "megatron", tmp_path / "back", read_shape(tmp_path / "hf"))
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +124,7 @@ def copy(made, tmp_path):
     return tmp_path
 
 
-def test_the_tool_verifies_and_shows_progress(made, tmp_path):
+def test_the_command_verifies_and_shows_progress(made, tmp_path):
     done = tool("to-megatron", made / "hf", tmp_path / "m", "--tensor", "2", "--pipeline", "2", "--verify")
     assert done.returncode == 0, done.stderr
     assert "convert 6/6" in done.stderr
@@ -139,12 +137,12 @@ def test_the_tool_verifies_and_shows_progress(made, tmp_path):
     assert tool("to-hf", tmp_path / "m", tmp_path / "back", "--overwrite").returncode == 0
 
 
-def test_verify_sees_weights_that_are_not_the_source_s(copy):
+def test_verify_finds_other_weights(copy):
     names = sorted(p.name for p in (copy / "hf").glob("*.safetensors"))
     changed = load_file(copy / "hf" / names[1])
     save_file({n: t * 1.01 for n, t in changed.items()}, copy / "hf" / names[1], metadata={"format": "pt"})
     with pytest.raises(UserError, match="its logits differ from those of"):
-        compare.verify(copy / "hf", copy / "megatron", read_shape(copy / "hf"))
+        convert.verify(copy / "hf", copy / "megatron", read_shape(copy / "hf"))
 
 
 def cut_file(path: Path) -> None:
@@ -213,7 +211,6 @@ def without_manifest(change):
 MEGATRON_FAULTS = [
     (lose_a_rank, ["__3_0.distcp is missing"]),
     (flip_a_byte, ["__1_0.distcp is damaged"]),
-    (without_manifest(lose_a_rank), ["cannot be read, a file is missing or damaged"]),
     (
         without_manifest(lambda d: cut_file(d / "megatron/__2_0.distcp")),
         ["cannot be read, a file is missing or damaged"],
@@ -223,10 +220,6 @@ MEGATRON_FAULTS = [
     (
         without_manifest(lambda d: edit(d / "megatron/hf/config.json", intermediate_size=96)),
         ["mlp.linear_fc1.weight has shape"],
-    ),
-    (
-        without_manifest(lambda d: edit(d / "megatron/hf/config.json", num_hidden_layers=2)),
-        ["they do not belong together"],
     ),
     (
         without_manifest(lambda d: edit(d / "megatron/hf/config.json", tie_word_embeddings=True)),
@@ -283,15 +276,9 @@ def test_a_full_disk_ends_in_one_line(copy, command):
             convert_(copy / source, copy / "out", *cuts)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    said = "cannot be written: File too large; make room and start again, nothing was left behind"
+    said = "cannot be written: File too large; free some space and start again"
     assert str(caught.value) == f"{copy / 'out'}: {said}"
     assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
-
-
-def test_too_little_room_is_told_before_anything_is_written(copy, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
-    with pytest.raises(UserError, match=r"the weights take [\d,]+ bytes, the disk has 1,000 left"):
-        to_megatron(copy / "hf", copy / "out", 1, 1)
 
 
 @pytest.mark.slow
@@ -359,8 +346,9 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path, tensor, tied):
     largest = 2001 * 192 * 2
     total = sum(t.numel() * 2 for t in weights(tmp_path / "hf").values())
     assert total > 10 * largest
-    there = peak_of_allocations(lambda: to_megatron(tmp_path / "hf", tmp_path / "megatron", tensor, 2))
-    back = peak_of_allocations(lambda: to_hf(tmp_path / "megatron", tmp_path / "back"))
+    source = tmp_path / "hf/model.safetensors"
+    there = peak_of_allocations(lambda: to_megatron(tmp_path / "hf", tmp_path / "megatron", tensor, 2), source)
+    back = peak_of_allocations(lambda: to_hf(tmp_path / "megatron", tmp_path / "back"), source)
     assert 0 < there <= 3 * largest
     assert 0 < back <= 3 * largest
     assert_same_weights(tmp_path / "hf", tmp_path / "back")

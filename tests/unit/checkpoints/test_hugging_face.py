@@ -47,16 +47,6 @@ def test_refusals_name_file_and_key(tmp_path, change, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_refusals_of_each_family(tmp_path, family):
-    tiny.make_model(tmp_path, family, True)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    common = ({"partial_rotary_factor": 0.5}, "0.5"), ({"quantization_config": {"quant_method": "fp8"}}, "fp8")
-    for change, message in (*common, *tiny.FAMILIES[family].refused):
-        with pytest.raises(UserError, match=f"^config.json: .*{message}"):
-            parse_shape(raw | change, "config.json")
-
-
 def test_what_qwen2_says_of_attention_bias_does_not_matter(tmp_path):
     """transformers' Qwen2 always has a bias of queries, keys and values, and never one of the output."""
     tiny.make_model(tmp_path, "qwen2", True)

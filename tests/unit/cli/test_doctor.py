@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_model import qwen2_config
 
-from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.cli import doctor, main
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.fused import processor

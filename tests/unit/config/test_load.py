@@ -61,7 +61,7 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
         ("[train]\npeft_config = 8", "train.peft_config; there is no such key here: all weights are trained"),
         (
             "[[data.tasks]]\nname = 'gcd'\nwheight = 2",
-            "unknown key data.tasks[0].wheight; did you mean data.tasks[].weight?",
+            "key data.tasks[0].wheight; did you mean data.tasks[].weight?",
         ),
         ("[[data.tasks]]\nweight = 2", "data.tasks[0].name is missing"),
         ("[data]\nmixture = [{files = ['b']}]", "data.mixture[0].weight is missing"),

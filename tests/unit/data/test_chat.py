@@ -99,7 +99,7 @@ def test_malformed_messages_are_named_with_their_row(tmp_path: Path, kind: str) 
     good = json.dumps({"prompt": TURNS, "answer": "20"})
     path.write_text(f"{good}\n{json.dumps({'prompt': prompt, 'answer': '20'})}\n")
     with pytest.raises(UserError) as e:
-        read_rows(path, False)
+        read_rows(path)
     assert str(e.value).startswith(f"{path}:2: ")
     assert message in str(e.value)
     assert "\n" not in str(e.value)

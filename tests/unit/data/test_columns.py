@@ -26,7 +26,7 @@ VERL = {
 def read(tmp_path, *rows, **columns):
     path = tmp_path / "f.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return read_rows(path, False, columns=ColumnsConfig(**columns))[0]
+    return read_rows(path, columns=ColumnsConfig(**columns))
 
 
 def test_a_regex_on_the_answer_keeps_the_worked_one_to_imitate(tmp_path):
@@ -58,7 +58,7 @@ def test_columns(tmp_path, raw, columns, answer, target):
 def test_columns_of_parquet(tmp_path):
     path = tmp_path / "f.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL]), path)
-    (row,), _ = read_rows(path, False, columns=ColumnsConfig(answer="reward_model.ground_truth"))
+    (row,) = read_rows(path, columns=ColumnsConfig(answer="reward_model.ground_truth"))
     assert (row.prompt, row.answer) == (VERL["prompt"], "4")
 
 
@@ -122,7 +122,7 @@ def test_columns_are_guessed_so_that_the_file_can_be_read(tmp_path, row, columns
     path = tmp_path / "f.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert guess(path) == columns
-    assert len(read_rows(path, False, columns=ColumnsConfig(**columns))[0]) == 1
+    assert len(read_rows(path, columns=ColumnsConfig(**columns))) == 1
     path.write_text('{"x": 1}\n')
     with pytest.raises(UserError, match="no column looks like a prompt, only x"):
         guess(path)

@@ -218,4 +218,4 @@ def test_generated_files_are_data_files(tmp_path: Path, capsys: pytest.CaptureFi
         assert e.value.code == status
         captured = capsys.readouterr()
         assert said in captured.out + captured.err
-    assert [row.id for row in read_rows(out, False)[0]] == [f"gcd:0:{line}" for line in range(1, 8)]
+    assert [row.id for row in read_rows(out)] == [f"gcd:0:{line}" for line in range(1, 8)]

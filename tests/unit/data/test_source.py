@@ -86,16 +86,6 @@ def test_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert sources.train.take(12, 4) != load_sources(config, tokenizer, 100, seed=2).train.take(12, 4)
 
 
-def test_skipped_rows_are_in_the_report(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = Path(write(tmp_path / "a.jsonl", 100))
-    with path.open("a") as file:
-        file.write("[]\n")
-    sources = load_sources(DataConfig(train=(str(path),), skip_bad_rows=True), tokenizer, 100, 0)
-    first, second = sources.report.splitlines()
-    assert first == f"data.train: 100 prompts from {path}, 1 skipped"
-    assert second.startswith(f"  skipped {path}:101: a row must be an object")
-
-
 def test_wrong_data_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"nothing to train on; give data\.train .* or data\.tasks"):
         load_sources(DataConfig(), tokenizer, 100, 0)

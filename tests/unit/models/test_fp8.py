@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from megatron.core.transformer import TransformerConfig
+from random_model import qwen2_config
 
-from megatron_brorl.checkpoints.random_init import qwen2_config
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Fp8Config
 from megatron_brorl.errors import UserError

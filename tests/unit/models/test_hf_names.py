@@ -7,10 +7,10 @@ import json
 import pytest
 import tiny
 import torch
+from random_model import write_random_model
 from transformers import AutoModelForCausalLM
 
 from megatron_brorl.checkpoints import hugging_face, safetensors_files
-from megatron_brorl.checkpoints.random_init import write_random_model
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import parse_shape, read_shape
 from megatron_brorl.models.gpt import build_actor

@@ -13,7 +13,8 @@ from conversions import to_hf, to_megatron
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_brorl.checkpoints import compare, hugging_face
+from megatron_brorl.checkpoints import convert as conversion
+from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.cli.convert import convert
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import WEIGHTS, read_shape
@@ -62,10 +63,10 @@ def test_another_head_is_refused_in_one_line_and_untying_gives_the_logits_of_tra
     model = AutoModelForCausalLM.from_pretrained(another)
     assert torch.equal(model.lm_head.weight, tiny.weights(another)[HEAD])
     assert torch.equal(model.model.embed_tokens.weight, tiny.weights(another)[EMBEDDING])
-    expected = compare.logits(another, read_shape(another))
+    expected = conversion.logits(another, read_shape(another))
     set_tied(another, False)
     to_megatron(another, another.parent / "megatron", 1, 1)
-    found = compare.logits(another.parent / "megatron", read_shape(another))
+    found = conversion.logits(another.parent / "megatron", read_shape(another))
     assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
@@ -78,7 +79,7 @@ def test_an_equal_head_is_accepted(tmp_path, processes, narrow):
     assert model.lm_head.weight is model.model.embed_tokens.weight  # transformers takes them for one as well
     assert torch.equal(load(tmp_path / "hf", processes).head_weight()[: tiny.VOCAB], embedding.float())
     to_megatron(tmp_path / "hf", tmp_path / "megatron", 1, 1)
-    compare.verify(tmp_path / "hf", tmp_path / "megatron", read_shape(tmp_path / "hf"))
+    conversion.verify(tmp_path / "hf", tmp_path / "megatron", read_shape(tmp_path / "hf"))
     to_hf(tmp_path / "megatron", tmp_path / "back")
     assert HEAD not in tiny.weights(tmp_path / "back")
 
@@ -99,10 +100,9 @@ def test_a_critic_leaves_the_head_of_an_untied_model_aside(another, processes):
 
 
 def test_the_converter_names_the_folder_of_its_user(tmp_path, monkeypatch):
-    """What --verify refuses still stands beside its place, under a name that nobody gave."""
     tiny.make_model(tmp_path / "hf", "llama", True)
     found = iter([torch.zeros(1), torch.ones(1)])
-    monkeypatch.setattr(compare, "logits", lambda *_: next(found))
+    monkeypatch.setattr(conversion, "logits", lambda *_: next(found))
     target = tmp_path / "out"
     options = {
         "direction": "to-megatron",

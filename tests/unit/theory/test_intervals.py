@@ -1,11 +1,11 @@
-"""Intervals against tables and by hand; how often they hold the truth: tests/tools/test_estimator_table.py."""
+"""Intervals against tables and by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megatron_brorl.theory.intervals import unseen_mass, weighted_counts
+from megatron_brorl.theory.unsampled_mass import unseen_mass, weighted_counts
 
 
 def test_equal_weights_give_garwood_s_interval():

@@ -12,9 +12,9 @@ import pytest
 from dist.steps import _Silent, configured, make_trainer
 
 from megatron_brorl.algo.estimators import Interval
-from megatron_brorl.checkpoints import best, folders
+from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.checkpoints.best import Best
+from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.config.schema import TrainConfig
 from megatron_brorl.train.console import evaluation_metrics
 from megatron_brorl.train.evaluate import Evaluation
@@ -41,7 +41,7 @@ def trainer_of(model, processes, tmp_path, planted, **train):
 
 def there(tmp_path):
     root = tmp_path / "checkpoints"
-    return {p.name for p in root.iterdir() if p.is_dir()}, folders.pointed(root / "latest"), best.read(root)
+    return {p.name for p in root.iterdir() if p.is_dir()}, folders.pointed(root / "latest"), folders.read_best(root)
 
 
 def run_to(trainer, step):
@@ -187,7 +187,7 @@ def made(root, step, **run):
 @pytest.mark.parametrize("what", ["gone", "a copy", "a link", "no text", "no number", "later than this run"])
 def test_what_is_not_a_checkpoint_of_ours_is_not_to_be_beaten(tmp_path, what):
     """A folder whose run.json is of another step, a link, or a pointer that somebody wrote."""
-    best.write(tmp_path, Best(4, "pass_at_1", 0.5))
+    folders.write_best(tmp_path, Best(4, "pass_at_1", 0.5))
     if what == "a copy":
         made(tmp_path, 4, step_=0).joinpath("run.json").write_text('{"step": 3}')
     elif what == "a link":
@@ -199,7 +199,7 @@ def test_what_is_not_a_checkpoint_of_ours_is_not_to_be_beaten(tmp_path, what):
         (tmp_path / "best").write_bytes(b"\xff\xfe\n")
     elif what == "no number":
         (tmp_path / "best").write_text("step_00000004\npass_at_1 much\n")
-    assert best.kept(tmp_path, {}, 3 if what == "later than this run" else 9, "pass_at_1") is None
+    assert folders.best_so_far(tmp_path, {}, 3 if what == "later than this run" else 9, "pass_at_1") is None
 
 
 def test_rotation_spares_what_the_pointer_names(tmp_path):

@@ -122,20 +122,6 @@ def test_evaluations_tell_groups_of_one_prompt_apart(processes, model, tmp_path)
     assert found[0].right != found[2].right
 
 
-def test_what_an_update_did_is_measured_for_each_group(processes, model):
-    """Both groups of one prompt are chosen, and measured by streams of their own."""
-    theory = {"prompts": 4, "positions": 0, "measure_every": 1, "measure_samples": 16}
-    config = configured({"rollout": {"n": 64, "prompts": 4}, "theory": theory})
-    trainer = make_trainer(model[0], processes, config, fakes.Engine())
-    trainer.train_source = FileSource(fakes.prompts(2), SEED)
-    trainer.refit()
-    values, _ = trainer.train_step()
-    assert values["kept_share"] == 1
-    keys = [stream_key(SEED, "theory 0", *o, p.id) for p in fakes.prompts(2) for o in ((), (1,))]
-    expected = np.mean([rate(key, 16) for key in keys])
-    assert values["theory_measured/before"] == values["theory_measured/after"] == pytest.approx(expected)
-
-
 def test_an_engine_that_repeats_itself_is_named(processes, model):
     """The built-in engine with a sampler that takes all siblings for one."""
 

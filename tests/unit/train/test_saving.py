@@ -13,8 +13,7 @@ import pytest
 from dist.steps import _Silent, configured, make_trainer
 
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.checkpoints.background import Background
-from megatron_brorl.checkpoints.training import Save
+from megatron_brorl.checkpoints.training import BackgroundSaver, Save
 from megatron_brorl.metrics import MetricsWriter, read_metrics
 from megatron_brorl.train import run
 
@@ -85,7 +84,7 @@ def test_a_stop_waits_for_what_is_under_way_and_saves(processes, model, tmp_path
 
 def test_a_second_one_waits_and_says_how_long(processes, model, tmp_path, monkeypatch):
     """By a clock on which taking the state takes 2 s and every wait 5 s, told with the step that follows."""
-    clock, events, make, settle, write = [100.0], [], checkpoint.plan, Background.settle, Save.write
+    clock, events, make, settle, write = [100.0], [], checkpoint.plan, BackgroundSaver.settle, Save.write
 
     def planned(*arguments):
         clock[0] += 2.0
@@ -102,7 +101,7 @@ def test_a_second_one_waits_and_says_how_long(processes, model, tmp_path, monkey
 
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0))
     monkeypatch.setattr(checkpoint, "plan", planned)
-    monkeypatch.setattr(Background, "settle", settled)
+    monkeypatch.setattr(BackgroundSaver, "settle", settled)
     monkeypatch.setattr(Save, "write", written)
     writer = MetricsWriter(tmp_path)
     assert trainer_of(model, processes, tmp_path, steps=4).run(writer, _Silent(), lambda: False)

@@ -1,4 +1,4 @@
-"""What a hostile program can do in a sandbox: nothing. The list is that of benchmarks/sandbox_attacks.py."""
+"""What a hostile program can do in a sandbox: nothing. The programs are in attacks.py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
 
-import sandbox_attacks
+import attacks
 
 from megatron_brorl.rewards.sandbox import probe, user
 from megatron_brorl.rewards.sandbox.inside import codec
@@ -39,7 +39,7 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def run(name: str, secret: str, sandbox: Sandbox) -> Outcome:
     """The outcome, once it is certain that nothing has been left and nothing outside was touched."""
     before = children()
-    outcome = sandbox.run(sandbox_attacks.program(name, 1, secret), "")
+    outcome = sandbox.run(attacks.program(name, 1, secret), "")
     assert children() <= before
     assert Path(secret).read_text() == "a secret"
     assert list(Path(secret).parent.iterdir()) == [Path(secret)]
@@ -74,7 +74,7 @@ def children() -> set[str]:
 
 @pytest.mark.slow
 @NEEDS
-@pytest.mark.parametrize("name", sandbox_attacks.ENDLESS)
+@pytest.mark.parametrize("name", attacks.ENDLESS)
 def test_what_never_ends_is_stopped(name: str, secret: str) -> None:
     began = time.monotonic()
     assert run(name, secret, SHORT).status in ("timeout", "output", "crash", "error", "ended")
@@ -82,14 +82,14 @@ def test_what_never_ends_is_stopped(name: str, secret: str) -> None:
 
 
 @NEEDS
-@pytest.mark.parametrize("name", sandbox_attacks.REFUSED)
+@pytest.mark.parametrize("name", attacks.REFUSED)
 def test_what_is_forbidden_is_refused(name: str, secret: str) -> None:
     outcome = run(name, secret, LONG)
     assert (outcome.status, outcome.stdout) == ("ok", "held\n")
 
 
 @NEEDS
-@pytest.mark.parametrize("name", [*sandbox_attacks.CRASHING, *sandbox_attacks.FORGING])
+@pytest.mark.parametrize("name", [*attacks.CRASHING, *attacks.FORGING])
 def test_nothing_is_left_of_what_crashes_or_forges(name: str, secret: str) -> None:
     assert run(name, secret, SHORT).stdout.strip() != "4711"
 
@@ -99,7 +99,7 @@ def test_the_attacks_would_succeed_outside(secret: str) -> None:
     """Of those that harm nothing: without isolation each gets what it wants."""
     bare = Sandbox(False, LONG.limits)
     for name in ("read a file", "read /etc/passwd", "/proc", "UNIX socket", "memfd", "list the root"):
-        outcome = bare.run(sandbox_attacks.program(name, 1, secret), "")
+        outcome = bare.run(attacks.program(name, 1, secret), "")
         assert outcome.stdout == "breached\n", name
 
 

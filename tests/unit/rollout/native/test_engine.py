@@ -162,13 +162,15 @@ def test_both_samplers_draw_the_same_tokens(one, temperature, top_p, top_k):
                 torch.testing.assert_close(x.log_probs, y.log_probs, atol=1e-5, rtol=0)
 
 
-def test_a_row_without_a_distribution_is_told(one):
-    def like_cuda(logits, *_):
-        rows = logits.shape[0]
-        return torch.arange(rows) - 1, torch.full((rows,), float("nan"))
+@pytest.mark.parametrize("sample", [sample_tokens, fused_sampling.sample_tokens])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_without_a_distribution_ends_the_call(one, sample, value):
+    def broken(logits, *places):
+        logits[-1, 7] = value
+        return sample(logits, *places)
 
-    with pytest.raises(ValueError, match=r"NaN, \+inf or nothing above -inf"):
-        make_engine(*one, sample=like_cuda).generate([Request(prompts()[0], 1, 4)], Sampling(1, 1, 0, 5, ()))
+    with pytest.raises(ValueError, match=r"logits.*(NaN|nan|inf)"):
+        make_engine(*one, sample=broken).generate([Request(prompts()[0], 1, 4)], Sampling(1, 1, 0, 5, ()))
 
 
 def test_siblings_and_steps_differ(one):

@@ -15,8 +15,7 @@ from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native import decoder
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for
-from megatron_brorl.rollout.native.prefixes import BLOCK, Prefixes
+from megatron_brorl.rollout.native.pages import BLOCK, PagePool, Prefixes, page_bytes, pages_for
 from megatron_brorl.types import Prompt
 
 COUNTS = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5]

@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Balance between replicas, in generation and in the update, for response lengths drawn from a distribution.
+
+    python benchmarks/bench_balance.py [--quick] [--n N ...] [--replicas R ...] [--json FILE]
+
+128 prompts of 200 tokens have N responses each. Lengths are log-normal (standard deviation 0.5 of the logarithm between
+prompts and 0.5 within, mean 8,192 tokens, cut off at 14,336). 62% of the groups are kept and trained in 8 mini-batches
+by a model of 1.5 billion weights. Column "runs" gives each replica a run of whole prompts and trains them where they
+were sampled; "dealt" and "assigned" are the code that training uses. Generation is the mean number of tokens over
+replicas divided by the maximum; update is the same for predicted cost, summed over optimizer steps. Seconds are
+processor time of planning one step, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_common import qwen2_config, write_rows
+
+from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.model_shape import parse_shape
+from megatron_brorl.parallel.balance import CostModel, pair_cost
+from megatron_brorl.rollout.sampler import deal
+from megatron_brorl.train.assignment import assign_rows
+from megatron_brorl.train.exchange import TOKEN_BYTES
+from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained
+
+PROMPTS, PROMPT_TOKENS, MINI_BATCHES, KEPT = 128, 200, 8, 0.62
+MEAN, LONGEST, SPREAD = 8192, 14336, 0.5
+MODEL = qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=32768)
+
+
+def drawn(n: int, seed: int) -> Outcomes:
+    """A step's tables: lengths, and which groups are kept."""
+    rng = np.random.default_rng(seed)
+    between, within = rng.normal(0, SPREAD, (PROMPTS, 1)), rng.normal(0, SPREAD, (PROMPTS, n))
+    lengths = MEAN * np.exp(between + within - SPREAD**2)  # the mean of each exponential is exp(SPREAD^2 / 2)
+    tokens = torch.from_numpy(lengths.clip(1, LONGEST).astype(np.int64))
+    kept = np.sort(rng.permutation(PROMPTS)[: round(KEPT * PROMPTS)]).tolist()
+
+    state, none = torch.full_like(tokens, STOP), torch.zeros_like(tokens)
+    return Outcomes(state, none.float(), none.bool(), tokens, none, none, none, list(range(PROMPTS)), kept)
+
+
+def efficiency(loads: np.ndarray) -> float:
+    """Mean over replicas by maximum, with steps [steps, replicas] added up."""
+    return float(loads.mean(-1).sum() / loads.max(-1).sum())
+
+
+def in_runs(outcomes: Outcomes, replicas: int) -> torch.Tensor:
+    """The replica of every rollout where each gets a run of them, in (group, sibling) order."""
+    rows = outcomes.tokens.numel()
+    cuts = [rows * i // replicas for i in range(1, replicas)]
+    return torch.bucketize(torch.arange(rows), torch.tensor(cuts), right=True).view_as(outcomes.tokens)
+
+
+def dealt(outcomes: Outcomes, replicas: int) -> torch.Tensor:
+    """The replica of every rollout as the project deals them."""
+    holder = torch.empty_like(outcomes.tokens)
+    for i, slots in enumerate(deal(list(product(range(holder.shape[0]), range(holder.shape[1]))), [0] * replicas)):
+        group, sibling = torch.tensor(slots).T
+        holder[group, sibling] = i
+    return holder
+
+
+def sums(holder: torch.Tensor, values: torch.Tensor, replicas: int) -> np.ndarray:
+    return np.bincount(holder.flatten().numpy(), weights=values.flatten().numpy(), minlength=replicas)
+
+
+def old_update(outcomes: Outcomes, holder: torch.Tensor, algo: AlgoConfig, costs: CostModel, replicas: int) -> float:
+    """The efficiency where rows are trained by whoever sampled them."""
+    group, sibling = trained(outcomes, overlong_filter=False).nonzero(as_tuple=True)
+    prompts = torch.full_like(group, PROMPT_TOKENS)
+    own, _ = replace(costs, share=False).rows(prompts.numpy(), outcomes.tokens[group, sibling].numpy(), group.numpy())
+    place = torch.zeros(PROMPTS, dtype=torch.int64)
+    place[outcomes.kept] = torch.arange(len(outcomes.kept))
+    step = mini_batch_of(place[group], sibling, MINI_BATCHES, algo.mini_batch_of)
+    cells = sums(step * replicas + holder[group, sibling], torch.from_numpy(own), MINI_BATCHES * replicas)
+    return efficiency(cells.reshape(MINI_BATCHES, replicas))
+
+
+def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
+    """One row of the table."""
+    outcomes = drawn(n, seed=n + replicas)
+    algo = AlgoConfig(mini_batches=MINI_BATCHES, mini_batch_of=of)
+    runs, holder = in_runs(outcomes, replicas), dealt(outcomes, replicas)
+
+    begun = time.thread_time()
+    assigned = assign_rows(outcomes, [PROMPT_TOKENS] * PROMPTS, algo, costs, replicas)
+    seconds = time.thread_time() - begun
+
+    # A row that is trained where it was sampled does not travel.
+    moving = (assigned.replica >= 0) & (assigned.replica != holder)
+    sent = sums(holder[moving], outcomes.tokens[moving], replicas) * TOKEN_BYTES
+    return {
+        "n": n,
+        "replicas": replicas,
+        "of": of,
+        "generation_runs": efficiency(sums(runs, outcomes.tokens, replicas)),
+        "generation": efficiency(sums(holder, outcomes.tokens, replicas)),
+        "update_runs": old_update(outcomes, runs, algo, costs, replicas),
+        "update": assigned.balance,
+        "rows": int((assigned.replica >= 0).sum()),
+        "seconds": seconds,
+        "sent_mib": float(sent.max()) / 2**20,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="N = 64 on 8 replicas alone")
+    parser.add_argument("--n", type=int, nargs="+", default=[512, 4096], help="siblings of a prompt")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    costs = CostModel(pair_cost(parse_shape(MODEL, "model")), limit=32768, share=True)
+
+    print("                                   generation         update")
+    print("    N  replicas  mini-batches of   runs  dealt    runs  assigned    rows  seconds  MiB sent by a replica")
+    rows = []
+    sizes = [(64, 8)] if args.quick else list(product(args.n, args.replicas))
+    for n, replicas in sizes:
+        for of in ("prompts", "siblings"):
+            r = measure(n, replicas, of, costs)
+            rows.append(r)
+            print(
+                f"{n:>5}{replicas:>10}  {of:<15}{r['generation_runs']:>7.3f}{r['generation']:>7.3f}"
+                f"{r['update_runs']:>8.3f}{r['update']:>10.4f}{r['rows']:>8}{r['seconds']:>9.2f}{r['sent_mib']:>11.1f}"
+            )
+    write_rows(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Writing of Megatron's distributed format in two halves: planning takes collectives, writing touches only the disk.
+
+The second half may run in another thread, on a copy of the state. Megatron's own writer forks a process per file and
+waits forever for one that was killed, and an error of one rank between two of its collectives leaves the others
+waiting. Every file is synced, read back and compared with what was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import inspect
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+import torch
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _write_item
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+
+from megatron_brorl.parallel import device
+
+_FILES = 2  # per rank, each written by its own thread
+_METADATA = ".metadata"
+T = TypeVar("T")
+Item = tuple[Any, Any]  # torch's WriteItem and its tensor or bytes
+
+
+class HashingFile:
+    """A file open for writing that computes the SHA-256 of what is written."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw, self._digest = raw, hashlib.sha256()
+        self.error: OSError | None = None  # of the first failed write
+
+    def write(self, data: bytes) -> int:
+        """Write data to the file."""
+        self._digest.update(data)
+        try:
+            return self._raw.write(data)
+        except OSError as e:
+            self.error = self.error or e
+            raise
+
+    def tell(self) -> int:
+        """Return the position in the file."""
+        return self._raw.tell()
+
+    def flush(self) -> None:
+        """Flush the file."""
+        self._raw.flush()
+
+    def digest(self) -> str:
+        """Return the SHA-256 of what was written so far."""
+        return self._digest.hexdigest()
+
+
+def write_verified(path: Path, fill: Callable[[HashingFile], T]) -> tuple[str, T]:
+    """Write a file with `fill`, and return its SHA-256 and the result of `fill`.
+
+    Raises OSError if the disk refuses a write or returns other bytes than were written.
+    """
+    with open(path, "wb") as raw:
+        stream = HashingFile(raw)
+        try:
+            result = fill(stream)
+        except RuntimeError:  # torch.save hides the error of a refused write
+            if stream.error:
+                raise stream.error from None
+            raise
+        raw.flush()
+        os.fsync(raw.fileno())
+        # Read back from the disk and not from memory, if the system supports it.
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    if sha256(path) != stream.digest():
+        raise OSError(errno.EIO, f"{path.name} reads back as other bytes than were written")
+    return stream.digest(), result
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class _InMemory(FileSystem):
+    """Replaces the disk where torch would write by itself, and keeps the newest file."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.BytesIO]:
+        stream = io.BytesIO()
+        yield stream
+        self.data = stream.getvalue()
+
+    def exists(self, path: Any) -> bool:
+        return False
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        pass
+
+
+class _Planned(filesystem_async.FileSystemWriterAsync):
+    """Megatron's writer, reduced to noting what has to be written."""
+
+    def __init__(self, name: str, copy: bool) -> None:
+        """name: of the checkpoint, without place or time, so that equal states give equal bytes."""
+        super().__init__(name, thread_count=_FILES, sync_files=False)
+        self.name, self.copy, self.fs = name, copy, _InMemory()
+        self.files: list[list[Item]] = []
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.prefix = plan.storage_data.prefix
+        take = _host_copy if self.copy else _compact
+        for items in filesystem_async._split_by_size_and_type(_FILES, plan.items):
+            data = [(item, planner.resolve_data(item)) for item in items]
+            objects = [pair for pair in data if pair[0].type == WriteItemType.BYTE_IO]
+            tensors = [(i, take(cast(Tensor, x))) for i, x in data if i.type != WriteItemType.BYTE_IO]
+            if objects or tensors:
+                self.files.append([*objects, *tensors])
+        if self.copy:
+            device.wait()  # for the copies
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.name, save_id=self.name)
+
+
+@dataclass
+class Shards:
+    """What this rank has to write of a checkpoint."""
+
+    _planned: _Planned
+    _metadata: Metadata | None  # on rank 0
+    _common: bytes  # everything that is not a tensor
+
+    def write(self, directory: Path) -> tuple[dict[str, str], list[Any]]:
+        """Write this rank's files, and return their SHA-256 by name and what `index` needs. Raises OSError."""
+        planned, self._planned.files = self._planned.files, []
+        names = [f"{self._planned.prefix}{number}.distcp" for number in range(len(planned))]
+        write = functools.partial(_write, [self._planned.transforms], directory)
+        with ThreadPoolExecutor(max(1, len(planned))) as threads:
+            written = list(threads.map(write, names, planned))
+        digests = {name: digest for name, (digest, _) in zip(names, written, strict=True)}
+        return digests, [result for _, results in written for result in results]
+
+    def index(self, results: Sequence[list[Any]]) -> dict[str, bytes]:
+        """Return the files by which the shards are found, on rank 0. results: from `write`, by rank."""
+        assert self._metadata is not None
+        self._planned.finish(self._metadata, list(results))
+        config = CheckpointingConfig("torch_dist", 1)
+        return {
+            COMMON_STATE_FNAME: self._common,
+            CONFIG_FNAME: json.dumps(asdict(config)).encode(),
+            _METADATA: self._planned.fs.data,
+        }
+
+
+def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
+    """Return what this rank writes of Megatron's sharded states as the checkpoint of that name; a collective.
+
+    copy: copy the tensors to host memory, because they will change before they are written.
+    """
+    # As megatron.core.dist_checkpointing.save does before it writes.
+    sharded, common = save_preprocess(states)
+    by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    tensors = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
+
+    # Rank 0 gathers the plans and returns the index of all of them.
+    planner = torch_strategy.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    planned = _Planned(name, copy)
+    (_, metadata, _), *_ = save_state_dict_async_plan(tensors, planned, None, 0, planner=planner)
+
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    return Shards(planned, metadata, buffer.getvalue())
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy in host memory; of a GPU tensor, it is complete after device.wait()."""
+    pinned = tensor.device.type != "cpu"
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return copy.copy_(tensor.detach(), non_blocking=pinned)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return the tensor; a view is copied, because it would be written with its whole storage."""
+    tensor = tensor.detach().contiguous()
+    is_view = tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize
+    return tensor.clone() if is_view else tensor
+
+
+def _write(transforms: Sequence[Any], directory: Path, name: str, items: Sequence[Item]) -> tuple[str, list[Any]]:
+    """Write one file, and return its SHA-256 and torch's result for each item."""
+    write: Any = _write_item
+    if "serialization_format" in inspect.signature(write).parameters:  # from torch 2.7 on
+        write = functools.partial(write, serialization_format=SerializationFormat.TORCH_SAVE)
+
+    def fill(stream: HashingFile) -> list[Any]:
+        return [write(*transforms, stream, _on_host(data), item, name) for item, data in items]
+
+    return write_verified(directory / name, fill)
+
+
+def _on_host(data: Any) -> Any:
+    return data.cpu() if isinstance(data, Tensor) else data

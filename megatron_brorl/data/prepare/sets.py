@@ -1,0 +1,187 @@
+"""Published data sets: their columns, their verifier, and what is special in their rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_brorl.config.schema import ColumnsConfig
+from megatron_brorl.data.columns import mapped
+from megatron_brorl.errors import UserError
+
+Row = dict[str, Any]  # By the keys of data/prompts.py.
+_MAX_SHORT_ANSWER = 120  # characters; a longer answer is a derivation, which no comparison can judge
+_BOXED = r"Let's think step by step and output {} within \boxed{{}}."
+INSTRUCTIONS: Mapping[str, str] = {  # What follows a problem, by verifier.
+    "math": _BOXED.format("the final answer"),
+    "short_answer": _BOXED.format("the final answer"),
+    "choice": _BOXED.format("the letter of the right choice"),
+    "code": "Write Python code that solves this and put all of it into one block that begins with ```python.",
+}
+
+
+class Unusable(Exception):
+    """A row that does not become a prompt, with the reason."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A published set. `hub` is its name on Hugging Face's hub, "" for a file of the user's own."""
+
+    hub: str
+    licence: str
+    verifier: str
+    prompt: str = ""  # columns, as in data.columns; "a|b" is the first of them that a row has
+    answer: str = ""
+    answer_regex: str = ""
+    id: str = ""
+    frame: str = ""  # its first group is the problem in the words that every prompt of the set has
+    convert: Callable[[Mapping[str, Any], Row], Row] | None = None  # (published row, row) -> keys that change
+    evaluation: bool = False  # not to be trained on
+
+    def row(self, raw: Any, where: str) -> Row:
+        """Return a published row by the keys of this project. Raises Unusable or UserError."""
+        if not isinstance(raw, dict):
+            raise UserError(f"{where}: a row must be an object with a value for each column")
+        columns = ColumnsConfig(
+            prompt=_first(self.prompt, raw),
+            answer=_first(self.answer, raw),
+            answer_regex=self.answer_regex,
+            id=self.id,
+        )
+        row: Row = {key: value for key, value in mapped(raw, columns, where).items() if value is not None}
+        if self.verifier:
+            row["verifier"] = self.verifier
+        try:
+            if self.frame:
+                said = row["prompt"][-1]["content"] if isinstance(row["prompt"], list) else row["prompt"]
+                found = re.fullmatch(self.frame, said, re.DOTALL)
+                row["prompt"] = (found[1] if found else said).strip()
+            row |= self.convert(raw, row) if self.convert else {}
+        except (KeyError, TypeError, AttributeError) as e:
+            raise UserError(f"{where}: not a row of {self.hub}: {type(e).__name__}: {e}") from None
+        answer = row.get("answer")
+        if row.get("verifier") == "short_answer" and isinstance(answer, str) and len(answer) > _MAX_SHORT_ANSWER:
+            raise Unusable(f"answer longer than {_MAX_SHORT_ANSWER} characters")
+        return row
+
+
+def without_instruction(problem: str) -> str:
+    """Return a problem without the instruction that a preparation appended."""
+    for instruction in INSTRUCTIONS.values():
+        problem = problem.removesuffix(f"\n\n{instruction}")
+    return problem
+
+
+def _first(names: str, raw: Mapping[str, Any]) -> str:
+    *others, last = names.split("|")
+    return next((name for name in others if raw.get(name) is not None), last)
+
+
+def _eurus(raw: Mapping[str, Any], row: Row) -> Row:
+    """Read the tests of a program, {"inputs", "outputs"}, or of a function, which has "fn_name" too."""
+    if raw["ability"] != "code":
+        raise Unusable("not a row of code")
+    tests = _parsed(raw["reward_model"]["ground_truth"])
+    inputs, outputs = tests["inputs"], tests["outputs"]
+    if not inputs or len(inputs) != len(outputs):
+        raise Unusable("no tests, or not as many outputs as inputs")
+    pairs = list(zip(inputs, outputs, strict=True))
+    name = tests.get("fn_name")
+    if not name:
+        return {"answer": None, "metadata": {"tests": [{"input": _text(i), "output": _text(o)} for i, o in pairs]}}
+
+    # Calls are JSON with an argument a line, or lists with each expected value in a list of one, as in APPS.
+    in_lists = all(isinstance(i, list) and isinstance(o, list) and len(o) == 1 for i, o in pairs)
+    calls = [
+        {"args": given, "expected": expected[0]}
+        if in_lists
+        else {"args": [_parsed(line) for line in given.splitlines()], "expected": _parsed(expected)}
+        for given, expected in pairs
+    ]
+    return {"answer": None, "metadata": {"function": name, "tests": calls}}
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise Unusable("tests that are not JSON") from None
+
+
+def _text(lines: str | list[str]) -> str:
+    return lines if isinstance(lines, str) else "\n".join(lines)
+
+
+def _humaneval(raw: Mapping[str, Any], row: Row) -> Row:
+    function = raw["entry_point"]
+    tests = f"{raw['test'].strip()}\n\ncheck({function})"
+    return {"prompt": row["prompt"].strip("\n"), "metadata": {"function": function, "asserts": [tests]}}
+
+
+def _mbpp(raw: Mapping[str, Any], row: Row) -> Row:
+    """Show the tests, as the paper of the set does, and find the function that the first of them calls."""
+    tests = [line.strip() for line in raw["test_list"]]
+    names = re.findall(r"^def (\w+)", raw["code"], re.MULTILINE)
+    function = next((name for name in names if re.search(rf"\b{name}\(", tests[0])), None)
+    if function is None:
+        raise Unusable("tests that call none of the solution's functions")
+    setup = "\n".join([*(raw.get("test_imports") or []), raw.get("test_setup_code") or ""]).strip()
+    shown = "\n".join([row["prompt"].strip(), "", "Your code should pass these tests:", *tests])
+    return {"prompt": shown, "metadata": {"function": function, "asserts": tests, "setup": setup}}
+
+
+def _gpqa(raw: Mapping[str, Any], row: Row) -> Row:
+    """Show the choices in an order that depends on the question alone, so that no position is preferred."""
+    question = row["prompt"].strip()
+    choices = [raw[name].strip() for name in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))]
+    ordered = sorted(choices, key=lambda choice: hashlib.blake2b(f"{question}\0{choice}".encode()).digest())
+    if len(set(choices)) < len(choices):
+        raise Unusable("two choices are the same")
+    shown = "\n".join(f"{letter}) {choice}" for letter, choice in zip("ABCD", ordered, strict=True))
+    answer = "ABCD"[ordered.index(choices[0])]
+    return {"prompt": f"{question}\n\n{shown}", "answer": answer, "metadata": {"choices": ordered}}
+
+
+def _ifeval(raw: Mapping[str, Any], row: Row) -> Row:
+    return {"metadata": {key: raw[key] for key in ("instruction_id_list", "kwargs")}}
+
+
+_DAPO_FRAME = r"Solve the following math problem step by step\.[^\n]*\n\n(.*)\n\nRemember to put your answer on its .*"
+_EURUS_FRAME = r"(.*?)\n\nWrite Python code to solve the problem\..*"
+_MAA = "problems are under copyright of the MAA"
+SETS: Mapping[str, DataSet] = {
+    "gsm8k": DataSet("openai/gsm8k", "MIT", "math", "question", "answer", r"####\s*(.+)"),
+    "math500": DataSet(
+        "HuggingFaceH4/MATH-500", "not stated", "math", "problem", "answer", id="unique_id", evaluation=True
+    ),
+    "aime": DataSet(
+        "HuggingFaceH4/aime_2024", _MAA, "math", "problem|Problem|question", "answer|Answer", evaluation=True
+    ),
+    "deepscaler": DataSet("agentica-org/DeepScaleR-Preview-Dataset", "MIT", "math", "problem", "answer"),
+    "dapo": DataSet(
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        "Apache-2.0",
+        "math",
+        "prompt",
+        "reward_model.ground_truth",
+        frame=_DAPO_FRAME,
+    ),
+    "eurus": DataSet("PRIME-RL/Eurus-2-RL-Data", "MIT", "code", "prompt", frame=_EURUS_FRAME, convert=_eurus),
+    "humaneval": DataSet(
+        "openai/openai_humaneval", "MIT", "code", "prompt", id="task_id", convert=_humaneval, evaluation=True
+    ),
+    "mbpp": DataSet("google-research-datasets/mbpp", "CC BY 4.0", "code", "text|prompt", id="task_id", convert=_mbpp),
+    "scp116k": DataSet(
+        "EricLu/SCP-116K", "CC BY-NC-SA 4.0", "short_answer", "problem", "answer|extract_solution|solution"
+    ),
+    "gpqa": DataSet(
+        "Idavidrein/gpqa", "CC BY 4.0", "choice", "Question", id="Record ID", convert=_gpqa, evaluation=True
+    ),
+    "ifeval": DataSet("google/IFEval", "Apache-2.0", "ifeval", "prompt", id="key", convert=_ifeval, evaluation=True),
+    "rows": DataSet("", "your own", ""),
+}

@@ -1,0 +1,186 @@
+"""Estimates of the mass that a group of siblings left unsampled, with 95% intervals.
+
+An outcome is whatever counts as the same result: a final answer, or a whole response. The intervals were chosen by
+their coverage; docs/theory.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+Z95 = 1.959964
+TAIL = 0.025  # probability beyond either end of an interval
+
+
+@dataclass(frozen=True)
+class GoodTuring:
+    """Estimates for one group. `low` and `high` are the 95% interval of the mass that this group has not seen."""
+
+    distinct: int
+    singletons: int
+    doubletons: int
+    unseen_mass: float  # singletons / N
+    low: float
+    high: float
+    unseen_right: float  # share of unseen_mass on right outcomes
+    unseen_wrong: float
+
+
+def good_turing(outcomes: Ints, right: Bools) -> GoodTuring:
+    """Return the Good-Turing estimate of the mass of outcomes that none of the N siblings had (Good 1953).
+
+    outcomes [N] int64: equal numbers are equal outcomes; right [N] bool. n_1 / N is an unbiased estimate of the mass
+    that N - 1 siblings leave unseen. `unseen_mass` computes the interval.
+    """
+    counts, share = _counts(outcomes, right)
+    n = len(outcomes)
+    once, twice = int((counts == 1).sum()), int((counts == 2).sum())
+    low, high = unseen_mass(n, once, twice)
+    mass, right_mass = once / n, float(share[counts == 1].sum()) / n
+    return GoodTuring(len(counts), once, twice, mass, low, high, right_mass, mass - right_mass)
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """Means over groups for each number of held-out siblings; every array is [H].
+
+    Each mean is an unbiased estimate of its expectation over m = N - held_out fresh siblings: sum p (1 - p)^m for the
+    mass, sum p^2 (1 - p)^m over right and over wrong outcomes for the second moments. `low` and `high` are the ends of
+    the 95% interval over draws of siblings for fixed prompts.
+    """
+
+    held_out: Ints
+    unsampled_mass: Floats
+    unsampled_mass_low: Floats
+    unsampled_mass_high: Floats
+    u_pos2: Floats
+    u_pos2_low: Floats
+    u_pos2_high: Floats
+    u_neg2: Floats
+    u_neg2_low: Floats
+    u_neg2_high: Floats
+
+
+def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> HoldOut:
+    """Estimate the unsampled mass at smaller N by treating h of the N siblings as unsampled, averaged over all choices.
+
+    groups: outcomes [N] int64 and verdicts [N] bool of each prompt; held_out: numbers h with 2 <= h < N.
+
+    The share of held-out siblings whose outcome none of the m = N - h others has, averaged over all choices of h
+    siblings, is sum_j (c_j / N) C(N - c_j, m) / C(N - 1, m) for outcomes seen c_j times. For pairs of equal held-out
+    siblings it is sum_j c_j (c_j - 1) / (N (N - 1)) C(N - c_j, m) / C(N - 2, m). Both are sums of g(c_j) over outcomes.
+    The intervals treat the numbers of outcomes seen c times as Poisson counts (`weighted_counts`), which vary at least
+    as much as the multinomial counts in every case that the tests cover. If nothing was seen, the upper end is 3.69
+    times the largest g over the groups.
+
+    Raises ValueError if a number cannot be held out from a group.
+    """
+    held = np.asarray(held_out, dtype=np.int64)  # [H]
+    if not groups or held.size == 0:
+        raise ValueError("hold_out: needs at least one group and one number of held-out siblings")
+
+    sums = np.zeros((3, 2, held.size))  # [mass | right pairs | wrong pairs, sum of g | sum of g^2, H]
+    largest = np.zeros((2, held.size))  # the largest possible g, [mass | pairs, H]
+    for outcomes, right in groups:
+        n = len(outcomes)
+        # A pair needs two held-out siblings, and at least one sibling must remain for the comparison.
+        if held.min() < 2 or held.max() >= n:
+            raise ValueError(f"hold_out: from {n} siblings 2 to {n - 1} can be held out, not {list(held_out)}")
+        counts, share = _counts(outcomes, right)
+        one, two = unseen_weights(counts, n, n - held, 1), unseen_weights(counts, n, n - held, 2)
+        parts = np.stack([one, two * share, two * (1 - share)])
+        sums += np.stack([parts.sum(-1), np.square(parts).sum(-1)], axis=1)
+        possible = np.arange(1, n + 1)
+        most = np.stack([unseen_weights(possible, n, n - held, order).max(-1) for order in (1, 2)])
+        largest = np.maximum(largest, most)
+
+    g = len(groups)
+    means = sums[:, 0] / g
+    low, high = weighted_counts(means, sums[:, 1] / g**2, largest[[0, 1, 1]] / g)
+    columns = np.minimum(np.stack([means, low, high], axis=1), 1.0)  # [3, 3, H]; rounding may exceed 1
+    return HoldOut(held, *columns.reshape(9, -1))
+
+
+def unseen_weights(counts: Ints, n: int, sampled: Ints, order: int) -> Floats:
+    """Return the probability [H, K] that `order` random siblings of n have outcome k and none of m others has it.
+
+    counts [K] int64: siblings with each outcome; sampled [H] int64: the numbers m <= n - order.
+    """
+    tuples = np.ones(len(counts))
+    for i in range(order):
+        tuples = tuples * (counts - i) / (n - i)
+    return tuples * _absent(n - order, counts - order, sampled)
+
+
+def _absent(n: int, counts: Ints, sampled: Ints) -> Floats:
+    """Return C(n - c, m) / C(n, m), [H, K]: the probability that m of n miss all c; 0 where c < 0."""
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])  # log of factorials
+    m = sampled[:, None]
+    possible = (counts >= 0) & (n - counts - m >= 0)
+    c = np.where(possible, counts, 0)
+    rest = np.where(possible, n - c - m, 0)
+    result: Floats = np.exp(np.where(possible, logs[n - c] - logs[rest] - logs[n] + logs[n - m], -np.inf))
+    return result
+
+
+def _counts(outcomes: Ints, right: Bools) -> tuple[Ints, Floats]:
+    """Return the number of siblings [K] with each distinct outcome, and the share [K] of them that is right."""
+    _, code, counts = np.unique(outcomes, return_inverse=True, return_counts=True)
+    return counts.astype(np.int64), np.bincount(code, weights=right.astype(np.float64)) / counts
+
+
+def unseen_mass(n: int, once: int, twice: int) -> tuple[float, float]:
+    """Return the 95% interval of the mass of outcomes that none of n draws had.
+
+    once, twice: the numbers n_1 and n_2 of outcomes that occurred once and twice. The interval of Esty (1983),
+    n_1 / n -+ 1.96 sqrt(n_1 (1 - n_1 / n) + 2 n_2) / n, has no width when all outcomes differ. This one contains every
+    mass m with |n_1 - n m| <= 1.96 sqrt(n m (1 - m) + 2 (n_2 + 1)): it takes Esty's variance at m instead of at its
+    estimate, as Wilson (1927) does for shares, and adds one to n_2. The upper end is at least 1 - 0.025^(1/n), because
+    n draws cannot exclude a smaller mass.
+    """
+    # The ends are the roots of a quadratic in m.
+    square, linear = n * n + Z95**2 * n, 2 * n * once + Z95**2 * n
+    constant = once**2 - Z95**2 * 2 * (twice + 1)
+    root = (linear**2 - 4 * square * constant) ** 0.5
+    low, high = (linear - root) / (2 * square), (linear + root) / (2 * square)
+    return max(low, 0.0), min(max(high, 1 - TAIL ** (1 / n)), 1.0)
+
+
+def weighted_counts(total: Floats, variance: Floats, largest: Floats) -> tuple[Floats, Floats]:
+    """Return the 95% interval of the mean of a weighted sum of Poisson counts (Fay and Feuer 1997, section 2).
+
+    total = sum w n and variance = sum w^2 n for counts n with weights w >= 0; largest is the largest w > 0; all [...].
+    The ends are quantiles of a gamma distribution with that mean and variance. The upper end adds one count of the
+    largest weight, which gives 3.69 times that weight if nothing was counted. For equal weights this is Garwood's
+    exact interval.
+    """
+    mean = np.stack([total, total + largest])
+    scale = np.divide(np.stack([variance, variance + largest**2]), mean, out=np.zeros_like(mean), where=mean > 0)
+    shape = np.divide(mean, scale, out=np.ones_like(mean), where=scale > 0)
+    low, high = scale * _gamma_ends(shape)
+    return low, high
+
+
+def _gamma_ends(shape: Floats) -> Floats:
+    """Return the 2.5% quantile for shape[0] and the 97.5% quantile for shape[1] of gamma distributions with scale 1.
+
+    shape and result [2, ...]; found by bisection.
+    """
+    a = torch.as_tensor(shape, dtype=torch.float64)
+    probability = torch.tensor([TAIL, 1 - TAIL], dtype=torch.float64).view(2, *[1] * (a.ndim - 1))
+    low, high = torch.zeros_like(a), a + 12 * a.sqrt() + 20  # above both quantiles
+    for _ in range(42):  # to 1e-11
+        middle = (low + high) / 2
+        below = torch.special.gammainc(a, middle) < probability
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    result: Floats = ((low + high) / 2).numpy()
+    return result

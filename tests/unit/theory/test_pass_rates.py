@@ -1,0 +1,42 @@
+"""The share of mixed groups against enumeration, and the command on a recorded run."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from megatron_brorl.cli.main import main
+from megatron_brorl.record.files import FOLDER, Moment, write_groups
+from megatron_brorl.record.schema import GROUPS
+from megatron_brorl.theory.pass_rates import mixed_share
+
+
+@pytest.mark.parametrize("right", [0, 1, 3, 6])
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_mixed_share_is_the_share_of_mixed_subsets(right, n):
+    rewards = [1] * right + [0] * (6 - right)
+    subsets = list(itertools.combinations(rewards, n))
+    expected = np.mean([0 < sum(s) < n for s in subsets])
+    assert mixed_share(np.array([right]), np.array([6]), n) == pytest.approx(expected, abs=1e-12)
+
+
+def test_mixed_share_beyond_the_rollouts_inserts_the_rate():
+    share = mixed_share(np.array([1, 0, 4]), np.array([4, 4, 4]), 8)
+    assert share == pytest.approx((1 - 0.25**8 - 0.75**8) / 3)
+
+
+def test_command_counts_each_prompt_once_with_its_last_group(tmp_path, capsys):
+    for step, right in enumerate(([0, 1], [2, 4])):
+        rows = [{"group": i, "prompt_id": f"p{i}", "rollouts": 4, "right": r} for i, r in enumerate(right)]
+        write_groups(tmp_path / FOLDER, Moment("step", step), pa.Table.from_pylist(rows, schema=GROUPS))
+    with pytest.raises(SystemExit) as end:
+        main(["pass-rates", str(tmp_path)])
+    assert not end.value.code
+    out = capsys.readouterr().out
+    assert "2 prompts" in out
+    assert "mean 0.750" in out
+    assert "~49.6%" in out  # N = 8: p0 with p = 1/2 is mixed with probability 1 - 2 / 2^8, p1 never
+    assert (tmp_path / "pass_rates.png").stat().st_size > 1000
