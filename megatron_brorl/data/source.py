@@ -218,8 +218,6 @@ class _Reader:
             # What must be there, and may be there once.
             if not part.files:
                 raise UserError(f"{key}.files is empty; name JSONL or Parquet files")
-            if not part.weight > 0:
-                raise UserError(f"{key}.weight = {part.weight}: must be above 0; leave out sources that have no share")
             if part.verifier:
                 entry(part.verifier, f"{key}.verifier", self.verifiers.reward)
             name = part.name or Path(part.files[0]).stem

@@ -65,6 +65,7 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
         ),
         ("[[data.tasks]]\nweight = 2", "data.tasks[0].name is missing"),
         ("[data]\nmixture = [{files = ['b']}]", "data.mixture[0].weight is missing"),
+        ("[data]\nmixture = [{files = ['b'], weight = 0}]", "data.mixture[0].weight = 0: must be greater than 0"),
         ("[rollout]\nn = 'four'", "rollout.n = 'four': must be a valid integer"),
         ("[rollout]\nn = true", "rollout.n = True: must be a valid integer"),
         ("[rollout]\nn = 0", "rollout.n = 0: must be greater than or equal to 1"),

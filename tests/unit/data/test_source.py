@@ -129,7 +129,6 @@ def test_mistakes_in_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:
     one = MixtureConfig(files=(a,), weight=1)
     for second, message in (
         (MixtureConfig(files=(), weight=1), "files is empty; name JSONL or Parquet files"),
-        (MixtureConfig(files=(b,), weight=0), "weight = 0: must be above 0"),
         (MixtureConfig(files=(b,), weight=1, name="a"), "there is another source called 'a'"),
         (MixtureConfig(files=(b,), weight=1), "id 'q2' is taken by a row of 'a'; give every row its own id"),
         (MixtureConfig(files=(b,), weight=1, verifier="exakt"), "verifier: no verifier is called 'exakt'"),
