@@ -26,11 +26,9 @@ from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.cli.preflight import Machines, check_host, gpu_bytes, micro_batch_tokens, preflight, tokenizer_line
 from megatron_brorl.cli.program import NOTHING, Program
 from megatron_brorl.config.schema import Config, OptimConfig
-from megatron_brorl.data import digest
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
-from megatron_brorl.data.stop_ids import stop_ids
-from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.model_shape import read_shape
@@ -217,8 +215,8 @@ class Session:
         return fingerprint(self.config, self.shape, self.started_verifiers.sha256, self.inputs())
 
     def inputs(self) -> dict[str, str]:
-        """See digest.of_inputs."""
-        return digest.of_inputs(Path(self.config.model.path), self.sources, self.template_date)
+        """See Sources.digests."""
+        return self.sources.digests(Path(self.config.model.path), self.template_date)
 
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""
