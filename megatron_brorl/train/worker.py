@@ -211,20 +211,12 @@ class Stage:
         """
         with span("optimizer step") as came_to:
             batches = self.micro_batches(prompts, responses)
-            came_to["flops"] = self._flops(batches)
-            values = self._backward(batches, loss, head)
+            came_to["flops"] = TRAINING * forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
+            self._reload()
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            values = self._run(batches, loss, head)
             return self._step(lr), values
-
-    def _backward(self, batches: list[Packed], loss: LossFunction, head: MakeHead) -> list[Any]:
-        """The loss's gradient over all replicas in place of what was there; what `loss` returned."""
-        self._reload()
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        return self._run(batches, loss, head)
-
-    def _flops(self, batches: list[Packed]) -> float:
-        """Of this rank's part of training on them."""
-        return TRAINING * forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
 
     def _per_token(
         self,
@@ -374,29 +366,6 @@ class Worker(Stage):
     ) -> tuple[Update, list[Any]]:
         """One optimizer step on rows [tokens] each, as Stage._train says."""
         return self._train(prompts, responses, loss, self._head(temperature), lr)
-
-    def gradient(
-        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, temperature: float
-    ) -> tuple[list[Tensor], dist.ProcessGroup | None]:
-        """The gradient of the loss over rows [tokens] each of all replicas, float32, without a step; a collective.
-
-        This rank's parts of it [any], and the group over whose ranks every entry of it is in one part alone: a sum over
-        parts and group is one over the whole gradient, as that of its norm. The next backward pass overwrites them.
-        """
-        with span("gradient") as came_to:
-            batches = self.micro_batches(prompts, responses)
-            came_to["flops"] = self._flops(batches)
-            self._backward(batches, loss, self._head(temperature))
-            with device.bridge():
-                self.optimizer.prepare_grads()
-
-        # As Megatron takes the norm: without what tensor ranks or tied embeddings have twice.
-        found = []
-        for part in self.optimizer.chained_optimizers:
-            # Megatron-Core 0.19 has renamed the method of 0.16.
-            renamed = hasattr(part, "get_grads_for_grad_norm")
-            found += part.get_grads_for_grad_norm() if renamed else part.get_main_grads_for_grad_norm()
-        return found, self.optimizer.get_grad_stats_parallel_group()
 
     def _head(self, temperature: float) -> MakeHead:
         return lambda hidden, batch: self.actor.head(hidden, batch, temperature)
