@@ -96,12 +96,10 @@ class Stage:
     def _make_trainable(self, optim: OptimConfig) -> None:
         config, o = self.module.config, self.options
 
-        # Gradients are added up over replicas in float32.
         self.model = DistributedDataParallel(
             config=config,
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                # As config section parallel has it; the optimizer below must agree on shards and gathering.
                 use_distributed_optimizer=o.distributed_optimizer,
                 overlap_grad_reduce=o.overlap_grad_reduce,
                 overlap_param_gather=o.overlap_param_gather,
@@ -121,7 +119,6 @@ class Stage:
                 adam_eps=optim.eps,
                 # Applied by _step, which has tested the norm before.
                 clip_grad=optim.clip_grad,
-                # Weights in bfloat16 get float32 masters, which the steps are taken on.
                 bf16=o.dtype == torch.bfloat16,
                 params_dtype=o.dtype,
                 use_distributed_optimizer=o.distributed_optimizer,
@@ -260,8 +257,7 @@ class Stage:
             for group in self.optimizer.param_groups:
                 group["lr"], group["eps"] = lr, optim.eps  # a checkpoint's groups have those of an earlier start
                 # Megatron only marks the one-dimensional parameters; its scheduler, which is not used, spares them.
-                decayed = optim.decay_norms_and_biases or group["wd_mult"]
-                group["weight_decay"] = optim.weight_decay if decayed else 0.0
+                group["weight_decay"] = optim.weight_decay if group["wd_mult"] else 0.0
             if optim.clip_grad:
                 for optimizer in self.optimizer.chained_optimizers:
                     clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optim.clip_grad, norm)
