@@ -394,7 +394,6 @@ class ReferenceConfig:
 
     reset_every: int = key(0, "Steps from one reset to the next; 0 = never.", ge=0)
     reset_patience: int = key(0, "Evaluations in a row without a new best pass@1 before a reset; 0 = never.", ge=0)
-    reset_above_kl: float = key(0.0, "Mean KL of a step, in nats per token, that causes a reset; 0 = never.", ge=0)
     reset_optimizer: bool = key(False, "Reset the optimizer of the actor as well.")
 
 
@@ -437,7 +436,6 @@ class OptimConfig:
     betas: tuple[Beta, Beta] = key((0.9, 0.999), "Decay rates of the two moments.")
     eps: float = key(1e-8, "Added to the denominator.")
     weight_decay: float = key(0.01, "Decoupled weight decay.")
-    decay_norms_and_biases: bool = key(False, "Apply weight_decay to one-dimensional parameters too.")
     clip_grad: float = key(1.0, "Largest norm of the gradient; 0 = no clipping.", ge=0)
 
 

@@ -1,4 +1,4 @@
-"""What counts as a score, told by the published rule: any finite real number, with or without reason and parts."""
+"""A score is any finite real number, with or without a reason and parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_brorl.rewards.returned import NoScore, score_of
+from megatron_brorl.rewards.judge import NoScore, score_of
 from megatron_brorl.rewards.verifier import Score
 
 
@@ -21,24 +21,16 @@ from megatron_brorl.rewards.verifier import Score
         (0.25, Score(0.25)),
         (1, Score(1.0)),
         (True, Score(1.0)),
-        (False, Score(0.0)),
         (-1, Score(-1.0)),
-        (2.5, Score(2.5)),
-        (-1e-9, Score(-1e-9)),
         (-1e30, Score(-1e30)),
-        (10**30, Score(1e30)),
         (Fraction(1, 2), Score(0.5)),
-        (Fraction(-7, 2), Score(-3.5)),
         (Decimal("0.9"), Score(0.9)),
         (np.float64(-0.25), Score(-0.25)),
         (np.float32(0.5), Score(0.5)),
-        (np.float16(1.5), Score(1.5)),
         (np.int64(3), Score(3.0)),
         (np.bool_(True), Score(1.0)),  # of a comparison of arrays; not a numbers.Real
-        (np.array(0.5), Score(0.5)),
         (np.array([0.5]), Score(0.5)),
         (torch.tensor(-2.0), Score(-2.0)),
-        (torch.tensor([0.25]), Score(0.25)),
         (torch.tensor(True), Score(1.0)),
         (Score(0.5, "half", {"a": 1}), Score(0.5, "half", {"a": 1.0})),
         ({"reward": 0, "reason": "no"}, Score(0.0, "no")),
@@ -49,7 +41,7 @@ from megatron_brorl.rewards.verifier import Score
         ),
     ],
 )
-def test_three_forms(returned: Any, score: Score) -> None:
+def test_numbers_scores_and_dicts_are_scores(returned: Any, score: Score) -> None:
     found = score_of(returned)
     assert found == score
     assert type(found.reward) is float
@@ -62,20 +54,13 @@ def test_three_forms(returned: Any, score: Score) -> None:
         (None, "returned None for a reward, not a finite number (1e+30 at most)"),
         (math.nan, "returned nan for a reward, not a finite number (1e+30 at most)"),
         (math.inf, "returned inf for a reward, not a finite number (1e+30 at most)"),
-        (-math.inf, "returned -inf for a reward, not a finite number (1e+30 at most)"),
         (np.float32("nan"), "returned nan for a reward, not a finite number (1e+30 at most)"),
-        (torch.tensor(math.inf), "returned inf for a reward, not a finite number (1e+30 at most)"),
         (1e31, "returned 1e+31 for a reward, not a finite number (1e+30 at most)"),
-        (-2e38, "returned -2e+38 for a reward, not a finite number (1e+30 at most)"),
         (Decimal("NaN"), "returned an object of type Decimal for a reward, not a finite number (1e+30 at most)"),
-        (Decimal("sNaN"), "returned an object of type Decimal for a reward, not a finite number (1e+30 at most)"),
         (b"1", "returned an object of type bytes for a reward, not a finite number (1e+30 at most)"),
-        (np.str_("1"), "returned '1' for a reward, not a finite number (1e+30 at most)"),
         ([0.5], "returned [0.5] for a reward, not a finite number (1e+30 at most)"),
         ((0.5, "why"), "returned an object of type tuple for a reward, not a finite number (1e+30 at most)"),
         (np.array([0.5, 1.0]), "returned an object of type ndarray for a reward, not a finite number (1e+30 at most)"),
-        (torch.zeros(0), "returned an object of type Tensor for a reward, not a finite number (1e+30 at most)"),
-        (np.complex64(1), "returned an object of type complex for a reward, not a finite number (1e+30 at most)"),
         (10**400, f"returned 1{'0' * 59} for a reward, not a finite number (1e+30 at most)"),
         (1j, "returned an object of type complex for a reward, not a finite number (1e+30 at most)"),
         ({"score": 1}, "returned a dict with keys ['score'], not reward, reason, parts"),
@@ -85,13 +70,13 @@ def test_three_forms(returned: Any, score: Score) -> None:
         (Score("x" * 100), f"returned '{'x' * 59} for a reward, not a finite number (1e+30 at most)"),  # type: ignore[arg-type]
     ],
 )
-def test_the_rest_says_what_it_was(returned: Any, why: str) -> None:
+def test_any_other_value_is_refused_with_a_reason(returned: Any, why: str) -> None:
     with pytest.raises(NoScore) as error:
         score_of(returned)
     assert str(error.value) == why
 
 
-def test_an_object_that_lies_about_itself_is_not_asked() -> None:
+def test_the_reason_does_not_call_code_of_the_returned_object() -> None:
     class Liar(float):
         def __repr__(self) -> str:
             raise AssertionError

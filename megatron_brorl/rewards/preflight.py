@@ -1,19 +1,49 @@
-"""Before a run begins: whether its verifiers can judge, and accept, the reference answers of some of its rows."""
+"""Checks of a run's verifiers before the run starts: they can be loaded, and they accept reference answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
-from megatron_brorl.rewards.registry import entry
+from megatron_brorl.rewards import custom, registry
+from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rewards.scoring import verifier_name, worth
+from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
+from megatron_brorl.rewards.worker_process import call_in_worker
 from megatron_brorl.types import Prompt, Verdict
 
-_ROWS = 8  # of each verifier, and of each of its tasks, that are looked at
+_ROWS = 8  # rows to look at, for each verifier and each of its tasks
 
 Judged = list[tuple[Prompt, Verdict]]
+
+
+@dataclass(frozen=True)
+class CheckedVerifiers:
+    """What `check_verifiers` found."""
+
+    sha256: Mapping[str, str] = field(default_factory=dict)  # of the file of each custom verifier
+    impure: frozenset[str] = frozenset()  # verifiers that may score equal answers differently
+    unsandboxed: bool = False  # programs of the model run without isolation
+
+
+def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifiers:
+    """Check that the verifiers of a run's rows can be used here. Raises UserError if not."""
+    entries = {name: registry.entry(name, "verifier", config) for name in sorted(names)}
+
+    # Verifiers that run programs of the model need a sandbox.
+    isolation.tell_workers(config.unsandboxed, config.timeout_s)
+    executing = [name for name, entry in entries.items() if entry.executes]
+    if executing and not config.unsandboxed:
+        reason = call_in_worker("megatron_brorl.rewards.sandbox.probe:problem")
+        if reason:
+            raise probe.refuse(f"verifier {executing[0]!r}", reason)
+
+    sources = {name: custom.look_at(name) for name, entry in entries.items() if entry.foreign}
+    impure = frozenset(name for name, source in sources.items() if not source.pure)
+    hashes = {name: source.sha256 for name, source in sources.items()}
+    return CheckedVerifiers(hashes, impure, bool(executing) and config.unsandboxed)
 
 
 def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: RewardConfig) -> tuple[str, list[str]]:
@@ -62,7 +92,7 @@ def _refused(judged: Mapping[str, Judged], config: RewardConfig) -> list[str]:
 
         # The first row stands for all of them.
         prompt, verdict = rows[0]
-        judged_by = entry(prompt.verifier, "verifier", config)
+        judged_by = registry.entry(prompt.verifier, "verifier", config)
         said = (
             f"verifier {name!r} gives {verdict.reward:g} to the reference answer of row {prompt.id}, below "
             f"reward.correct_at = {config.correct_at:g} ({len(rows)} of {len(judged[name])} rows looked at)"
