@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_brorl.config.resume_keys import may_change
 from megatron_brorl.config.schema import Config
-from megatron_brorl.data.digest import TEMPLATE_DATE
+from megatron_brorl.data.source import TEMPLATE_DATE
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.model_shape import ModelShape
 
@@ -30,7 +30,7 @@ def fingerprint(
     """Return the configuration of a run and what it reads, for its checkpoints.
 
     own_verifiers: the sha256 of the file of each verifier that is the user's own, by its name. inputs: the sha256 of
-    "tokenizer", "train" and "held_out" (data.digest), and the date of the chat template where it writes one.
+    "tokenizer", "train" and "held_out" (Sources.digests), and the date of the chat template where it writes one.
     """
     kept = dataclasses.asdict(config)
     for key in _OF_THE_JOB:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from megatron_brorl.data.digest import TEMPLATE_DATE
+from megatron_brorl.data.source import TEMPLATE_DATE
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 
@@ -17,7 +17,10 @@ FILE = TEMPLATE_DATE
 
 
 def stored(directory: Path) -> datetime.date | None:
-    """Return the date that an earlier start kept, or None. Raises UserError where the file holds no date."""
+    """Return the date that an earlier start kept, or None.
+
+    Raises UserError where the file holds no date, OSError where it cannot be read.
+    """
     path = directory / FILE
     try:
         return datetime.date.fromisoformat(path.read_text(encoding="utf-8").strip())
@@ -25,8 +28,6 @@ def stored(directory: Path) -> datetime.date | None:
         return None
     except ValueError:
         raise UserError(f"{path}: must hold a date such as 2026-01-31; delete it to take today's date") from None
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
 
 
 def keep(directory: Path, date: datetime.date | None, is_main_rank: bool) -> None:

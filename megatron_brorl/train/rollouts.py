@@ -16,8 +16,8 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.extract import code
-from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import Scorer
+from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, deal, improbable, requests
 from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
@@ -145,14 +145,14 @@ class Rollouts:
 
         A collective.
         """
-        stats = self.pool.stats()
+        stats = self.pool.stats
         own = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
         sums = collectives.all_reduce_sum({name: float(value) for name, value in own.items()})
         metrics = {
             "verdict_hit_share": sums["hits"] / (sums["answers"] or 1.0),
             "reward_worker_restarts": sums["restarts"],
         }
-        return metrics, {"verdict_queue_mean": stats.queue_mean_s, "verdict_queue_max": stats.queue_max_s}
+        return metrics, {"verdict_latency_max": stats.latency_max_s}
 
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""
