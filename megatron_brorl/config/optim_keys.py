@@ -30,5 +30,4 @@ class OptimConfig:
     betas: tuple[float, float] = within("[0, 1)", default=(0.9, 0.999))  # of AdamW's two moments
     eps: float = 1e-8  # of AdamW's denominator
     weight_decay: float = 0.01  # decoupled, as in AdamW
-    decay_norms_and_biases: bool = False  # false: weight_decay spares one-dimensional parameters, as in Megatron-LM
     clip_grad: float = at_least(0, default=1.0)  # norm that gradients are scaled down to; 0 = off

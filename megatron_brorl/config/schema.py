@@ -230,7 +230,6 @@ class ReferenceConfig:
     reset_every: int = at_least(0, default=0)  # steps; 0 = never
     # Evaluations in a row without a new best held-out pass@1; 0 = never
     reset_patience: int = at_least(0, default=0)
-    reset_above_kl: float = at_least(0, default=0.0)  # nats per token that a step's mean KL may reach; 0 = no limit
     reset_optimizer: bool = False  # start the actor's optimizer anew as well
 
 

@@ -1,4 +1,4 @@
-"""The figure says what the files say: drawn data against written data."""
+"""Drawn data against written data."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.metrics import MetricsWriter, read_metrics
-from megatron_brorl.report.plot import build_figure, plot_run
+from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.report.content import Run, evaluations
+from megatron_brorl.report.plots import build_figure, build_theory_figure, plot_run, plot_theory
 
 REWARD, ACCURACY, LENGTH, KEPT, SECONDS, HEALTH = range(6)
+BEFORE = {"mean": 0.153, "low": 0.13, "high": 0.18}
+AFTER = {"mean": 0.637, "low": 0.6, "high": 0.67}
 SUMMARY = {
-    "pass_at_1_before": {"mean": 0.153, "low": 0.13, "high": 0.18},
-    "pass_at_1_after": {"mean": 0.637, "low": 0.6, "high": 0.67},
+    "before": {"pass_at_1": BEFORE, "mean_reward": BEFORE, "pass_at_k": {"1": 0.153, "4": 0.7, "8": 0.857}},
+    "after": {"pass_at_1": AFTER, "mean_reward": AFTER, "pass_at_k": {"1": 0.637, "4": 0.72, "8": 0.77}},
     "held_out_prompts": 256,
     "rollouts_per_prompt": 512,
     "steps": 6,
@@ -46,6 +49,11 @@ def _rows(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def _figure(rows: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> Figure:
+    run = Run(Path("x"), rows, summary or {}, {}, [], [])
+    return build_figure(rows, run.summary, evaluations(run))
+
+
 def _drawn(axes: Axes) -> tuple[list[float], list[float]]:
     line = axes.lines[0]
     return np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()
@@ -66,16 +74,16 @@ def _bands(axes: Axes) -> dict[str, StepPatch]:
 @pytest.mark.parametrize("count", [1, 6, 100])
 def test_curves_are_the_rows(panel: int, key: str, count: int) -> None:
     rows = _rows(count)
-    axes = build_figure(rows, {}).axes[panel]
+    axes = _figure(rows).axes[panel]
     assert _drawn(axes) == ([row["step"] for row in rows], [row[key] for row in rows])
     assert (axes.get_yscale() == "log") == (key == "logprob_gap_max")
 
 
 def test_a_long_run_gets_a_running_mean() -> None:
     rows = _rows(100)
-    raw, mean = build_figure(rows, {}).axes[REWARD].lines
+    raw, mean = _figure(rows).axes[REWARD].lines
     assert mean.get_label() == "mean of 5 steps"
-    # Of a straight line it is the line itself, but for the shorter windows at the two ends.
+    # The mean of a straight line is the line, except for the shorter windows at the two ends.
     np.testing.assert_allclose(np.asarray(mean.get_ydata())[2:-2], np.asarray(raw.get_ydata())[2:-2])
     assert mean.get_ydata()[0] == pytest.approx(np.mean([row["reward"] for row in rows[:3]]))  # type: ignore[index]
 
@@ -86,7 +94,7 @@ def test_null_rewards_are_gaps_and_lone_points_stay_visible(count: int) -> None:
     for step in (2, 4):
         rows[step]["reward"] = None
     del rows[6]["reward"]
-    line = build_figure(rows, {}).axes[REWARD].lines[0]
+    line = _figure(rows).axes[REWARD].lines[0]
     drawn = np.asarray(line.get_ydata(), dtype=float)
     assert np.flatnonzero(np.isnan(drawn)).tolist() == [2, 4, 6]
     assert {3, 5} <= set(line.get_markevery())  # type: ignore[arg-type]
@@ -102,42 +110,30 @@ def _errorbar(figure: Figure) -> tuple[list[float], list[float], list[list[float
 
 def test_accuracy_joins_the_evaluations_and_the_summary() -> None:
     rows = _rows(6)
-    rows[2].update(pass_at_1=0.4, pass_at_1_low=0.35, pass_at_1_high=0.5)
-    rows[5].update(pass_at_1=0.6, pass_at_1_low=0.55, pass_at_1_high=0.65)  # the summary has the last word
-    x, y, intervals = _errorbar(build_figure(rows, SUMMARY))
+    rows[2].update(pass_at_1=0.4, pass_at_1_low=0.35, pass_at_1_high=0.5, pass_at_4=0.6, pass_at_8=0.82)
+    rows[5].update(pass_at_1=0.6, pass_at_1_low=0.55, pass_at_1_high=0.65)  # the summary replaces it
+    figure = _figure(rows, SUMMARY)
+    x, y, intervals = _errorbar(figure)
     assert (x, y) == ([0, 3, 6], [0.153, 0.4, 0.637])
     np.testing.assert_allclose(intervals, [[0.13, 0.18], [0.35, 0.5], [0.6, 0.67]])
-
-
-def test_pass_at_k_stands_beside_pass_at_1() -> None:
-    """The largest k, from the rows and from both ends of the summary; never pass@1 alone in title and panel."""
-    rows = _rows(6)
-    rows[2].update(pass_at_1=0.4, pass_at_1_low=0.35, pass_at_1_high=0.5, pass_at_4=0.6, pass_at_8=0.82)
-    summary = {
-        **SUMMARY,
-        "before": {"pass_at_k": {"1": 0.153, "4": 0.7, "8": 0.857}},
-        "after": {"pass_at_k": {"1": 0.637, "4": 0.72, "8": 0.77}},
-    }
-    figure = build_figure(rows, summary)
     handles, labels = figure.axes[ACCURACY].get_legend_handles_labels()
     (line,) = (h for h, name in zip(handles, labels, strict=True) if name == "pass@8")
     assert np.asarray(line.get_xdata()).tolist() == [0, 3, 6]  # type: ignore[attr-defined]
     assert np.asarray(line.get_ydata()).tolist() == [0.857, 0.82, 0.77]  # type: ignore[attr-defined]
-    assert "held-out pass@1 15.3% → 63.7%, pass@8 85.7% → 77.0% (256 prompts)" in figure.get_suptitle()
 
 
-def test_accuracy_of_a_run_on_its_way() -> None:
+def test_accuracy_of_a_run_that_has_not_ended() -> None:
     rows = _rows(3)
     rows[1].update(pass_at_1=0.4)
-    x, y, intervals = _errorbar(build_figure(rows, {}))
+    x, y, intervals = _errorbar(_figure(rows))
     assert (x, y, intervals) == ([2], [0.4], [[0.4, 0.4]])
-    assert _texts(build_figure(_rows(3), {}).axes[ACCURACY]) == ["no evaluation yet"]
+    assert _texts(_figure(_rows(3)).axes[ACCURACY]) == ["no evaluation yet"]
 
 
 @pytest.mark.parametrize("count", [1, 6])
 def test_step_time_is_stacked_and_adds_up(count: int) -> None:
     rows = _rows(count)
-    bands = _bands(build_figure(rows, {}).axes[SECONDS])
+    bands = _bands(_figure(rows).axes[SECONDS])
     assert list(bands) == ["generate", "score", "train", "refit", "other"]
     below = np.zeros(count)
     for phase in ("generate", "score", "train", "refit"):
@@ -149,45 +145,39 @@ def test_step_time_is_stacked_and_adds_up(count: int) -> None:
     np.testing.assert_allclose(bands["other"].get_data()[0], [row["time"]["step"] for row in rows])
 
 
-def test_step_time_of_a_missing_step_is_a_hole() -> None:
-    rows = [row for row in _rows(4) if row["step"] != 2]
-    values, edges, _ = _bands(build_figure(rows, {}).axes[SECONDS])["generate"].get_data()
-    assert (values.tolist(), edges[0], edges[-1]) == ([5.0, 5.0, 0.0, 5.0], -0.5, 3.5)
-
-
-def test_without_the_gap_the_gradient_norm_takes_its_place() -> None:
+def test_the_gradient_norm_replaces_a_missing_gap() -> None:
     rows = _rows(6)
     for row in rows:
         del row["logprob_gap_max"]
-    axes = build_figure(rows, {}).axes[HEALTH]
+    axes = _figure(rows).axes[HEALTH]
     assert _drawn(axes)[1] == [row["grad_norm"] for row in rows]
     assert (axes.get_title(loc="left"), axes.get_yscale()) == ("Gradient norm", "linear")
 
 
-def test_zeros_on_the_log_scale() -> None:
+def test_zeros_are_gaps_on_the_log_scale() -> None:
     rows = _rows(3)
     rows[1]["logprob_gap_max"] = 0.0
-    drawn = _drawn(build_figure(rows, {}).axes[HEALTH])[1]
+    drawn = _drawn(_figure(rows).axes[HEALTH])[1]
     assert [math.isnan(v) for v in drawn] == [False, True, False]
     for row in rows:
         row["logprob_gap_max"] = 0.0
-    assert _texts(build_figure(rows, {}).axes[HEALTH]) == ["exactly 0 at every step"]
+    assert _texts(_figure(rows).axes[HEALTH]) == ["exactly 0 at every step"]
 
 
 def test_title() -> None:
-    title = build_figure(_rows(6), SUMMARY).get_suptitle()
+    title = _figure(_rows(6), SUMMARY).get_suptitle()
     assert title.split("   ·   ") == [
         "N = 512 rollouts per prompt",
         "6 training steps",
-        "held-out pass@1 15.3% → 63.7% (256 prompts)",
+        "held-out pass@1 15.3% → 63.7%, pass@8 85.7% → 77.0% (256 prompts)",
         "22.1 min",
     ]
-    assert build_figure(_rows(1), {}).get_suptitle() == "1 training step"
+    assert _figure(_rows(1)).get_suptitle() == "1 training step"
 
 
 @pytest.mark.filterwarnings("error")
 def test_no_text_overlaps_another() -> None:
-    for figure in (build_figure(_rows(6), SUMMARY), build_figure(_rows(100), SUMMARY), build_figure([], {})):
+    for figure in (_figure(_rows(6), SUMMARY), _figure(_rows(100), SUMMARY), _figure([])):
         figure.draw_without_rendering()
         boxes = [box for axes in figure.axes if (box := axes.get_tightbbox()) is not None]
         assert len(boxes) == 6
@@ -198,7 +188,7 @@ def test_no_text_overlaps_another() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_plot_run_from_the_files_of_a_run(tmp_path: Path) -> None:
+def test_plot_run_reads_the_files_of_a_run(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
         for row in _rows(6):
             values = {key: value for key, value in row.items() if key not in ("step", "time")}
@@ -208,17 +198,35 @@ def test_plot_run_from_the_files_of_a_run(tmp_path: Path) -> None:
     path = plot_run(tmp_path)
     assert path == tmp_path / "curves.png"
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size < 300_000
     assert sorted(p.name for p in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl", "summary.json"]
-    drawn = _drawn(build_figure(read_metrics(tmp_path / "metrics.jsonl"), SUMMARY).axes[REWARD])[1]
-    np.testing.assert_array_equal(drawn, [math.nan if row["step"] == 3 else row["reward"] for row in _rows(6)])
-
-
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"metrics\.jsonl: no such file"):
+    (tmp_path / "summary.json").write_text("[]")
+    with pytest.raises(UserError, match=r"summary\.json: .*delete it to report without it"):
         plot_run(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    for bad in ("{", "[]"):
-        (tmp_path / "summary.json").write_text(bad)
-        with pytest.raises(UserError, match=r"summary\.json: .*delete it to plot without it"):
-            plot_run(tmp_path)
+
+
+def _theory_rows() -> list[dict[str, Any]]:
+    made = []
+    for step in range(3):
+        row: dict[str, Any] = {"step": step, "theory_exact/unsampled_mass": 0.1 + step}
+        row |= {f"theory_good_turing/{k}": v + step for k, v in (("low", 0.2), ("unseen_mass", 0.3), ("high", 0.4))}
+        for h in (2, 4, 16):
+            ends = (("", h / 100), ("_low", h / 200), ("_high", h / 50))
+            row |= {f"theory_hold_out/unsampled_mass_{h}{end}": value + step for end, value in ends}
+        made.append(row)
+    return made
+
+
+def test_theory_figure_has_the_masses_and_the_last_hold_out_curve() -> None:
+    mass, curve = build_theory_figure(_theory_rows()).axes
+    assert np.asarray(mass.lines[0].get_ydata()).tolist() == pytest.approx([0.3, 1.3, 2.3])
+    assert np.asarray(mass.lines[1].get_ydata()).tolist() == pytest.approx([0.1, 1.1, 2.1])
+    assert np.asarray(curve.lines[0].get_xdata()).tolist() == [2, 4, 16]
+    assert np.asarray(curve.lines[0].get_ydata()).tolist() == pytest.approx([2.02, 2.04, 2.16])
+    bars = [bar[:, 1].tolist() for bar in curve.containers[0].lines[2][0].get_segments()]
+    assert bars == [pytest.approx([h / 200 + 2, h / 50 + 2]) for h in (2, 4, 16)]
+
+
+def test_a_run_without_theory_metrics_has_no_theory_figure(tmp_path: Path) -> None:
+    assert all(axes.texts for axes in build_theory_figure([{"step": 0}]).axes)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward": 1.0, "time": {}}) + "\n")
+    assert plot_theory(tmp_path) is None
