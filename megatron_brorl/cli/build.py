@@ -261,10 +261,10 @@ class Session:
         )
 
     def _remote_engine(self) -> RolloutEngine:
-        from megatron_brorl.rollout.remote import group
+        from megatron_brorl.rollout.remote.engine import join
 
         c = self.config
-        engine = group.join(
+        engine = join(
             c,
             names=hf_shapes(self.shape),
             context=context(c, self.shape),
