@@ -48,11 +48,11 @@ from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.timeline import dump_stacks_after
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
-from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context
+from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
 
@@ -261,10 +261,10 @@ class Session:
         )
 
     def _remote_engine(self) -> RolloutEngine:
-        from megatron_brorl.rollout.remote import group
+        from megatron_brorl.rollout.remote.engine import join
 
         c = self.config
-        engine = group.join(
+        engine = join(
             c,
             names=hf_shapes(self.shape),
             context=context(c, self.shape),

@@ -14,7 +14,7 @@ from megatron_brorl.ops.checksum import Sealed, seal
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.receive import UpdateRefused, receive
+from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive
 from megatron_brorl.types import Prompt
 
 CPU = torch.device("cpu")

@@ -11,10 +11,18 @@ import torch
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import Sealed, checksum, seal
-from megatron_brorl.rollout.receive import UpdateRefused
-from megatron_brorl.rollout.remote.fp8_blocks import quantize, quantized
-from megatron_brorl.rollout.remote.shared_weights import layout, read
-from megatron_brorl.rollout.remote.staging import Node, Update, shares, stage
+from megatron_brorl.rollout.remote.weights_receive import TensorRecord, mapped, view
+from megatron_brorl.rollout.remote.weights_send import (
+    HostWeights,
+    Node,
+    Update,
+    as_is,
+    in_fp8_blocks,
+    layout,
+    shares,
+    stage,
+)
+from megatron_brorl.rollout.weight_receiver import UpdateRefused
 
 BF16 = torch.bfloat16
 SHAPES = {"embed": (64, 8), "a.q_proj.weight": (130, 70), "norm": (7,), "b.q_proj.weight": (3, 5), "head": (64, 8)}
@@ -26,8 +34,9 @@ def model() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=g) for name, shape in SHAPES.items()}
 
 
-def as_is(name, tensor):
-    return iter([(name, tensor)])
+def read(weights):
+    memory = mapped(weights.path)
+    return {record.name: view(memory, record) for record in weights.records}
 
 
 def together(tmp_path, streams, dtype=torch.float32, form=as_is):
@@ -49,7 +58,7 @@ def together(tmp_path, streams, dtype=torch.float32, form=as_is):
                 copies[i].add(name)
             return form(name, tensor)
 
-        update = Update(3, 7, SHAPES, dtype, recorded, "engine.shared_memory")
+        update = Update(3, 7, SHAPES, dtype, recorded)
         link = tmp_path / f"weights_{i}" if i % 2 == 0 else None
         try:
             return stage(iter(streams[i]), update, Node(i, ranks, tmp_path, exchange), link)
@@ -63,7 +72,7 @@ def together(tmp_path, streams, dtype=torch.float32, form=as_is):
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("kind", ["as it is", "bf16", "fp8"])
 def test_one_file_on_a_node(ranks, kind, tmp_path):
-    dtype, form = {"as it is": (torch.float32, as_is), "bf16": (BF16, as_is), "fp8": (BF16, quantized)}[kind]
+    dtype, form = {"as it is": (torch.float32, as_is), "bf16": (BF16, as_is), "fp8": (BF16, in_fp8_blocks)}[kind]
     sent = model()
     found, copies = together(tmp_path, [seal(sent.items()) for _ in range(ranks)], dtype, form)
 
@@ -79,7 +88,7 @@ def test_one_file_on_a_node(ranks, kind, tmp_path):
     expected = {part: x for name, tensor in sent.items() for part, x in form(name, tensor.to(dtype))}
     for weights in leaders:
         assert weights.version == 7
-        there = read(str(weights.path), weights.records)
+        there = read(weights)
         assert there.keys() == expected.keys()
         for record in weights.records:
             assert torch.equal(there[record.name].view(torch.uint8), expected[record.name].view(torch.uint8))
@@ -88,21 +97,19 @@ def test_one_file_on_a_node(ranks, kind, tmp_path):
 
     # One engine's weights stay when another deletes its own.
     for weights in leaders:
-        assert read(str(weights.path), weights.records).keys() == expected.keys()
+        assert read(weights).keys() == expected.keys()
         weights.delete()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_fp8_is_that_of_the_engine_dtype():
-    weight = model()["a.q_proj.weight"].to(BF16)
-    records, size = layout({"a.q_proj.weight": (130, 70), "norm": (7,)}, BF16, quantized)
+    records, size = layout({"a.q_proj.weight": (130, 70), "norm": (7,)}, BF16, in_fp8_blocks)
     assert [(r.name, r.dtype, r.shape, r.offset) for r in records] == [
         ("a.q_proj.weight", "float8_e4m3fn", (130, 70), 0),
         ("a.q_proj.weight_scale_inv", "float32", (2, 1), 9152),
         ("norm", "bfloat16", (7,), 9216),
     ]
     assert size == 9280
-    assert [tuple(x.shape) for x in quantize(weight)] == [(130, 70), (2, 1)]
 
 
 def damaged(pairs, name):
@@ -147,3 +154,16 @@ def test_ranks_write_alike():
     for name, rank in shares(shapes, 8).items():
         load[rank] += torch.Size(shapes[name]).numel()
     assert max(load) <= 1.15 * sum(load) / 8
+
+
+def test_buckets_keep_scales_with_their_weights(tmp_path):
+    sizes = {"a": 60, "b": 14, "c.weight": 9100, "c.weight_scale_inv": 8, "d": 16}
+    records = tuple(TensorRecord(name, "uint8", (size,), 0, 0) for name, size in sizes.items())
+    held = HostWeights(tmp_path / "w", 5, records)
+    assert [[record.name for record in bucket] for bucket in held.buckets(70)] == [
+        ["a"],
+        ["b"],
+        ["c.weight", "c.weight_scale_inv"],
+        ["d"],
+    ]
+    assert [record for bucket in held.buckets(1 << 30) for record in bucket] == list(records)
