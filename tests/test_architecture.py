@@ -81,11 +81,11 @@ def test_heavy_packages_stay_in_their_rooms():
 
 
 def test_ops_are_chosen_in_one_place():
-    """ops.backend chooses; layers of csrc are built where the backend says so, and `brorl doctor` looks for csrc."""
+    """ops.backend chooses; layers of csrc are built where the backend says so, and `brorl doctor` checks csrc."""
     fused = "megatron_brorl.ops.fused"
     for module, targets in GRAPH.items():
         if any(t.startswith(fused) for t in targets) and not module.startswith(fused):
-            may = module in ("megatron_brorl.ops.backend", "megatron_brorl.cli.doctor")
+            may = module in ("megatron_brorl.ops.backend", "megatron_brorl.cli.preflight")
             assert may or module.startswith("megatron_brorl.models.layers."), f"{module} imports {fused}"
 
 

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.cli import preflight, run_folder
-from megatron_brorl.cli.build import Session
-from megatron_brorl.cli.fingerprint import change_line, check_fingerprint
-from megatron_brorl.cli.program import Program
-from megatron_brorl.cli.references import check
+from megatron_brorl.cli.run_folder import change_line, check_fingerprint
+from megatron_brorl.cli.session import Program, Session
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import device, grid
@@ -31,14 +29,14 @@ _ROLLOUTS, _TOKENS = 2, 8  # of the forward and backward pass
 def dry_run(config: Config) -> int:
     """Make all checks; a collective of the ranks. Returns 0. Raises UserError."""
     preflight.check_machine()
-    session = Session(config, program=Program(told=_tell))  # tokenizer, data, layout
+    session = Session(config, program=Program(tell=_tell))  # tokenizer, data, layout
     _tell("run.dir", session.together(lambda: run_folder.look(session.dir) if session.is_main_rank else ""))
     session.preflight()  # memory and disk
 
     _tell("inputs", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.inputs().items()))
     _tell("checkpoint", session.together(lambda: _checkpoint(session)))
     _tell("engine", session.together(lambda: preflight.engine_line(config.rollout.engine, config.engine.python)))
-    _tell("reward", check(session, [*session.sources.first(), *session.sources.held_out]))
+    _tell("reward", session.check_verifiers([*session.sources.first(), *session.sources.held_out]))
 
     worker = session.worker(config.optim, _Worker)
     found = _forward_backward(worker, session.sources.train.take(0, 1)[0], config)
@@ -72,7 +70,7 @@ class _Worker(Worker):
     def _step(self, lr: float) -> Update:
         with device.bridge():
             self.optimizer.prepare_grads()
-            return Update(float(self.optimizer.get_grad_norm()), applied=False)
+            return Update(float(self.optimizer.get_grad_norm()), applied=True)
 
 
 def _forward_backward(worker: Worker, prompt: Prompt, config: Config) -> dict[str, float]:

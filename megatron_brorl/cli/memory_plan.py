@@ -180,7 +180,7 @@ def lines(plan: Plan, gpu: int, ranks_per_node: int) -> list[str]:
         )
 
     shared = [f"{amount(plan.shared)} shared (weights in use and those of an update)"] if plan.shared else []
-    moved = [f"{amount(plan.offloaded * ranks_per_node)} of offloaded weights and optimizer states"] if plan.offloaded else []
+    moved = [f"{amount(plan.offloaded * ranks_per_node)} of offloaded states"] if plan.offloaded else []
     return [*found, f"memory of a node: {', '.join(shared + moved)}"] if shared or moved else found
 
 

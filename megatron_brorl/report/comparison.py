@@ -53,8 +53,8 @@ def compare(
     after: dict[Key, dict[str, Any]],
     name: str,
     other: str,
-    resamples: int,
-    seed: int,
+    resamples: int = 10_000,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """JSON of the comparison over all prompts and per benchmark. Raises UserError unless the prompts are the same."""
     # A pair needs both sides.

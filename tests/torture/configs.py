@@ -12,8 +12,9 @@ from typing import Any
 
 from torture.mutations import spoil_bytes, spoil_json, value
 
-from megatron_brorl.cli.batch_sizes import batch_line
-from megatron_brorl.cli.preflight import Machines, micro_batch_tokens, plan
+from megatron_brorl.cli.memory_plan import Machines, micro_batch_tokens
+from megatron_brorl.cli.memory_plan import plan_stage as plan
+from megatron_brorl.cli.train import batch_line
 from megatron_brorl.config.describe import keys
 from megatron_brorl.config.load import load
 from megatron_brorl.model_shape import ModelShape, parse_shape

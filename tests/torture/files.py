@@ -21,8 +21,9 @@ from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.hugging_face import Checkpoint, copy_companions
 from megatron_brorl.checkpoints.safetensors_files import INDEX
-from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
-from megatron_brorl.cli.preflight import Machines, plan
+from megatron_brorl.cli.memory_plan import Machines
+from megatron_brorl.cli.memory_plan import plan_stage as plan
+from megatron_brorl.cli.run_folder import check_fingerprint, fingerprint
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.prompts import Verifiers, read_rows, render
 from megatron_brorl.data.stop_ids import stop_ids

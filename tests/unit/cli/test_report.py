@@ -27,7 +27,6 @@ def test_what_was_not_measured_and_why_nothing_was_learned(tmp_path, capsys):
         "after": None,
         "pass_at_1_before": None,
         "pass_at_1_after": None,
-        "theory": None,
         "findings": {"none right": "no response was right: take easier prompts"},
     }
     write_json(tmp_path / "summary.json", summary)
