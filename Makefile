@@ -38,12 +38,11 @@ docs: $(DEV)  ## the documentation as a site, in site/
 bench: $(INSTALLED)  ## speed, as ratios measured in one run
 	@for tool in $(wildcard benchmarks/bench_*.py); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
 
-MINUTES ?= 30
-torture: $(DEV)  ## spoiled inputs, changed layouts, 500 steps, then runs that are killed and refused, for MINUTES
-	$(BIN)/python -W ignore tests/torture/fuzz.py
-	$(BIN)/python -W ignore tests/torture/layout_chain.py
-	$(BIN)/python -W ignore tests/torture/leaks.py
-	$(BIN)/python -W ignore tests/torture/kills.py --minutes $(MINUTES)
+KILLS ?= 60
+FAULTS ?= 60
+SEED ?= 1
+torture: $(DEV)  ## runs that are killed or refused by the disk, and started again, end with the same bits
+	$(BIN)/python -W ignore tests/torture/trials.py --kills $(KILLS) --faults $(FAULTS) --seed $(SEED)
 
 test-vllm: $(DEV)  ## the engine tests on vLLM itself, which gets an environment of its own (3.5 GB)
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/test_vllm.sh

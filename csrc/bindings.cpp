@@ -30,11 +30,10 @@ TORCH_LIBRARY(brorl, library) {
       "int top_k) -> (Tensor ids, Tensor log_probs)");
   library.def(
       "value_loss(Tensor values, Tensor old_values, Tensor returns, Tensor weights, float clip) -> "
-      "(Tensor loss, Tensor sums, Tensor grad_values)");
+      "(Tensor loss, Tensor gradient, Tensor clipped)");
   library.def(
-      "gae_(Tensor rewards, Tensor values, Tensor starts, Tensor? mask, Tensor? bootstrap, float gamma, float lam, "
-      "Tensor(a!) advantages, Tensor(b!) returns) -> ()");
-  library.def("group_advantages(Tensor rewards, Tensor starts, Tensor? mask, bool by_std) -> Tensor");
+      "gae(Tensor rewards, Tensor values, Tensor starts, float gamma, float lam) -> (Tensor advantages, Tensor returns)");
+  library.def("group_advantages(Tensor rewards, Tensor starts, bool by_std) -> Tensor");
   library.def(
       "decode_attention_(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, "
       "Tensor(a!) keys, Tensor(b!) values, Tensor tables, Tensor lengths, Tensor prompt_tables, "
@@ -55,7 +54,7 @@ TORCH_LIBRARY(brorl, library) {
       "segment_attention_gradient(Tensor gradient, Tensor qkv, Tensor out, Tensor log_sums, Tensor segments, "
       "float scale) -> Tensor");
   library.def("moments(Tensor values, Tensor? weights) -> Tensor");
-  library.def("whiten_(Tensor(a!) values, float mean, float std, Tensor? mask) -> ()");
+  library.def("whiten_(Tensor(a!) values, float mean, float std) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(brorl, CPU, library) {

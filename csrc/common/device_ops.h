@@ -3,7 +3,6 @@
 
 #include "common/gemm.h"
 #include "policy/advantages.h"
-#include "policy/moments.h"
 #include "policy/ppo_tokens.h"
 #include "policy/softmax.h"
 #include "policy/value_loss.h"
@@ -15,7 +14,7 @@
   library.impl("softmax_gradient_", &brorl::softmax_gradient_);   \
   library.impl("ppo_tokens", &brorl::ppo_tokens);                 \
   library.impl("value_loss", &brorl::value_loss);                 \
-  library.impl("gae_", &brorl::gae);                              \
+  library.impl("gae", &brorl::gae);                                \
   library.impl("group_advantages", &brorl::group_advantages);     \
   library.impl("moments", &brorl::moments);                       \
   library.impl("whiten_", &brorl::whiten);

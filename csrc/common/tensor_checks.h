@@ -1,7 +1,5 @@
-// Checks that the elementwise ops share. Each returns the tensor as contiguous memory or raises one error naming it.
+// Checks that the elementwise ops share. Each returns the tensor as contiguous memory or raises an error that names it.
 #pragma once
-
-#include <optional>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -29,16 +27,10 @@ inline at::Tensor matching(
   return x.contiguous();
 }
 
-inline at::Tensor matching(
-    const std::optional<at::Tensor>& x, const char* name, at::IntArrayRef sizes, at::ScalarType dtype,
-    const at::Tensor& first) {
-  return x ? matching(*x, name, sizes, dtype, first) : at::Tensor();
-}
-
-// The memory of an optional tensor; null where there is none.
-template <typename S>
-const S* pointer(const at::Tensor& x) {
-  return x.defined() ? x.const_data_ptr<S>() : nullptr;
+// Call f(S()) with the element type S of the tensor.
+template <typename F>
+void with_type(const at::Tensor& x, const F& f) {
+  x.scalar_type() == at::kDouble ? f(double()) : f(float());
 }
 
 }  // namespace brorl

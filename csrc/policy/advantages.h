@@ -1,24 +1,29 @@
-// Advantages of tokens (GAE) and of whole rollouts (group-relative), as megatron_brorl/ops/reference/advantages.py defines
-// them.
+// Advantages of tokens (GAE) and of whole rollouts (group-relative), moments and whitening.
+// megatron_brorl/ops/reference/advantages.py and algo/advantage.py define them. Tensors are float32 or float64, on the
+// CPU or on CUDA. Results do not depend on the number of threads.
 #pragma once
 
 #include <optional>
+#include <tuple>
 
 #include <ATen/core/Tensor.h>
 
 namespace brorl {
 
-// rewards and values [T] in float32 or float64, on the CPU or on CUDA; segment s is starts[s]..starts[s + 1], starts
-// [S + 1] int64; mask [T] bool; bootstrap [S]. Writes advantages [T] and returns [T], which may be the memory of rewards
-// and values.
-void gae(
-    const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& starts,
-    const std::optional<at::Tensor>& mask, const std::optional<at::Tensor>& bootstrap, double gamma, double lam,
-    const at::Tensor& advantages, const at::Tensor& returns);
+// rewards and values [T]; segment s is starts[s]..starts[s + 1], starts [S + 1] int64. Returns advantages and returns,
+// both [T].
+std::tuple<at::Tensor, at::Tensor> gae(
+    const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& starts, double gamma, double lam);
 
-// rewards [B]; group g is starts[g]..starts[g + 1]; mask [B] bool. Returns [B]: rewards minus their group's mean, over
-// the group's sample standard deviation where by_std.
-at::Tensor group_advantages(
-    const at::Tensor& rewards, const at::Tensor& starts, const std::optional<at::Tensor>& mask, bool by_std);
+// rewards [B]; group g is starts[g]..starts[g + 1]. Returns [B]: rewards minus their group's mean, over the group's
+// sample standard deviation with by_std.
+at::Tensor group_advantages(const at::Tensor& rewards, const at::Tensor& starts, bool by_std);
+
+// values of any shape; weights: the same shape and dtype. Elements of weight 0 are left out, whatever they hold; other
+// weights count once. Returns [3] float64: count, mean, sum of squared deviations from the mean.
+at::Tensor moments(const at::Tensor& values, const std::optional<at::Tensor>& weights);
+
+// In place: (values - mean) / std, and 0 everywhere if std is 0. values must be contiguous.
+void whiten(const at::Tensor& values, double mean, double std);
 
 }  // namespace brorl

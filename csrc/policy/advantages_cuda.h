@@ -1,4 +1,4 @@
-// Between advantages.cpp and advantages.cu; neither CUDA nor torch types.
+// Launchers of advantages.cu. Pointers are device memory. A launcher returns nullptr, or CUDA's error text.
 #pragma once
 
 #include <cstdint>
@@ -7,20 +7,20 @@ struct CUstream_st;
 
 namespace brorl {
 
-// mask: null or [T]; bootstrap: null or [segments]. Launchers return nullptr, or what CUDA says went wrong.
-#define BRORL_GAE_LAUNCH(S) \
-  const char* gae_launch( \
-      const S* rewards, const S* values, const int64_t* starts, const bool* mask, const S* bootstrap, double gamma, \
-      double lambda, int64_t segments, S* advantages, S* returns, CUstream_st* stream)
-BRORL_GAE_LAUNCH(float);
-BRORL_GAE_LAUNCH(double);
+template <typename S>
+const char* gae_launch(
+    const S* rewards, const S* values, const int64_t* starts, int64_t segments, double gamma, double lambda,
+    S* advantages, S* returns, CUstream_st* stream);
 
-// mask: null or [B].
-#define BRORL_GROUP_LAUNCH(S) \
-  const char* group_advantages_launch( \
-      const S* rewards, const int64_t* starts, const bool* mask, bool by_std, int64_t groups, S* advantages, \
-      CUstream_st* stream)
-BRORL_GROUP_LAUNCH(float);
-BRORL_GROUP_LAUNCH(double);
+template <typename S>
+const char* group_advantages_launch(
+    const S* rewards, const int64_t* starts, int64_t groups, bool by_std, S* advantages, CUstream_st* stream);
+
+// weights: null or [n]; elements of weight 0 are left out. result [3]: count, mean, sum of squared deviations.
+template <typename S>
+const char* moments_launch(const S* values, const S* weights, int64_t n, double* result, CUstream_st* stream);
+
+template <typename S>
+const char* whiten_launch(S* values, int64_t n, double mean, double inverse_std, CUstream_st* stream);
 
 }  // namespace brorl

@@ -1,46 +1,48 @@
-// Generalised advantage estimation and group-relative advantages, element by element: the only place in csrc/ where the
-// formulas stand.
-//
-// Plain inline functions, so that the CPU ops (advantages.cpp) and the CUDA kernels (advantages.cu) compile the same text.
-// All in double, or in vectors of it (lanes.h): a return is a sum over thousands of tokens.
+// Generalised and group-relative advantages of one segment or group. The CPU ops and the CUDA kernels compile the same
+// functions.
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #include "common/host_device.h"
 
 namespace brorl {
 
-// delta_t = r_t + gamma V(s_{t+1}) - V(s_t) (Schulman et al. 2016, eq. 10).
-template <typename X>
-BRORL_HOST_DEVICE X td_error(X reward, X value, X next_value, double gamma) {
-  return reward + gamma * next_value - value;
+// delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1} (Schulman et al. 2016, eq. 10 and 16) over
+// the n tokens of a segment. All of it is in double, because a return is a sum over thousands of tokens.
+template <typename S>
+BRORL_HOST_DEVICE void gae_segment(
+    const S* rewards, const S* values, int64_t n, double gamma, double lambda, S* advantages, S* returns) {
+  double next_value = 0, advantage = 0;
+  for (int64_t t = n - 1; t >= 0; --t) {
+    const double value = double(values[t]);
+    const double delta = double(rewards[t]) + gamma * next_value - value;
+    advantage = delta + gamma * lambda * advantage;
+    next_value = value;
+    advantages[t] = S(advantage);
+    returns[t] = S(advantage + value);
+  }
 }
 
-// The recursion A_t = delta_t + gamma lambda A_{t+1} (eq. 16) as a map from A_{t+1} to A_t. Maps compose, which lets a
-// warp, or the lanes of a vector, work on many tokens at once.
-template <typename X>
-struct AffineMap {
-  X offset, slope;
-
-  BRORL_HOST_DEVICE X operator()(X x) const { return offset + slope * x; }
-};
-using Affine = AffineMap<double>;
-
-// x -> outer(inner(x)).
-template <typename X>
-BRORL_HOST_DEVICE AffineMap<X> compose(const AffineMap<X>& outer, const AffineMap<X>& inner) {
-  return {outer(inner.offset), outer.slope * inner.slope};
+// The n rewards of a group minus their mean, divided by 1 or by the sample standard deviation plus 1e-6 (GRPO; Shao et
+// al. 2024, section 4.1.2). Equal rewards give exactly zero, because only rounding is left of them after the mean.
+template <typename S>
+BRORL_HOST_DEVICE void advantages_of_group(const S* rewards, int64_t n, bool by_std, S* advantages) {
+  double sum = 0, m2 = 0;
+  bool equal = true;
+  for (int64_t i = 0; i < n; ++i) sum += double(rewards[i]);
+  for (int64_t i = 1; i < n; ++i) equal = equal && rewards[i] == rewards[0];
+  const double mean = sum / double(n);
+  for (int64_t i = 0; i < n; ++i) m2 += (double(rewards[i]) - mean) * (double(rewards[i]) - mean);
+  const double divisor = by_std ? std::sqrt(m2 / double(n - 1)) + 1e-6 : 1;
+  for (int64_t i = 0; i < n; ++i) advantages[i] = equal ? S(0) : S((double(rewards[i]) - mean) / divisor);
 }
 
-// The map of one token, and of a token that the recursion jumps over.
-BRORL_HOST_DEVICE Affine gae_step(double delta, double gamma, double lambda) { return {delta, gamma * lambda}; }
-BRORL_HOST_DEVICE Affine gae_skip() { return {0, 1}; }
-
-// What a group's deviations from its mean are divided by: 1, or the sample standard deviation (n - 1, as torch.std)
-// plus 1e-6 (GRPO; Shao et al. 2024, section 4.1.2).
-BRORL_HOST_DEVICE double group_divisor(double m2, double count, bool by_std) {
-  return by_std ? std::sqrt(m2 / (count - 1)) + 1e-6 : 1;
+// One element of a whitened tensor. inverse_std is 0 where the batch has no spread; the result is then 0 for any value.
+template <typename S>
+BRORL_HOST_DEVICE S whitened(S value, double mean, double inverse_std) {
+  return S(inverse_std == 0 ? 0 : (double(value) - mean) * inverse_std);
 }
 
 }  // namespace brorl

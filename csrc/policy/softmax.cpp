@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include "common/cuda_launch.h"
+#include "common/tensor_checks.h"
 #include "policy/softmax_cuda.h"
 #include "policy/softmax_row.h"
 
@@ -29,12 +30,6 @@ Tensor upstream(const Tensor& x, const char* name, const Tensor& logits) {
       x.dim() == 1 && x.size(0) == logits.size(0) && x.scalar_type() == logits.scalar_type(), name, " must be [",
       logits.size(0), "] ", logits.scalar_type(), ", got ", x.sizes(), " ", x.scalar_type());
   return x.contiguous();
-}
-
-// Call f(S()) with the element type of the logits.
-template <typename F>
-void with_type(const Tensor& logits, const F& f) {
-  logits.scalar_type() == at::kDouble ? f(double()) : f(float());
 }
 
 }  // namespace

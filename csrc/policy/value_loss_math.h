@@ -1,46 +1,39 @@
-// The clipped value loss of one token and its derivative: the only place in csrc/ where the formula stands.
-//
-// Plain inline functions of numbers, so that the CPU op (value_loss.cpp) and the CUDA kernel (value_loss.cu) compile
-// the same text.
+// The clipped value loss of one token: the function that the CPU op and the CUDA kernel compile, and its launcher.
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #include "common/host_device.h"
-#include "policy/moments_math.h"
+
+struct CUstream_st;
 
 namespace brorl {
 
 template <typename S>
-struct ValueToken {
-  S objective;   // 0.5 max((v - R)^2, (clip(v) - R)^2)
-  S derivative;  // d objective / d v
-  bool clipped;  // the clipped branch is the larger, so the derivative is zero
+struct ValuePointers {
+  const S *values, *old_values, *returns, *weights;
+  S *loss, *gradient, *clipped;
 };
 
-// PPO's value loss (Schulman et al. 2017, as in OpenAI baselines ppo2) with v held within old +- clip; an infinite clip
-// never looks at old. Where both branches are equally large, the derivative is that of the unclipped one. Comparisons
-// are such that a NaN in any input that is looked at makes the objective NaN.
+// 0.5 w max((v - R)^2, (clip(v) - R)^2): PPO's value loss (Schulman et al. 2017, as in OpenAI baselines ppo2) with v held
+// within old +- clip; an infinite clip ignores old. Where both branches are equal, the gradient is that of the
+// unclipped one. A token of weight 0 gives 0 for any other inputs; a NaN in an input that counts makes the loss NaN.
 template <typename S>
-BRORL_HOST_DEVICE ValueToken<S> value_token(S value, S old, S target, S clip) {
+BRORL_HOST_DEVICE void value_loss_at(int64_t i, const ValuePointers<S>& p, S clip) {
+  const S weight = p.weights[i], value = p.values[i], target = p.returns[i], old = p.old_values[i];
   const S low = old - clip, high = old + clip;
-  const bool bounded = !std::isinf(clip);
-  const S held = bounded ? (value < low ? low : (value <= high ? value : high)) : value;
+  const S held = std::isinf(clip) ? value : (value < low ? low : (value <= high ? value : high));
   const S gap = value - target, held_gap = held - target;
-  const S plain = gap * gap, clipped = held_gap * held_gap;
-  const bool flat = clipped > plain || clipped != clipped;
-  return {S(0.5) * (flat ? clipped : plain), flat ? S(0) : gap, flat};
+  const S plain = gap * gap, bounded = held_gap * held_gap;
+  const bool counts = weight != 0, flat = bounded > plain || bounded != bounded;
+  p.loss[i] = counts ? S(0.5) * weight * (flat ? bounded : plain) : S(0);
+  p.gradient[i] = counts && !flat ? weight * gap : S(0);
+  p.clipped[i] = counts && flat ? S(1) : S(0);
 }
 
-// What is summed over unmasked tokens; eight doubles, as they lie in the op's second result.
-struct ValueSums {
-  double loss;     // sum of weight times objective
-  double clipped;  // tokens
-  Moments returns, residuals;  // residual: return - value
-};
-
-BRORL_HOST_DEVICE ValueSums merge(const ValueSums& a, const ValueSums& b) {
-  return {a.loss + b.loss, a.clipped + b.clipped, merge(a.returns, b.returns), merge(a.residuals, b.residuals)};
-}
+// Returns nullptr, or CUDA's error text.
+template <typename S>
+const char* value_loss_launch(ValuePointers<S> pointers, S clip, int64_t rows, CUstream_st* stream);
 
 }  // namespace brorl

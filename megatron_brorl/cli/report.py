@@ -63,8 +63,8 @@ def show(directory: Path, page: str = "") -> None:
 
     page: where its report is; "": the command that makes it.
     """
-    figure = plot_run(directory)
     theory = plot_theory(directory)
+    figure = plot_run(directory)  # last, because cli.finished takes it for the end of a run
     found: dict[str, str] = {}  # what kept the run from learning
     if (directory / SUMMARY).is_file():
         summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))

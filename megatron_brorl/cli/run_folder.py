@@ -18,7 +18,7 @@ from megatron_brorl.checkpoints.training import WRITING_MARGIN
 from megatron_brorl.cli.memory_plan import amount, training_parts
 from megatron_brorl.config.resume_keys import may_change
 from megatron_brorl.config.schema import Config
-from megatron_brorl.data.digest import TEMPLATE_DATE
+from megatron_brorl.data.source import TEMPLATE_DATE
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models.gpt import DTYPES
@@ -113,7 +113,7 @@ def template_date(directory: Path) -> datetime.date | None:
     """Return the date that chat templates of this run.dir write into prompts, or None before the first start.
 
     Templates such as Llama 3's write today's date. A run that is resumed on another day, and an evaluation in the same
-    run.dir, use the date of the first start. Raises UserError if the file holds no date.
+    run.dir, use the date of the first start. Raises UserError if the file holds no date, and OSError if it cannot be read.
     """
     path = directory / TEMPLATE_DATE
     try:
@@ -122,8 +122,6 @@ def template_date(directory: Path) -> datetime.date | None:
         return None
     except ValueError:
         raise UserError(f"{path}: must hold a date such as 2026-01-31; delete it to take today's date") from None
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
 
 
 def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank: bool) -> None:
@@ -146,7 +144,7 @@ def fingerprint(
     """Return the configuration of a run and the hashes of what it reads, for its checkpoints.
 
     own_verifiers: the SHA-256 of the file of each verifier of the user, by name. inputs: the SHA-256 of "tokenizer",
-    "train" and "held_out" (data.digest), and the date of the chat template.
+    "train" and "held_out" (Sources.digests), and the date of the chat template.
     """
     kept = dataclasses.asdict(config)
     for key in _OF_THE_JOB:

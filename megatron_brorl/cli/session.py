@@ -24,11 +24,9 @@ from megatron_brorl.checkpoints.model_card import Base, Training, model_card
 from megatron_brorl.cli import memory_plan, run_folder
 from megatron_brorl.cli.run_folder import Fingerprint
 from megatron_brorl.config.schema import Config, OptimConfig
-from megatron_brorl.data import digest
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
-from megatron_brorl.data.stop_ids import stop_ids
-from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.model_shape import read_shape
@@ -248,8 +246,8 @@ class Session:
         return run_folder.fingerprint(self.config, self.shape, self.started_verifiers.sha256, self.inputs())
 
     def inputs(self) -> dict[str, str]:
-        """Return the SHA-256 of the tokenizer and the data, see digest.of_inputs."""
-        return digest.of_inputs(Path(self.config.model.path), self.sources, self.template_date)
+        """Return the SHA-256 of the tokenizer and the data, see Sources.digests."""
+        return self.sources.digests(Path(self.config.model.path), self.template_date)
 
     def rollouts(self) -> Rollouts:
         """Return the engine and the reward workers, which end with the session."""

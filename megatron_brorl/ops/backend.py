@@ -64,20 +64,11 @@ class Backend(Protocol):
         """The critic's loss of R tokens, all tensors [R]; differentiable in values."""
 
     def gae(
-        self,
-        rewards: Tensor,
-        values: Tensor,
-        starts: Tensor,
-        mask: Tensor | None = None,
-        bootstrap: Tensor | None = None,
-        gamma: float = 1.0,
-        lam: float = 1.0,
+        self, rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """rewards and values [T] of segments that begin at starts [S + 1] -> advantages and returns [T]."""
 
-    def group_advantages(
-        self, rewards: Tensor, starts: Tensor, mask: Tensor | None = None, kind: GroupKind = "mean"
-    ) -> Tensor:
+    def group_advantages(self, rewards: Tensor, starts: Tensor, kind: GroupKind = "mean") -> Tensor:
         """rewards [B] of groups that begin at starts [G + 1] -> advantages [B]."""
 
     def moments(self, values: Tensor) -> Moments:

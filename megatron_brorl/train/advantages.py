@@ -42,9 +42,9 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
 
     # Over the group's baseline.
     if algo.advantage == "grpo":
-        advantages = ops.group_advantages(advantages, starts, None, "mean_std")
+        advantages = ops.group_advantages(advantages, starts, "mean_std")
     elif algo.advantage == "reinforce_pp_baseline":
-        advantages = ops.group_advantages(advantages, starts, None, "mean")
+        advantages = ops.group_advantages(advantages, starts, "mean")
     elif algo.advantage == "maxrl":
         advantages = torch.cat([over_group_mean(r) for r in rewards])
     elif algo.advantage == "pass_at_k":

@@ -5,7 +5,6 @@ A process that loads it keeps it, so tests do that in processes of their own.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -73,8 +72,8 @@ def built(csrc: Path = ROOT / "csrc") -> Path:
 
 
 @functools.cache
-def load(csrc: str = str(ROOT / "csrc")) -> ctypes.CDLL:
-    """The library, with csrc's ops on the device "emulated" from now on. To be called once in a process."""
+def load(csrc: str = str(ROOT / "csrc")) -> None:
+    """Load the library, which puts csrc's ops on the device "emulated". Call it once in a process."""
     from megatron_brorl.ops.fused import linear, native
 
     # torch looks for a module of the device's name, and asks it whether it has random numbers to be kept.
@@ -86,6 +85,3 @@ def load(csrc: str = str(ROOT / "csrc")) -> ctypes.CDLL:
     torch.ops.load_library(path)
     native.DEVICES = (*native.DEVICES, DEVICE)
     linear.CHUNK_ROWS[DEVICE] = CHUNK_ROWS
-    library = ctypes.CDLL(str(path))
-    library.emulation_count.restype = ctypes.c_uint64
-    return library

@@ -123,6 +123,8 @@ void meet(Meeting& meeting, unsigned expected, unsigned mask, Place place) {
 // Shared memory has what nobody would take for a result, NaN or -1, until the block has written there: this library's
 // thread-local variables, which are all of the kernels.
 void spoil_shared() {
+  static thread_local volatile bool touched;
+  touched = true;  // The first access allocates the thread-local variables of this library.
   const auto of_this_library = [](dl_phdr_info* info, size_t, void*) {
     const auto own = reinterpret_cast<ElfW(Addr)>(&fibers);
     bool here = false;

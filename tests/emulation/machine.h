@@ -25,7 +25,7 @@ struct Place {
 // All blocks of a launch, one after another in random order. Null, or what went wrong, for the first thread that did.
 const char* run(int64_t blocks, int threads, const std::function<void()>& kernel);
 
-// Whether a kernel is running: its loads and stores are held to tensors and counted.
+// Return whether a kernel is running. Its loads and stores must be inside of tensors.
 bool running();
 
 // Called by a thread of a kernel: it ends the launch.

@@ -15,10 +15,8 @@ namespace {
 
 constexpr size_t kPage = 4096, kArena = size_t(1) << 38;
 
-// Bytes that kernels loaded and stored since the last emulation_count: all of them, however often.
 struct Allocation {
   char *begin, *end;
-  uint64_t loaded, stored;
 };
 
 char* reserved(size_t bytes) {
@@ -40,11 +38,10 @@ Allocation& owner(const void* p) { return allocations[owners[(static_cast<const 
 void touch(const void* p, size_t bytes, bool store) {
   if (!in_arena(p) || !running()) return;
   const char* const begin = static_cast<const char*>(p);
-  Allocation& of = owner(p);
+  const Allocation& of = owner(p);
   if (!of.begin || begin < of.begin || begin + bytes > of.end) {
     fail(store ? "a store outside of any tensor" : "a load outside of any tensor", {"a kernel", 0});
   }
-  (store ? of.stored : of.loaded) += bytes;
 }
 
 }  // namespace
@@ -53,7 +50,7 @@ void* allocate(size_t bytes) {
   if (!bytes) return nullptr;
   char* const begin = arena + next_page * kPage;
   std::memset(begin, 0xff, bytes);
-  allocations.push_back({begin, begin + bytes, 0, 0});
+  allocations.push_back({begin, begin + bytes});
   for (size_t i = 0; i < pages(bytes); ++i) owners[next_page + i] = uint32_t(allocations.size() - 1);
   next_page += pages(bytes) + 1;
   return begin;
@@ -70,15 +67,6 @@ void release(void* begin) {
 }  // namespace emulation
 
 extern "C" {
-
-// Bytes that kernels loaded from (stored to) the tensor at p since the last call.
-uint64_t emulation_count(const void* p, bool stored) {
-  emulation::Allocation& of = emulation::owner(p);
-  uint64_t& count = stored ? of.stored : of.loaded;
-  const uint64_t result = count;
-  count = 0;
-  return result;
-}
 
 #define ACCESS(bytes)                                                          \
   void __tsan_read##bytes(void* p) { emulation::touch(p, bytes, false); }      \

@@ -3,7 +3,6 @@
 #include "common/gemm.h"
 #include "decoding/decode_attention.cpp"
 #include "policy/advantages.cpp"
-#include "policy/moments.cpp"
 #include "policy/ppo_tokens.cpp"
 #include "policy/softmax.cpp"
 #include "policy/value_loss.cpp"

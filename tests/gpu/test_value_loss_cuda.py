@@ -16,18 +16,3 @@ pytestmark = MARKS
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_a_loop_over_floats(name, dtype, tolerance):
     assert_agree(CASES[name].call(value_loss, dtype, DEVICE, upstream=-2.5), CASES[name], -2.5, tolerance)
-
-
-def test_repeats_bit_for_bit():
-    first, gradient = CASES["many blocks"].call(value_loss, torch.float32, DEVICE)
-    for _ in range(3):
-        again, other = CASES["many blocks"].call(value_loss, torch.float32, DEVICE)
-        assert torch.equal(again.loss, first.loss)
-        assert (again.sums, again.returns, again.residuals) == (first.sums, first.returns, first.residuals)
-        assert torch.equal(other, gradient)
-
-
-def test_devices_must_match():
-    cpu, gpu = torch.zeros(5), torch.zeros(5, device=DEVICE)
-    with pytest.raises(ValueError, match="all must be on one device"):
-        value_loss(gpu, gpu, gpu, cpu, 0.2)

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
 import torch  # noqa: E402
-from bench_advantages import groups_of_calls  # noqa: E402
 from bench_ops import fused, make_inputs  # noqa: E402
 from bench_sampler import SETTINGS, implementations  # noqa: E402
 
@@ -31,8 +30,6 @@ def cases(device: str) -> dict[str, Callable[[], Any]]:
     for dtype in ("fp32", "bf16"):
         inputs = make_inputs(dtype, SHAPE, 0.4, device)[0]
         found[f"linear_ppo_loss {dtype}"] = lambda inputs=inputs: fused(*inputs)  # type: ignore[misc]
-    for op, calls in groups_of_calls(3 * 512, device).items():
-        found[op] = calls["fused"]
 
     logits = torch.randn(5, 1031, device=device)
     keys, index = torch.full((5,), 7, device=device), torch.arange(5, device=device)

@@ -7,17 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench_advantages import LENGTH, groups_of_calls
 from bench_common import DTYPES
 from bench_ops import IMPLEMENTATIONS, LIMITS, Inputs, make_inputs
 from bench_sampler import SETTINGS, implementations
 
 from gpu_stages import decoding
 from gpu_stages.common import Job, Row, apart, attempt, has, judged, left_out, missing, ok, peak_mib, seconds
-from gpu_stages.roofline import bandwidth_of, device_name, mfu
+from gpu_stages.roofline import device_name, mfu
 
+LENGTH = 512
 LOSS = {"cuda": (32768, 1536, 151936), "cpu": (256, 64, 1031)}  # T, H, V
-TOKENS = {"cuda": 65536 * LENGTH, "cpu": 8 * LENGTH}  # of the ops over tokens, in segments of LENGTH
 DRAW = {"cuda": (512, 151936), "cpu": (16, 1031)}  # rows, V
 COMPARED = ("fused", "compile_chunked", "liger_like")  # of bench_ops.IMPLEMENTATIONS
 NEEDS_COMPILER = ("compile_chunked",)
@@ -27,8 +26,6 @@ GAP = {"bf16": 0.02, "fp32": 1e-4}  # of two ways to one loss; in bf16 the other
 def run(job: Job) -> Iterator[Row]:
     """The rows of this stage."""
     yield from _losses(job)
-    for op in groups_of_calls(LENGTH, job.device):  # names alone
-        yield attempt(op, partial(_over_tokens, op, job))
     for setting in SETTINGS:
         what = f"sample_tokens{setting}"
         yield attempt(what, partial(_draw, what, setting, job))
@@ -111,27 +108,6 @@ def _liger(what: str, inputs: Inputs, products: float, job: Job) -> Row:
 
     taken = seconds(once, job.device)
     return ok(what, **_figures(taken, products, job), **{"extra MiB": peak_mib(once, job.device)})
-
-
-def _over_tokens(op: str, job: Job) -> Row:
-    """An op over tokens against a copy of the tensors that it reads and writes."""
-    tokens = TOKENS[job.device]
-    calls = groups_of_calls(tokens, job.device)[op]
-    taken = {name: seconds(calls[name], job.device) for name in ("copy", "fused", "out=") if name in calls}
-    figures: dict[str, Any] = {
-        "tokens": tokens,
-        "ms": 1000 * taken["fused"],
-        "over a copy": taken["fused"] / taken["copy"],
-    }
-    if "out=" in taken:
-        figures["out= over a copy"] = taken["out="] / taken["copy"]
-
-    # How good a measure the copy itself is: it reads and writes 4 bytes a token of one tensor, or of two.
-    speed = bandwidth_of(device_name(job.device))
-    if speed:
-        tensors = 2 if op.startswith(("gae", "value")) else 1
-        figures["copy of bandwidth"] = tensors * 8 * tokens / taken["copy"] / speed
-    return ok(op, **figures)
 
 
 def _draw(what: str, setting: str, job: Job) -> Row:

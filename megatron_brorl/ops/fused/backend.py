@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from megatron_brorl.algo.advantage import Moments
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.decode import DecodeOps
 from megatron_brorl.ops.fused import advantages, linear, native, sampling, value
@@ -21,6 +19,8 @@ class FusedBackend:
     value_loss = staticmethod(value.value_loss)
     gae = staticmethod(advantages.gae)
     group_advantages = staticmethod(advantages.group_advantages)
+    moments = staticmethod(advantages.moments)
+    whiten = staticmethod(advantages.whiten)
     sample_tokens = staticmethod(sampling.sample_tokens)
 
     def __init__(self, device: torch.device, fp8: bool = False) -> None:
@@ -41,11 +41,3 @@ class FusedBackend:
         self.linear_logits = partial(linear.linear_logits, fp8=fp8)
         self.fused_layers = on_cpu
         self.decode: DecodeOps = FusedDecode() if on_cpu else KernelDecode()
-
-    def moments(self, values: Tensor) -> Moments:
-        """Of values of any shape; waits for the device."""
-        return advantages.to_moments(advantages.moments(values))
-
-    def whiten(self, values: Tensor, batch: Moments) -> Tensor:
-        """values of any shape, in place."""
-        return advantages.whiten_(values, batch.mean, batch.std)

@@ -1,7 +1,4 @@
-"""The critic's loss of csrc/policy/value_loss.cpp and .cu with types: ops.reference.value in one pass over memory.
-
-Importing this file loads the extension and completes the registration of the op.
-"""
+"""The critic's loss by csrc/policy/value_loss.*: one pass that gives the loss and the gradient of each token."""
 
 from __future__ import annotations
 
@@ -11,49 +8,36 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_brorl.algo.advantage import Moments
+from megatron_brorl.ops.fused.advantages import moments
 from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.reference.value import ValueLoss
 
-_SUMS = 8  # the fields of ValueSums in csrc/policy/value_loss_math.h
-
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> ValueLoss:
-    """As ops.reference.value.value_loss; the gradient of values is found on the way forward and scaled on the way back.
+    """Return what ops.reference.value.value_loss returns, differentiable once and in values only.
 
-    All tensors are [R], float32 or float64, on one device (CPU, or CUDA where the extension was built for it). The
-    results are bitwise the same for any number of CPU threads and from run to run. Second derivatives are refused.
-    Raises ValueError for a shape, a device or a negative clip, TypeError for a dtype.
+    All tensors are [R], float32 or float64, on one device (CPU, or CUDA if the extension was built for it).
     """
     check_devices("value_loss", values, old_values, returns, weights)
-    loss, sums, _ = torch.ops.brorl.value_loss(values, old_values, returns, weights, clip)
-    total, clipped, *moments = sums.tolist()
-    of_returns, of_residuals = Moments(*moments[:3]), Moments(*moments[3:])
-    counts = {"loss": total, "clipped": clipped, "tokens": of_returns.count}
-    return ValueLoss(loss, counts, of_returns, of_residuals)
+    losses, clipped = _ValueLoss.apply(values, old_values, returns, weights, clip)
+    loss = losses.sum()
+    of_returns, of_residuals = moments(returns, weights), moments(returns - values.detach(), weights)
+    sums = {"loss": float(loss.detach()), "clipped": float(clipped.sum()), "tokens": of_returns.count}
+    return ValueLoss(loss, sums, of_returns, of_residuals)
 
 
-@torch.library.register_fake("brorl::value_loss")
-def _value_loss_fake(
-    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    sums = values.new_empty(_SUMS, dtype=torch.float64)
-    return values.new_empty(()), sums, values.new_empty(values.shape)
+class _ValueLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float
+    ) -> tuple[Tensor, Tensor]:
+        losses, gradient, clipped = torch.ops.brorl.value_loss(values, old_values, returns, weights, clip)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(clipped)
+        return losses, clipped
 
-
-def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, sums, gradient = output
-    ctx.mark_non_differentiable(sums, gradient)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(gradient)
-
-
-@once_differentiable
-def _scaled_gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if any(ctx.needs_input_grad[1:]):
-        raise RuntimeError("value_loss: only values have a gradient; detach old_values, returns and weights")
-    (gradient,) = ctx.saved_tensors
-    return (None if upstream is None else gradient * upstream, None, None, None, None)
-
-
-torch.library.register_autograd("brorl::value_loss", _scaled_gradient, setup_context=_save_gradient)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Any) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream, None, None, None, None

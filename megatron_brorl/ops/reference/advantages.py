@@ -19,54 +19,36 @@ def check_kind(kind: str) -> None:
         raise ValueError(f"group_advantages: kind is {kind!r}; it takes {' or '.join(map(repr, get_args(GroupKind)))}")
 
 
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    starts: Tensor,
-    mask: Tensor | None = None,
-    bootstrap: Tensor | None = None,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
     """Generalised advantages and the returns to regress values on, both [T] (Schulman et al. 2016, eq. 11-16).
 
     rewards and values [T] of packed segments: segment s is starts[s]:starts[s + 1] (starts [S + 1] int64, from 0 to T,
     never falling; a segment may be empty). Per segment, from its last token on: delta_t = r_t + gamma V_{t+1} - V_t,
-    A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the last token V is bootstrap [S] (the value of the
-    state in which a rollout was cut off; 0 without one) and A is 0. Where mask [T] is false (tool output), the
-    recursion jumps over the token, reward and all; its advantage and return are 0. gamma and lam lie in [0, 1].
+    A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the last token V and A are 0. gamma and lam lie in
+    [0, 1].
     """
     # All of it in float64: a return is a sum over thousands of tokens.
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    kept = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
-    bounds = starts.tolist()
-
-    for s, (begin, end) in enumerate(pairwise(bounds)):
-        advantage = torch.zeros((), dtype=torch.float64, device=rewards.device)
-        next_value = advantage if bootstrap is None else bootstrap[s].double()
+    for begin, end in pairwise(starts.tolist()):
+        advantage = next_value = torch.zeros((), dtype=torch.float64, device=rewards.device)
         for t in reversed(range(begin, end)):
-            if kept[t]:
-                value = values[t].double()
-                advantage = rewards[t].double() + gamma * next_value - value + gamma * lam * advantage
-                next_value = value
-                advantages[t], returns[t] = advantage, advantage + value
+            value = values[t].double()
+            advantage = rewards[t].double() + gamma * next_value - value + gamma * lam * advantage
+            next_value = value
+            advantages[t], returns[t] = advantage, advantage + value
     return advantages, returns
 
 
-def group_advantages(rewards: Tensor, starts: Tensor, mask: Tensor | None = None, kind: GroupKind = "mean") -> Tensor:
+def group_advantages(rewards: Tensor, starts: Tensor, kind: GroupKind = "mean") -> Tensor:
     """Advantages [B] of rollouts against their group: starts[g]:starts[g + 1] of rewards [B] (starts as in gae).
 
     "mean": algo.advantage.group_baseline, the first step of REINFORCE++-baseline; "mean_std": group_normalised there,
-    as in GRPO. Where mask [B] is false (a lost rollout) the advantage is 0 and the rest of the group does not see it.
-    Exactly 0 in groups of one and where all rewards are equal.
+    as in GRPO. The advantage is exactly 0 in groups of one and in groups whose rewards are all equal.
     """
     check_kind(kind)
     formula = group_baseline if kind == "mean" else group_normalised
-    kept = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     result = torch.zeros_like(rewards)
-    bounds = starts.tolist()
-    for begin, end in pairwise(bounds):
-        members = torch.arange(begin, end, device=rewards.device)[kept[begin:end]]
-        if len(members) > 1:
-            result[members] = formula(rewards[members])
+    for begin, end in pairwise(starts.tolist()):
+        if end - begin > 1:
+            result[begin:end] = formula(rewards[begin:end])
     return result

@@ -13,8 +13,8 @@ from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl import StopTraining, UserError, train
 from megatron_brorl.cli import run_folder
-from megatron_brorl.data import hf_tokenizer
-from megatron_brorl.data.digest import TEMPLATE_DATE
+from megatron_brorl.data import tokenizers
+from megatron_brorl.data.source import TEMPLATE_DATE
 
 TEMPLATE = (
     "{{ strftime_now('%d %b %Y') }}{% if not enable_thinking %} /no_think{% endif %} "
@@ -64,7 +64,7 @@ def today(monkeypatch):
 
     def make(day):
         clock = SimpleNamespace(date=SimpleNamespace(today=lambda: day))
-        monkeypatch.setattr(hf_tokenizer, "datetime", clock)
+        monkeypatch.setattr(tokenizers, "datetime", clock)
 
     return make
 

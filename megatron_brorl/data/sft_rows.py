@@ -1,4 +1,4 @@
-"""Worked examples for a supervised warm start: the prompt, and its target or its reference answer as the response."""
+"""Examples for supervised training: a prompt, and its target or its reference answer as the response."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.types import Prompt
 
 
-def solved_examples(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, response ids) of each prompt; the response ends with the end-of-sequence token."""
+def sft_examples(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
+    """Return the prompt ids and the response ids of each prompt. A response ends with the EOS token."""
     examples = []
     for prompt in prompts:
         target = prompt.answer if prompt.target is None else prompt.target
         if target is None:
             raise UserError(
                 f"prompt {prompt.id!r} has neither target nor reference answer, so there is nothing to imitate; "
-                "leave its task or row out of supervised training"
+                "remove its task or row from supervised training"
             )
         examples.append((list(prompt.token_ids), [*tokenizer.encode(target), tokenizer.eos_id]))
     return examples

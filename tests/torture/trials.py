@@ -1,0 +1,187 @@
+"""Runs that are killed or refused by the disk at any file operation, and started again: they end with the same bits.
+
+    python tests/torture/trials.py --kills 60 --faults 60 --seed 1
+
+Each trial is a run of two ranks, from its beginning or resumed, with one fault in one rank (faults.py). The same
+command is then started until it ends. Metrics, weights, summary and recorded rollouts must equal those of the
+undisturbed run; a fault ends a start with one line that names the file, never with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import forks
+from e2e.runs import ENVIRONMENT, write_config
+from torture import faults
+from torture.outcome import Outcome
+
+REPOSITORY = Path(__file__).parents[2]
+RANKS = 2
+FRESH, RESUMED = STAGES = ("from the beginning", "resumed")
+STARTS = 4  # of a run after its fault
+OPTIONS = [
+    *("rollout.n=8", "rollout.prompts=4", "train.steps=3", "train.checkpoint_every=1", "train.keep_checkpoints=2"),
+    *("evaluate.every=2", "evaluate.samples=1", "run.log=[]", "parallel.timeout_s=60", "theory.every=3"),
+    *("reward.strict=false", "reward.cut_off_factor=1.0"),
+]
+# A random model earns this now and then.
+VERIFIER = "def letters(response, row):\n    return sum(c.isalpha() for c in response) / 6\n"
+
+
+@dataclass
+class Torture:
+    """A run that is started again and again in `root`, and the undisturbed one that it is compared with."""
+
+    root: Path
+    words: list[str] = field(default_factory=list)  # of the command line
+    operations: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)  # by stage and rank
+    expected: Outcome | None = None
+
+    def prepare(self) -> None:
+        """Run once undisturbed, once up to a kill in the second step, and count the file operations of both stages."""
+        config, model = write_config(self.root), self.root / "model"
+        options = [
+            "--hidden",
+            "32",
+            "--layers",
+            "2",
+            "--heads",
+            "2",
+            "--kv-heads",
+            "1",
+            "--ffn",
+            "64",
+            "--context",
+            "32",
+        ]
+        done = forks.script(REPOSITORY / "tools" / "make_tiny_model.py", config, model, *options)
+        assert done.returncode == 0, done.stderr
+        (self.root / "letters.py").write_text(VERIFIER)
+        verifier = f"data.verifier={self.root / 'letters.py'}:letters"
+        self.words = [str(config), f"model.path={model}", verifier, *OPTIONS]
+
+        done = self.start(self.root / "whole")
+        assert done.returncode == 0, done.stderr
+        self.expected = Outcome.read(self.root / "whole")
+        assert sum(line["updates"] for line in self.expected.metrics) > 1
+        half = self.root / "half"
+        done = self.start(half, {"rank": 0, "where": "metrics.jsonl: write", "at": 2, "fault": faults.KILL})
+        assert done.returncode == -9, done.stderr
+        for stage, rank in itertools.product(STAGES, range(RANKS)):
+            directory, log = self.begin(stage), self.root / "log"
+            done = self.start(directory, {"rank": rank, "log": str(log)})
+            assert done.returncode == 0, done.stderr
+            self.operations[stage, rank] = json.loads(log.read_text())
+
+    def start(self, directory: Path, fault: dict[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
+        """Start the run once; one that does not end counts as exit code 124."""
+        words = ["train", "--processes", str(RANKS), *self.words, f"run.dir={directory}"]
+        asked = {**fault, "folder": str(directory)} if fault else {}
+        try:
+            return forks.command_line(words, {**ENVIRONMENT, faults.KEY: json.dumps(asked)}, main=faults.main)
+        except TimeoutError:
+            return subprocess.CompletedProcess(words, 124, "", "does not end")
+
+    def begin(self, stage: str) -> Path:
+        """Return a run's folder as a stage finds it."""
+        directory = self.root / "run"
+        shutil.rmtree(directory, ignore_errors=True)
+        if stage == RESUMED:
+            shutil.copytree(self.root / "half", directory)
+        return directory
+
+    def choose(self, rng: random.Random, fault: str) -> tuple[str, dict[str, Any]]:
+        """Return a stage and a fault, each place of a run as likely as any other."""
+        stage, rank = rng.choice(STAGES), rng.randrange(RANKS)
+        by_place = collections.defaultdict(list)
+        for where in sorted(self.operations[stage, rank]):
+            place, _, kind = where.partition(": ")
+            if fault == faults.KILL or kind in faults.DISK[fault]:
+                by_place[place].append(where)
+        where = rng.choice(by_place[rng.choice(sorted(by_place))])
+        at = rng.randint(1, self.operations[stage, rank][where])
+        lasting = fault != faults.KILL and rng.random() < 0.5
+        return stage, {"rank": rank, "where": where, "at": at, "fault": fault, "lasting": lasting}
+
+    def trial(self, stage: str, fault: dict[str, Any]) -> tuple[str, str]:
+        """Start a run with a fault and then until it ends; return how the first start ended, and what is wrong."""
+        directory = self.begin(stage)
+        done = self.start(directory, fault)
+        end, problem = _ended(done, fault["fault"], directory)
+        messages = done.stderr
+        for _ in range(STARTS):
+            if done.returncode == 0 or problem:
+                break
+            done = self.start(directory)
+            messages += done.stderr
+        if done.returncode and not problem:
+            problem = f"does not end: {done.returncode} {done.stderr[-2000:]}"
+        if not problem:
+            assert self.expected
+            problem = self.expected.difference(directory, messages, fault["fault"] in faults.DISK)
+        return end, problem
+
+
+def _ended(done: subprocess.CompletedProcess[str], fault: str, directory: Path) -> tuple[str, str]:
+    """Return how a start with a fault ended, and what is wrong with that."""
+    if "Traceback" in done.stderr or done.returncode == 124:
+        return "wrong", done.stderr[-3000:]
+    if "torture: " not in done.stderr:
+        return "ended before the fault", "" if done.returncode == 0 else done.stderr[-2000:]
+    if done.returncode == 0:
+        return "continued with a warning" if re.search("^warning: ", done.stderr, re.M) else "continued", ""
+    if fault == faults.KILL and done.returncode == -9:
+        return "killed", ""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("brorl: ")]
+    reason = os.strerror(getattr(faults.errno, fault, 0))
+    named = any(reason in line and str(directory) in line for line in lines)
+    return "one line", "" if named else f"exit {done.returncode} names no file: {done.stderr[-2000:]}"
+
+
+def main() -> int:
+    """Run the trials and print how they ended; return 1 if any is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--faults", type=int, default=60, help="disk faults")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--again", type=json.loads, help="a trial, as it was printed")
+    args = parser.parse_args()
+    rng, began, wrong = random.Random(args.seed), time.monotonic(), 0
+    kinds = [faults.KILL] * args.kills + [rng.choice(sorted(faults.DISK)) for _ in range(args.faults)]
+    ends: collections.Counter[str] = collections.Counter()
+    with tempfile.TemporaryDirectory(prefix="torture") as folder:
+        torture = Torture(Path(folder))
+        torture.prepare()
+        trials = [args.again] if args.again else [torture.choose(rng, kind) for kind in kinds]
+        for number, (stage, fault) in enumerate(trials, start=1):
+            end, problem = torture.trial(stage, fault)
+            ends[f"{fault['fault']}: {end}"] += 1
+            wrong += bool(problem)
+            if problem:
+                print(f"--again '{json.dumps([stage, fault])}': {end}: {problem}", flush=True)
+            if number % 20 == 0:
+                print(f"{number} trials, {(time.monotonic() - began) / 60:.0f} minutes", flush=True)
+    print("; ".join(f"{count} {end}" for end, count in sorted(ends.items())))
+    print(f"seed {args.seed}: {len(trials)} trials, {wrong} wrong, {(time.monotonic() - began) / 60:.1f} minutes")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
