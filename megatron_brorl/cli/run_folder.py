@@ -113,7 +113,7 @@ def template_date(directory: Path) -> datetime.date | None:
     """Return the date that chat templates of this run.dir write into prompts, or None before the first start.
 
     Templates such as Llama 3's write today's date. A run that is resumed on another day, and an evaluation in the same
-    run.dir, use the date of the first start. Raises UserError if the file holds no date, and OSError if it cannot be read.
+    run.dir, use the date of the first start. Raises UserError if the file holds no date, else OSError.
     """
     path = directory / TEMPLATE_DATE
     try:
