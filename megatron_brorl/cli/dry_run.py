@@ -18,8 +18,8 @@ from megatron_brorl.cli.session import Program, Session
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import device, grid
-from megatron_brorl.train.actor_update import update_policy
 from megatron_brorl.train.state import saved
+from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import Update, Worker
 from megatron_brorl.types import Experience, Prompt
 

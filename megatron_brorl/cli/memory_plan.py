@@ -26,8 +26,7 @@ from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.hf_names import entries, hf_shapes
 from megatron_brorl.reshard.layout import local_shape
 from megatron_brorl.rollout.registry import ENGINES
-from megatron_brorl.rollout.remote.fp8_blocks import quantized
-from megatron_brorl.rollout.remote.shared_weights import layout
+from megatron_brorl.rollout.remote.weights_send import as_is, in_fp8_blocks, layout
 from megatron_brorl.train.setup import context
 
 GIB = 2**30
@@ -127,7 +126,7 @@ def kv_bytes(shape: ModelShape, generation: Generation) -> int:
 
 def sent_bytes(shape: ModelShape, dtype: torch.dtype, fp8: bool) -> int:
     """Return the bytes of the weights that are sent to an engine."""
-    return layout(hf_shapes(shape), dtype, quantized if fp8 else lambda name, tensor: iter([(name, tensor)]))[1]
+    return layout(hf_shapes(shape), dtype, in_fp8_blocks if fp8 else as_is)[1]
 
 
 def plan(shape: ModelShape, training: Training, generation: Generation | None) -> Plan:

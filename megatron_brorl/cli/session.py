@@ -36,11 +36,10 @@ from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid, network
 from megatron_brorl.record import files as record_files
-from megatron_brorl.rewards import here
-from megatron_brorl.rewards.pool import RewardPool
-from megatron_brorl.rewards.references import check_references
+from megatron_brorl.rewards import custom
+from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references, check_verifiers
 from megatron_brorl.rewards.sandbox import probe
-from megatron_brorl.rewards.startup import Started, look_at
+from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
@@ -48,11 +47,11 @@ from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.timeline import dump_stacks_after
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
-from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context
+from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
 
@@ -64,7 +63,7 @@ T = TypeVar("T")
 class Program:
     """What a Python program adds to a command that it runs."""
 
-    reward: here.OwnReward | None = None  # scores rows whose verifier is here.NAME
+    reward: custom.OwnReward | None = None  # scores rows whose verifier is custom.IN_PROCESS
     callbacks: Callbacks = field(default_factory=Callbacks)
     continues: bool = False  # after an error, so that the session must release its resources
     tell: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
@@ -231,12 +230,12 @@ class Session:
         return stage
 
     @functools.cached_property
-    def started_verifiers(self) -> Started:
+    def started_verifiers(self) -> CheckedVerifiers:
         """The user's own verifiers. Raises UserError if one cannot be used."""
         reward = self.program.reward
-        started = look_at(self._verifiers - ({here.NAME} if reward else set()), self.config.reward)
+        started = check_verifiers(self._verifiers - ({custom.IN_PROCESS} if reward else set()), self.config.reward)
         if reward:
-            started = replace(started, sha256={**started.sha256, here.NAME: here.sha256(reward)})
+            started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: custom.sha256(reward)})
         if started.unsandboxed and self.is_main_rank:
             print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
         return started
@@ -270,12 +269,8 @@ class Session:
     def pool(self) -> RewardPool:
         """The reward workers, which end with the session."""
         c = self.config.reward
-        pool = here.pool(
-            self.program.reward,
-            c.workers,
-            c.timeout_s,
-            impure=self.started_verifiers.impure,
-        )
+        impure = self.started_verifiers.impure
+        pool = RewardPool(c.workers, c.timeout_s, impure=impure, function=self.program.reward)
         self._closing.append(pool.close)
         return pool
 
@@ -294,10 +289,10 @@ class Session:
         )
 
     def _remote_engine(self) -> RolloutEngine:
-        from megatron_brorl.rollout.remote import group
+        from megatron_brorl.rollout.remote.engine import join
 
         c = self.config
-        engine = group.join(
+        engine = join(
             c,
             names=hf_shapes(self.shape),
             context=context(c, self.shape),

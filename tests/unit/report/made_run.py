@@ -193,6 +193,5 @@ def _summary(shares: dict[int, float], prompts: int, steps: int, n: int) -> dict
         "steps": steps,
         "job_seconds": 60.0,
         "peak_rss_mib": 100.0,
-        "theory": None,
         "findings": {},
     }
