@@ -24,7 +24,7 @@ from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.ops.fused import linear as fused
 from megatron_brorl.ops.reference import linear as reference
-from megatron_brorl.report.benchmarks import table
+from megatron_brorl.report.comparison import table
 
 CLIP = PolicyLossSettings(eps_low=0.2, eps_high=0.28, is_cap=2.0)
 WAYS = {"bf16": False, "fp8": True}

@@ -53,7 +53,6 @@ def sft(
     Raises UserError where loss, gradient or weights are not finite.
     """
     grid = worker.grid
-    # The number of a step decides its examples and its rate.
     for step in range(config.steps):
         start = time.monotonic()
 
@@ -66,7 +65,6 @@ def sft(
         own = float(sum(map(len, responses)))
         tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
 
-        # At temperature 1, where the model's own distribution is the one that is fitted.
         lr = learning_rate(optim, step)
         update, losses = worker.train(prompts, responses, _loss(tokens), 1.0, lr)
         # Only the last pipeline stage has losses; the others add 0.
@@ -81,7 +79,6 @@ def sft(
         # A gradient in range may still take a weight out of it.
         worker.require_finite(f"sft step {step}", "nothing is exported: lower sft.lr, or raise sft.warmup_steps")
 
-        # The same figures on every rank; one of them has the writer.
         seconds = {"step": time.monotonic() - start}
         if writer:
             writer.write(step, {"loss": loss, "grad_norm": update.grad_norm, "lr": lr, "tokens": tokens}, seconds)
