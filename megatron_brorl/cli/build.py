@@ -93,7 +93,7 @@ class Session:
 
         # What this machine must have; told before data is read, which may take long.
         check_installed(() if benchmarks else config.run.log)  # an evaluation has no steps to show
-        self.ops = backend(config.ops.implementation, device.default_device(), config.fp8.head)
+        self.ops = backend(config.ops.implementation, device.default_device())
         fp8.check(config.fp8, self.shape, config.parallel.tensor)  # and what FP8 asks of device and shape
 
         # Prompts that leave room for a response.

@@ -65,7 +65,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Training in FP8: by Transformer Engine's layers, on GPUs that have it (models.fp8 checks), and by our LM head."""
+    """Training in FP8 by Transformer Engine's layers, on GPUs that have it (models.fp8 checks)."""
 
     # tensorwise scales by the current maximum, delayed by past ones, blockwise per 128 x 128; mxfp8 needs Blackwell
     recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"
@@ -73,9 +73,6 @@ class Fp8Config:
     parameters: bool = False  # the weights of linears are stored in FP8, beside the optimizer's fp32 masters
     bf16_layers: int = at_least(0, default=0)  # at each end of the model that stay in bf16; not with recipe = "delayed"
     amax_history: int = at_least(1, default=1024)  # steps that recipe = "delayed" looks back
-    # Products of the actor's hidden states with its LM head: blockwise rounds them per 1 x 128 and the weight per
-    # 128 x 128 to e4m3 (on Hopper, CUDA 12.9 and torch 2.10; a CPU emulates it). Gradients stay in model.dtype
-    head: Literal["none", "blockwise"] = "none"
 
 
 @dataclass(frozen=True)
