@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from bench_common import options, write_rows
 
 from megatron_brorl.config.schema import RewardConfig
-from megatron_brorl.rewards.pool import PoolStats, RewardPool
 from megatron_brorl.rewards.scoring import Scorer
+from megatron_brorl.rewards.worker_pool import PoolStats, RewardPool
 from megatron_brorl.types import Prompt, Rollout
 
 PROMPTS, SIBLINGS = 128, 512
@@ -97,7 +98,7 @@ def measure(prompts: list[Prompt], texts: list[list[str]], pool: RewardPool) -> 
         for i, rollout in enumerate(rollouts):
             scorer.finished(i // n, rollout)
         scores = scorer.scores([divmod(i, n) for i in range(len(flat))])
-    return time.perf_counter() - start, scores.rewards.tolist(), pool.stats()
+    return time.perf_counter() - start, scores.rewards.tolist(), replace(pool.stats)
 
 
 def main() -> None:
@@ -114,7 +115,7 @@ def main() -> None:
     shares = [min(1.0, 1.5 * (i + 0.5) / count) for i in rng.sample(range(count), count)]
     texts = [responses(rng, args.verifier, str(p.answer), n, share) for p, share in zip(prompts, shares, strict=True)]
 
-    print("cache    verdicts    judged   hits   seconds  verdicts/s  longest wait")
+    print("cache    verdicts    judged   hits   seconds  verdicts/s  max latency")
     rows: list[dict[str, Any]] = []
     rewards: list[list[float]] = []
     for cache in (True, False):
@@ -133,12 +134,12 @@ def main() -> None:
             "hit_share": stats.hits / stats.answers,
             "seconds": seconds,
             "verdicts_per_s": count * n / seconds,
-            "queue_max_s": stats.queue_max_s,
+            "latency_max_s": stats.latency_max_s,
         }
         rows.append(row)
         print(
             f"{'yes' if cache else 'no':<5}{row['verdicts']:>12}{row['judged']:>10}{row['hit_share']:>7.1%}"
-            f"{seconds:>10.2f}{row['verdicts_per_s']:>12.0f}{stats.queue_max_s:>12.1f} s"
+            f"{seconds:>10.2f}{row['verdicts_per_s']:>12.0f}{stats.latency_max_s:>12.1f} s"
         )
     if rewards[0] != rewards[1]:
         raise SystemExit("the rewards differ")

@@ -25,7 +25,7 @@ from megatron_brorl.model_shape import read_shape
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import device, grid
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.actor_update import update_policy
+from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience
 

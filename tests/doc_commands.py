@@ -14,7 +14,8 @@ from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Pages in docs/results are records of commands at their time.
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Why no test runs a command, in a comment before its block: <!-- not run: minutes, a GPU -->
 REASONS = {"minutes", "a GPU", "TensorRT-LLM", "Slurm", "the network", "a run", "your files", "another environment"}

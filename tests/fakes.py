@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.ops.philox import uniforms
-from megatron_brorl.rewards.pool import PoolStats, ScoreRequest
+from megatron_brorl.rewards.worker_pool import PoolStats, ScoreRequest
 from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch
 from megatron_brorl.types import Prompt, Rollout, Verdict
 
@@ -64,8 +64,9 @@ class Pool:
     def cancel(self) -> None:
         pass
 
+    @property
     def stats(self) -> PoolStats:
-        return PoolStats(0, 0, 0, 0.0, 0.0)
+        return PoolStats()
 
 
 def reward(text: str) -> bool:

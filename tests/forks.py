@@ -203,11 +203,10 @@ def _main_without_figures(arguments: list[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from megatron_brorl.report import plot, theory
+    from megatron_brorl.report import plots
 
     FigureCanvasAgg.print_figure = lambda _, file, **__: Path(file).touch()
-    plot.build_figure = lambda *_: Figure()
-    theory.build_figure = lambda *_: Figure()
+    plots.build_figure = plots.build_theory_figure = lambda *_: Figure()
     _main(arguments)
 
 

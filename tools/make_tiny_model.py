@@ -17,7 +17,7 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import corpus
 from megatron_brorl.data.prompts import Verifiers, read_rows
-from megatron_brorl.data.sentencepiece_tokenizer import train_sentencepiece
+from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.errors import UserError
 
 

@@ -38,9 +38,7 @@ from statsmodels.stats.multitest import multipletests
 
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
-from megatron_brorl.report.held_out import evaluations
-from megatron_brorl.report.run_files import SUMMARY, read_run
-from megatron_brorl.report.spent import checkpoints
+from megatron_brorl.report.content import SUMMARY, checkpoints, evaluations, read_run
 
 if sys.version_info >= (3, 11):
     import tomllib

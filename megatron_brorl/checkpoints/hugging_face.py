@@ -19,9 +19,8 @@ from torch import Tensor
 from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.checkpoints.model_card import CARD
 from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES
-from megatron_brorl.data.sentencepiece_export import write_for_transformers
-from megatron_brorl.data.stop_ids import GENERATION, stop_ids, transformers_stop_ids
-from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_brorl.data.sentencepiece import write_tokenizer_json
+from megatron_brorl.data.tokenizers import GENERATION, Tokenizer, load_tokenizer, stop_ids, transformers_stop_ids
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.json_files import read_object
 from megatron_brorl.model_shape import CONFIG, WEIGHTS, ModelShape, read_shape
@@ -245,7 +244,7 @@ def complete(source: Path, target: Path) -> None:
     These are tokenizer.json for a sentencepiece model, and a generation_config.json with all ids that end a response,
     unless the one of `source` has them. Prints one line on stderr if that is not possible.
     """
-    write_for_transformers(source, target)
+    write_tokenizer_json(source, target)
     if not any((source / name).is_file() for name in TOKENIZERS):
         return
     generation = read_object(source / GENERATION) if (source / GENERATION).is_file() else None

@@ -26,11 +26,9 @@ from megatron_brorl.cli.job_end import JobEnd
 from megatron_brorl.cli.preflight import Machines, check_host, gpu_bytes, micro_batch_tokens, preflight, tokenizer_line
 from megatron_brorl.cli.program import NOTHING, Program
 from megatron_brorl.config.schema import Config, OptimConfig
-from megatron_brorl.data import digest
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
-from megatron_brorl.data.stop_ids import stop_ids
-from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.model_shape import read_shape
@@ -40,21 +38,21 @@ from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, device, grid, network
 from megatron_brorl.record import files as record_files
-from megatron_brorl.rewards import here
-from megatron_brorl.rewards.pool import RewardPool
+from megatron_brorl.rewards import custom
+from megatron_brorl.rewards.preflight import CheckedVerifiers, check_verifiers
 from megatron_brorl.rewards.sandbox import probe
-from megatron_brorl.rewards.startup import Started, look_at
+from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.timeline import dump_stacks_after
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
-from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.setup import context
+from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
 
@@ -202,12 +200,12 @@ class Session:
         return stage
 
     @functools.cached_property
-    def started_verifiers(self) -> Started:
+    def started_verifiers(self) -> CheckedVerifiers:
         """What was found of the user's own verifiers. Raises UserError for one that cannot be used."""
         reward = self.program.reward
-        started = look_at(self._verifiers - ({here.NAME} if reward else set()), self.config.reward)
+        started = check_verifiers(self._verifiers - ({custom.IN_PROCESS} if reward else set()), self.config.reward)
         if reward:
-            started = replace(started, sha256={**started.sha256, here.NAME: here.sha256(reward)})
+            started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: custom.sha256(reward)})
         if started.unsandboxed and self.is_main_rank:
             print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
         return started
@@ -217,8 +215,8 @@ class Session:
         return fingerprint(self.config, self.shape, self.started_verifiers.sha256, self.inputs())
 
     def inputs(self) -> dict[str, str]:
-        """See digest.of_inputs."""
-        return digest.of_inputs(Path(self.config.model.path), self.sources, self.template_date)
+        """See Sources.digests."""
+        return self.sources.digests(Path(self.config.model.path), self.template_date)
 
     def rollouts(self) -> Rollouts:
         """The engine, watched, and the verifiers' processes; both end with the session."""
@@ -243,12 +241,8 @@ class Session:
     def pool(self) -> RewardPool:
         """The verifiers' processes, which end with the session. A program's own function is called in this process."""
         c = self.config.reward
-        pool = here.pool(
-            self.program.reward,
-            c.workers,
-            c.timeout_s,
-            impure=self.started_verifiers.impure,
-        )
+        impure = self.started_verifiers.impure
+        pool = RewardPool(c.workers, c.timeout_s, impure=impure, function=self.program.reward)
         self._closing.append(pool.close)
         return pool
 
@@ -267,10 +261,10 @@ class Session:
         )
 
     def _remote_engine(self) -> RolloutEngine:
-        from megatron_brorl.rollout.remote import group
+        from megatron_brorl.rollout.remote.engine import join
 
         c = self.config
-        engine = group.join(
+        engine = join(
             c,
             names=hf_shapes(self.shape),
             context=context(c, self.shape),

@@ -52,7 +52,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from megatron_brorl.algo.estimators import widest
     from megatron_brorl.cli.build import Session
     from megatron_brorl.cli.references import check
-    from megatron_brorl.report.benchmarks import markdown, plot_benchmarks
+    from megatron_brorl.report.comparison import evaluation_markdown, plot_evaluation
     from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
     from megatron_brorl.train.refit import refit
@@ -103,9 +103,9 @@ def evaluate(args: argparse.Namespace) -> int:
             lines = [{"benchmark": name, **a.as_dict()} for name, part in answers.items() for a in part]
             write_text(session.dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines))
             write_json(session.dir / "evaluation.json", result)
-            table = markdown(result)  # Markdown
+            table = evaluation_markdown(result)
             write_text(session.dir / "evaluation.md", table)
-            figure = plot_benchmarks(result, session.dir / "evaluation.png")
+            figure = plot_evaluation(result, session.dir / "evaluation.png")
 
             # What a person reads.
             p, k = result["pass_at_1"], widest(result["pass_at_k"])

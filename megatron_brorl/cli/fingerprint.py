@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.resume_keys import may_change
+from megatron_brorl.config.rules import may_change
 from megatron_brorl.config.schema import Config
-from megatron_brorl.data.digest import TEMPLATE_DATE
+from megatron_brorl.data.source import TEMPLATE_DATE
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.model_shape import ModelShape
 
@@ -30,7 +30,7 @@ def fingerprint(
     """Return the configuration of a run and what it reads, for its checkpoints.
 
     own_verifiers: the sha256 of the file of each verifier that is the user's own, by its name. inputs: the sha256 of
-    "tokenizer", "train" and "held_out" (data.digest), and the date of the chat template where it writes one.
+    "tokenizer", "train" and "held_out" (Sources.digests), and the date of the chat template where it writes one.
     """
     kept = dataclasses.asdict(config)
     for key in _OF_THE_JOB:
@@ -44,7 +44,7 @@ def fingerprint(
 def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> Changes:
     """Return the keys in which a checkpoint (`where`) and this run differ.
 
-    Raises UserError naming the first one that must not change (config.resume_keys), with both values.
+    Raises UserError naming the first one that must not change (config.rules), with both values.
     """
     if not (isinstance(saved, dict) and all(isinstance(values, dict) for values in saved.values())):
         raise UserError(f"{where}: its fingerprint is no table of tables; delete it to go on from an older checkpoint")

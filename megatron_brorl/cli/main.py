@@ -184,8 +184,6 @@ def _add_report(commands: Any) -> None:
     report.add_argument("--out", type=Path, metavar="FILE", help="left out: report.html in RUN, or comparison.html")
     size = "of the file at most, of which rollouts get what the rest leaves (%(default)s)"
     report.add_argument("--megabytes", type=float, default=5.0, metavar="MB", help=size)
-    report.add_argument("--serve", action="store_true", help="follow a running run at http://127.0.0.1:PORT instead")
-    report.add_argument("--port", type=int, default=8765, help="of --serve; 0: any that is free (%(default)s)")
     report.set_defaults(command=_report)
 
 

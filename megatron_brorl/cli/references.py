@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_brorl.rewards.references import check_references
+from megatron_brorl.rewards.preflight import check_references
 from megatron_brorl.types import Prompt
 
 if TYPE_CHECKING:

@@ -11,19 +11,17 @@ from typing import Any
 from megatron_brorl.algo.estimators import widest
 from megatron_brorl.cli.files import write_text
 from megatron_brorl.errors import UserError
+from megatron_brorl.report.content import SUMMARY, read_run
 from megatron_brorl.report.page import page
-from megatron_brorl.report.plot import plot_run
-from megatron_brorl.report.run_files import SUMMARY, read_run
-from megatron_brorl.report.server import ADDRESS, open_server
-from megatron_brorl.report.theory import plot_theory
+from megatron_brorl.report.plots import plot_run, plot_theory
 
 PAGE, SEVERAL = "report.html", "comparison.html"
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the page of a run, draw its curves again and print its summary; or the page of several; or serve either.
+    """Write the page of a run, draw its curves again and print its summary; or write the page of several runs.
 
-    Raises UserError for a folder without a run, and for a place or port that cannot be had.
+    Raises UserError for a folder without a run, and for a file that cannot be written.
     """
     runs = [Path(run).absolute() for run in args.runs]
     out = args.out.absolute() if args.out else runs[0] / (PAGE if len(runs) == 1 else SEVERAL)
@@ -31,10 +29,6 @@ def report(args: argparse.Namespace) -> int:
         raise UserError(f"--out {args.out}: must end in .html")
     if not args.megabytes > 0:
         raise UserError(f"--megabytes {args.megabytes}: must be above 0")
-    if args.serve:
-        return _serve(runs, args.port, args.megabytes)
-
-    # The page first: a run may have steps that a figure has no use for.
     text = page(runs, args.megabytes)
     write_text(out, text)
     said = f"{out} ({len(text.encode()) / 1e6:.1f} MB)"
@@ -45,27 +39,14 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(runs: list[Path], port: int, megabytes: float) -> int:
-    """Until Ctrl-C."""
-    server = open_server(runs, port, megabytes)
-    print(f"report   http://{ADDRESS}:{server.server_port}/ (on this machine alone; Ctrl-C ends it)", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        print("ended")
-    finally:
-        server.server_close()
-    return 0
-
-
 def show(directory: Path, page: str = "") -> None:
-    """Draw the curves of a run, print its summary, where it has ended, and say where the files are.
+    """Draw the curves of a run, print its summary if it has ended, and print where the files are.
 
-    page: where its report is; "": the command that makes it.
+    page: where its report is; "" prints the command that makes it.
     """
     theory = plot_theory(directory)
     figure = plot_run(directory)  # last, because cli.finished takes it for the end of a run
-    found: dict[str, str] = {}  # what kept the run from learning
+    found: dict[str, str] = {}
     if (directory / SUMMARY).is_file():
         summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
         found = summary.get("findings", {})
@@ -80,7 +61,7 @@ def show(directory: Path, page: str = "") -> None:
 
 
 def _lines(s: dict[str, Any]) -> list[str]:
-    """A summary for people."""
+    """Return a summary as text."""
     lines = [f"{s['steps']} steps, N = {s['rollouts_per_prompt']} rollouts, {s['held_out_prompts']} held-out prompts"]
     for name in ("before", "after"):
         p = s[f"pass_at_1_{name}"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from megatron_brorl.data.digest import TEMPLATE_DATE
+from megatron_brorl.data.source import TEMPLATE_DATE
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 

@@ -25,8 +25,8 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.progress import progress
 from megatron_brorl.record import run_record
+from megatron_brorl.report.content import SUMMARY
 from megatron_brorl.report.findings import findings
-from megatron_brorl.report.run_files import SUMMARY
 from megatron_brorl.timeline import span
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.console import evaluation_line, evaluation_metrics

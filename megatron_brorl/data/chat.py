@@ -1,22 +1,67 @@
-"""Prompts as conversations: what a row may say, and what a chat template is applied to."""
+"""Prompts as conversations, and the chat templates that frame them.
+
+A chat template is a program of the model's author: it is tried in another process, and its variables are checked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import datetime
+import json
+import re
+import string
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import jinja2
+from jinja2 import meta
+from jinja2.defaults import DEFAULT_NAMESPACE
 
 from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.errors import UserError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
+SECONDS = 5.0
+_MEMORY = 2 << 30  # bytes of address space
+_KEY = "data.chat_template_kwargs"
+# transformers has a tag for the assistant's text, which jinja2 does not know.
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+
+# A macro replaces strftime_now, with which templates write today's date, because transformers' function reads the clock
+# and no function can be passed to a template. Its line break is removed, as at the beginning of a template.
+DATE = "strftime_now"
+_PARTS = "strftime_parts"
+_MACRO = (
+    f"{{%- macro {DATE}(form) -%}}{{%- set at = namespace(mark='') -%}}{{%- for c in form -%}}"
+    "{%- if at.mark -%}{%- set at.mark = at.mark + c -%}"
+    f"{{%- if at.mark in {_PARTS} -%}}{{{{ {_PARTS}[at.mark] }}}}{{%- set at.mark = '' -%}}{{%- endif -%}}"
+    "{%- elif c == '%' -%}{%- set at.mark = c -%}{%- else -%}{{ c }}{%- endif -%}"
+    "{%- endfor -%}{{ at.mark }}{%- endmacro %}\n"
+)
+
+_RESERVED = {"messages", "add_generation_prompt", "raise_exception", DATE, *DEFAULT_NAMESPACE}
+
+# transformers renders templates like this, but takes seconds to import.
+_TRIAL = """
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+template, messages, variables = json.load(sys.stdin)
+loops = ["jinja2.ext.loopcontrols"]
+environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=loops)
+environment.globals["strftime_now"] = lambda form: form
+environment.from_string(template).render(messages=messages, add_generation_prompt=True, **variables)
+"""
 _ROLES = ("system", "user", "assistant")
 
 
 def check_messages(prompt: Sequence[Any], where: str) -> list[Message]:
-    """The messages of a row, well formed. Raises UserError naming the first that is not.
+    """Return the messages of a row. Raises UserError naming the first that is malformed.
 
-    At most one system message, which comes first; the last is the user's, for the response is to answer it.
+    At most one system message may come first, and the last message is the user's.
     """
     if not prompt:
         raise UserError(f"{where}: prompt must be a string or a list of messages that is not empty")
@@ -24,12 +69,10 @@ def check_messages(prompt: Sequence[Any], where: str) -> list[Message]:
     for i, raw in enumerate(prompt):
         name = f"{where}: prompt[{i}]"
 
-        # Parquet gives every object the keys of all others, as null.
+        # Parquet gives every object the keys of all others, with null.
         message = {k: v for k, v in raw.items() if v is not None} if isinstance(raw, dict) else {}
         if set(message) != {"role", "content"} or not all(isinstance(v, str) for v in message.values()):
             raise UserError(f'{name} must be {{"role": "...", "content": "..."}} with strings and no other keys')
-
-        # Roles that a template knows, in an order that it can frame.
         role = message["role"]
         if role not in _ROLES:
             raise UserError(f"{name}: unknown role {role!r}; known: {', '.join(_ROLES)}")
@@ -44,7 +87,7 @@ def check_messages(prompt: Sequence[Any], where: str) -> list[Message]:
 
 
 def split_answer(prompt: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-    """A conversation without the assistant's message at its end, and what that says; None where there is none."""
+    """Return a conversation without the assistant's last message, and its text, or None."""
     last = prompt[-1] if prompt else None
     if isinstance(last, dict) and last.get("role") == "assistant":
         return prompt[:-1], last.get("content")
@@ -52,14 +95,14 @@ def split_answer(prompt: Sequence[Any]) -> tuple[Sequence[Any], Any]:
 
 
 def spoken(prompt: str | Sequence[Message]) -> str:
-    """What a prompt says, without its frame."""
+    """Return the text of a prompt without roles."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
 def conversation(prompt: str | Sequence[Message], config: DataConfig, where: str) -> list[Message]:
-    """The messages that the chat template is applied to; data.template goes around the last one.
+    """Return the messages for the chat template, with data.template around the last one.
 
-    Raises UserError where data.system_prompt would be a second system message.
+    Raises UserError if data.system_prompt would be a second system message.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     *earlier, last = messages
@@ -67,5 +110,64 @@ def conversation(prompt: str | Sequence[Message], config: DataConfig, where: str
     if not config.system_prompt:
         return [*earlier, framed]
     if messages[0]["role"] == "system":
-        raise UserError(f"{where}: has a system message of its own; leave out data.system_prompt, or that message")
+        raise UserError(f"{where}: has a system message of its own; remove data.system_prompt or that message")
     return [{"role": "system", "content": config.system_prompt}, *earlier, framed]
+
+
+def default_template(template: object, directory: Path) -> str:
+    """Return the text of a tokenizer's chat template. Raises UserError if it has another type."""
+    if isinstance(template, dict):  # several by name
+        template = template.get("default")
+    if not isinstance(template, str):
+        raise UserError(
+            f"{_file(directory)}: chat_template must be one text, not {type(template).__name__}; keep the default one"
+        )
+    return template
+
+
+def dated(template: str, date: datetime.date) -> dict[str, Any]:
+    """Return arguments of apply_chat_template with which the template writes this date as today's, at 0:00."""
+    begin = datetime.datetime.combine(date, datetime.time())
+    directives = [flag + letter for flag in ("", *"-_0^#") for letter in string.ascii_letters + "%"]
+    parts = {f"%{directive}": begin.strftime(f"%{directive}") for directive in directives}
+    # An unknown directive comes back as it was.
+    return {"chat_template": _MACRO + template, _PARTS: {key: text for key, text in parts.items() if key != text}}
+
+
+def check_template(template: str, messages: Sequence[Message], variables: Mapping[str, Any], directory: Path) -> None:
+    """Raise UserError if the template does not end for these messages, or does not read one of the variables."""
+    plain = _GENERATION.sub(lambda m: f"{{%{m[1]} {'endif' if m[2] else 'if true'} {m[3]}%}}", template)
+    _check_variables(plain, variables, directory)
+
+    # An endless loop, or one that fills the memory, ends in another process.
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _TRIAL, str(_MEMORY)],
+            input=json.dumps([plain, list(messages), dict(variables)]),
+            text=True,
+            capture_output=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{_file(directory)}: the chat template does not end within {SECONDS:g} s; fix it") from None
+    if "MemoryError" in done.stderr:
+        raise UserError(f"{_file(directory)}: the chat template wants more than {_MEMORY >> 30} GiB of memory; fix it")
+
+
+def _check_variables(template: str, variables: Mapping[str, Any], directory: Path) -> None:
+    """Raise UserError for a variable that the template does not read, because it would change nothing."""
+    try:
+        parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateSyntaxError:
+        return  # Rendering the template reports it.
+    known = sorted(meta.find_undeclared_variables(parsed) - _RESERVED)
+    for name in variables:
+        if name not in known:
+            raise UserError(
+                f"{_KEY}.{name}: the chat template of {directory} reads no such variable; it reads: "
+                f"{', '.join(known) or 'none'}; correct or remove the name"
+            )
+
+
+def _file(directory: Path) -> str:
+    return f"{directory}/tokenizer_config.json"

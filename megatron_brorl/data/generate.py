@@ -1,6 +1,6 @@
-"""An endless stream of generated prompts: prompt i is a pure function of (tasks, seed, i).
+"""Prompts of reasoning-gym tasks: an endless stream in which prompt i depends only on (tasks, seed, i).
 
-Nothing is stored to resume it, any rank can make any part of it, and the random state of Python is not touched.
+Nothing is stored to resume it, any rank can make any part of it, and Python's random state is not touched.
 """
 
 from __future__ import annotations
@@ -9,26 +9,25 @@ import decimal
 import hashlib
 import itertools
 import json
-import math
 import re
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
-from megatron_brorl.config.data_keys import DataConfig, TaskConfig
-from megatron_brorl.data.prompts import render
-from megatron_brorl.data.round_trip import Written
+from megatron_brorl.config.schema import DataConfig, TaskConfig
+from megatron_brorl.data.prompts import Written, render
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import gym_tasks
 from megatron_brorl.types import Prompt
 
-_ATTEMPTS = 1000
+_MAX_DRAWS = 1000
+_CHECKED = 64  # prompts that are encoded and decoded as a check
 
 
 class GeneratedPrompts:
-    """Prompts of the weighted tasks of `config`, none of which has a text in `exclude`."""
+    """Prompts of the weighted tasks of a configuration, without the texts in `exclude`."""
 
-    verifier = "reasoning_gym"  # of all of them
+    verifier = "reasoning_gym"
 
     def __init__(
         self,
@@ -43,38 +42,38 @@ class GeneratedPrompts:
         self._mixture = _Mixture(config.tasks, seed)
 
     def prompt(self, index: int) -> Prompt:
-        """Number `index` of the stream."""
+        """Return one prompt of the stream."""
         return self._first_outside(self._exclude, index)
 
     def held_out(self, count: int) -> list[Prompt]:
-        """`count` prompts of different text."""
+        """Return prompts of different text."""
         found: dict[str, Prompt] = {}
         for index in range(count):
             prompt = self._first_outside(found, index)
             found[prompt.text] = prompt
         return list(found.values())
 
-    def written(self, count: int) -> list[Written]:
-        """The first `count` rows of the stream as their tasks wrote them, held-out ones among them."""
-        found = []
-        for index in range(count):
+    def written(self) -> list[Written]:
+        """Return the first texts and answers of the stream without a template."""
+        found: list[Written] = []
+        for index in range(_CHECKED):
             task, number = self._mixture.pick(index, 0)
             text, entry = task.item(number)
-            found.append(Written(f"{task.where} item {number}", text, entry["answer"]))
+            found.append((f"{task.where} item {number}", (text, entry["answer"])))
         return found
 
     def _first_outside(self, taken: Container[str], index: int) -> Prompt:
-        for attempt in range(_ATTEMPTS):
-            prompt = self._make(index, attempt)
+        for draw in range(_MAX_DRAWS):
+            prompt = self._make(index, draw)
             if prompt.text not in taken:
                 return prompt
         raise UserError(
-            f"data.tasks: {_ATTEMPTS} draws in a row gave a text that is held out already: the tasks have too few "
+            f"data.tasks: {_MAX_DRAWS} draws in a row gave a text that is held out already: the tasks have too few "
             "different prompts; lower data.held_out_prompts or widen the config of the tasks"
         )
 
-    def _make(self, index: int, attempt: int) -> Prompt:
-        task, number = self._mixture.pick(index, attempt)
+    def _make(self, index: int, draw: int) -> Prompt:
+        task, number = self._mixture.pick(index, draw)
         text, entry = task.item(number)
         text, ids = render(text, self._tokenizer, self._config, self._max_prompt_tokens, f"{task.where} item {number}")
         prompt_id = f"{task.name}:{self._seed}:{index}"
@@ -82,25 +81,19 @@ class GeneratedPrompts:
 
 
 def generated_rows(tasks: Sequence[TaskConfig], seed: int, count: int) -> Iterator[dict[str, Any]]:
-    """Rows of a data file: `count` prompts of different text, as their tasks wrote them, without a template.
-
-    Raises UserError where the tasks have fewer.
-    """
+    """Yield `count` rows of a data file with different texts. Raises UserError if the tasks have fewer."""
     mixture, taken = _Mixture(tasks, seed), set()
     for index in range(count):
-        # Tasks of few different items are drawn again.
-        for attempt in range(_ATTEMPTS):
-            task, number = mixture.pick(index, attempt)
+        for draw in range(_MAX_DRAWS):
+            task, number = mixture.pick(index, draw)
             text, entry = task.item(number)
             if text not in taken:
                 break
         else:
             raise UserError(
-                f"data.tasks: after {index} rows, {_ATTEMPTS} draws in a row gave a text that was there already; ask "
+                f"data.tasks: after {index} rows, {_MAX_DRAWS} draws in a row gave a text that was there already; ask "
                 "for fewer rows or widen the config of the tasks"
             )
-
-        # As a file's row, so that mixtures and cards treat it as any other.
         taken.add(text)
         yield {
             "id": f"{task.name}:{seed}:{index + 1}",  # the number of its line, as in error messages
@@ -112,7 +105,7 @@ def generated_rows(tasks: Sequence[TaskConfig], seed: int, count: int) -> Iterat
 
 
 def corpus(config: DataConfig, seed: int, count: int) -> Iterator[str]:
-    """Texts to train a tokenizer on before there is one: `count` prompts of the tasks in turn, and their answers."""
+    """Yield texts to train a tokenizer on: `count` prompts of the tasks in turn, and their answers."""
     if not config.tasks:
         raise UserError("data.tasks: there are no tasks to generate text from; name at least one")
     tasks = [_Task(task, f"data.tasks[{i}]", _draw("corpus", seed, i)) for i, task in enumerate(config.tasks)]
@@ -124,7 +117,7 @@ def corpus(config: DataConfig, seed: int, count: int) -> Iterator[str]:
 
 
 def _metadata(task: _Task, entry: dict[str, Any]) -> dict[str, Any]:
-    """What verifier "reasoning_gym" asks of a row."""
+    """Return the metadata that verifier "reasoning_gym" needs."""
     return {"source_dataset": task.name, "entry": entry, **({"config": task.config} if task.config else {})}
 
 
@@ -136,24 +129,22 @@ class _Mixture:
         self._tasks = [_Task(task, f"data.tasks[{i}]", _draw(seed, "task", i)) for i, task in enumerate(tasks)]
         self._until = list(itertools.accumulate(task.weight for task in tasks))
 
-    def pick(self, index: int, attempt: int) -> tuple[_Task, int]:
-        """The task that `index` stands for, and the number of its item: at the first attempt `index` itself."""
-        point = _draw(self._seed, "pick", index, attempt) / 2**48 * self._until[-1]
+    def pick(self, index: int, draw: int) -> tuple[_Task, int]:
+        """Return the task of an index, and the number of its item, which is the index itself at the first draw."""
+        point = _draw(self._seed, "pick", index, draw) / 2**48 * self._until[-1]
         task = next(task for task, until in zip(self._tasks, self._until, strict=True) if point < until)
-        return task, index if attempt == 0 else _draw(self._seed, "item", index, attempt) >> 8
+        return task, index if draw == 0 else _draw(self._seed, "item", index, draw) >> 8
 
 
 class _Task:
     def __init__(self, task: TaskConfig, where: str, seed: int) -> None:
         self.where, self.name, self.config = f"{where} ({task.name})", task.name, dict(task.config)
-        if not (task.weight > 0 and math.isfinite(task.weight)):
-            raise UserError(f"{where}.weight = {task.weight}: must be a positive number")
         self._regex = self._pattern(task.prompt_regex, where) if task.prompt_regex else None
         self._items = gym_tasks.create(task.name, seed, task.config, where)
 
     def item(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Text and entry of an item, the entry as it would come out of a JSON file."""
-        with decimal.localcontext(decimal.DefaultContext):  # some tasks set the precision, for all that come after
+        """Return the text and the entry of an item, the entry as JSON would hold it."""
+        with decimal.localcontext(decimal.DefaultContext):  # Some tasks set the precision of the process.
             entry = json.loads(json.dumps(self._items[index]))
         question: str = entry["question"]
         if self._regex is None:
@@ -162,7 +153,7 @@ class _Task:
         if match is None or not match[1]:
             raise UserError(
                 f"{self.where}: prompt_regex = {self._regex.pattern!r} finds nothing in {question!r}; "
-                'mend the pattern, or set prompt_regex = "" for the whole question'
+                'fix the pattern, or set prompt_regex = "" for the whole question'
             )
         return match[1], entry
 
@@ -173,11 +164,11 @@ class _Task:
         except re.error as e:
             raise UserError(f"{where}.prompt_regex = {regex!r}: not a regular expression: {e}") from None
         if pattern.groups < 1:
-            raise UserError(f"{where}.prompt_regex = {regex!r}: needs a group (...) around what is to be the prompt")
+            raise UserError(f"{where}.prompt_regex = {regex!r}: needs a group (...) around the prompt")
         return pattern
 
 
 def _draw(*key: int | str) -> int:
-    """A number below 2**48 that depends on the key only."""
+    """Return a number below 2**48 that depends only on the key."""
     digest = hashlib.blake2b(":".join(map(str, key)).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")

@@ -1,24 +1,23 @@
-"""Rows of data files, checked one by one, and their way to prompts.
+"""Rows of data files, and the prompts made of them.
 
 A row is an object {"prompt": str, "answer": str or null, "target": str, "verifier": str, "id": str, "metadata":
-object}; only the prompt is required, the verifier is that of data.verifier by default, and the target, which supervised
-training imitates, is the answer. Files with other columns are read by data.columns (data/columns.py). JSONL rows are
-named by their line, Parquet rows by their number, both from 1. In Parquet, metadata may be a struct or a string of
-JSON. A key with null counts as missing in both (data/nulls.py). A prompt may be a list of messages instead; where
-the last one is the assistant's, that is the target (data/chat.py).
+object}. Only the prompt is required. The default verifier is data.verifier, and the default target, which supervised
+training imitates, is the answer. data.columns names the columns of other files. A row is named by its line or number,
+from 1. Metadata may be a string of JSON in Parquet. A prompt may be a list of messages; if the last one is the
+assistant's, it is the target.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.data_keys import ColumnsConfig, DataConfig
-from megatron_brorl.config.schema import RewardConfig
+from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
 from megatron_brorl.data.chat import Message, check_messages, conversation, split_answer, spoken
 from megatron_brorl.data.columns import KEYS, mapped
 from megatron_brorl.data.files import parse_row, raw_rows, without_nulls
@@ -28,12 +27,14 @@ from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.types import Prompt
 
-OWN_FORM = ColumnsConfig()  # files that are in the form above
+OWN_FORM = ColumnsConfig()  # files in the form above
+_MAX_CHANGED = 0.5  # share of rows that a tokenizer may change
+Written = tuple[str, Sequence[str | None]]  # (where, texts) of a row without a template
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row that is well formed."""
+    """A valid row."""
 
     where: str  # file:row
     prompt: str | list[Message]
@@ -46,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verifiers:
-    """How the rows of a run are judged."""
+    """The verifiers of a run's rows."""
 
     default: str = "exact"  # of rows that name none
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -64,7 +65,7 @@ def read_rows(path: Path, verifiers: Verifiers = Verifiers(), columns: ColumnsCo
 
 
 def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int) -> list[Prompt]:
-    """Prompts of the rows, template or chat template applied. Raises UserError naming the row that does not fit."""
+    """Return the prompts of rows in their template. Raises UserError naming the row that does not fit."""
     prompts = []
     for row in rows:
         text, ids = render(row.prompt, tokenizer, config, max_prompt_tokens, row.where)
@@ -75,8 +76,7 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_
 def render(
     prompt: str | list[Message], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int, where: str
 ) -> tuple[str, tuple[int, ...]]:
-    """The text of a task in its frame, and its token ids. Raises UserError, as tokenize."""
-    # A chat template around messages, or a plain one around a text.
+    """Return the text of a prompt in its template, and its ids. Raises UserError, as tokenize."""
     if config.chat:
         messages = conversation(prompt, config, where)
         try:
@@ -89,7 +89,6 @@ def render(
     else:
         raise UserError(f"{where}: the prompt is a list of messages: set data.chat = true, or make it a string")
 
-    # What no response could follow, or no model read.
     if len(ids) > max_prompt_tokens:
         raise UserError(
             f"{where}: the prompt has {len(ids)} tokens, but at most {max_prompt_tokens} leave room for a response; "
@@ -97,7 +96,6 @@ def render(
         )
     if not ids:
         raise UserError(f"{where}: the prompt has no tokens; give it some text")
-    # An unknown character would be another prompt to the model.
     if tokenizer.unk_id is not None and tokenizer.unk_id in ids:
         raise UserError(
             f"{where}: the prompt has characters that the tokenizer does not know: {framed[:80]!r}; "
@@ -106,14 +104,45 @@ def render(
     return framed, tuple(ids)
 
 
+def check_round_trip(rows: Sequence[Written], tokenizer: Tokenizer, key: str) -> list[str]:
+    """Return a warning about rows with a text that changes when it is encoded and decoded; [] if there are none.
+
+    A tokenizer without an unknown token loses characters silently. White space and compatible forms of a character
+    (NFKC) do not count, because tokenizers are trained to unite them. Raises UserError if more than half of the rows
+    change.
+    """
+    differences = []
+    for where, texts in rows:
+        found = next((change for text in texts if text and (change := _round_trip_change(text, tokenizer))), "")
+        differences += [f"{where}: {found}"] if found else []
+    if not differences:
+        return []
+    share = len(differences) / len(rows)
+    count = f"{len(differences)} of {len(rows)} checked rows ({share:.1%})"
+    told = f"{key}: {count} do not survive the tokenizer: {differences[0]}"
+    if share > _MAX_CHANGED:
+        raise UserError(f"{told}; more than {_MAX_CHANGED:.0%}: use a tokenizer that covers the data")
+    return [f"warning: {told}"]
+
+
+def _round_trip_change(text: str, tokenizer: Tokenizer) -> str:
+    before, after = (
+        " ".join(unicodedata.normalize("NFKC", t).split()) for t in (text, tokenizer.decode(tokenizer.encode(text)))
+    )
+    if before == after:
+        return ""
+    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    part = slice(max(0, at - 20), at + 20)
+    return f"{before[part]!r} comes back as {after[part]!r}"
+
+
 def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, columns: ColumnsConfig = OWN_FORM) -> Row:
-    """The row of one line of JSON, or of a Parquet row; UserError for the first thing that is wrong with it."""
-    # An object with known keys.
+    """Return a row of raw_rows if it is valid. Raises UserError for its first mistake."""
     row = parse_row(raw, where)
     if not isinstance(row, dict):
         raise UserError(f'{where}: a row must be an object such as {{"prompt": "...", "answer": "..."}}')
 
-    # A null key counts as a missing one. A misspelt key would too, and is refused.
+    # A null key counts as missing. A misspelt key would too, and is refused.
     row = {key: value for key, value in mapped(row, columns, where).items() if value is not None}
     unknown = [key for key in row if key not in KEYS]
     if unknown:
@@ -122,16 +151,13 @@ def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, colum
             "data.columns which column is the prompt"
         )
 
-    # Types, in the order of the keys.
     prompt, answer, row_id, target = (row.get(key) for key in ("prompt", "answer", "id", "target"))
     if isinstance(prompt, list):
-        # What the assistant says at the end is to be imitated, not to be answered.
+        # The assistant's last message is to be imitated, not to be answered.
         asked, said = split_answer(prompt)
         prompt = check_messages(asked, where)
         if said is not None and target is not None:
-            raise UserError(
-                f"{where}: has a target, and a message of the assistant's at the end; leave one of them out"
-            )
+            raise UserError(f"{where}: has a target, and a message of the assistant at the end; remove one of them")
         target = target if said is None else said
     elif not isinstance(prompt, str) or not prompt.strip():
         raise UserError(f"{where}: prompt must be a string that is not empty, not {_shown(prompt)}")
@@ -143,35 +169,34 @@ def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, colum
     if row_id is not None and (not isinstance(row_id, str) or not row_id):
         raise UserError(f"{where}: id must be a string that is not empty, not {_shown(row_id)}")
 
-    # Rows that name no verifier have that of data.verifier.
     verifier = row.get("verifier", verifiers.default)
     if not isinstance(verifier, str):
         raise UserError(f"{where}: verifier must be a string, not {_shown(verifier)}")
     judged_by = entry(verifier, where, verifiers.reward)
 
-    # Parquet has no type for metadata of any form, so that a string of JSON stands for it there.
+    # Parquet has no type for any object, so metadata may be a string of JSON there.
     metadata = row.get("metadata", {})
     if isinstance(metadata, str) and not isinstance(raw, bytes):
         metadata = parse_row(metadata.encode("utf-8", "surrogatepass"), where)
-    metadata = {} if metadata is None else without_nulls(metadata)  # the text "null" is an empty object too
+    metadata = {} if metadata is None else without_nulls(metadata)
     if not isinstance(metadata, dict):
         raise UserError(f"{where}: metadata must be an object, not {_shown(metadata)}")
 
-    # JSON can say what neither a tokenizer nor a verifier can take.
+    # JSON can hold what neither a tokenizer nor a verifier accepts.
     for key, text in (("prompt", spoken(prompt)), ("answer", answer), ("target", target), ("id", row_id)):
         if text is not None and not _is_unicode(text):
-            raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); mend its escapes")
+            raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); fix its escapes")
     if not _is_finite(metadata):
         raise UserError(f"{where}: metadata has a NaN or infinite number; use a finite number or null")
 
-    # What the verifier will look for. A row without an id is known by its place, which is the same in every run.
+    # A row without an id is named by its place, which is the same in every run.
     row_id = default_id if row_id is None else row_id
     judged_by.check_row(VerifierRow(id=row_id, prompt=spoken(prompt), answer=answer, metadata=metadata), where)
     return Row(where, prompt, answer, verifier, row_id, metadata, target)
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether every number in it is; not recursive, because rows nest as deep as they like."""
+    """Return whether all numbers are finite, without recursion, because metadata may be nested deeply."""
     left = [value]
     while left:
         value = left.pop()

@@ -1,40 +1,50 @@
-"""Where a run's prompts come from: a stream without end, whose prompt at a place is a pure function of seed and place.
+"""The prompts of a run: an endless stream in which a prompt depends only on the seed and its place.
 
-So resuming needs the place and nothing else, and ranks agree without talking.
+A run can be resumed from its place, and ranks agree without communication.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import hashlib
+import json
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from megatron_brorl.config.benchmarks import named
+from megatron_brorl.config.rules import named
 from megatron_brorl.config.schema import DataConfig, RewardConfig
 from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import GeneratedPrompts
 from megatron_brorl.data.hub import data_file
-from megatron_brorl.data.mixture import places, whole_weights
-from megatron_brorl.data.prompts import Row, Verifiers, read_rows, tokenize
-from megatron_brorl.data.round_trip import GENERATED, Written, check_round_trip, sampled
-from megatron_brorl.data.tokenizers import Tokenizer
+from megatron_brorl.data.prompts import Row, Verifiers, check_round_trip, read_rows, tokenize
+from megatron_brorl.data.tokenizers import Tokenizer, transformers_stop_ids
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.types import Prompt
 
+TEMPLATE_DATE = "template_date"
+# Files that decide how a text becomes tokens.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+_MAX_CHECKED = 512  # rows of a file, evenly spaced, that are encoded and decoded as a check
+
 
 class PromptSource(Protocol):
     def take(self, start: int, count: int) -> list[Prompt]:
-        """`count` prompts of the stream, from place `start` on."""
+        """Return `count` prompts of the stream from a place on."""
 
 
 class GeneratedSource:
-    """A generated stream."""
+    """A stream of generated prompts."""
 
     def __init__(self, prompts: GeneratedPrompts) -> None:
         self._prompts = prompts
@@ -44,7 +54,7 @@ class GeneratedSource:
 
 
 class FileSource:
-    """The rows of files, over and over, each epoch in an order of its own; a step may span epochs, and repeat rows."""
+    """The rows of files again and again, in an order of its own for each epoch. A step may span epochs."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int | str) -> None:
         self._prompts = prompts
@@ -54,35 +64,106 @@ class FileSource:
         return [self.at(position) for position in range(start, start + count)]
 
     def at(self, position: int) -> Prompt:
-        """Number `position` of the endless stream."""
+        """Return one prompt of the endless stream."""
         epoch, place = divmod(position, len(self._prompts))
         return self._prompts[self._order(epoch)[place]]
 
 
+class MixturePlace(NamedTuple):
+    """The source of a place in a mixture, and the position in the stream of that source."""
+
+    source: int
+    position: int
+
+
 class MixtureSource:
-    """Several files' rows, each source with its share of every step and in epochs of its own."""
+    """Several sources, each with its share of every step and with epochs of its own.
+
+    Sources alternate as seats do in the method of Sainte-Lague (Webster): the next place goes to the source with the
+    largest weight / (2 places so far + 1). Among k sources with shares w, source i has p w_i of the first p places
+    within (1 + k w_i) / 2, and exactly p w_i at every multiple of the sum of the weights as whole numbers.
+    """
 
     def __init__(self, sources: Mapping[str, Sequence[Prompt]], weights: Sequence[float], seed: int) -> None:
-        """sources: by name, which decides the order of their rows. weights: in the order of the sources."""
         self._sources = [FileSource(prompts, f"{seed}:{name}") for name, prompts in sources.items()]
         self._weights = whole_weights(weights)
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        return [self._sources[source].at(position) for source, position in places(self._weights, start, count)]
+        return [self._sources[source].at(position) for source, position in mixture_places(self._weights, start, count)]
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Return the smallest whole numbers in the proportion of weights as they are written: 0.4 is two fifths."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    shared = math.gcd(*whole)
+    return [weight // shared for weight in whole]
+
+
+def mixture_places(weights: Sequence[int], start: int, count: int) -> list[MixturePlace]:
+    """Return `count` places of a mixture from `start` on, in time that does not grow with `start`."""
+
+    def next_source() -> int:
+        return min(range(len(weights)), key=lambda i: Fraction(2 * had[i] + 1, weights[i]))
+
+    # By the bound above, no source has had fewer places than this before `start`.
+    total, k = sum(weights), len(weights)
+    had = [max(0, -(-(2 * start * w - total - k * w) // (2 * total))) for w in weights]
+    for _ in range(start - sum(had)):
+        had[next_source()] += 1
+    found = []
+    for _ in range(count):
+        source = next_source()
+        found.append(MixturePlace(source, had[source]))
+        had[source] += 1
+    return found
 
 
 @dataclass(frozen=True)
 class Sources:
     train: PromptSource
     held_out: list[Prompt]
-    verifiers: frozenset[str]  # that any of them names
-    report: str  # what was read or generated, one line each; every skipped row is listed, and what the tokenizer loses
-    rows: Sequence[Prompt] = ()  # of files: all that `train` is made of, in the files' order
-    files: tuple[tuple[str, str, int], ...] = ()  # that were read: key of the configuration, name, rows
+    verifiers: frozenset[str]  # that rows name
+    report: str  # what was read or generated, and what the tokenizer loses, one line each
+    rows: Sequence[Prompt] = ()  # all rows of the training files, in their order
+    files: tuple[tuple[str, str, int], ...] = ()  # that were read: configuration key, name, rows
 
     def first(self) -> Sequence[Prompt]:
-        """All rows of files; generated prompts have no end, and their first ones tell one generator from another."""
+        """Return all rows of files, or the first generated prompts, which identify the generator."""
         return self.rows or self.train.take(0, 16)
+
+    def digests(self, tokenizer: Path, date: datetime.date | None) -> dict[str, str]:
+        """Return the SHA-256 of tokenizer files and rows by name, and the date that the chat template writes, if any.
+
+        A run that is resumed with other digests is another run. The date comes first, because it changes the rows.
+        """
+        return {
+            **({} if date is None else {TEMPLATE_DATE: str(date)}),
+            "tokenizer": tokenizer_digest(tokenizer),
+            "train": prompts_digest(self.first()),
+            "held_out": prompts_digest(self.held_out),
+        }
+
+
+def tokenizer_digest(directory: Path) -> str:
+    """Return the SHA-256 of a directory's tokenizer files, by name and content, and of the ids that end a response."""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        path = directory / name
+        if path.is_file():
+            digest.update(f"{name}:{hashlib.sha256(path.read_bytes()).hexdigest()};".encode())
+    digest.update(f"stop:{sorted(transformers_stop_ids(directory))}".encode())
+    return digest.hexdigest()
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """Return the SHA-256 of prompts in their order: ids, tokens, answers, verifiers and metadata."""
+    digest = hashlib.sha256()
+    for p in prompts:
+        metadata = json.dumps(p.metadata, sort_keys=True, default=str)
+        digest.update(repr((p.id, p.token_ids, p.answer, p.verifier, metadata)).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def load_sources(
@@ -92,20 +173,15 @@ def load_sources(
     seed: int,
     reward: RewardConfig = RewardConfig(),  # noqa: B008  (frozen)
 ) -> Sources:
-    """Training and held-out prompts of a run. `seed` is the run's; the held-out prompts do not depend on it.
+    """Return the training and held-out prompts of a run. Held-out prompts do not depend on the seed.
 
-    Generated held-out prompts never occur in the training stream. Raises UserError for whatever is wrong with the data.
+    Generated held-out prompts never occur in the training stream. Raises UserError for invalid data.
     """
-    # Generated, or from files.
     if config.tasks:
         return _generated(config, tokenizer, max_prompt_tokens, seed)
     if not (config.train or config.mixture):
-        raise UserError(
-            "data: nothing to train on; give data.train (JSONL or Parquet files), data.mixture or data.tasks"
-        )
+        raise UserError("data: nothing to train on; set data.train (files), data.mixture or data.tasks")
     reader = _Reader(config, _verifiers(config, reward), tokenizer, max_prompt_tokens)
-
-    # One stream of rows, or several with their shares.
     source: PromptSource
     if config.mixture:
         mixed = reader.mixture()
@@ -115,7 +191,6 @@ def load_sources(
         key, train = "data.train", reader.read(config.train, "data.train")
         source = FileSource(train, seed)
 
-    # What is held out, and what of it is trained on.
     held_out = reader.read(config.held_out, "data.held_out")
     texts = {prompt.text for prompt in train}
     leaked = sum(prompt.text in texts for prompt in held_out)
@@ -132,45 +207,33 @@ def load_benchmarks(
     max_prompt_tokens: int,
     reward: RewardConfig = RewardConfig(),  # noqa: B008  (frozen)
 ) -> tuple[dict[str, list[Prompt]], str]:
-    """The prompts of evaluate.benchmarks by their names, which differ, and a report as that of Sources.
-
-    Raises UserError for whatever is wrong.
-    """
-    found: dict[str, list[Prompt]] = {}
+    """Return the prompts of evaluate.benchmarks by their names, and a report. Raises UserError for invalid data."""
     reader = _Reader(config, _verifiers(config, reward), tokenizer, max_prompt_tokens)
-    for name, file in map(named, benchmarks):
-        found[name] = reader.read([file], f"evaluate.benchmarks ({name})")
+    found = {name: reader.read([file], f"evaluate.benchmarks ({name})") for name, file in map(named, benchmarks)}
     return found, "\n".join(reader.report)
 
 
 def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int) -> Sources:
-    held_out_stream = GeneratedPrompts(
-        config, _stream_seed("held_out", config.held_out_seed), tokenizer, max_prompt_tokens
-    )
-    held_out = held_out_stream.held_out(config.held_out_prompts)
-    train_stream = GeneratedPrompts(
-        config,
-        _stream_seed("train", config.train_seed, seed),
-        tokenizer,
-        max_prompt_tokens,
-        exclude=frozenset(prompt.text for prompt in held_out),
-    )
-    train_stream.prompt(0)  # a pattern or limit that cannot work is an error now, not at the first step
+    held_out_seed = _stream_seed("held_out", config.held_out_seed)
+    train_seed = _stream_seed("train", config.train_seed, seed)
+    held_out = GeneratedPrompts(config, held_out_seed, tokenizer, max_prompt_tokens).held_out(config.held_out_prompts)
+    excluded = frozenset(prompt.text for prompt in held_out)
+    train = GeneratedPrompts(config, train_seed, tokenizer, max_prompt_tokens, excluded)
+    train.prompt(0)  # A pattern or a limit that cannot work is an error now, not at the first step.
     names = ", ".join(task.name for task in config.tasks)
     report = [f"data.tasks: endless prompts of {names}; {len(held_out)} different ones held out"]
-    report += check_round_trip(train_stream.written(GENERATED), tokenizer, "data.tasks")
-    return Sources(GeneratedSource(train_stream), held_out, frozenset([train_stream.verifier]), "\n".join(report))
+    report += check_round_trip(train.written(), tokenizer, "data.tasks")
+    return Sources(GeneratedSource(train), held_out, frozenset([train.verifier]), "\n".join(report))
 
 
 def _verifiers(config: DataConfig, reward: RewardConfig) -> Verifiers:
-    """Return how rows are judged; raise UserError for an unknown default before any row is read."""
     entry(config.verifier, "data.verifier", reward)
     return Verifiers(config.verifier, reward)
 
 
 @dataclass
 class _Reader:
-    """Files to prompts, with a line for each of them."""
+    """Files to prompts, with a line of report for each."""
 
     config: DataConfig
     verifiers: Verifiers
@@ -180,8 +243,7 @@ class _Reader:
     files: list[tuple[str, str, int]] = field(default_factory=list)  # see Sources
 
     def read(self, files: Sequence[str], key: str, verifier: str = "") -> list[Prompt]:
-        """The prompts of files. verifier: of rows that name none; "" = data.verifier."""
-        # The rows as they are; ids are those of random streams.
+        """Return the prompts of files. `verifier` is that of rows that name none; the default is data.verifier."""
         verifiers = dataclasses.replace(self.verifiers, default=verifier or self.verifiers.default)
         rows: list[Row] = []
         for name in files:
@@ -193,52 +255,45 @@ class _Reader:
             self.files.append((key, name, len(read)))
             self.report.append(f"{key}: {len(read)} prompts from {name}")
 
-        # Two rows of one id would draw the same random numbers.
+        # Two rows with one id would draw the same random numbers.
         again = [row_id for row_id, times in Counter(row.id for row in rows).items() if times > 1]
         if again:
             first, second = [row.where for row in rows if row.id == again[0]][:2]
             raise UserError(f"{second}: id {again[0]!r} is taken by {first}; give every row of {key} its own id")
 
-        # As the model sees them, and what of them it cannot see.
         prompts = tokenize(rows, self.tokenizer, self.config, self.max_prompt_tokens)
-        looked_at = [
-            Written(rows[i].where, spoken(rows[i].prompt), rows[i].answer, rows[i].target) for i in sampled(len(rows))
-        ]
-        self.report += check_round_trip(looked_at, self.tokenizer, key)
+        count = min(len(rows), _MAX_CHECKED)
+        checked = [rows[i * len(rows) // count] for i in range(count)]
+        written = [(row.where, (spoken(row.prompt), row.answer, row.target)) for row in checked]
+        self.report += check_round_trip(written, self.tokenizer, key)
         return prompts
 
     def mixture(self) -> dict[str, list[Prompt]]:
-        """The prompts of each source of data.mixture by its name. Raises UserError naming the source."""
+        """Return the prompts of each source of data.mixture by its name."""
         found: dict[str, list[Prompt]] = {}
-        ids: dict[str, str] = {}  # of every prompt so far: the source that has it
+        source_of: dict[str, str] = {}  # by the id of a prompt
         total = sum(part.weight for part in self.config.mixture)
         for i, part in enumerate(self.config.mixture):
             key = f"data.mixture[{i}]"
-
-            # What must be there, and may be there once.
             if not part.files:
-                raise UserError(f"{key}.files is empty; name JSONL or Parquet files")
-            if not part.weight > 0:
-                raise UserError(f"{key}.weight = {part.weight}: must be above 0; leave out sources that have no share")
+                raise UserError(f"{key}.files is empty; name data files")
             if part.verifier:
                 entry(part.verifier, f"{key}.verifier", self.verifiers.reward)
             name = part.name or Path(part.files[0]).stem
             if name in found:
-                raise UserError(f"{key}: there is another source called {name!r}; give each a name of its own")
+                raise UserError(f"{key}: there is another source called {name!r}; give each its own name")
 
-            # Random streams are named by ids, so that two sources may not have one in common.
             found[name] = self.read(part.files, key, part.verifier)
             for prompt in found[name]:
-                if ids.setdefault(prompt.id, name) != name:
-                    raise UserError(
-                        f"{key}: id {prompt.id!r} is taken by a row of {ids[prompt.id]!r}; give every row its own id"
-                    )
+                if source_of.setdefault(prompt.id, name) != name:
+                    other = source_of[prompt.id]
+                    raise UserError(f"{key}: id {prompt.id!r} is also in {other!r}; give every row its own id")
             self.report.append(f"{key}: {name} has {part.weight / total:.1%} of the prompts")
         return found
 
 
 def _shuffled(size: int, seed: int | str, epoch: int) -> list[int]:
-    """An order of range(size) that no version of any library can change."""
+    """Return an order of range(size) that no version of a library can change."""
     return sorted(range(size), key=lambda i: hashlib.blake2b(f"{seed}:{epoch}:{i}".encode(), digest_size=8).digest())
 
 

@@ -1,96 +1,100 @@
-"""Text to token ids and back, for Hugging Face directories and for sentencepiece models."""
+"""Tokenizers of Hugging Face directories and of sentencepiece models, and the tokens that end a response."""
 
 from __future__ import annotations
 
 import datetime
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_brorl.data.chat import Message
-from megatron_brorl.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
-from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import refuse_gguf
+from megatron_brorl.data.chat import DATE, Message, check_template, dated, default_template
+from megatron_brorl.data.sentencepiece import SentencePieceTokenizer, is_exported, train_sentencepiece
+from megatron_brorl.errors import UserError, shown
+from megatron_brorl.json_files import read_object
+from megatron_brorl.model_shape import CONFIG, refuse_gguf
 
-__all__ = ["Tokenizer", "load_tokenizer", "train_sentencepiece"]
+__all__ = ["HuggingFaceTokenizer", "Tokenizer", "load_tokenizer", "stop_ids", "train_sentencepiece"]
+
+GENERATION = "generation_config.json"
+_MARK = "\u2039message {}\u203a"  # stands for a message while its chat template is taken apart
 
 
 class Tokenizer(Protocol):
-    """What the project asks of a tokenizer.
+    """A tokenizer of a model.
 
-    The text of a prompt is data: "</s>" in it is four characters, never the end of the sequence. Only what the user
-    or the model's author wrote around it (a template) may contain special tokens.
+    The text of a prompt is data: "</s>" in it is four characters, never the end of the sequence. Only a template
+    around it, which the user or the author of the model wrote, may contain special tokens.
     """
 
     @property
     def directory(self) -> Path:
-        """That it was read from."""
+        """The directory that it was read from."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it knows; the model's vocabulary may be padded beyond that."""
+        """The number of tokens; the model's vocabulary may be padded beyond it."""
 
     @property
     def eos_id(self) -> int:
-        """End of sequence: the last token of a response that ends by itself."""
+        """The last token of a response that ends by itself."""
 
     @property
     def bos_id(self) -> int | None:
-        """Beginning of sequence, where there is one."""
+        """The token before the first of a sequence, if there is one."""
 
     @property
     def pad_id(self) -> int | None:
-        """Padding, where there is one."""
+        """The padding token, if there is one."""
 
     @property
     def unk_id(self) -> int | None:
-        """Stands for what cannot be written; None where everything can."""
+        """The token for text that cannot be encoded; None if all text can."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text, no special token added or recognized."""
+        """Return the ids of plain text. No special token is added or recognized."""
 
     def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
-        """Ids of before + text + after, led by the BOS token if the model's own tokenizer does so.
+        """Return the ids of before + text + after, after the BOS token if the model's own tokenizer adds it.
 
         Special tokens are recognized in before and after, not in text.
         """
 
     @property
     def template_date(self) -> datetime.date | None:
-        """The date that the chat template writes into prompts, or None where it writes none."""
+        """The date that the chat template writes into prompts, or None."""
 
     def apply_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[str, list[int]]:
-        """Return the chat template around messages, up to where the assistant begins: as text and as ids.
+        """Apply the chat template to messages, up to the assistant's turn. Return text and ids.
 
-        variables: of the template, such as enable_thinking. The contents of messages are data, as above. Raises
-        UserError where there is no template, or it does not take these messages or variables.
+        The contents of messages are data, as above. Raises UserError if there is no template, or if it does not
+        accept these messages or variables, such as enable_thinking.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a response: tokens that frame a sequence (BOS, EOS, padding) are left out.
+        """Return the text of a response without BOS, EOS and padding.
 
         Other special tokens such as <think> or </answer> are part of the text that verifiers read. Ids beyond the
-        tokenizer's vocabulary, which a model with a padded vocabulary may sample, add no text.
+        vocabulary, which a model with a padded vocabulary may sample, add no text.
         """
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """Like decode(), with BOS, EOS and padding written out. Stop strings are searched in it."""
+        """Return the text with BOS, EOS and padding. Stop strings are searched in it."""
 
 
 def load_tokenizer(directory: Path, today: datetime.date | None = None) -> Tokenizer:
-    """The tokenizer of a model directory: tokenizer.json (Hugging Face) if there, else tokenizer.model (sentencepiece).
+    """Load tokenizer.json (Hugging Face) of a model directory, or else tokenizer.model (sentencepiece).
 
-    A tokenizer.json that was made of the tokenizer.model is left to others: sentencepiece starts sooner.
-    today: the date that chat templates write; None: the date of this call.
-    Raises UserError if there is neither, if a file is broken or if there is no end-of-sequence token.
+    The tokenizer.json that an export wrote is not read, because sentencepiece starts sooner. today is the date that
+    chat templates write, by default that of this call. Raises UserError if there is no tokenizer, if a file is broken
+    or if there is no end-of-sequence token.
     """
     pieces = (directory / "tokenizer.model").is_file()
-    if (directory / "tokenizer.json").is_file() and not (pieces and _is_converted(directory)):
-        from megatron_brorl.data.hf_tokenizer import HuggingFaceTokenizer  # transformers takes seconds to import
-
+    if (directory / "tokenizer.json").is_file() and not (pieces and is_exported(directory)):
         return HuggingFaceTokenizer(directory, today)
     if pieces:
         return SentencePieceTokenizer(directory)
@@ -100,7 +104,158 @@ def load_tokenizer(directory: Path, today: datetime.date | None = None) -> Token
     )
 
 
-def _is_converted(directory: Path) -> bool:
-    from megatron_brorl.data.sentencepiece_export import is_converted  # protobuf takes a while to import
+class HuggingFaceTokenizer:
+    """A tokenizer.json and its settings, read by transformers."""
 
-    return is_converted(directory)
+    def __init__(self, directory: Path, today: datetime.date | None = None) -> None:
+        """Raise UserError if transformers cannot load the files, or if there is no end-of-sequence token.
+
+        today is the date that chat templates write, by default that of this call.
+        """
+        from transformers import AutoTokenizer  # Importing transformers takes seconds.
+
+        self.directory = directory
+        # A clock that passes midnight must not change the prompts of a run.
+        self._today = today or datetime.date.today()
+
+        # Nothing is downloaded, and no code of the directory is run.
+        try:
+            self._inner: Any = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as e:  # A broken tokenizer.json may raise a bare Exception.
+            raise UserError(
+                f"{directory}/tokenizer.json: transformers cannot load it: {shown(e)}; copy the tokenizer files again"
+            ) from None
+
+        self._checked: set[str] = set()  # variables, as JSON, with which the chat template was tried
+        self.vocab_size = len(self._inner)  # Its own vocab_size leaves out added tokens.
+        eos_id = self._inner.eos_token_id
+        if eos_id is None:
+            raise UserError(
+                f"{directory}/tokenizer_config.json: the tokenizer has no end-of-sequence token, so no response could "
+                'end; set "eos_token" to the token the model was trained to end with'
+            )
+        self.eos_id = int(eos_id)
+        self.bos_id: int | None = self._inner.bos_token_id
+        self.pad_id: int | None = self._inner.pad_token_id
+        unk_id = self._inner.unk_token_id  # GPT-2's EOS has this name too, although it can encode all text.
+        self.unk_id: int | None = None if unk_id in (self.eos_id, self.bos_id, self.pad_id) else unk_id
+
+        # A text by itself shows whether the tokenizer adds BOS.
+        self._special = [t.content for t in self._inner.added_tokens_decoder.values() if t.special]
+        plain = self._ids("a")
+        led = self._inner("a").input_ids
+        self._leads_with_bos = self.bos_id is not None and led[:1] == [self.bos_id] and plain[:1] != [self.bos_id]
+
+    def encode(self, text: str) -> list[int]:
+        return self._ids(text, split_special_tokens=True)
+
+    def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
+        ids = self._framed(before, text, after)
+        if self._leads_with_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    @property
+    def template_date(self) -> datetime.date | None:
+        template = self._inner.chat_template
+        return self._today if template and DATE in default_template(template, self.directory) else None
+
+    def apply_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[str, list[int]]:
+        if not self._inner.chat_template:
+            raise UserError(
+                f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
+                "set data.chat = false or use an instruction-tuned model"
+            )
+        # The template is a program, which may not end. It is tried once for each set of variables, because they decide
+        # its branches.
+        key = json.dumps(variables, default=dict, sort_keys=True)
+        if key not in self._checked:
+            template = default_template(self._inner.chat_template, self.directory)
+            check_template(template, messages, variables, self.directory)
+            self._checked.add(key)
+
+        # Without special tokens in the messages, the text is tokenized as a whole, as in the training of the model.
+        rendered = self._render(messages, variables)
+        contents = [message["content"] for message in messages]
+        if not any(map(self._has_special, contents)):
+            return rendered, self._ids(rendered)
+
+        # Otherwise render it again with a mark in place of each message. The text between marks is the template's own.
+        marks = [_MARK.format(i) for i in range(len(contents))]
+        marked = self._render([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)], variables)
+        frames = re.split("|".join(map(re.escape, marks)), marked)
+        if re.findall("|".join(map(re.escape, marks)), marked) != marks:
+            raise UserError(
+                f"{self.directory}: a prompt contains a special token of the tokenizer, and its chat template does not "
+                "keep messages apart; remove the special token from the data"
+            )
+
+        # Only the template's own text may become special tokens. Messages are tokenized as plain text.
+        text, ids = frames[0], self._ids(frames[0])
+        for content, frame in zip(contents, frames[1:], strict=True):
+            text += content + frame
+            ids += [*self.encode(content), *self._ids(frame)]
+        return text, ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.decode_all([i for i in ids if int(i) not in (self.bos_id, self.eos_id, self.pad_id)])
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        known = [int(i) for i in ids]
+        return str(self._inner.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        given = {**variables}
+        if self.template_date is not None:
+            given |= dated(default_template(self._inner.chat_template, self.directory), self.template_date)
+        try:
+            rendered = self._inner.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **given
+            )
+            return str(rendered)
+        except Exception as e:  # The template may raise anything.
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(
+                f"{self.directory}: the chat template refuses messages of the roles {roles}: {shown(e)}; change the "
+                "row, or data.system_prompt"
+            ) from None
+
+    def _framed(self, before: str, text: str, after: str) -> list[int]:
+        """Encode in one piece, as in the training of the model, unless the text has special tokens."""
+        if self._has_special(text):
+            return [*self._ids(before), *self.encode(text), *self._ids(after)]
+        return self._ids(before + text + after)
+
+    def _has_special(self, text: str) -> bool:
+        return any(token in text for token in self._special)
+
+    def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
+        encoded = self._inner(
+            text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False
+        ).input_ids
+        return [int(i) for i in encoded]
+
+
+def stop_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that end a response: those at which transformers' generate() stops, and the tokenizer's EOS.
+
+    Supervised training ends its targets with the tokenizer's EOS. Raises UserError if a file names no ids.
+    """
+    return tuple(sorted({tokenizer.eos_id, *transformers_stop_ids(directory)}))
+
+
+def transformers_stop_ids(directory: Path) -> frozenset[int]:
+    """Return eos_token_id of generation_config.json, or of config.json in a directory without that file.
+
+    A generation_config.json without the key, or with null, hides the one of config.json.
+    """
+    path = next((directory / name for name in (GENERATION, CONFIG) if (directory / name).is_file()), None)
+    given = read_object(path).get("eos_token_id") if path else None
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    if any(type(token) is not int or token < 0 for token in listed):
+        raise UserError(f"{path}: eos_token_id = {shown(given)}: must be a token's id, or a list of them")
+    return frozenset(listed)

@@ -10,12 +10,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
-from megatron_brorl.config.data_keys import DataConfig
+from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.chat import Message, check_messages
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.prompts import render
-from megatron_brorl.data.stop_ids import stop_ids
-from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.gpt import DTYPES

@@ -11,13 +11,13 @@ from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.prompts import Verifiers, check_row
 from megatron_brorl.errors import UserError
 from megatron_brorl.face.engine import Sample
-from megatron_brorl.rewards import here
+from megatron_brorl.rewards import custom
+from megatron_brorl.rewards.custom import OwnReward
 from megatron_brorl.rewards.extract import Found, extract
-from megatron_brorl.rewards.here import OwnReward
-from megatron_brorl.rewards.pool import ScoreRequest
+from megatron_brorl.rewards.preflight import check_verifiers
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import judged_when_cut_off, worth
-from megatron_brorl.rewards.startup import look_at
+from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt, Verdict
 
 _NO_PROMPT = "-"  # of a reference alone
@@ -53,7 +53,7 @@ def score(
     # The same defaults as those of a run's [reward].
     config = config or RewardConfig()
     function = None if isinstance(verifier, str) else verifier
-    name = verifier if isinstance(verifier, str) else here.NAME
+    name = verifier if isinstance(verifier, str) else custom.IN_PROCESS
     _check(responses, rows, function)
 
     # The rows as a data file's, and what of each response is judged.
@@ -63,9 +63,9 @@ def score(
 
     # Judged by the processes of a run, which end with this call.
     requests = [ScoreRequest(p, *(f or _UNSEEN)) for (p, _), f in zip(flat, found, strict=True)]
-    named = {prompt.verifier for prompt in prompts} - {here.NAME}
-    impure = look_at(named, config).impure
-    with here.pool(function, config.workers, config.timeout_s, impure) as pool:
+    named = {prompt.verifier for prompt in prompts} - {custom.IN_PROCESS}
+    impure = check_verifiers(named, config).impure
+    with RewardPool(config.workers, config.timeout_s, impure=impure, function=function) as pool:
         verdicts = pool.score(requests)
 
     # Back into the form that was given.
@@ -79,7 +79,7 @@ def _check(responses: Sequence[Any], rows: Sequence[Any], function: OwnReward | 
             f"score: {len(responses)} responses and {len(rows)} rows; give a list of responses, and a row for each"
         )
     if function is not None:
-        here.check(function)
+        custom.check_parameters(function, "reward")
 
 
 def _prompt(row: str | Mapping[str, Any] | None, i: int, verifiers: Verifiers) -> Prompt:

@@ -19,8 +19,8 @@ from megatron_brorl.face.runs import RunRecord, load_run
 from megatron_brorl.metrics import METRICS_FILE
 from megatron_brorl.outputs import check_outputs
 from megatron_brorl.parallel import device
-from megatron_brorl.rewards import here
-from megatron_brorl.rewards.here import OwnReward
+from megatron_brorl.rewards import custom
+from megatron_brorl.rewards.custom import OwnReward
 from megatron_brorl.train.callbacks import Callback, Callbacks
 
 _BY_A_TABLE = "the tables"  # what messages call a configuration without a file
@@ -60,9 +60,9 @@ def train(
     """
     loaded = _loaded(config, overrides)
     if reward is not None:
-        here.check(reward)
+        custom.check_parameters(reward, "reward")
         # Rows that name no verifier name the function, and so does the fingerprint.
-        loaded = replace(loaded, data=replace(loaded.data, verifier=here.NAME))
+        loaded = replace(loaded, data=replace(loaded.data, verifier=custom.IN_PROCESS))
 
     # The function's source is not in the configuration: with one, the checkpoint decides whether it is the same run.
     elif told := finished(loaded):

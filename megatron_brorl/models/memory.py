@@ -18,8 +18,7 @@ from megatron_brorl.models.hf_names import entries, hf_shapes
 from megatron_brorl.parallel import device
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.reshard.layout import local_shape
-from megatron_brorl.rollout.remote.fp8_blocks import quantized
-from megatron_brorl.rollout.remote.shared_weights import layout
+from megatron_brorl.rollout.remote.weights_send import as_is, in_fp8_blocks, layout
 
 GIB = 2**30
 Parts = Mapping[str, int]  # bytes by what they are for
@@ -124,7 +123,7 @@ def kv_bytes(shape: ModelShape, generation: Generation) -> int:
 
 def sent_bytes(shape: ModelShape, dtype: torch.dtype, fp8: bool) -> int:
     """Of the weights as an engine is sent them, in one file."""
-    return layout(hf_shapes(shape), dtype, quantized if fp8 else lambda name, tensor: iter([(name, tensor)]))[1]
+    return layout(hf_shapes(shape), dtype, in_fp8_blocks if fp8 else as_is)[1]
 
 
 def plan(shape: ModelShape, training: Training, generation: Generation | None) -> Plan:

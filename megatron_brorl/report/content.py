@@ -1,67 +1,135 @@
-"""The content of a report page, as JSON has it; page/*.js draws it and computes nothing but means of what it draws."""
+"""The data of a report: read a run's folder, and compute what the page shows as JSON.
+
+The page (page/*.js) draws this content. Whatever a run has not recorded is left out.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
+from megatron_brorl.algo.estimators import SHARE, Bounds, bootstrap_mean, pass_at_k
+from megatron_brorl.algo.paired import SHARES, paired
 from megatron_brorl.errors import UserError
-from megatron_brorl.report.held_out import Evaluation, against, change, evaluations
-from megatron_brorl.report.run_files import RunFiles, read_run
-from megatron_brorl.report.series import by_task, curves, heat, spread
-from megatron_brorl.report.spent import checkpoints, generation, times_to_target
-from megatron_brorl.report.verdict import verdict
+from megatron_brorl.json_files import read_object
+from megatron_brorl.metrics import METRICS_FILE, read_metrics
+from megatron_brorl.record import run_record
+from megatron_brorl.record.files import FOLDER, Moment, moments, prompt_order, read_groups, read_rollouts
+from megatron_brorl.report.findings import verdict
 from megatron_brorl.tracking import metric_docs
 
+SUMMARY = "summary.json"
+RESAMPLES = 2000  # of the bootstrap where evaluate.bootstrap is not recorded
+MOST_POINTS = 400  # of a curve; above, each point is the mean of several steps
+MOST_MOMENTS = 400  # whose groups are read; above, as many at even distances
+MOST_CELLS = 24_000  # of a heat map
+FEW_SAMPLES = 16  # up to here a prompt's right answers are counted one by one, above in tenths
+TENTHS = ["none", *(f"{10 * i}-{10 * i + 10}%" for i in range(10)), "all"]
 
-def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RunFiles], list[Sequence[Evaluation]]]:
-    """Content without rollouts, and what it is made of. Raises UserError where a folder holds no run."""
+Row = Mapping[str, Any]
+Key = tuple[str, int]  # the id of a prompt, and its occurrence among prompts of this id
+
+
+@dataclass(frozen=True)
+class Run:
+    """The files of a run that is still going or has ended."""
+
+    folder: Path
+    rows: list[Row]  # lines of metrics.jsonl
+    summary: Row  # summary.json; {} until the run has ended
+    config: Mapping[str, Any]  # section -> key -> value; {} where it is not recorded
+    starts: list[Row]  # of run.json
+    moments: list[Moment]  # whose rollouts are recorded
+    _groups: dict[Moment, pa.Table] = field(default_factory=dict)  # tables that are read already
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps that are done."""
+        return int(self.summary.get("steps", self.rows[-1]["step"] + 1 if self.rows else 0))
+
+    def key(self, section: str, name: str, default: Any) -> Any:
+        """Return a value of the configuration."""
+        return self.config.get(section, {}).get(name, default)
+
+    def of_kind(self, kind: str) -> list[Moment]:
+        """Return the recorded steps or evaluations, in order."""
+        return [m for m in self.moments if m.kind == kind]
+
+    def groups(self, moment: Moment) -> pa.Table:
+        """Return record.schema.GROUPS of a moment. Raises UserError where the file is damaged."""
+        if moment not in self._groups:
+            self._groups[moment] = read_groups(self.folder / FOLDER, moment)
+        return self._groups[moment]
+
+    def rollouts(self, moment: Moment) -> pa.Table:
+        """Return record.schema.ROLLOUTS of a moment. Raises UserError where a file is damaged."""
+        return read_rollouts(self.folder / FOLDER, moment)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run. Raises UserError for a folder that holds none, and for a damaged file."""
+    folder = folder.absolute()
+    if not (folder / METRICS_FILE).is_file():
+        raise UserError(f"{folder}: holds no {METRICS_FILE}; give the run.dir of a training run")
+    record = run_record.read(folder)
+    summary = folder / SUMMARY
+    return Run(
+        folder=folder,
+        rows=list(read_metrics(folder / METRICS_FILE)),
+        summary=read_object(summary, "delete it to report without it") if summary.exists() else {},
+        config=record.get("config", {}),
+        starts=record.get("starts", []),
+        moments=moments(folder / FOLDER) if any((folder / FOLDER).glob("*.groups.parquet")) else [],
+    )
+
+
+def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[Run]]:
+    """Return the content of a page without rollouts, and the runs. Raises UserError where a folder holds no run."""
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UserError("brorl report: a run is named twice; name each once")
     runs = [read_run(folder) for folder in folders]
-    held_out: list[Sequence[Evaluation]] = [evaluations(run) for run in runs]
+    evaluated = [evaluations(run) for run in runs]
     several = len(runs) > 1
-    parts = zip(_names(runs), runs, held_out, strict=True)
-    made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    found: dict[str, Any] = {"made": made, "runs": [_run(*part, several) for part in parts]}
-    found["meanings"] = meanings(sorted({name for run in found["runs"] for name in run["curves"]["values"]}))
+    parts = [_run(*part, several) for part in zip(_names(runs), runs, evaluated, strict=True)]
+    found: dict[str, Any] = {"made": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "runs": parts}
+    found["meanings"] = meanings(sorted({name for run in parts for name in run["curves"]["values"]}))
     if several:
-        found["against"] = against(runs, held_out)
-        found["time_to"] = times_to_target([run["checkpoints"] for run in found["runs"]])
-    return found, runs, held_out
+        found["against"] = _against(runs, evaluated)
+        found["time_to"] = times_to_target([run["checkpoints"] for run in parts])
+    return found, runs
 
 
-def _run(name: str, run: RunFiles, found: Sequence[Evaluation], several: bool) -> dict[str, Any]:
-    """several: of a comparison, which has no room for the prompts of each."""
-    changed = change(run, found)  # None where two evaluations cannot be paired
+def _run(name: str, run: Run, evaluated: Sequence[Evaluation], several: bool) -> dict[str, Any]:
+    """Return the content of one run; several: of a comparison, which does not show prompts."""
+    changed, shown = change(run, evaluated), [e.as_dict() for e in evaluated]
     own: dict[str, Any] = {
-        # What it is, and how far.
         "name": name,
         "folder": str(run.folder),
         "n": run.summary.get("rollouts_per_prompt", run.key("rollout", "n", None)),
-        "steps": run.steps,  # done
-        "seconds": run.summary.get("job_seconds"),  # None until it has ended
-        "memory_mib": run.summary.get("peak_rss_mib"),  # of all processes
-        # What came of it.
-        "verdict": verdict(run, found, changed),
-        "evaluations": [e.as_dict() for e in found],
+        "steps": run.steps,
+        "seconds": run.summary.get("job_seconds"),
+        "memory_mib": run.summary.get("peak_rss_mib"),
+        "verdict": verdict(run.rows, run.summary, run.key("train", "steps", 0), shown, changed),
+        "evaluations": shown,
         "change": changed,
-        "curves": curves(run.rows),  # every figure
-        # What it took.
-        "checkpoints": checkpoints(run, found),
+        "curves": curves(run.rows),
+        "checkpoints": checkpoints(run, evaluated),
         "generation": generation(run),
-        # What it was made with.
-        "config": {f"{section}.{key}": value for section, keys in run.config.items() for key, value in _keys(keys)},
+        "config": {f"{section}.{key}": value for section, keys in run.config.items() for key, value in keys.items()},
         "starts": run.starts,
     }
-
-    # Prompts, where there is room for them.
     if not several:
         own["by_task"] = by_task(run)
-        own |= {f.__name__: {kind: f(run, kind) for kind in ("evaluation", "step")} for f in (spread, heat)}
-    return own | {"missing": missing(run, found)}
+        own["spread"] = {kind: spread(run, kind) for kind in ("evaluation", "step")}
+        own["heat"] = {kind: heat(run, kind) for kind in ("evaluation", "step")}
+    return own
 
 
 def meanings(names: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -74,49 +142,380 @@ def meanings(names: Sequence[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def missing(run: RunFiles, found: Sequence[Evaluation]) -> dict[str, str]:
-    """Why a part of the page is not there, by the part: a sentence each."""
-    said = {}
-    # Of metrics.jsonl.
-    names = {name for row in run.rows for name in row}
-    if not run.rows:
-        said["curves"] = "No step is done yet: there is nothing to draw."
-    if not any(name.startswith("theory_good_turing/") for name in names):
-        said["theory"] = "No figures of unsampled answers are recorded: theory.every = 0, or no step is done."
-
-    # Of evaluations.
-    if not found:
-        said["evaluation"] = "No held-out evaluation: give data.held_out, or wait for the first one."
-    elif len(found) == 1:
-        said["evaluation"] = "One held-out evaluation so far: a change needs two."
-
-    # Of rollouts/.
-    if not run.moments:
-        said["rollouts"] = (
-            "No rollouts are recorded: a run records them in run.dir/rollouts from its first evaluation on."
-        )
-    elif not run.of_kind("step"):
-        said["steps"] = "No step's rollouts are recorded yet."
-
-    # Of run.json, and of checkpoints in its place.
-    if not run.config:
-        said["config"] = "The configuration is not recorded: the run is older than run.json, and has no checkpoint."
-    elif not run.starts:
-        said["starts"] = (
-            "Command and versions are not recorded: the run is older than run.json. The keys are those of its newest "
-            "checkpoint, which has what decides a run's results alone."
-        )
-    return said
-
-
-def _keys(values: Any) -> list[tuple[str, Any]]:
-    return list(values.items()) if isinstance(values, Mapping) else []
-
-
-def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """Of the folders; with as many of their parents as tell them apart."""
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the folders, with as many parents as tell them apart."""
     for depth in range(1, max(len(run.folder.parts) for run in runs) + 1):
         names = ["/".join(run.folder.parts[-depth:]) for run in runs]
         if len(set(names)) == len(names):
             break
     return names
+
+
+# Held-out evaluations: pass@k and mean reward with intervals, and their change.
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The samples of a held-out prompt."""
+
+    right: int
+    samples: int  # without lost ones; at least 1
+    task: str
+    reward: float  # mean
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One held-out evaluation."""
+
+    steps: int  # done before it
+    prompts: Mapping[Key, Asked]  # {} where its rollouts are not recorded
+    passes: Mapping[int, Mapping[str, float]]  # k -> mean, and low and high where they are known
+    tasks: Mapping[str, float]  # pass@1 by task
+    reward: Mapping[str, float] | None = None  # mean, low and high; None where the mean reward is pass@1
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "prompts": len(self.prompts),
+            "samples": max((a.samples for a in self.prompts.values()), default=None),
+            "passes": [{"k": k, **self.passes[k]} for k in sorted(self.passes)],
+            "tasks": dict(self.tasks),
+            "reward": self.reward,
+        }
+
+
+def evaluations(run: Run) -> list[Evaluation]:
+    """Return every evaluation in order, from its recorded rollouts, else from metrics.jsonl and summary.json."""
+    found = {e.steps: e for e in _summed_up(run)}
+    for moment in run.of_kind("evaluation"):
+        times: Counter[str] = Counter()
+        prompts = {}
+        for g in run.groups(moment).to_pylist():
+            key = g["prompt_id"], times[g["prompt_id"]]
+            times[g["prompt_id"]] += 1
+            if g["rollouts"]:
+                prompts[key] = Asked(g["right"], g["rollouts"], g["verifier"] or "", g["reward"])
+        if prompts:
+            found[moment.number] = _computed(run, moment.number, prompts)
+    return [found[steps] for steps in sorted(found)]
+
+
+def _computed(run: Run, steps: int, prompts: Mapping[Key, Asked]) -> Evaluation:
+    """Sum up as train.evaluate does: a prompt with fewer than k samples is left out of pass@k."""
+    resamples, seed = _bootstrap(run)
+    asked = list(prompts.values())
+    most = max(a.samples for a in asked)
+    ks = run.key("evaluate", "pass_at", ()) or [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
+    passes = {}
+    for k in sorted({1, *ks}):
+        values = [pass_at_k(a.samples, a.right, k) for a in asked if a.samples >= k]
+        if values:
+            passes[k] = bootstrap_mean(values, resamples, seed, SHARE).as_dict()
+
+    # Recorded rewards are float32: for rewards of 0 and 1 their means are pass@1 up to rounding.
+    same = all(abs(a.reward - a.right / a.samples) < 1e-6 for a in asked)
+    reward = None if same else bootstrap_mean([a.reward for a in asked], resamples, seed).as_dict()
+    tasks: dict[str, list[float]] = {}
+    for a in asked:
+        tasks.setdefault(a.task, []).append(a.right / a.samples)
+    return Evaluation(steps, prompts, passes, {name: sum(v) / len(v) for name, v in sorted(tasks.items())}, reward)
+
+
+def _summed_up(run: Run) -> list[Evaluation]:
+    """Return the evaluations of metrics.jsonl and summary.json, whose prompts are unknown."""
+    found = []
+    for row in run.rows:
+        if row.get("pass_at_1") is not None:
+            names = {key.removeprefix("pass_at_"): v for key, v in row.items() if v is not None}
+            passes = {int(k): {"mean": v} for k, v in names.items() if k.isdigit()}
+            passes[1] = _interval(row, "pass_at_1")
+            found.append(_without_prompts(row["step"] + 1, passes, {}, _interval(row, "held_out_reward")))
+    for name, steps in (("before", 0), ("after", run.steps)):
+        if e := run.summary.get(name):
+            passes = {int(k): {"mean": v} for k, v in e["pass_at_k"].items()} | {1: dict(e["pass_at_1"])}
+            found.append(_without_prompts(steps, passes, e.get("by_task", {}), e["mean_reward"]))
+    return found
+
+
+def _without_prompts(
+    steps: int, passes: Mapping[int, Mapping[str, float]], tasks: Mapping[str, float], reward: Mapping[str, float]
+) -> Evaluation:
+    other = reward if reward and reward["mean"] != passes[1]["mean"] else None
+    return Evaluation(steps, {}, passes, tasks, other)
+
+
+def _interval(row: Row, name: str) -> dict[str, float]:
+    keys = {"mean": name, "low": f"{name}_low", "high": f"{name}_high"}
+    return {end: row[key] for end, key in keys.items() if row.get(key) is not None}
+
+
+def change(run: Run, evaluated: Sequence[Evaluation]) -> dict[str, Any] | None:
+    """Compare the last evaluation of a run with the first; None where they cannot be paired."""
+    recorded = [e for e in evaluated if e.prompts]
+    return compared(recorded[0], recorded[-1], *_bootstrap(run)) if len(recorded) > 1 else None
+
+
+def _against(runs: Sequence[Run], evaluated: Sequence[Sequence[Evaluation]]) -> list[dict[str, Any] | None]:
+    """Compare the last evaluation of each run with that of the first run."""
+    last = [next((e for e in reversed(own) if e.prompts), None) for own in evaluated]
+    first = last[0]
+    return [compared(first, e, *_bootstrap(runs[0])) if first and e else None for e in last]
+
+
+def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -> dict[str, Any] | None:
+    """Compare two evaluations prompt by prompt; None where they share fewer than two prompts.
+
+    passes: k, means before and after, their difference with the 95% interval of the paired bootstrap, and Student's
+    two-tailed p. reward: the same of the mean reward, None where that is pass@1. solved, lost: prompts with a right
+    sample in the second one alone, and in the first one alone.
+    """
+    a, b = before.prompts, after.prompts
+    keys = [key for key in a if key in b]
+    if len(keys) < 2:
+        return None
+    most = min(min(a[k].samples, b[k].samples) for k in keys)
+    passes = []
+    for k in sorted(set(before.passes) & set(after.passes)):
+        if k <= most:
+            one, two = ([pass_at_k(side[key].samples, side[key].right, k) for key in keys] for side in (a, b))
+            passes.append({"k": k, **_paired(one, two, resamples, seed, SHARES)})
+    first, last = ([side[key].reward for key in keys] for side in (a, b))
+
+    def moved(without: Mapping[Key, Asked], having: Mapping[Key, Asked]) -> list[dict[str, Any]]:
+        own = [key for key in keys if without[key].right == 0 < having[key].right]
+        rows = [{"id": k[0], "right": having[k].right, "samples": having[k].samples} for k in own]
+        return sorted(rows, key=lambda row: (-row["right"] / row["samples"], row["id"]))
+
+    return {
+        "from": before.steps,
+        "to": after.steps,
+        "prompts": len(keys),
+        "samples": most,
+        "passes": passes,
+        "reward": _paired(first, last, resamples, seed) if before.reward or after.reward else None,
+        "solved": moved(a, b),
+        "lost": moved(b, a),
+    }
+
+
+def _paired(
+    one: list[float], two: list[float], resamples: int, seed: int, bounds: Bounds | None = None
+) -> dict[str, Any]:
+    test = paired(one, two, resamples, seed, bounds)
+    difference = {**test.difference.as_dict(), "p": test.two_tailed}
+    return {"before": sum(one) / len(one), "after": sum(two) / len(two), "difference": difference}
+
+
+def _bootstrap(run: Run) -> tuple[int, int]:
+    """Return resamples and seed of the run's own intervals, so that those of the page are the same."""
+    return int(run.key("evaluate", "bootstrap", RESAMPLES)), int(run.key("run", "seed", 0))
+
+
+# Time and rollouts that a run has spent, and its generation speed.
+
+
+def checkpoints(run: Run, evaluated: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """Return a row per evaluation: steps, seconds of these steps, rollouts sampled and trained on, and pass@k."""
+    rows = []
+    for e in evaluated:
+        done = [row for row in run.rows if row["step"] < e.steps]
+        rows.append(
+            {
+                "steps": e.steps,
+                "seconds": sum(_time(row, "step") for row in done),
+                "rollouts": sum(_known(row, "rollouts") for row in done),
+                "kept": sum(_kept(row) for row in done),
+                "passes": [{"k": k, **e.passes[k]} for k in sorted(e.passes)],
+            }
+        )
+    return rows
+
+
+def reached(places: Sequence[float], heights: Sequence[float], target: float) -> float | None:
+    """Return the first place at which a piecewise linear curve is at `target` or above; None where it never is."""
+    for i, (x, y) in enumerate(zip(places, heights, strict=True)):
+        if y >= target:
+            if not i:
+                return x
+            x0, y0 = places[i - 1], heights[i - 1]
+            return x0 + (x - x0) * (target - y0) / (y - y0)
+    return None
+
+
+def times_to_target(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any] | None]:
+    """Return, for the final pass@1 of each run, the seconds and rollouts at which every run first reached it.
+
+    tables: checkpoints of each run. None stands for a run without an evaluation, or one that never reached the target.
+    """
+    found: list[dict[str, Any] | None] = []
+    for own in tables:
+        if not own:
+            found.append(None)
+            continue
+        target, runs = own[-1]["passes"][0]["mean"], []
+        for table in tables:
+            heights = [row["passes"][0]["mean"] for row in table]
+            spent = {x: reached([row[x] for row in table], heights, target) for x in ("seconds", "rollouts")}
+            runs.append(spent if spent["seconds"] is not None else None)
+        found.append({"target": target, "runs": runs})
+    return found
+
+
+def generation(run: Run) -> dict[str, Any] | None:
+    """Return the speed of sampling alone and over whole steps; None where no step has sampled anything.
+
+    prompt_hits: share of prompt tokens that the engine found in its cache, mean over rollouts.
+    """
+    rollouts = sum(_known(row, "rollouts") for row in run.rows)
+    seconds, whole = (sum(_time(row, name) for row in run.rows) for name in ("generate", "step"))
+    if not (rollouts and seconds and whole):
+        return None
+    hits = [(_known(row, "rollouts"), row["time"]["kv_cache/prompt_hits"]) for row in run.rows if _has_hits(row)]
+    return {
+        "rollouts_per_s": rollouts / seconds,
+        "tokens_per_s": sum(_known(row, "rollouts") * _known(row, "response_tokens") for row in run.rows) / seconds,
+        "share_of_step": seconds / whole,
+        "end_to_end_per_s": rollouts / whole,
+        "kept_per_s": sum(map(_kept, run.rows)) / whole,
+        "prompt_hits": sum(n * x for n, x in hits) / sum(n for n, _ in hits) if hits else None,
+    }
+
+
+def _has_hits(row: Row) -> bool:
+    return bool(row.get("rollouts")) and (row.get("time") or {}).get("kv_cache/prompt_hits") is not None
+
+
+def _time(row: Row, name: str) -> float:
+    return float((row.get("time") or {}).get(name) or 0.0)
+
+
+def _known(row: Row, name: str) -> float:
+    return float(row.get(name) or 0.0)
+
+
+def _kept(row: Row) -> float:
+    return _known(row, "rollouts") * _known(row, "kept_share")
+
+
+# Curves over steps, and how many rollouts of each prompt are right.
+
+
+def curves(rows: Sequence[Row], most: int = MOST_POINTS) -> dict[str, Any]:
+    """Return every metric of metrics.jsonl, at most `most` points of each.
+
+    every: steps that a point is the mean of; step: the number of its last one; elapsed: seconds of steps by then;
+    values: by name, "time/" before those of "time"; null where a metric is missing. Seven digits.
+    """
+    every = max(1, math.ceil(len(rows) / most))
+    parts = [rows[i : i + every] for i in range(0, len(rows), every)]
+    flat = [[_flat(row) for row in part] for part in parts]
+    names = dict.fromkeys(name for part in flat for row in part for name in row)
+    values = {name: [_mean([row.get(name) for row in part]) for part in flat] for name in names}
+    elapsed, seconds = [], 0.0
+    for part in flat:
+        seconds += sum(row.get("time/step") or 0.0 for row in part)
+        elapsed.append(float(f"{seconds:.7g}"))
+    return {
+        "every": every,
+        "step": [part[-1]["step"] for part in parts],
+        "elapsed": elapsed,
+        "values": {name: column for name, column in values.items() if any(v is not None for v in column)},
+    }
+
+
+def by_task(run: Run) -> dict[str, Any]:
+    """Return means over groups of each recorded step: {"step", "distinct": [answers], "tasks": {name: [right]}}."""
+    steps = _evenly(run.of_kind("step"))
+    found: list[dict[str, list[float]]] = []
+    distinct: list[float | None] = []
+    for moment in steps:
+        rows = run.groups(moment).select(["verifier", "right", "rollouts", "distinct"]).to_pylist()
+        shares: dict[str, list[float]] = {}
+        for g in (g for g in rows if g["rollouts"]):
+            shares.setdefault(g["verifier"] or "", []).append(g["right"] / g["rollouts"])
+        found.append(shares)
+        distinct.append(_mean([g["distinct"] for g in rows if g["rollouts"]]))
+    names = sorted({name for shares in found for name in shares})
+    return {
+        "step": [m.number for m in steps],
+        "distinct": distinct,
+        "tasks": {name: [_mean(shares.get(name, [])) for shares in found] for name in names},
+    }
+
+
+def spread(run: Run, kind: str) -> dict[str, Any] | None:
+    """Return how many prompts have how many right rollouts, at the first and the last moment; None without any.
+
+    Bins are numbers of right samples where every prompt has one and the same small number of them, `of`; else tenths.
+    """
+    ends = dict.fromkeys([*run.of_kind(kind)[:1], *run.of_kind(kind)[-1:]])
+    found = []
+    for moment in ends:
+        groups = run.groups(moment)
+        pairs = zip(groups["right"].to_pylist(), groups["rollouts"].to_pylist(), strict=True)
+        if known := [(right, n) for right, n in pairs if n]:
+            found.append((moment, known))
+    if not found:
+        return None
+    sizes = {n for _, known in found for _, n in known}
+    exact = sizes.pop() if len(sizes) == 1 and max(sizes) <= FEW_SAMPLES else 0
+    bins = [str(i) for i in range(exact + 1)] if exact else TENTHS
+    counts = []
+    for _, known in found:
+        own = Counter(right if exact else _tenth(right, n) for right, n in known)
+        counts.append([own[i] for i in range(len(bins))])
+    return {"of": exact or None, "bins": bins, "numbers": [m.number for m, _ in found], "counts": counts}
+
+
+def _tenth(right: int, n: int) -> int:
+    """Return the place in TENTHS; a share on a bound belongs to the tenth above it."""
+    return 0 if not right else len(TENTHS) - 1 if right == n else 1 + 10 * right // n
+
+
+def heat(run: Run, kind: str, cells: int = MOST_CELLS) -> dict[str, Any] | None:
+    """Return the share right of each prompt that occurs in two or more moments; None where there is none.
+
+    shares: [prompts][moments], null where a prompt was not asked; prompts in order of their first share, then of their
+    last. left_out: prompts that do not fit into `cells`; which ones are shown depends on their ids alone.
+    """
+    there = _evenly(run.of_kind(kind))
+    found: dict[str, dict[int, list[float]]] = {}
+    for place, moment in enumerate(there):
+        for g in run.groups(moment).select(["prompt_id", "right", "rollouts"]).to_pylist():
+            if g["rollouts"]:
+                found.setdefault(g["prompt_id"], {}).setdefault(place, []).append(g["right"] / g["rollouts"])
+    again = sorted((p for p, own in found.items() if len(own) > 1), key=prompt_order)
+    if not again:
+        return None
+    shown = again[: max(1, cells // len(there))]
+    shares = {p: [_mean(found[p].get(place, [])) for place in range(len(there))] for p in shown}
+
+    def ends(p: str) -> tuple[float, float, str]:
+        known = [v for v in shares[p] if v is not None]
+        return known[0], known[-1], p
+
+    order = sorted(shown, key=ends)
+    return {
+        "numbers": [m.number for m in there],
+        "prompts": order,
+        "shares": [shares[p] for p in order],
+        "left_out": len(again) - len(shown),
+    }
+
+
+def _evenly(there: list[Moment], most: int = MOST_MOMENTS) -> list[Moment]:
+    """Return at most `most` moments, the first and the last among them."""
+    if len(there) <= most:
+        return there
+    return [there[round(i * (len(there) - 1) / (most - 1))] for i in range(most)]
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    own = {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
+    return own | {f"time/{key}": value for key, value in (row.get("time") or {}).items()}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return float(f"{sum(known) / len(known):.7g}") if known else None

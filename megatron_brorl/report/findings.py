@@ -1,14 +1,15 @@
-"""What is wrong with a run that learned nothing, each with what to do: for summary.json, the console and the report."""
+"""What a run has shown: why it learned nothing (`findings`), and its result in a few sentences (`verdict`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from megatron_brorl.algo.no_signal import FIGURES, Why, why_no_signal
 from megatron_brorl.config.schema import Config
 
 Row = Mapping[str, Any]
+Tone = Literal["good", "bad", "unclear"]
 
 _PLACES = {
     "verifier": "where the rows' verifiers look for it",
@@ -25,16 +26,15 @@ def findings(
     after: Mapping[str, Any] | None,
     weights_differ: bool,
 ) -> dict[str, str]:
-    """A sentence for each thing that kept the run from learning, or from showing it, by its name; {} where none did.
+    """Return a sentence, by name, for each reason why the run learned nothing or does not show it.
 
     rows: the lines of metrics.jsonl. before, after: the held-out evaluations, where there are any. weights_differ:
-    whether the trained weights are others than those of model.path.
+    whether the trained weights differ from those of model.path.
     """
     found: dict[str, str] = {}
     means = {name: _mean(rows, name) for name in FIGURES}
     why = why_no_signal(means)
 
-    # Why no step had anything to learn from; else why what it had changed nothing.
     if not rows:
         found["no step"] = f"no step was trained: train.steps = {config.train.steps}; raise it"
     elif why:
@@ -42,13 +42,12 @@ def findings(
     elif not weights_differ:
         found["weights unchanged"] = _unchanged(config, rows)
 
-    # What cannot be told, and what a mean over tasks hides.
     if before is None:
         found["no held-out"] = (
-            "there is no held-out evaluation, so that nothing says whether the model got better: give data.held_out"
+            "there is no held-out evaluation, so whether the model got better is unknown: give data.held_out"
         )
     elif after and after["pass_at_1"]["mean"] > 0:
-        # Where nothing at all was right, that is said above.
+        # If nothing was right at all, another finding says so.
         tasks = [name for name, share in after["by_task"].items() if share == 0 == before["by_task"].get(name)]
         if tasks:
             found["task never right"] = (
@@ -62,7 +61,7 @@ def _no_signal(why: Why, config: Config, rows: Sequence[Row]) -> str:
     count = f"{sum(row.get('rollouts') or 0 for row in rows):,.0f}"
     c, extract = config.rollout, config.reward.extract
     cut, reward = _mean(rows, "cut_off_share") or 0.0, _mean(rows, "reward") or 0.0
-    # Only rewards other than 0 can be short of the mark.
+    # Rewards above 0 that never reach reward.correct_at are a cause of their own.
     short = f" (mean reward {reward:.3g}, reward.correct_at = {config.reward.correct_at:g})" if reward else ""
     how_many = f"every one of {count} responses was" if cut == 1 else f"{cut:.0%} of {count} responses were"
     sentences: dict[Why, str] = {
@@ -76,7 +75,7 @@ def _no_signal(why: Why, config: Config, rows: Sequence[Row]) -> str:
         + (f"; {cut:.0%} were cut off at rollout.max_tokens = {c.max_tokens}" if cut else ""),
         "all right": f"every one of {count} responses was right, so that nothing is left to learn: take harder prompts",
         "no mixed group": f"no group had a signal: the rewards in each were equal: raise rollout.n = {c.n}, or take "
-        "prompts that the model gets right sometimes (tools/select_prompts.py)",
+        "prompts that the model gets right sometimes (brorl pass-rates)",
     }
     return sentences[why]
 
@@ -95,6 +94,125 @@ def _unchanged(config: Config, rows: Sequence[Row]) -> str:
             f"{config.model.dtype}: raise optim.lr, or shorten optim.warmup_steps"
         )
     return f"the trained weights are those of model.path: {reason}"
+
+
+def verdict(
+    rows: Sequence[Row],
+    summary: Row,
+    wanted: int,
+    evaluations: Sequence[Mapping[str, Any]],
+    changed: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return headline, tone, details and findings (sentences), and the state of a run.
+
+    wanted: train.steps, 0 where it is unknown. evaluations: content.Evaluation.as_dict of each. changed: as
+    content.compared.
+    """
+    tone, headline, details = _change(changed) if changed and changed["passes"] else _unpaired(rows, evaluations)
+    named = summary.get("findings", {})
+    found = list(named.values())
+    # A run that has not ended has no findings yet; its rows show whether there is a signal.
+    why = None if summary else why_no_signal({name: _mean(rows, name) for name in FIGURES})
+    if why:
+        found.append(f"nothing to learn from so far ({why}; mean over {len(rows)} steps)")
+    if found and tone == "good":
+        tone = "unclear"
+    if why or set(named) - {"no held-out", "task never right"}:
+        tone = "bad"
+    state = _state(rows, summary, wanted)
+    return {"headline": headline, "tone": tone, "details": details, "findings": found, "state": state}
+
+
+def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
+    """Compare two evaluations of the same prompts."""
+    first, *others = changed["passes"]
+    tone, sentence = _moved(f"pass@{first['k']}", first, "{:.1%}", _points, " points")
+    sentences = [sentence]
+    if changed["reward"]:
+        tone_of_reward, sentence = _moved("mean reward", changed["reward"], "{:.3g}", "{:+.3g}".format)
+        sentences.append(sentence)
+        if tone == "unclear" and tone_of_reward != "unclear":  # the reward makes the headline
+            tone = tone_of_reward
+            sentences.reverse()
+    begin = {"good": "It learned", "bad": "It got worse", "unclear": "No change beyond chance"}[tone]
+    headline = f"{begin}: {sentences[0]} over {changed['prompts']} held-out prompts."
+    details = [f"{sentence}." for sentence in sentences[1:]]
+
+    # A sharper policy can lose prompts that it solved in many tries.
+    if others:
+        wide = others[-1]
+        tone_of_wide, sentence = _moved(f"pass@{wide['k']}", wide, "{:.1%}", _points, " points")
+        details.append(f"{sentence}.")
+        if tone == "good" and tone_of_wide == "bad":
+            details.append(f"It answers more surely and solves fewer prompts in {wide['k']} tries.")
+    n = changed["samples"]
+    details.append(
+        f"Newly solved: {len(changed['solved'])} of {changed['prompts']} prompts, newly lost: {len(changed['lost'])} "
+        f"(right or never {f'in {n} samples' if n > 1 else 'in its one sample'})."
+    )
+    return tone, headline, details
+
+
+def _moved(
+    name: str, p: Mapping[str, Any], level: str, gap: Callable[[float], str], unit: str = ""
+) -> tuple[Tone, str]:
+    """Return the direction of a change, by whether its interval contains 0, and a sentence."""
+    d = p["difference"]
+    tone: Tone = "good" if d["low"] > 0 else "bad" if d["high"] < 0 else "unclear"
+    word = {"good": "rose", "bad": "fell", "unclear": "went"}[tone]
+    ends = f"from {level.format(p['before'])} to {level.format(p['after'])}"
+    interval = f"95% interval {gap(d['low'])} to {gap(d['high'])}"
+    return tone, f"{name} {word} {ends}, {gap(d['mean'])}{unit} ({interval})"
+
+
+def _points(share: float) -> str:
+    value = round(100 * share, 1)
+    return f"{value:+.1f}" if value else "0.0"
+
+
+def _unpaired(rows: Sequence[Row], evaluations: Sequence[Mapping[str, Any]]) -> tuple[Tone, str, list[str]]:
+    """Describe evaluations that cannot be compared prompt by prompt."""
+    details = _training_reward(rows)
+    if not evaluations:
+        return "unclear", "Whether it learned is not known: there is no held-out evaluation.", details
+    first, last = evaluations[0], evaluations[-1]
+    if len(evaluations) == 1:
+        when = f"after {first['steps']} steps" if first["steps"] else "before the first step"
+        return "unclear", f"Whether it learned is not known: the one evaluation, {when}, has {_level(first)}.", details
+    # Without prompts the intervals do not show how prompts moved together.
+    p, q = (e["passes"][0]["mean"] for e in (first, last))
+    headline = f"pass@1 went from {p:.1%} to {q:.1%}, {_points(q - p)} points."
+    if first["reward"] or last["reward"]:
+        details.insert(0, f"Before: {_level(first)}. After: {_level(last)}.")
+    details.insert(0, "No interval of the change: the evaluations' rollouts are not recorded, or hold too few prompts.")
+    return "unclear", headline, details
+
+
+def _level(e: Mapping[str, Any]) -> str:
+    """Return pass@1 of an evaluation, with the mean reward where that is another value."""
+    text, r = f"pass@1 {e['passes'][0]['mean']:.1%}", e["reward"]
+    if not r:
+        return text
+    ends = f" (95% interval {r['low']:.3g} to {r['high']:.3g})" if "low" in r else ""
+    return f"{text} and mean reward {r['mean']:.3g}{ends}"
+
+
+def _training_reward(rows: Sequence[Row]) -> list[str]:
+    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
+    if len(rewards) < 2:
+        return []
+    few = min(5, len(rewards) // 2)
+    first, last = (sum(part) / few for part in (rewards[:few], rewards[-few:]))
+    return [f"Mean training reward: {first:.3f} in the first {few} steps, {last:.3f} in the last."]
+
+
+def _state(rows: Sequence[Row], summary: Row, wanted: int) -> str:
+    if summary:
+        seconds = summary.get("job_seconds")
+        took = "" if seconds is None else f" in {seconds:.0f} s" if seconds < 600 else f" in {seconds / 3600:.1f} h"
+        return f"ended after {summary['steps']} steps{took}"
+    done = rows[-1]["step"] + 1 if rows else 0
+    return f"has not ended: {done}{f' of {wanted}' if wanted else ''} steps done"
 
 
 def _mean(rows: Sequence[Row], name: str) -> float | None:

@@ -1,8 +1,8 @@
-"""The report of a run as one HTML file: nothing is fetched when it is opened, and nothing that a model wrote is run.
+"""The report of a run as one HTML file: opening it fetches nothing, and nothing that a model wrote is executed.
 
-Charts are drawn by Vega, whose code comes with the package vl-convert-python. The file's own policy (CSP) allows the
-scripts that it was made with, known by their hashes, and no connection anywhere but, of a page that follows a running
-run, to where it came from.
+Vega draws the charts; its code comes with the package vl-convert-python. The file's own policy (CSP) allows only the
+scripts that it was made with, by their hashes, and no connection. Rollouts are chunks of JSON, compressed by zlib, in
+base64: the page opens a chunk when somebody looks at it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,65 +22,69 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from megatron_brorl import __version__
-from megatron_brorl.report.content import content
-from megatron_brorl.report.embedded import embed
+from megatron_brorl.record.files import Moment, only, prompt_order
+from megatron_brorl.record.text import one_line
+from megatron_brorl.report.content import Row, Run, content
 
 FILES = Path(__file__).parent / "page"
-SCRIPTS = ("dom.js", "charts.js", "sections.js", "spent.js", "prompts.js", "browser.js", "app.js")
+SCRIPTS = ("dom.js", "charts.js", "sections.js", "prompts.js", "browser.js", "app.js")
 MOST_MB = 5.0  # of a page, in millions of bytes
+MOST_MOMENTS = 60  # that are listed
+MOST_SIBLINGS = 16  # of a prompt at one moment
+MOST_TOKENS = 32_768  # of these siblings together, without the first right and the first wrong one
+LISTS_SHARE = 0.25  # of the room, for lists of prompts
+_CHUNK = 100_000  # characters of JSON, approximately
+_ENTRY = 32  # bytes of "MOMENT/GROUP":[CHUNK,PLACE], at most
+_EXCERPT = 160  # characters of a prompt in a list
+_OF_GROUPS = ("group", "prompt_id", "verifier", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
+_OF_ROLLOUTS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens")
+Unit = tuple[Moment, int, dict[str, Any]]  # a moment, the number of a group, and what the page shows of it
 
 
-def page(folders: Sequence[Path], megabytes: float = MOST_MB, live: bool = False) -> str:
-    """The HTML of a run's report, or of the comparison of several.
+def page(folders: Sequence[Path], megabytes: float = MOST_MB) -> str:
+    """Return the HTML of a run's report, or of the comparison of several.
 
-    megabytes: that the file takes at most, of which rollouts get what the rest leaves; figures alone may take more.
-    live: it asks where it came from for what is new. Raises UserError where a folder holds no run.
+    megabytes: size of the file at most; rollouts get the room that the rest leaves, and the rest alone may take more.
+    Raises UserError where a folder holds no run.
     """
-    return render(page_content(folders, megabytes), live)
-
-
-def page_content(folders: Sequence[Path], megabytes: float = MOST_MB) -> dict[str, Any]:
-    """All that the page shows. Raises UserError where a folder holds no run."""
-    found, runs, held_out = content(folders)
+    found, runs = content(folders)
     found |= {"version": __version__, "megabytes": megabytes}
-
-    # Of one run the rollouts take what is left.
     if len(runs) == 1:
-        room = int(1e6 * megabytes) - len(render(found, False).encode()) - 2000
-        found["rollouts"] = embed(runs[0], held_out[0], max(room, 0))
-    return found
+        room = int(1e6 * megabytes) - len(render(found).encode()) - 2000
+        changed = found["runs"][0]["change"]
+        moved = {row["id"] for row in (*changed["solved"], *changed["lost"])} if changed else set()
+        found["rollouts"] = embed(runs[0], moved, max(room, 0))
+    return render(found)
 
 
-def render(found: dict[str, Any], live: bool) -> str:
-    """The page with this content."""
+def render(found: dict[str, Any]) -> str:
+    """Return the page with this content."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FILES), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    # A script that closed its own element early would end it there.
     scripts = [_inline(_vega()), _inline("\n".join(_file(name) for name in SCRIPTS))]
     return environment.get_template("page.html").render(
         title=" and ".join(run["name"] for run in found["runs"]),
         headlines=[(run["name"], run["verdict"]) for run in found["runs"]],
         style=Markup(_file("page.css")),
         scripts=[Markup(script) for script in scripts],
-        policy=policy(scripts, live),
-        content=htmlsafe_json_dumps(plain({**found, "live": live}), dumps=_dumps),
+        policy=policy(scripts),
+        content=htmlsafe_json_dumps(plain(found), dumps=_dumps),
     )
 
 
-def policy(scripts: Sequence[str], live: bool) -> str:
-    """The Content-Security-Policy of a page with these scripts."""
+def policy(scripts: Sequence[str]) -> str:
+    """Return the Content-Security-Policy of a page with these scripts."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{own}'" for own in hashes)
-    connect = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+        "connect-src 'none'; base-uri 'none'; form-action 'none'"
     )
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: numbers that are not finite become null."""
+    """Return the value as JSON has it: numbers that are not finite become null."""
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -87,12 +92,144 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def embed(run: Run, moved: set[str], room: int) -> dict[str, Any]:
+    """Return the rollouts that the page shows, in at most `room` bytes; the most informative come first.
+
+    moved: ids of prompts that were newly solved or lost. moments: kind, number and list, the chunk with its prompts.
+    where: by moment (its place) and group: [chunk, place in it]. held, recorded: counts of groups and rollouts.
+    """
+    chunks = _Chunks(room)
+    listed = []
+    tables: dict[Moment, list[Row]] = {}
+    for moment in _by_worth(run)[:MOST_MOMENTS]:
+        rows = run.groups(moment).to_pylist()
+        own = [{**{key: g[key] for key in _OF_GROUPS}, "excerpt": _excerpt(g)} for g in rows]
+        number = chunks.add(own, 2, int(LISTS_SHARE * room) - (room - chunks.left))
+        if number is None:
+            break
+        tables[moment] = rows
+        listed.append({"kind": moment.kind, "number": moment.number, "list": number})
+
+    where: dict[str, list[int]] = {}
+    held = {"groups": 0, "rollouts": 0}
+    places = {moment: place for place, moment in enumerate(tables)}
+    for piece in _pieces(_units(run, tables, moved)):
+        number = chunks.add([unit for _, _, unit in piece], len(piece))
+        if number is None:
+            break
+        for place, (moment, group, unit) in enumerate(piece):
+            where[f"{places[moment]}/{group}"] = [number, place]
+            held["groups"] += 1
+            held["rollouts"] += len(unit["rollouts"])
+    recorded = [g["recorded"] for rows in tables.values() for g in rows if g["recorded"]]
+    return {
+        "moments": listed,
+        "where": where,
+        "chunks": chunks.texts,
+        "held": held,
+        "recorded": {"groups": len(recorded), "rollouts": sum(recorded)},
+        "moments_recorded": len(run.moments),
+    }
+
+
+class _Chunks:
+    """Compressed pieces of JSON that fit into a number of bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.texts: list[str] = []
+        self.left = room
+
+    def add(self, value: Any, entries: int, room: int | None = None) -> int | None:
+        """Return the chunk's number; None where it does not fit. entries: of `where` that lead to it."""
+        plain_text = _dumps(value).encode()
+        text = base64.b64encode(zlib.compress(plain_text, 6)).decode()
+        size = len(text) + 3 + _ENTRY * entries
+        if size > self.left or (room is not None and size > room):
+            return None
+        self.left -= size
+        self.texts.append(text)
+        return len(self.texts) - 1
+
+
+def _by_worth(run: Run) -> list[Moment]:
+    """Return the last and the first evaluation, the last and the first step, then the others from late to early."""
+    evaluations, steps = run.of_kind("evaluation"), run.of_kind("step")
+    ends = [*evaluations[-1:], *evaluations[:1], *steps[-1:], *steps[:1]]
+    return list(dict.fromkeys([*ends, *evaluations[::-1], *steps[::-1]]))
+
+
+def _units(run: Run, tables: Mapping[Moment, list[Row]], moved: set[str]) -> Iterator[Unit]:
+    """Yield groups of prompts that moved, at the last and the first evaluation, then all groups by moment."""
+    evaluations = [m for m in tables if m.kind == "evaluation"]
+    passes = [(m, True) for m in evaluations[:2]] if moved else []
+    done: set[tuple[Moment, int]] = set()
+    for moment, only_moved in [*passes, *((m, False) for m in tables)]:
+        wanted = [g for g in tables[moment] if g["recorded"] and (moment, g["group"]) not in done]
+        if only_moved:
+            wanted = [g for g in wanted if g["prompt_id"] in moved]
+        wanted.sort(key=lambda g: (prompt_order(g["prompt_id"]), g["group"]))
+        done |= {(moment, g["group"]) for g in wanted}
+        if not wanted:
+            continue
+        rollouts: dict[int, list[Row]] = {}
+        for row in only(run.rollouts(moment), "group", [g["group"] for g in wanted]).to_pylist():
+            rollouts.setdefault(row["group"], []).append(row)
+        for g in wanted:
+            own = [_rollout(r) for r in telling(rollouts.get(g["group"], []))]
+            yield moment, g["group"], {"prompt": g["prompt"], "reference": g["reference"], "rollouts": own}
+
+
+def telling(rollouts: Sequence[Row], most: int = MOST_SIBLINGS, tokens: int = MOST_TOKENS) -> list[Row]:
+    """Return at most `most` siblings, half of them right and half wrong where there are enough of both.
+
+    They have at most `tokens` tokens together; the first right and the first wrong one are always among them.
+    """
+    right, wrong = ([r for r in rollouts if r["right"] is verdict] for verdict in (True, False))
+    of_right = min(len(right), max(most // 2, most - len(wrong)))
+    chosen = [*right[:1], *wrong[:1]]
+    left = tokens - sum(r["tokens"] for r in chosen)
+    for r in sorted([*right[1:of_right], *wrong[1 : most - of_right]], key=lambda r: r["sibling"]):
+        left -= r["tokens"]
+        if left < 0:
+            break
+        chosen.append(r)
+    return sorted(chosen, key=lambda r: r["sibling"])
+
+
+def _rollout(r: Row) -> dict[str, Any]:
+    parts = [[name, _short(value)] for name, value in r["parts"] or []]
+    return {**{key: r[key] for key in _OF_ROLLOUTS}, "parts": parts, "advantage": _short(r["advantage"])}
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def _excerpt(g: Row) -> str | None:
+    return None if g["prompt"] is None else one_line(g["prompt"], _EXCERPT)
+
+
+def _pieces(units: Iterable[Unit]) -> Iterator[list[Unit]]:
+    """Yield groups of about _CHUNK characters; one that is longer stands alone."""
+    piece: list[Unit] = []
+    size = 0
+    for unit in units:
+        own = sum(len(r["text"]) + 200 for r in unit[2]["rollouts"])
+        if piece and size + own > _CHUNK:
+            yield piece
+            piece, size = [], 0
+        piece.append(unit)
+        size += own
+    if piece:
+        yield piece
+
+
 def _dumps(value: Any, **_: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def _inline(script: str) -> str:
-    """The script as it may stand in an element: in strings and patterns, the only places of these, \\/ is /."""
+    """Return the script as it may stand in an element: in strings and patterns, \\/ is /."""
     text = script.replace("\r\n", "\n").replace("\r", "\n")
     return text.replace("</script", r"<\/script").replace("<!--", r"<\!--")
 
@@ -103,7 +240,7 @@ def _file(name: str) -> str:
 
 @functools.cache
 def _vega() -> str:
-    """Vega, Vega-Lite and vega-embed in one, as globals of these names; making it takes about two seconds."""
+    """Return Vega, Vega-Lite and vega-embed as one script, which takes about two seconds to make."""
     import vl_convert
 
     bundle: Any = vl_convert.javascript_bundle  # its stub asks for an argument that has a default

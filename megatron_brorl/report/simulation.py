@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter, ScalarFormatter
 
-from megatron_brorl.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, panel, save
+from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, panel, save
 from megatron_brorl.theory.simulate import MOVED, PREDICTED, Curves, Settings
 
 _COLORS = (RED, ORANGE, GREEN, SKY, BLUE, PURPLE)

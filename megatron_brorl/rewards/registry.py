@@ -15,14 +15,15 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import (
     choice_verifier,
     code,
+    custom,
     exact,
     extract,
     format,
     gym_tasks,
     math_verifier,
-    own,
     short_answer_verifier,
 )
+from megatron_brorl.rewards.judge import Judge, score_of
 from megatron_brorl.rewards.verifier import Entry, Score, Verifier, VerifierRow
 from megatron_brorl.rewards.verifiers import ifeval
 
@@ -101,8 +102,8 @@ def entry(name: str, where: str, config: RewardConfig = RewardConfig()) -> Entry
     """
     if name in ENTRIES:
         found = ENTRIES[name]
-    elif own.is_own(name):
-        found = own.entry(name, "your own function")
+    elif custom.is_custom(name):
+        found = custom.entry(name)
     else:
         close = difflib.get_close_matches(name, sorted(ENTRIES), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(ENTRIES))}."
@@ -112,9 +113,9 @@ def entry(name: str, where: str, config: RewardConfig = RewardConfig()) -> Entry
     return dataclasses.replace(found, max_chars=min(found.max_chars, config.max_chars))
 
 
-def verifier(name: str) -> Verifier:
-    """Load the verifier of that name with the libraries that it needs."""
-    return entry(name, "verifier").load()
+def judge(name: str) -> Judge:
+    """Load a verifier with the libraries that it needs, as an object of a worker process."""
+    return Judge(_load(name))
 
 
 def verify(name: str, response: str, row: VerifierRow) -> Score:
@@ -124,7 +125,9 @@ def verify(name: str, response: str, row: VerifierRow) -> Score:
     """
     judged_by = entry(name, "verifier")
     answer, why = extract.extract(response, judged_by.find, judged_by.max_chars)
-    return Score(0.0, why) if answer is None else _loaded(name)(answer, row)
+    return Score(0.0, why) if answer is None else score_of(_load(name)(answer, row))
 
 
-_loaded = functools.cache(verifier)
+@functools.cache
+def _load(name: str) -> Verifier:
+    return entry(name, "verifier").load()

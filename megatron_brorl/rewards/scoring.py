@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.rewards.extract import Found, extract
-from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import Entry
+from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt, Rollout, Status, Verdict
 
 _RAISED = {

@@ -45,7 +45,6 @@ class Entry:
     find: Find  # called in the trainer: linear in the text, executes nothing
     check_row: Callable[[VerifierRow, str], None]  # raises UserError naming `where` (file:row) and what is missing
     max_chars: int = 4096  # a longer answer scores 0 unseen
-    pure: bool = True  # equal answers to a row have equal scores, so that one is judged for all
     executes: bool = False  # it runs what the model wrote: asks for a sandbox, or reward.unsandboxed
     accepts_reference: bool = False  # it calls the reference answer of a row right, or the row is wrong
     foreign: bool = False  # not of this package: its rewards may be negative, and references may be no whole responses

@@ -40,7 +40,6 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
     advantages, sizes = torch.cat(rewards), torch.tensor([len(r) for r in rewards])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
 
-    # Over the group's baseline.
     if algo.advantage == "grpo":
         advantages = ops.group_advantages(advantages, starts, "mean_std")
     elif algo.advantage == "reinforce_pp_baseline":
@@ -54,7 +53,6 @@ def of_rollouts(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: 
     if algo.advantage in ("reinforce_pp_baseline", "pass_at_k") and not kl_in_reward(algo):
         advantages = ops.whiten(advantages, ops.moments(advantages))
 
-    # Back into the table: lost rollouts and groups that are not kept have none.
     where = torch.zeros_like(outcomes.ended)
     where[list(kept)] = outcomes.ended[list(kept)]
     table[where] = advantages
@@ -104,7 +102,6 @@ def of_tokens(
     rewards = torch.zeros(int(starts[-1])) if kl is None else -algo.kl_coef * torch.cat([torch.zeros(0), *kl])
     rewards[starts[1:] - 1] += group_advantages
 
-    # Advantages and returns of every token, whitened over the tokens of all replicas.
     old = torch.zeros_like(rewards) if values is None else torch.cat([torch.zeros(0), *values])
     advantages, returns = ops.gae(rewards, old, starts, gamma=algo.gamma, lam=algo.lam)
     # An advantage is what the critic's value leaves of the return.

@@ -42,7 +42,6 @@ def assign_rows(
     prompts = torch.tensor(prompt_tokens, dtype=torch.int64)[group]
     responses = outcomes.tokens[group, sibling]
 
-    # The optimizer step of each row; epochs repeat them.
     place = torch.zeros(len(outcomes.state), dtype=torch.int64)
     place[outcomes.kept] = torch.arange(len(outcomes.kept))
     steps = mini_batch_of(place[group], sibling, algo.mini_batches, algo.mini_batch_of)
@@ -56,7 +55,6 @@ def assign_rows(
         assigned = assign(own, replicas, families, setups)
         replica[group[rows], sibling[rows]] = torch.from_numpy(assigned)
 
-        # The slowest replica is what all of them wait for.
         loads = loads_of(replicas, assigned, own, families, setups)
         mean += float(loads.mean())
         most += int(loads.max())

@@ -86,13 +86,11 @@ class Collector:
         missing = target - len(groups)
         # All ranks see the same tables, so that they leave this loop together.
         for _ in range(1 + c.rollout.refills):
-            # Prompts -> rollouts -> verdicts.
             prompts = self.source.take(taken.prompts, prompts_to_ask(missing, taken, c.rollout))
             groups += open_groups(prompts, taken.rounds, taken.prompts)
             taken = taken.with_round(len(prompts))
             sampled += self._sample(carried, groups, len(prompts))
 
-            # Verdicts -> groups; a group that has been open for too long closes without what is still unfinished.
             too_old = [i for i, g in enumerate(groups) if step - int(g.step) >= c.rollout.max_carried_steps]
             outcomes, given_up = give_up(self._outcomes(sampled.rollouts, groups), too_old)
             # Counts add up over rounds; fail here rather than train on the few that came through.
@@ -100,7 +98,6 @@ class Collector:
             check_lost(f"step {step}", lost, counts["asked"], c.rollout.max_lost_share)
             check_scored(f"step {step}", counts["unscored"], counts["scored"])
 
-            # Enough groups with a signal, or prompts for another round.
             outcomes = select(outcomes, c.algo.dynamic_sampling)
             taken = taken.with_share_of(before, sum(g >= len(carried.groups) for g in outcomes.kept))
             missing = target - len(outcomes.kept)
@@ -111,7 +108,6 @@ class Collector:
         waiting = outcomes.kept[target:] if c.rollout.refills else []
         outcomes = outcomes.without(waiting)
 
-        # Each row goes to the replica that is to train on it.
         begun = time.monotonic()
         prompt_tokens = [len(g.prompt.token_ids) for g in groups]
         with span("exchange"):
@@ -119,7 +115,6 @@ class Collector:
             exchanged = exchange(sampled.rollouts, outcomes, assigned.replica, self.grid)
         seconds = sampled.seconds | {"exchange": time.monotonic() - begun}
 
-        # What the step's sampling came to; rounds say what refills cost in prompts.
         judging, queued = self.rollouts.verdict_metrics()
         metrics = self._metrics(outcomes, counts, lost) | judging
         metrics |= {"update_balance": assigned.balance, "moved_mib": exchanged.moved / 2**20}

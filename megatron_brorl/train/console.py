@@ -46,7 +46,6 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
 
     step: its number in metrics.jsonl.
     """
-    # The first one leads to the step's line in metrics.jsonl, and to its rollouts.
     shown = {
         "step": str(step),
         "reward": _shown(metrics["reward"], ".3f"),
@@ -59,7 +58,6 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
         shown["gap"] = f"{metrics['logprob_gap_max']:.1e}"
     shown["took"] = f"{seconds['step']:.1f}s"
 
-    # What a device gets done, and loses to the slowest rank.
     if "throughput/tokens_per_s" in seconds:
         shown["tok/s/device"] = f"{seconds['throughput/tokens_per_s']:.0f}"
     if "throughput/update_mfu" in seconds:
@@ -67,7 +65,6 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
     if seconds.get("ranks/idle", 0.0) >= 0.01:
         shown["idle"] = f"{100 * seconds['ranks/idle']:.0f}%"
 
-    # What went wrong.
     if why := why_no_signal(metrics):
         shown["no signal"] = why
     if metrics["updates_skipped"]:
@@ -75,24 +72,20 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
     # Answers that a verifier raised on count as wrong, although the fault may be its own.
     if metrics["verdict_errors"]:
         shown["verifier raised"] = f"{metrics['verdict_errors']:.0f}x"
-    # Rollouts that are in no loss: not finite, or never delivered.
     if metrics["nonfinite_rows"]:
         shown["rows left out (not finite)"] = f"{metrics['nonfinite_rows']:.0f}"
     if metrics["lost_share"]:
         shown["lost"] = f"{100 * metrics['lost_share']:.2g}%"
 
-    # What only some recipes and some steps have.
     if "explained_variance" in metrics:
         shown["explained"] = f"{100 * metrics['explained_variance']:.0f}%"
     if "carried" in metrics:
         shown["carried"] = f"{metrics['carried']:.0f}"
 
-    # Steps after which held-out prompts were evaluated.
     if "pass_at_1" in metrics:
         shown["pass@1"] = f"{100 * metrics['pass_at_1']:.1f}%"
         if more := widest(passes(metrics)):
             shown[f"pass@{more[0]}"] = f"{100 * more[1]:.1f}%"
-        # Equal figures are those of rewards of 0 and 1.
         if metrics["held_out_reward"] != metrics["pass_at_1"]:
             shown["held-out reward"] = f"{metrics['held_out_reward']:.3g}"
 

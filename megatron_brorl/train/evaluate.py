@@ -104,18 +104,14 @@ def sample_answers(
     rollouts.pool.forget()  # verdicts are kept for one thing at a time
     sampled = rollouts.sample(slots, groups, sampling, on_end=on_end)
 
-    # Every rank gets what became of all samples.
     outcomes = gather(sampled.rollouts, len(groups), n)
     sums = collectives.all_reduce_sum(sampled.counts())
-    # Refused before means are taken over what is left.
     check_scored("evaluation", sums["unscored"], sums["scored"])
     check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
 
-    # Beside the figures, a look at what was written.
     if see:
         see(groups, sampled.rollouts, outcomes)
 
-    # A prompt's means are over its own samples that were not lost.
     found = []
     for g, ended, rewards, correct, tokens in zip(
         groups, outcomes.ended, outcomes.rewards.double(), outcomes.right, outcomes.tokens.double(), strict=True
@@ -140,7 +136,6 @@ def sum_up(answers: Sequence[Answers], prompts: int, config: EvaluateConfig, see
     """
     total = sum(a.samples for a in answers)
 
-    # Shares by task and by k.
     tasks: dict[str, list[float]] = {}
     for a in answers:
         tasks.setdefault(a.task, []).append(a.right / a.samples)

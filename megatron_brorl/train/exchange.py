@@ -63,7 +63,6 @@ def exchange(rows: Sequence[ScoredRollout], outcomes: Outcomes, replica: Tensor,
     for i in range(messages):
         found |= _message(plan.take(slice(i, None, messages)), held, grid)
 
-    # What does not travel with a row stands in the tables.
     brought = []
     for g, s in sorted(found):
         r, finish = found[g, s], FINISH[int(outcomes.state[g, s])]

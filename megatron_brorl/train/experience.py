@@ -35,7 +35,6 @@ def make_experience(
     A rollout is left out, and counted, where a log-probability or value of it is NaN or infinite (train.finite). A
     collective. group_advantages: [groups, N] of the whole step (advantages.of_rollouts).
     """
-    # What the models make of the tokens.
     actor = models.actor
     # One tensor per prompt, shared by its siblings, by which packing finds them at little cost.
     prompt_of = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
@@ -64,7 +63,6 @@ def make_experience(
     old, reference, values = (None if x is None else _those(x, finite) for x in (old, reference, values))
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
-    # What is taken off rewards for leaving the reference, and tokens on which engine and actor disagree.
     kl, mask, metrics = None, None, collectives.all_reduce_sum(counts, actor.grid.groups.dp)
     if kl_in_reward(algo) and old is not None and reference is not None:
         kl = tuple(kl_estimate(o - r, algo.kl_estimator) for o, r in zip(old, reference, strict=True))
@@ -76,7 +74,6 @@ def make_experience(
         mask = tuple(mismatch_mask(o, s, *bounds) for o, s in zip(old, sampled, strict=True))
         metrics["masked_share"] = 1 - _token_mean(mask, actor)
 
-    # The advantage of every token.
     # By group and sibling: baselines have counted the rows that were left out here.
     own = group_advantages[[r.group for r in rollouts], [r.rollout.index for r in rollouts]]
     lengths = [len(r) for r in responses]
@@ -88,7 +85,6 @@ def make_experience(
         boosts = (algo.correct_boost if r.right else 0.0 for r in rollouts)
         advantages = tuple(a + boost for a, boost in zip(advantages, boosts, strict=True))
 
-    # Every column has the same rows in the same order; absent ones are None.
     experience = Experience(
         prompts=prompts,
         responses=responses,

@@ -16,7 +16,7 @@ from megatron_brorl.parallel import collectives
 from megatron_brorl.timeline import Timeline
 
 PHASES = ("generate", "score", "exchange", "train", "refit")
-_TRAINING = ("forward", "optimizer step", "gradient")  # spans of passes, of which two reduce gradients
+_TRAINING = ("forward", "optimizer step")  # spans of passes, of which the second reduces gradients
 
 Columns = Mapping[str, npt.NDArray[np.float64]]  # a figure of every rank [ranks]
 

@@ -22,6 +22,7 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.worker import Update
 
 Metrics = TypeVar("Metrics")
+Score = Callable[[list[int]], Sequence[Tensor]]  # rows -> what the model makes of each, [G]
 _NAMED = 16  # rows that a message names
 
 
@@ -53,7 +54,7 @@ def log_rows(what: str, rows: Sequence[int], ids: Sequence[str], grid: Grid) -> 
 def train_on_finite(
     rows: list[int],
     attempt: Callable[[list[int]], tuple[Update, Metrics] | None],
-    score: Callable[[list[int]], Sequence[Tensor]],
+    score: Score,
     grid: Grid,
     ids: Sequence[str],
 ) -> tuple[tuple[Update, Metrics] | None, list[int]]:

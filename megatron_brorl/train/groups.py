@@ -146,7 +146,6 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
     closed[outcomes.closed] = True
     counted = outcomes.ended & closed
 
-    # Shares are of closed groups, means are over their survivors.
     survivors = [right for g in outcomes.closed if len(right := outcomes.right[g][outcomes.ended[g]])]
     groups, count = len(outcomes.closed) or _NOTHING, int(counted.sum()) or _NOTHING
     # Sums of float32 rewards are taken in float64, so that a mean does not depend on their order.

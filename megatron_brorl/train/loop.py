@@ -49,7 +49,6 @@ class Trainer(Run):
     def _run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
         t, s = self.config.train, self.state
 
-        # What the steps are compared with, once in the life of a run.
         self.refit()
         if s.before is None and self.held_out:
             s.before = self.evaluate(progress).as_dict()
@@ -69,7 +68,6 @@ class Trainer(Run):
             s.trained_s += seconds["ranks/step_slowest"]
             ending = s.step == t.steps or s.over(t)
 
-            # Held-out prompts, between the first step and the last.
             every = self.config.evaluate.every
             if every and s.step % every == 0 and self.held_out and not ending and not self.rollouts.stuck():
                 begun = time.monotonic()
@@ -85,7 +83,6 @@ class Trainer(Run):
             if self.reference:
                 self.reference.reset_where_due(s.step, metrics, progress)
 
-            # What the step came to, for files and the console.
             # The file first: a console may be gone.
             if writer:
                 writer.write(step, metrics, seconds)
@@ -112,7 +109,6 @@ class Trainer(Run):
             trace.write()  # with the checkpoint
 
             # The state is saved before an error ends the run.
-            # It is named by the number of steps done, as the checkpoint is.
             saved = f"the state {after(s.step)} is saved"
             self.rollouts.check_stuck(saved)
             check_steps(self.nonfinite_steps, most, saved)
@@ -168,7 +164,6 @@ class Trainer(Run):
         metrics |= self.refit()
         done = time.monotonic()
 
-        # What the step came to, and where its time went.
         metrics["token_gain"] = token_gain(self.worker, experience)
         phases = {"train": trained_at - training - record_s, "refit": done - trained_at, "record": record_s}
         phases["diagnose"] = training - awake

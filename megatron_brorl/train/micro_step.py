@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import device
-from megatron_brorl.train.actor_update import update_policy
+from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import Update, Worker
 from megatron_brorl.types import Experience, Prompt
 

@@ -146,13 +146,11 @@ class Recorder:
                 }
             )
 
-        # Numbers of tokens in one piece each.
         ids = torch.cat([row.rollout.token_ids for row in rows]).int()
         log_probs = torch.cat([row.rollout.log_probs for row in rows])
         starts = torch.tensor([0, *(len(row.rollout.token_ids) for row in rows)]).cumsum(0).int()
         no_log_probs = bool(log_probs.isnan().any())  # nobody asked the engine for them
 
-        # All columns in the order of the schema.
         plain = pa.schema([field for field in ROLLOUTS if field.name not in ("token_ids", "log_probs")])
         table = pa.Table.from_pylist(records, plain)
         lists = [(ids, "token_ids"), (log_probs, "log_probs")]
@@ -195,19 +193,16 @@ def group_table(groups: Sequence[OpenGroup], outcomes: Outcomes, where: Tensor, 
     """schema.GROUPS of the `listed` groups; where: bool [groups, N], what is recorded whole."""
     kept, rows = set(outcomes.kept), []
     for g in listed:
-        # Over the siblings that ended: lost ones have neither reward nor length.
         prompt, ended = groups[g].prompt, outcomes.ended[g]
         rewards, tokens = outcomes.rewards[g][ended].double(), outcomes.tokens[g][ended].double()
         count, right, whole = len(rewards), int(outcomes.right[g][ended].sum()), int(where[g].sum())
 
-        # Texts only of those whose rollouts can be read.
         rows.append(
             {
                 "group": g,
                 "prompt_id": _valid(prompt.id),
                 "verifier": _valid(str(prompt.metadata.get("source_dataset", prompt.verifier))),
                 "rollouts": count,
-                # By reward.correct_at; with partial credit the reward below says more.
                 "right": right,
                 "distinct": len(outcomes.answers[g][ended].unique()),
                 "reward": float(rewards.mean()) if count else None,

@@ -44,19 +44,17 @@ class ReferencePolicy:
 
     def reset_where_due(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
         """After `step` steps, whose metrics get "reference_reset": 1 where the actor is the reference from here on."""
-        why = self.due(step, metrics["reference_kl"])
+        why = self.due(step)
         metrics["reference_reset"] = float(bool(why))
         if why:
             self.reset()
             progress.note(f"{after(step)} the reference is now the policy: {why}")
 
-    def due(self, step: int, kl: float) -> str:
-        """Why a reset is due after `step` steps, the last of which had a mean KL of `kl`; "" where none is."""
+    def due(self, step: int) -> str:
+        """Return why a reset is due after `step` steps, or ""."""
         c = self.config
         if c.reset_every and step % c.reset_every == 0:
             return f"reference.reset_every = {c.reset_every} steps"
-        if c.reset_above_kl and kl > c.reset_above_kl:
-            return f"KL {kl:.2e} above reference.reset_above_kl = {c.reset_above_kl:g}"
         if c.reset_patience and self.stall.count >= c.reset_patience:
             return f"{self.stall.count} evaluations without a new best (reference.reset_patience)"
         return ""

@@ -16,11 +16,10 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.extract import code
-from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import Scorer
-from megatron_brorl.rollout.duplicates import improbable
+from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
-from megatron_brorl.rollout.sampler import Slot, deal, requests
+from megatron_brorl.rollout.sampler import Slot, deal, improbable, requests
 from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
 from megatron_brorl.rollout.work_stealing import SlotSupply, WorkStealing
 from megatron_brorl.timeline import span
@@ -109,7 +108,6 @@ class Rollouts:
             _check_distinct(result.requests, result.rollouts, self.engine.engine.if_repeating)
             middle = time.monotonic()
 
-            # What has ended has a verdict, or gets it now.
             done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
             with span("verdicts", self.reward.timeout_s):
                 scores = scorer.scores([(i, r.index) for i, r in done])
@@ -118,7 +116,6 @@ class Rollouts:
         scored = [ScoredRollout(numbers[i], r, *own) for (i, r), *own in zip(done, *columns, strict=True)]
         score = time.monotonic() - middle
 
-        # The others go on, or are lost.
         # Without a verdict so far, which NaN says; group and sibling keep its place for the next step.
         cut: list[ScoredRollout] = []
         if sampling.budget:
@@ -129,7 +126,6 @@ class Rollouts:
         self.grid.barrier()
         self._tell(scores.raised)
 
-        # Lost are those that were asked for and are not among the rollouts.
         return Sampled(
             rollouts=[*cut, *scored],
             asked=len(slots),
@@ -146,14 +142,14 @@ class Rollouts:
 
         A collective.
         """
-        stats = self.pool.stats()
+        stats = self.pool.stats
         own = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
         sums = collectives.all_reduce_sum({name: float(value) for name, value in own.items()})
         metrics = {
             "verdict_hit_share": sums["hits"] / (sums["answers"] or 1.0),
             "reward_worker_restarts": sums["restarts"],
         }
-        return metrics, {"verdict_queue_mean": stats.queue_mean_s, "verdict_queue_max": stats.queue_max_s}
+        return metrics, {"verdict_latency_max": stats.latency_max_s}
 
     def stuck(self) -> bool:
         """Whether the engine of any rank was given up; all ranks get the same answer."""

@@ -71,7 +71,6 @@ def verdict_line(row: ScoredRollout) -> str:
     if row.rollout.finish == "length":
         parts.append("cut off at rollout.max_tokens")
     reason = one_line(row.verdict.reason, _MOST) if row.verdict else ""
-    # Many verifiers say no more than was said already.
     if reason not in ("", word, "cut off"):
         parts.append(reason)
     return ", ".join(parts)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_brorl.algo.loss import token_cross_entropy
 from megatron_brorl.config.schema import OptimConfig, SftConfig
-from megatron_brorl.data.solved import solved_examples
+from megatron_brorl.data.sft_rows import sft_examples
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
@@ -53,20 +53,18 @@ def sft(
     Raises UserError where loss, gradient or weights are not finite.
     """
     grid = worker.grid
-    # The number of a step decides its examples and its rate.
     for step in range(config.steps):
         start = time.monotonic()
 
         # Every replica has its share of the examples; the loss is over the tokens of all.
         taken = source.take(step * config.examples_per_step, config.examples_per_step)
-        examples = solved_examples(taken, tokenizer)[grid.dp_rank :: grid.data]
+        examples = sft_examples(taken, tokenizer)[grid.dp_rank :: grid.data]
         prompts = [torch.tensor(p) for p, _ in examples]
         responses = [torch.tensor(r) for _, r in examples]
         # All ranks divide by the same number, so that gradients are only added up.
         own = float(sum(map(len, responses)))
         tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
 
-        # At temperature 1, where the model's own distribution is the one that is fitted.
         lr = learning_rate(optim, step)
         update, losses = worker.train(prompts, responses, _loss(tokens), 1.0, lr)
         # Only the last pipeline stage has losses; the others add 0.
@@ -81,7 +79,6 @@ def sft(
         # A gradient in range may still take a weight out of it.
         worker.require_finite(f"sft step {step}", "nothing is exported: lower sft.lr, or raise sft.warmup_steps")
 
-        # The same figures on every rank; one of them has the writer.
         seconds = {"step": time.monotonic() - start}
         if writer:
             writer.write(step, {"loss": loss, "grad_norm": update.grad_norm, "lr": lr, "tokens": tokens}, seconds)

@@ -1,14 +1,37 @@
-"""The optimizer steps of one training step, critic and actor in turn."""
+"""The optimizer steps of one training step: the critic's, then the actor's, over the same mini-batches."""
 
 from __future__ import annotations
 
-from megatron_brorl.config.schema import Config
-from megatron_brorl.train.actor_update import update_policy
-from megatron_brorl.train.critic_update import critic_optim, update_critic
-from megatron_brorl.train.learning_rate import scaled, with_decay_steps
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_brorl.algo import loss as losses
+from megatron_brorl.algo.aggregation import token_weights
+from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.config.schema import AlgoConfig, Config, CriticConfig, OptimConfig
+from megatron_brorl.models.gpt import Head
+from megatron_brorl.ops.backend import Backend
+from megatron_brorl.ops.dtypes import compute_dtype
+from megatron_brorl.parallel import collectives
+from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.finite import Score, train_on_finite
+from megatron_brorl.train.learning_rate import learning_rate, scaled, with_decay_steps
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.training_models import TrainingModels
+from megatron_brorl.train.worker import LossFunction, Stage, Update, Worker
 from megatron_brorl.types import Experience
+
+_VALUE_SUMS = ("loss", "clipped", "tokens")  # of ops.reference.ValueLoss
+
+# (learning rate, rows) -> the optimizer step and its metrics over all ranks; None if no replica has a token
+Attempt = Callable[[float, list[int]], "tuple[Update, dict[str, float]] | None"]
 
 
 def update_models(
@@ -19,10 +42,10 @@ def update_models(
     config: Config,
     state: RunState,
 ) -> dict[str, float]:
-    """Update the critic and then the actor, one optimizer step per batch of rows; returns metrics. A collective.
+    """Take one optimizer step per batch of rows on the critic and then on the actor; return metrics. A collective.
 
-    `state` counts the optimizer steps that were taken. A batch without rows and a gradient that is not finite are none.
-    kept: rollouts of all ranks that the step trains on. While the critic warms up, the actor is not updated.
+    `state` counts the optimizer steps that were applied. kept: rollouts of all ranks that the step trains on. While the
+    critic warms up, the actor is not updated.
     """
     c, metrics, steps = config, {}, config.train.steps
     if models.critic:
@@ -33,16 +56,233 @@ def update_models(
         if state.critic_steps < c.critic.warmup_steps:
             batches = []
 
-        # A step without a signal teaches the critic nothing, so that it is no part of the warm-up.
+        # A step without a signal teaches the critic nothing, so it does not count towards the warm-up.
         state.critic_updates += int(metrics["critic_updates"])
         state.critic_steps += metrics["critic_updates"] > 0
 
-    # The learning rate for this number of rollouts, and its schedule.
     optim = scaled(with_decay_steps(c.optim, c, steps), c.rollout.prompts * c.rollout.n, kept)
     updated = update_policy(models.actor, experience, batches, c.algo, optim, c.rollout.temperature, state.updates)
     state.updates += int(updated["updates"])
 
-    # Log-probs over the tokens that a cut leaves do not tell whether engine and trainer agree.
+    # Log-probs over the tokens that a cut leaves do not show whether engine and trainer agree.
     if c.rollout.top_p < 1 or c.rollout.top_k:
         del updated["logprob_gap_mean"], updated["logprob_gap_max"]
     return metrics | updated
+
+
+def critic_optim(critic: CriticConfig, optim: OptimConfig) -> OptimConfig:
+    """Return the critic's optimizer: that of [optim] with the learning rate of [critic]."""
+    return replace(optim, lr=critic.lr, warmup_steps=critic.lr_warmup_steps)
+
+
+def update_policy(
+    worker: Worker,
+    experience: Experience,
+    mini_batches: list[list[int]],
+    algo: AlgoConfig,
+    optim: OptimConfig,
+    temperature: float,
+    first_update: int,
+) -> dict[str, float]:
+    """Take one optimizer step per mini-batch on the actor; return metrics, the same on every rank.
+
+    mini_batches: this rank's rows of each, epoch by epoch, as many as on every rank. first_update: optimizer steps
+    applied before. Metrics are token means over all mini-batches; logprob_gap_* are of the first mini-batch that has
+    rows, where the actor still has the weights that the engine sampled the newest tokens from.
+    """
+
+    def score(rows: list[int]) -> list[Tensor]:
+        part = experience.take(rows)
+        return worker.log_probs(part.prompts, part.responses, temperature)
+
+    attempt = partial(_policy_step, worker, experience, algo, temperature)
+    done = _take_steps(worker, mini_batches, attempt, score, optim, first_update, experience.ids)
+    sums = {key: done.total(key) for key in losses.SUMS}
+    first = done.metrics[0] if done.metrics else {"rollout_gap": 0.0, "tokens": 0.0, "rollout_gap_max": 0.0}
+
+    # A KL in the reward is reported by make_experience.
+    tokens = sums["tokens"] or 1.0
+    metrics = {"reference_kl": sums["reference_kl"] / tokens} if algo.kl_coef and algo.kl_in == "loss" else {}
+    means = ("entropy", "clipped_low", "clipped_high", "clipped_dual", "approx_kl")
+    return {
+        **metrics,
+        # Each loss carries the divisor of its own mini-batch, so this is a mean over steps, skipped ones too.
+        "loss": sums["loss"] / done.steps,
+        "grad_norm": sum(done.norms) / done.steps,
+        "updates": float(done.applied),
+        "updates_skipped": float(len(done.norms) - done.applied),
+        "lr": done.lr,
+        **{name: sums[name] / tokens for name in means},
+        "ratio_mean": sums["ratio"] / tokens,
+        "ratio_max": max((m["ratio_max"] for m in done.metrics), default=0.0),
+        "logprob_gap_mean": first["rollout_gap"] / (first["tokens"] or 1.0),
+        "logprob_gap_max": first["rollout_gap_max"],
+        "trained_tokens": sums["tokens"],
+        "nonfinite_rows": done.left_out,
+    }
+
+
+def update_critic(
+    critic: CriticWorker,
+    experience: Experience,
+    mini_batches: list[list[int]],
+    clip: float,
+    optim: OptimConfig,
+    first_update: int,
+) -> dict[str, float]:
+    """Take one optimizer step per mini-batch on the critic; return metrics, the same on every rank.
+
+    mini_batches: this rank's rows of each, as many as on every rank. clip: config key critic.clip. first_update: the
+    critic's optimizer steps applied before. value_loss is the mean over steps of the token mean, value_clipped the
+    share of tokens whose gradient the clipping removed.
+    """
+
+    def score(rows: list[int]) -> list[Tensor]:
+        part = experience.take(rows)
+        return critic.values(part.prompts, part.responses)
+
+    attempt = partial(_critic_step, critic, experience, clip)
+    done = _take_steps(critic, mini_batches, attempt, score, optim, first_update, experience.ids)
+    return {
+        "value_loss": done.total("loss") / done.steps,
+        "value_clipped": done.total("clipped") / (done.total("tokens") or 1.0),
+        "critic_grad_norm": sum(done.norms) / done.steps,
+        "critic_updates": float(done.applied),
+        "critic_updates_skipped": float(len(done.norms) - done.applied),
+        "critic_lr": done.lr,
+        "critic_nonfinite_rows": done.left_out,
+    }
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The optimizer steps of one model over the mini-batches that had rows."""
+
+    metrics: list[dict[str, float]]
+    norms: list[float]
+    applied: int
+    lr: float  # of the last step that was applied; 0 without one
+    left_out: float  # rows over all replicas that the model gave no finite number
+
+    @property
+    def steps(self) -> int:
+        """The divisor of means over steps."""
+        return max(len(self.norms), 1)
+
+    def total(self, key: str) -> float:
+        """Sum a metric over the steps."""
+        return sum((m[key] for m in self.metrics), 0.0)
+
+
+def _take_steps(
+    stage: Stage,
+    mini_batches: list[list[int]],
+    attempt: Attempt,
+    score: Score,
+    optim: OptimConfig,
+    first_update: int,
+    ids: Sequence[str],
+) -> _Steps:
+    """Take one optimizer step per mini-batch; a collective, which a rank without rows takes part in."""
+    metrics, norms, applied, lr = [], [], 0, 0.0
+    # Rows that are not finite are left out of every later mini-batch too, since epochs bring them again.
+    broken: set[int] = set()
+    for rows in mini_batches:
+        # A skipped update leaves weights and schedule unchanged.
+        rate = learning_rate(optim, first_update + applied)
+        left = [r for r in rows if r not in broken]
+        done, left_out = train_on_finite(left, partial(attempt, rate), score, stage.grid, ids)
+        broken |= set(left_out)
+        if done is None:
+            continue
+        update, found = done
+        metrics.append(found)
+        norms.append(update.grad_norm)
+        if update.applied:
+            applied, lr = applied + 1, rate
+    # A replica's ranks have the same rows, so only replicas are added up.
+    left_out_rows = collectives.all_reduce_sum({"rows": float(len(broken))}, stage.grid.groups.dp)["rows"]
+    return _Steps(metrics, norms, applied, lr, left_out_rows)
+
+
+def _policy_step(
+    worker: Worker, experience: Experience, algo: AlgoConfig, temperature: float, lr: float, rows: list[int]
+) -> tuple[Update, dict[str, float]] | None:
+    part = experience.take(rows)
+    lengths = [len(r) for r in part.responses]
+    own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
+    size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
+    if not size["tokens"]:
+        return None
+
+    weights = token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
+    update, values = worker.train(part.prompts, part.responses, ActorLoss(part, algo, weights), temperature, lr)
+    # Only the last pipeline stage has values.
+    sums = {k: sum((v.sums[k] for v in values), 0.0) for k in losses.SUMS}
+    maxima = {k: max((v.maxima[k] for v in values), default=0.0) for k in losses.MAXIMA}
+    groups = (worker.grid.groups.pp, worker.grid.groups.dp_cp)
+    return update, collectives.all_reduce_sum(sums, *groups) | collectives.all_reduce_max(maxima, *groups)
+
+
+def _critic_step(
+    critic: CriticWorker, experience: Experience, clip: float, lr: float, rows: list[int]
+) -> tuple[Update, dict[str, float]] | None:
+    part = experience.take(rows)
+    own_tokens = float(sum(len(r) for r in part.responses))
+    tokens = collectives.all_reduce_sum({"tokens": own_tokens}, critic.grid.groups.dp)["tokens"]
+    if not tokens:
+        return None
+    loss = _critic_loss(part, clip or math.inf, 1 / tokens, critic.options.ops)
+    update, values = critic.train(part.prompts, part.responses, loss, lr)
+    own = {key: sum((v.sums[key] for v in values), 0.0) for key in _VALUE_SUMS}
+    return update, collectives.all_reduce_sum(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
+
+
+class ActorLoss:
+    """The policy loss of these rows, as worker.LossFunction."""
+
+    def __init__(self, part: Experience, algo: AlgoConfig, weights: list[float]) -> None:
+        """weights: of a token of each row."""
+        settings = PolicyLossSettings(**{f.name: getattr(algo, f.name) for f in fields(PolicyLossSettings)})
+        # A KL in the reward must not count in the loss as well.
+        self.settings = settings if algo.kl_in == "loss" else replace(settings, kl_coef=0.0)
+        self._part = part
+        self._row_weights = torch.tensor(weights, dtype=torch.float64)
+        self._row_numbers = torch.arange(len(weights))
+
+    def tokens(self, batch: Packed, where: torch.device, dtype: torch.dtype) -> losses.PolicyTokens:
+        """Return what the loss knows of the R tokens of a micro-batch; dtype: of the model's activations."""
+        part, dtype = self._part, compute_dtype(dtype)
+        old, reference, mask = part.old_log_probs, part.reference_log_probs, part.mask
+
+        # A masked token stays in the stream with weight 0.
+        of_tokens = batch.repeat(self._row_weights)
+        if mask is not None:
+            of_tokens = of_tokens * batch.gather(mask)
+        return losses.PolicyTokens(
+            rollout_log_probs=batch.gather(part.rollout_log_probs).to(where, dtype),
+            advantages=batch.gather(part.advantages).to(where, dtype),
+            weights=of_tokens.to(where, dtype),
+            old_log_probs=None if old is None else batch.gather(old).to(where, dtype),
+            reference_log_probs=None if reference is None else batch.gather(reference).to(where, dtype),
+            sequences=batch.repeat(self._row_numbers).to(where) if self.settings.ratio == "sequence" else None,
+        )
+
+    def __call__(self, batch: Packed, head: Head) -> tuple[Tensor, Any]:
+        """Return the loss, a scalar, and its metrics, from head.rows [R, H]."""
+        result = head.policy_loss(self.tokens(batch, head.rows.device, head.rows.dtype), self.settings)
+        # Metrics must not keep the graph of the loss alive.
+        return result.loss, replace(result, loss=result.loss.detach())
+
+
+def _critic_loss(part: Experience, clip: float, weight: float, ops: Backend) -> LossFunction:
+    if part.values is None or part.returns is None:
+        raise ValueError("update_critic: the experience has no values and returns")
+    old, returns = part.values, part.returns
+
+    def loss(batch: Packed, values: Tensor) -> tuple[Tensor, Any]:
+        weights = torch.full_like(values, weight)
+        result = ops.value_loss(values, batch.gather(old).to(values), batch.gather(returns).to(values), weights, clip)
+        return result.loss, replace(result, loss=result.loss.detach())
+
+    return loss

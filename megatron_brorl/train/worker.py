@@ -96,12 +96,10 @@ class Stage:
     def _make_trainable(self, optim: OptimConfig) -> None:
         config, o = self.module.config, self.options
 
-        # Gradients are added up over replicas in float32.
         self.model = DistributedDataParallel(
             config=config,
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                # As config section parallel has it; the optimizer below must agree on shards and gathering.
                 use_distributed_optimizer=o.distributed_optimizer,
                 overlap_grad_reduce=o.overlap_grad_reduce,
                 overlap_param_gather=o.overlap_param_gather,
@@ -121,7 +119,6 @@ class Stage:
                 adam_eps=optim.eps,
                 # Applied by _step, which has tested the norm before.
                 clip_grad=optim.clip_grad,
-                # Weights in bfloat16 get float32 masters, which the steps are taken on.
                 bf16=o.dtype == torch.bfloat16,
                 params_dtype=o.dtype,
                 use_distributed_optimizer=o.distributed_optimizer,
@@ -211,20 +208,12 @@ class Stage:
         """
         with span("optimizer step") as came_to:
             batches = self.micro_batches(prompts, responses)
-            came_to["flops"] = self._flops(batches)
-            values = self._backward(batches, loss, head)
+            came_to["flops"] = TRAINING * forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
+            self._reload()
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            values = self._run(batches, loss, head)
             return self._step(lr), values
-
-    def _backward(self, batches: list[Packed], loss: LossFunction, head: MakeHead) -> list[Any]:
-        """The loss's gradient over all replicas in place of what was there; what `loss` returned."""
-        self._reload()
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        return self._run(batches, loss, head)
-
-    def _flops(self, batches: list[Packed]) -> float:
-        """Of this rank's part of training on them."""
-        return TRAINING * forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
 
     def _per_token(
         self,
@@ -268,8 +257,7 @@ class Stage:
             for group in self.optimizer.param_groups:
                 group["lr"], group["eps"] = lr, optim.eps  # a checkpoint's groups have those of an earlier start
                 # Megatron only marks the one-dimensional parameters; its scheduler, which is not used, spares them.
-                decayed = optim.decay_norms_and_biases or group["wd_mult"]
-                group["weight_decay"] = optim.weight_decay if decayed else 0.0
+                group["weight_decay"] = optim.weight_decay if group["wd_mult"] else 0.0
             if optim.clip_grad:
                 for optimizer in self.optimizer.chained_optimizers:
                     clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optim.clip_grad, norm)
@@ -374,29 +362,6 @@ class Worker(Stage):
     ) -> tuple[Update, list[Any]]:
         """One optimizer step on rows [tokens] each, as Stage._train says."""
         return self._train(prompts, responses, loss, self._head(temperature), lr)
-
-    def gradient(
-        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, temperature: float
-    ) -> tuple[list[Tensor], dist.ProcessGroup | None]:
-        """The gradient of the loss over rows [tokens] each of all replicas, float32, without a step; a collective.
-
-        This rank's parts of it [any], and the group over whose ranks every entry of it is in one part alone: a sum over
-        parts and group is one over the whole gradient, as that of its norm. The next backward pass overwrites them.
-        """
-        with span("gradient") as came_to:
-            batches = self.micro_batches(prompts, responses)
-            came_to["flops"] = self._flops(batches)
-            self._backward(batches, loss, self._head(temperature))
-            with device.bridge():
-                self.optimizer.prepare_grads()
-
-        # As Megatron takes the norm: without what tensor ranks or tied embeddings have twice.
-        found = []
-        for part in self.optimizer.chained_optimizers:
-            # Megatron-Core 0.19 has renamed the method of 0.16.
-            renamed = hasattr(part, "get_grads_for_grad_norm")
-            found += part.get_grads_for_grad_norm() if renamed else part.get_main_grads_for_grad_norm()
-        return found, self.optimizer.get_grad_stats_parallel_group()
 
     def _head(self, temperature: float) -> MakeHead:
         return lambda hidden, batch: self.actor.head(hidden, batch, temperature)

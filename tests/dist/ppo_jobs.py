@@ -14,13 +14,12 @@ from megatron_brorl.models.critic import body
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.reshard.execute import stream
 from megatron_brorl.reshard.plan import make_plan
-from megatron_brorl.train.actor_update import update_policy
-from megatron_brorl.train.critic_update import update_critic
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.experience import make_experience
 from megatron_brorl.train.groups import mini_batches
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.training_models import TrainingModels
+from megatron_brorl.train.update import update_critic, update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout
 

@@ -37,12 +37,12 @@ from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
-from megatron_brorl.train.critic_update import critic_optim
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.record import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.rollouts import Rollouts
+from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import OpenGroup
 

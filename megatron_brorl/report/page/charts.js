@@ -1,88 +1,42 @@
 "use strict";
-// Charts by Vega-Lite, in the page's colours; a table of the same figures stands beneath each.
+// Charts by Vega-Lite, in the page's colours.
 
-const drawn = new Map(); // the box of a chart -> what draws it again in other colours
-const views = new Map(); // the box of a chart -> its view, which is told to end before another takes its place
-
-function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-}
-
-function palette() {
-  return ["blue", "orange", "green", "purple", "yellow", "grey"].map(colour);
-}
+const drawers = new Map(); // the box of a chart that is not drawn yet -> the function that draws it
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+const palette = () => ["blue", "orange", "green", "purple", "yellow", "grey"].map(colour);
 const DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [12, 4], [3, 5]];
 
 function look() {
   const ink = colour("ink"), faint = colour("faint"), line = colour("line");
+  const titles = { titleColor: faint, labelFontSize: 12, titleFontSize: 12, titleFontWeight: "normal" };
   return {
-    background: null,
-    font: "system-ui, sans-serif",
-    view: { stroke: null },
-    axis: {
-      labelColor: faint, titleColor: faint, gridColor: line, domainColor: line, tickColor: line, labelFontSize: 12,
-      titleFontSize: 12, titleFontWeight: "normal", labelOverlap: "greedy", titlePadding: 8,
-    },
-    axisX: { grid: false },
-    legend: { labelColor: ink, titleColor: faint, labelFontSize: 12, titleFontSize: 12, titleFontWeight: "normal",
-      labelLimit: innerWidth < 600 ? 130 : 240, orient: "top", columns: innerWidth < 600 ? 2 : 4 },
-    text: { color: ink },
+    background: null, font: "system-ui, sans-serif", view: { stroke: null }, text: { color: ink }, axisX: { grid: false },
+    axis: { ...titles, labelColor: faint, gridColor: line, domainColor: line, tickColor: line, labelOverlap: "greedy", titlePadding: 8 },
+    legend: { ...titles, labelColor: ink, labelLimit: innerWidth < 600 ? 130 : 240, orient: "top", columns: innerWidth < 600 ? 2 : 4 },
   };
 }
 
-// A figure with a heading, a chart and its table. spec: a function, for colours change; figures: [head, rows].
-function chart(title, note, spec, figures, height) {
-  const box = make("div", { class: "plot", role: "img", "aria-label": title + ". The table below has its figures." });
-  const details = make("details", { class: "figures" }, make("summary", null, "As a table"));
-  details.addEventListener("toggle", () => {
-    if (details.open && details.children.length === 1)
-      details.append(table(...figures().concat([{ label: title }])));
-  });
-  drawn.set(box, () => draw(box, spec(), height || 220));
-  return make("figure", { class: "chart" },
-    make("figcaption", null, make("h3", null, title), note ? make("p", null, note) : null), box, details);
-}
-
-function draw(box, spec, height) {
-  const whole = {
-    $schema: "https://vega.github.io/schema/vega-lite/v6.json", width: "container", height,
-    autosize: { type: "fit-x", contains: "padding" }, config: look(), ...spec,
-  };
-  if (views.has(box)) views.get(box).finalize();
-  // An interpreter instead of code made of text, which the page's policy forbids.
-  return vegaEmbed(box, whole, { actions: false, ast: true, renderer: "canvas", tooltip: { theme: "custom" } })
-    .then((result) => {
-      views.set(box, result);
-      const canvas = box.querySelector("canvas");
-      if (canvas) canvas.setAttribute("aria-hidden", "true"); // the box has the name
-    })
-    .catch((error) => { box.replaceChildren(said("This chart cannot be drawn: " + error.message)); throw error; });
-}
-
-// Charts are drawn when they come near the screen: a phone need not draw thirty of them at once.
+// Charts are drawn when they come near the screen, so that a phone does not draw thirty of them at once.
 const near = new IntersectionObserver((entries) => {
-  for (const entry of entries)
-    if (entry.isIntersecting && drawn.has(entry.target)) {
-      near.unobserve(entry.target);
-      drawn.get(entry.target)();
-    }
+  for (const entry of entries.filter((e) => e.isIntersecting)) {
+    near.unobserve(entry.target);
+    drawers.get(entry.target)();
+    drawers.delete(entry.target);
+  }
 }, { rootMargin: "600px" });
 
-function drawNear(parent) {
-  for (const box of parent.querySelectorAll(".plot")) near.observe(box);
-}
-
-function forget(parent) {
-  for (const box of parent.querySelectorAll(".plot")) {
-    near.unobserve(box);
-    drawn.delete(box);
-    if (views.has(box)) views.get(box).finalize();
-    views.delete(box);
-  }
-}
-
-function drawAgain() {
-  for (const box of views.keys()) drawn.get(box)();
+// Return a figure with a heading and a chart.
+function chart(title, note, spec, height) {
+  const box = make("div", { class: "plot", role: "img", "aria-label": title });
+  const whole = {
+    $schema: "https://vega.github.io/schema/vega-lite/v6.json", width: "container", height: height || 220,
+    autosize: { type: "fit-x", contains: "padding" }, config: look(), ...spec,
+  };
+  // An interpreter (ast) instead of code made of text, which the page's policy forbids.
+  drawers.set(box, () => vegaEmbed(box, whole, { actions: false, ast: true, renderer: "canvas", tooltip: { theme: "custom" } })
+    .catch((error) => { box.replaceChildren(said("This chart cannot be drawn: " + error.message)); throw error; }));
+  near.observe(box);
+  return make("figure", { class: "chart" }, make("figcaption", null, make("h3", null, title), note ? make("p", null, note) : null), box);
 }
 
 // The mean of the values around each; null where there are none.
@@ -92,40 +46,22 @@ function smooth(values, half) {
     return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
   });
 }
-const window_of = (n) => (n < 8 ? 0 : Math.max(1, Math.round(n / 20)));
 
 // Lines over x. series: [{name, x, y, low, high}], low and high where there is an interval; options: y, x (titles),
-// format, log, smooth, zero, points.
+// format, log, smooth, whole, points.
 function lines(title, note, series, options) {
   const o = { x: "training step", format: ".3~g", ...options };
   const shown = series.filter((s) => s.y.some((v) => v !== null && v !== undefined && (!o.log || v > 0)));
   if (!shown.length) return null;
-  const names = shown.map((s) => s.name);
-  const half = o.smooth ? window_of(Math.max(...shown.map((s) => s.y.length))) : 0;
-  const rows = [];
-  for (const s of shown) {
+  const most = Math.max(...shown.map((s) => s.y.length));
+  const half = o.smooth && most >= 8 ? Math.max(1, Math.round(most / 20)) : 0;
+  const drawable = (v) => (o.log && !(v > 0) ? null : v);
+  const rows = shown.flatMap((s) => {
     const mean = half ? smooth(s.y, half) : s.y;
-    s.y.forEach((y, i) => rows.push({
-      name: s.name, x: s.x[i], y: o.log && !(y > 0) ? null : y, mean: o.log && !(mean[i] > 0) ? null : mean[i],
-      low: s.low ? s.low[i] : null, high: s.high ? s.high[i] : null,
-    }));
-  }
-  const few = shown.every((s) => s.y.length <= 40);
+    return s.y.map((y, i) => ({ name: s.name, x: s.x[i], y: drawable(y), mean: drawable(mean[i]), low: s.low ? s.low[i] : null, high: s.high ? s.high[i] : null }));
+  });
   const text = [note, half ? `Bold: mean of ${2 * half + 1} points around; faint: each point.` : ""].filter(Boolean).join(" ");
-  const spec = () => line_spec(rows, names, half, few || o.points, o);
-  const head = [o.x, ...names.flatMap((n, i) => (shown[i].low ? [n, "95% interval"] : [n]))];
-  const figures = () => {
-    const xs = [...new Set(shown.flatMap((s) => s.x))].sort((a, b) => a - b);
-    const places = shown.map((s) => new Map(s.x.map((x, i) => [x, i])));
-    return [head, xs.map((x) => [short(x), ...shown.flatMap((s, k) => {
-      const i = places[k].get(x);
-      const y = i === undefined ? null : s.y[i];
-      if (!s.low) return [short(y)];
-      const known = y !== null && s.low[i] !== null && s.low[i] !== undefined;
-      return [short(y), known ? `${short(s.low[i])} to ${short(s.high[i])}` : "-"];
-    })])];
-  };
-  return chart(title, text, spec, figures, o.height);
+  return chart(title, text, line_spec(rows, shown.map((s) => s.name), half, most <= 40 || o.points, o));
 }
 
 function line_spec(rows, names, half, marked, o) {
@@ -133,75 +69,38 @@ function line_spec(rows, names, half, marked, o) {
     scale: { nice: false, padding: 6 } };
   const scale = o.log ? { type: "log", nice: true } : { zero: false, nice: true };
   const y = (field) => ({ field, type: "quantitative", title: o.y, scale, axis: { format: o.log ? ".0e" : o.format, tickCount: 5 } });
-  const one = names.length === 1;
-  const stroke = { field: "name", type: "nominal", title: null, scale: { domain: names, range: palette() },
-    legend: one ? null : { symbolType: "stroke", symbolStrokeWidth: 2.5, symbolSize: 250, symbolOpacity: 1 } };
-  const dash = { field: "name", type: "nominal", title: null, legend: stroke.legend, scale: { domain: names, range: DASHES } };
-  const tooltip = [{ field: "name", title: "figure" }, { field: "x", title: o.x, format: "~f" }, { field: "y", title: o.y, format: o.format }];
+  const legend = names.length === 1 ? null : { symbolType: "stroke", symbolStrokeWidth: 2.5, symbolSize: 250, symbolOpacity: 1 };
+  const named = (range) => ({ field: "name", type: "nominal", title: null, legend, scale: { domain: names, range } });
+  const color = named(palette());
+  const tooltip = [{ field: "name", title: "metric" }, { field: "x", title: o.x, format: "~f" }, { field: "y", title: o.y, format: o.format }];
   const layer = [];
   if (rows.some((r) => r.low !== null && r.low !== undefined)) {
     tooltip.push({ field: "low", title: "95% interval from", format: o.format }, { field: "high", title: "to", format: o.format });
-    layer.push({ mark: { type: "area", opacity: 0.18 }, encoding: { x, y: y("low"), y2: { field: "high" }, color: stroke } });
+    layer.push({ mark: { type: "area", opacity: 0.18 }, encoding: { x, y: y("low"), y2: { field: "high" }, color } });
   }
-  if (half) layer.push({ mark: { type: "line", strokeWidth: 1, opacity: 0.4 }, encoding: { x, y: y("y"), color: stroke } });
-  layer.push({ mark: { type: "line", strokeWidth: 2.2 }, encoding: { x, y: y("mean"), color: stroke, strokeDash: dash } });
+  if (half) layer.push({ mark: { type: "line", strokeWidth: 1, opacity: 0.4 }, encoding: { x, y: y("y"), color } });
+  layer.push({ mark: { type: "line", strokeWidth: 2.2 }, encoding: { x, y: y("mean"), color, strokeDash: named(DASHES) } });
   layer.push({
     params: [{ name: "hover", select: { type: "point", nearest: true, on: "pointerover", clear: "pointerout" } }],
     transform: [{ filter: "isValid(datum.y)" }],
     mark: { type: "point", filled: true, size: 45 },
-    encoding: { x, y: y("y"), color: stroke, tooltip,
+    encoding: { x, y: y("y"), color, tooltip,
       opacity: { condition: { param: "hover", empty: false, value: 1 }, value: marked ? (half ? 0.4 : 1) : 0 } },
   });
   return { data: { values: rows }, layer };
 }
 
-// About so many round numbers from one to another.
-function ticks(from, to, count) {
-  const rough = Math.max(1, (to - from) / count), size = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((f) => f * size).find((s) => s >= rough);
-  const found = [];
-  for (let x = Math.ceil(from / step) * step; x <= to; x += step) found.push(x);
-  return found;
-}
-
-// Bars on one another. rows: [{step, x, x2, name, y}], from x to x2 on the axis; names from below.
-function stacked(title, note, rows, names, options) {
+// Stacked areas. rows: [{x, name, y}]; names from below.
+function stacked(title, note, rows, names, ytitle) {
   const order = new Map(names.map((n, i) => [n, i]));
-  const values = rows.map((r) => ({ ...r, order: order.get(r.name) }));
-  const spec = () => ({
-    data: { values },
-    mark: { type: "bar", tooltip: true },
+  return chart(title, note, {
+    data: { values: rows.map((r) => ({ ...r, order: order.get(r.name) })) },
+    mark: { type: "area", line: false, interpolate: "step", tooltip: true },
     encoding: {
-      x: { field: "x", type: "quantitative", title: options.x || "training step", bin: { binned: true, step: options.step || 1 },
-        axis: { format: "~s", values: ticks(values[0].x, values[values.length - 1].x2, 8), grid: false } },
-      x2: { field: "x2" },
-      y: { field: "y", type: "quantitative", title: options.y, stack: true, axis: { tickCount: 5, format: "~s" } },
+      x: { field: "x", type: "quantitative", title: "training step", axis: { format: "~s", tickMinStep: 1 }, scale: { nice: false } },
+      y: { field: "y", type: "quantitative", title: ytitle, stack: true, axis: { tickCount: 5, format: "~s" } },
       color: { field: "name", type: "nominal", title: null, scale: { domain: names, range: palette() }, legend: { symbolType: "square" } },
       order: { field: "order" },
-      tooltip: [{ field: "name", title: "phase" }, { field: "step", title: "training step" }, { field: "y", title: options.y, format: ".3~g" }],
     },
   });
-  const figures = () => {
-    const xs = [...new Set(rows.map((r) => r.step))];
-    const found = new Map(rows.map((r) => [r.step + "/" + r.name, r.y]));
-    return [["training step", ...names], xs.map((x) => [short(x), ...names.map((n) => short(found.get(x + "/" + n)))])];
-  };
-  return chart(title, note, spec, figures);
-}
-
-// Cells of one colour each. cells: [{x, y, v, ...}], x and y names in order.
-function cells(title, note, values, xs, ys, options, figures) {
-  const spec = () => ({
-    data: { values },
-    mark: { type: "rect", tooltip: true },
-    encoding: {
-      x: { field: "x", type: "ordinal", sort: xs, title: options.x, scale: { paddingInner: 0 }, axis: { labels: options.labels !== false, ticks: false, labelAngle: 0,
-          values: xs.filter((_, i) => i % Math.ceil(xs.length / 10) === 0) } },
-      y: { field: "y", type: "ordinal", sort: ys, title: options.y, scale: { paddingInner: 0 }, axis: { ticks: false, labelOverlap: "greedy" } },
-      color: { field: "v", type: "quantitative", title: options.v, scale: { domain: options.domain, range: ["cold", "mid", "hot"].map(colour) },
-        legend: { format: ".0%", gradientLength: 160, direction: "horizontal", titleOrient: "left", columns: 1 } },
-      tooltip: options.tooltip,
-    },
-  });
-  return chart(title, note, spec, figures, options.height);
 }

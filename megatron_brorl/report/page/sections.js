@@ -1,91 +1,57 @@
 "use strict";
-// What came of it, the curves, the configuration, and several runs beside one another.
+// Verdict, curves, checkpoints, configuration, and the comparison of several runs.
 
-const MARK = { good: "\u25b2", bad: "\u25bc", unclear: "\u25cf" }; // a form for each, for colour alone is not seen by all
+const MARK = { good: "\u25b2", bad: "\u25bc", unclear: "\u25cf" }; // shapes, because not everybody sees colours
 
 function verdict(parent, run) {
-  const v = run.verdict;
-  append(parent, [
+  const v = run.verdict, last = last_of(run.evaluations), c = run.change;
+  const tiles = [
+    ["state", v.state],
+    ["rollouts per prompt", run.n],
+    ["held-out prompts", last && last.prompts && `${last.prompts}, ${last.samples} samples each`],
+    ["peak memory", run.memory_mib && (run.memory_mib / 1024).toFixed(1) + " GiB, all processes"],
+  ].filter(([, value]) => value);
+  append(parent,
     make("div", { class: "verdict " + v.tone },
       make("p", { class: "headline" }, make("span", { "aria-hidden": "true" }, MARK[v.tone] + " "), v.headline),
       v.details.map((sentence) => make("p", null, sentence)),
       v.findings.map((sentence) => make("p", { class: "finding" }, make("b", null, "Warning: "), sentence))),
-    make("dl", { class: "tiles" }, tiles(run).map(([name, value]) => make("div", null, make("dt", null, name), make("dd", null, value)))),
-  ]);
-  if (run.missing.evaluation) append(parent, [said(run.missing.evaluation)]);
-  if (run.change || run.evaluations.length) append(parent, [passes(run)]);
-  if (run.change)
-    append(parent, [make("div", { class: "columns" },
-      moved("Newly solved", run.change.solved, `No sample right ${when(run.change.from)}, some ${when(run.change.to)}`, run.change.to),
-      moved("Newly lost", run.change.lost, `Some samples right ${when(run.change.from)}, none ${when(run.change.to)}`, run.change.from))]);
-}
-
-function tiles(run) {
-  const last = run.evaluations[run.evaluations.length - 1];
-  return [
-    ["state", run.verdict.state],
-    run.n ? ["rollouts per prompt", String(run.n)] : null,
-    last && last.prompts ? ["held-out prompts", `${last.prompts}, ${last.samples} samples each`] : null,
-    run.memory_mib ? ["peak memory", (run.memory_mib / 1024).toFixed(1) + " GiB, all processes"] : null,
-  ].filter(Boolean);
-}
-
-function when(steps) {
-  return steps ? `after ${steps} step${steps === 1 ? "" : "s"}` : "before training";
-}
-
-function interval(p) {
-  if (!p) return "-";
-  return p.low === undefined ? percent(p.mean) : `${percent(p.mean)} (${percent(p.low)} to ${percent(p.high)})`;
-}
-
-function numbers(r) {
-  if (!r) return "-";
-  return r.low === undefined ? short(r.mean) : `${short(r.mean)} (${short(r.low)} to ${short(r.high)})`;
+    make("dl", { class: "tiles" }, tiles.map(([name, value]) => make("div", null, make("dt", null, name), make("dd", null, value)))));
+  append(parent, run.evaluations.length ? passes(run) : said("There is no held-out evaluation: set data.held_out."));
+  if (c)
+    append(parent, make("div", { class: "columns" },
+      moved("Newly solved", c.solved, `No sample right ${when(c.from)}, some ${when(c.to)}.`, c.to),
+      moved("Newly lost", c.lost, `Some samples right ${when(c.from)}, none ${when(c.to)}.`, c.from)));
 }
 
 function passes(run) {
-  const first = run.evaluations[0], last = run.evaluations[run.evaluations.length - 1];
+  const first = run.evaluations[0], last = run.evaluations.length > 1 ? last_of(run.evaluations) : null;
   const change = new Map((run.change ? run.change.passes : []).map((p) => [p.k, p.difference]));
-  const of = (e, k) => e.passes.find((p) => p.k === k);
-  const rows = first.passes.map((p) => {
-    const d = change.get(p.k);
-    return [`pass@${p.k}`, interval(p), first === last ? "-" : interval(of(last, p.k)),
-      d ? `${points(d.mean)} (${points(d.low)} to ${points(d.high)})` : "-", d ? (d.p < 1e-4 ? "< 0.0001" : d.p.toFixed(4)) : "-"];
-  });
-  if (first.reward || last.reward) {
+  const row = (name, a, b, d, form, gap) => [name, interval(a, form), interval(b, form), d ? interval(d, gap) : "-", d ? of_p(d.p) : "-"];
+  const rows = first.passes.map((p) => row(`pass@${p.k}`, p, last && last.passes.find((q) => q.k === p.k), change.get(p.k), percent, points));
+  if (first.reward || (last && last.reward)) {
     const d = run.change && run.change.reward && run.change.reward.difference;
-    rows.push(["mean reward", numbers(first.reward), first === last ? "-" : numbers(last.reward),
-      d ? numbers(d) : "-", d ? (d.p < 1e-4 ? "< 0.0001" : d.p.toFixed(4)) : "-"]);
+    rows.push(row("mean reward", first.reward, last && last.reward, d, short, short));
   }
-  const head = ["", when(first.steps), first === last ? "later" : when(last.steps), "change, points", "p"];
-  return make("div", null,
-    table(head, rows, { label: "pass@k before and after" }),
-    make("p", { class: "note" }, "In brackets 95% intervals of the bootstrap over prompts; the change is paired by prompt, p is of Student's two-tailed paired test. They do not say how runs of other seeds differ."));
+  return [table("pass@k before and after", ["", when(first.steps), last ? when(last.steps) : "later", "change, points", "p"], rows),
+    note("In brackets: 95% bootstrap intervals over prompts. The change is paired by prompt; p is of Student's two-tailed paired test. They do not cover how runs with other seeds differ.")];
 }
 
-function moved(title, rows, note, steps) {
+function moved(title, rows, text, steps) {
   const list = rows.map((row) => make("li", null,
-    make("button", { type: "button", class: "link", on: { click: () => openPrompt("evaluation", steps, row.id) } }, row.id),
-    ` ${row.right} of ${row.samples}`));
-  return make("details", { class: "moved", open: rows.length <= 100 },
-    make("summary", null, `${title}: ${rows.length}`),
-    make("p", { class: "note" }, note + "."), rows.length ? make("ul", null, list) : said("No prompt."));
+    make("button", { type: "button", class: "link", on: { click: () => openPrompt("evaluation", steps, row.id) } }, row.id), ` ${row.right} of ${row.samples}`));
+  return make("details", { class: "moved", open: rows.length <= 100 }, make("summary", null, `${title}: ${rows.length}`), note(text),
+    rows.length ? make("ul", null, list) : said("No prompt."));
 }
 
 function held_out(run) {
   const es = run.evaluations;
-  const steps = es.map((e) => e.steps);
   const ks = [...new Set(es.flatMap((e) => e.passes.map((p) => p.k)))].sort((a, b) => a - b);
-  const some = ks.length <= 4 ? ks : [ks[0], ks[Math.floor(ks.length / 3)], ks[Math.floor((2 * ks.length) / 3)], ks[ks.length - 1]];
-  const get = (e, k, key) => { const p = e.passes.find((x) => x.k === k); return p && p[key] !== undefined ? p[key] : null; };
-  const series = some.map((k) => ({ name: `pass@${k}`, x: steps, y: es.map((e) => get(e, k, "mean")),
-    low: es.map((e) => get(e, k, "low")), high: es.map((e) => get(e, k, "high")) }));
+  const some = ks.length <= 4 ? ks : [ks[0], ks[Math.floor(ks.length / 3)], ks[Math.floor((2 * ks.length) / 3)], last_of(ks)];
   const tasks = [...new Set(es.flatMap((e) => Object.keys(e.tasks)))];
-  const by = tasks.map((t) => ({ name: t, x: steps, y: es.map((e) => (t in e.tasks ? e.tasks[t] : null)) }));
   return [
-    lines("Held-out accuracy", "Bands: 95% intervals over prompts.", series, { y: "pass@k", format: ".0%", points: true }),
-    tasks.length > 1 ? lines("Held-out pass@1 by task", "", by, { y: "pass@1", format: ".0%", points: true }) : null,
+    lines("Held-out accuracy", "Bands: 95% intervals over prompts.", some.map((k) => of_run(run, `pass@${k}`, `pass@${k}`)), { y: "pass@k", format: ".0%", points: true }),
+    tasks.length > 1 ? lines("Held-out pass@1 by task", "", tasks.map((t) => of_run(run, `pass@1 of ${t}`, t)), { y: "pass@1", format: ".0%", points: true }) : null,
   ];
 }
 
@@ -94,114 +60,69 @@ const PHASES = ["generate", "score", "exchange", "train", "refit"];
 function phases(c) {
   const steps = c.values["time/step"];
   if (!steps) return null;
-  const rows = [];
-  c.step.forEach((x, i) => {
-    if (steps[i] === null) return;
-    let rest = steps[i];
-    const add = (name, y) => rows.push({ step: x, x: x - c.every + 0.5, x2: x + 0.5, name, y });
-    for (const name of PHASES) {
-      const seconds = (c.values["time/" + name] || [])[i] || 0;
-      rest -= seconds;
-      add(name, seconds);
-    }
-    add("other", Math.max(rest, 0));
+  const rows = c.step.flatMap((x, i) => {
+    const own = PHASES.map((name) => ({ x, name, y: (c.values["time/" + name] || [])[i] || 0 }));
+    const known = own.reduce((sum, r) => sum + r.y, 0);
+    return steps[i] === null ? [] : [...own, { x, name: "other", y: Math.max(steps[i] - known, 0) }];
   });
-  return stacked("Time per step", "What no phase accounts for is other.", rows, [...PHASES, "other"], { y: "seconds", step: c.every });
+  return stacked("Time per step", "", rows, [...PHASES, "other"], "seconds");
 }
 
 function curves(parent, run) {
-  const c = run.curves;
-  if (run.missing.curves) append(parent, [said(run.missing.curves)]);
+  const c = run.curves, tasks = Object.entries(run.by_task.tasks);
   const of = (name, label) => ({ name: label, x: c.step, y: c.values[name] || [] });
-  const one = (title, note, name, options) => lines(title, note, [of(name, title)], { smooth: true, ...options });
-  const made = [
-    ...held_out(run),
-    one("Training reward", "", "reward", { y: "mean reward" }),
-    run.by_task && Object.keys(run.by_task.tasks).length > 1 ? lines("Right rollouts by task", "Of training.",
-      Object.entries(run.by_task.tasks).map(([name, y]) => ({ name, x: run.by_task.step, y })), { y: "share right", format: ".0%", smooth: true }) : null,
-    lines("Groups of a step", "Kept: with right and wrong rollouts, or all where there is no dynamic sampling.",
+  const one = (title, text, name, y) => lines(title, text, [of(name, title)], { smooth: true, y });
+  append(parent, c.step.length ? null : said("No step is done yet."), make("div", { class: "charts" },
+    held_out(run),
+    one("Training reward", "", "reward", "mean reward"),
+    tasks.length > 1 ? lines("Right rollouts by task", "In training.", tasks.map(([name, y]) => ({ name, x: run.by_task.step, y })), { y: "share right", format: ".0%", smooth: true }) : null,
+    lines("Groups of a step", "Kept: with right and wrong rollouts, or all groups without dynamic sampling.",
       [of("kept_share", "kept"), of("all_right_share", "all right"), of("all_wrong_share", "all wrong")], { y: "share of groups", format: ".0%" }),
-    one("Response length", "", "response_tokens", { y: "mean tokens" }),
+    one("Response length", "", "response_tokens", "mean tokens"),
     phases(c),
-    lines("Engine against trainer", "How far their log-probs of the same tokens are apart. A log scale has no 0.",
+    lines("Engine against trainer", "Difference of their log-probs of the same tokens. A log scale has no 0.",
       [of("logprob_gap_max", "largest"), of("logprob_gap_mean", "mean")], { y: "nats", log: true, format: ".1e" }),
-    one("Entropy of the policy", "", "entropy", { y: "nats per token" }),
-    one("Gradient norm", "Before clipping.", "grad_norm", { y: "norm" }),
+    one("Entropy of the policy", "", "entropy", "nats per token"),
+    one("Gradient norm", "Before clipping.", "grad_norm", "norm"),
     lines("Responses", "Cut off at rollout.max_tokens, and with an answer that the verifier found.",
       [of("answered_share", "with an answer"), of("cut_off_share", "cut off")], { y: "share of rollouts", format: ".0%" }),
-    lines("Clipped tokens", "Importance ratio beyond its bounds.", [of("clipped_low", "below"), of("clipped_high", "above")],
-      { y: "share of tokens", format: ".1~%" }),
-  ];
-  append(parent, [make("div", { class: "charts" }, made)]);
-  if (c.every > 1) append(parent, [said(`Each point of a curve is the mean of ${c.every} steps; metrics.jsonl has every one.`)]);
-  if (Object.keys(c.values).length) append(parent, [any_figure(run)]);
+    lines("Clipped tokens", "Importance ratio outside its bounds.", [of("clipped_low", "below"), of("clipped_high", "above")], { y: "share of tokens", format: ".1~%" })));
+  if (c.every > 1) append(parent, said(`Each point of a curve is the mean of ${c.every} steps; metrics.jsonl has every step.`));
+  any_metric(parent, [run], Object.keys(c.values).sort(), "reward");
 }
 
 function meaning(name) {
   const m = content.meanings[name];
   if (!m) return "";
-  return [m.meaning, m.bad, m.unit && m.unit !== "1" ? `Unit: ${m.unit}.` : ""].filter(Boolean).map((s) => s.replaceAll("`", "")).map((s) => s[0].toUpperCase() + s.slice(1))
-    .map((s) => (/[.!?]$/.test(s) ? s : s + ".")).join(" ");
+  const sentences = [m.meaning, m.bad, m.unit && m.unit !== "1" ? `unit: ${m.unit}` : ""].filter(Boolean).map((s) => s.replaceAll("`", ""));
+  return sentences.map((s) => s[0].toUpperCase() + s.slice(1) + (/[.!?]$/.test(s) ? "" : ".")).join(" ");
 }
 
-function any_figure(run) {
-  const names = Object.keys(run.curves.values).sort();
+// A field to choose a metric by its name, and its charts: over steps, and of several runs over time too.
+function any_metric(parent, runs, names, begin) {
+  if (!names.length) return;
   const place = make("div", { class: "charts" });
-  const field = make("input", { list: "figures", id: "figure", value: names.includes(state.figure) ? state.figure : names[0], autocomplete: "off" });
   const show = () => {
-    if (!(field.value in run.curves.values)) return;
-    state.figure = field.value;
-    forget(place);
-    place.replaceChildren(lines(field.value, meaning(field.value), [{ name: field.value, x: run.curves.step, y: run.curves.values[field.value] }],
-      { y: "", smooth: true }) || said("This figure has no value."));
-    drawNear(place);
+    const name = field.value, share = name.startsWith("pass@");
+    if (!names.includes(name)) return;
+    const ways = runs.length > 1 ? [["training step", false], ["seconds of training steps", true]] : [["training step", false]];
+    place.replaceChildren(...ways.map(([x, over]) => lines(over ? `${name} over time` : name, over ? "Evaluations take no time here." : meaning(name),
+      runs.map((run) => of_run(run, name, run.name, over)), { y: "", x, smooth: !share, format: share ? ".0%" : ".3~g", whole: !over }) || said("This metric has no value.")));
   };
-  field.addEventListener("input", show);
-  field.addEventListener("focus", () => field.select());
-  const box = make("div", { class: "any" },
-    make("label", { for: "figure" }, `Any of the ${names.length} figures of metrics.jsonl: `), field,
-    make("datalist", { id: "figures" }, names.map((n) => make("option", { value: n }))), place);
-  queueMicrotask(show);
-  return box;
-}
-
-// The keys that a resumed run changed, with both values.
-function changed(start) {
-  const one = ([key, [before, now]]) => `; ${key} = ${JSON.stringify(before)} -> ${JSON.stringify(now)}`;
-  return Object.entries(start.changes || {}).map(one).join("");
-}
-
-function configuration(parent, run) {
-  const start = run.starts[run.starts.length - 1];
-  for (const key of ["config", "starts"]) if (run.missing[key]) append(parent, [said(run.missing[key])]);
-  append(parent, [make("p", null, make("b", null, "Folder: "), make("code", null, run.folder))]);
-  if (start) {
-    const versions = Object.entries(start.versions).map(([name, version]) => `${name} ${version}`).join(", ");
-    append(parent, [
-      make("p", null, make("b", null, "Command: "), make("code", null, start.command)),
-      table(["", ""], [
-        ["started", run.starts.map((s) => s.time + (s.step ? ` (resumed after ${s.step} steps${changed(s)})` : "")).join(", ")],
-        ["ranks", String(start.ranks)],
-        ["machine", `${start.machine.system}, ${start.machine.cores} cores, ${start.machine.device}`],
-        ["versions", versions],
-      ], { label: "Environment" }),
-    ]);
-  }
-  const keys = Object.entries(run.config);
-  if (!keys.length) return;
-  const place = make("div"), count = make("span", { role: "status" });
-  const show = () => {
-    const words = field.value.toLowerCase().split(/\s+/);
-    const found = keys.filter(([k, v]) => words.every((w) => (k + " " + JSON.stringify(v)).toLowerCase().includes(w)));
-    count.textContent = ` ${found.length} of ${keys.length} keys`;
-    place.replaceChildren(table(["key", "value"], found.map(([k, v]) => [k, JSON.stringify(v)]), { label: "Configuration" }));
-  };
-  const field = make("input", { type: "search", id: "keys", placeholder: "rollout, lr, 512 ...", on: { input: show } });
-  append(parent, [make("p", null, make("label", { for: "keys" }, "Search keys and values: "), field, count), place]);
+  const field = make("input", { list: "metrics", id: "metric", value: names.includes(begin) ? begin : names[0], autocomplete: "off", on: { input: show, focus: () => field.select() } });
+  append(parent, make("div", { class: "any" }, make("label", { for: "metric" }, `Any of the ${names.length} metrics: `), field,
+    make("datalist", { id: "metrics" }, names.map((n) => make("option", { value: n }))), place));
   show();
 }
 
-// Of several runs -----------------------------------------------------------------------------------------------------
+// A metric of a run, pass@K, or pass@1 of a task, as a series of `lines`; over: seconds instead of steps.
+function of_run(run, name, label, over) {
+  if (!name.startsWith("pass@")) return { name: label, x: over ? run.curves.elapsed : run.curves.step, y: run.curves.values[name] || [] };
+  const task = name.startsWith("pass@1 of ") ? name.slice(10) : null;
+  const found = run.evaluations.map((e) => [e.steps, task === null ? e.passes.find((p) => p.k === Number(name.slice(5))) : task in e.tasks ? { mean: e.tasks[task] } : null]).filter(([, p]) => p);
+  const end = (key) => (found.some(([, p]) => key in p) ? found.map(([, p]) => (key in p ? p[key] : null)) : undefined);
+  return { name: label, x: found.map(([s]) => (over ? elapsed(run, s) : s)), y: found.map(([, p]) => p.mean), low: end("low"), high: end("high") };
+}
 
 function elapsed(run, steps) {
   let seconds = 0;
@@ -209,80 +130,94 @@ function elapsed(run, steps) {
   return seconds;
 }
 
-function comparison(parent, content) {
+function at_checkpoints(run) {
+  if (!run.checkpoints.length) return said("No evaluation yet.");
+  const ks = [...new Set(run.checkpoints.flatMap((row) => row.passes.map((p) => p.k)))].sort((a, b) => a - b);
+  const shown = [...new Set([ks[0], last_of(ks)])];
+  const rows = run.checkpoints.map((row) => [row.steps, duration(row.seconds), whole(row.rollouts), whole(row.kept),
+    ...shown.map((k) => interval(row.passes.find((p) => p.k === k)))]);
+  return table(`Checkpoints of ${run.name}`, ["steps", "time of steps", "rollouts", "trained on", ...shown.map((k) => `pass@${k}`)], rows);
+}
+
+function sampling(runs) {
+  const rows = runs.filter((run) => run.generation).map((run) => {
+    const g = run.generation;
+    return [run.name, run.n || "-", short(g.rollouts_per_s), short(g.tokens_per_s), percent(g.share_of_step), short(g.end_to_end_per_s), short(g.kept_per_s), percent(g.prompt_hits)];
+  });
+  return [make("h3", null, "Generation"), rows.length ? [
+    table("Generation", ["run", "N", "rollouts/s", "tokens/s", "share of a step", "rollouts/s, whole steps", "trained on/s, whole steps", "prompt cache hits"], rows),
+    note("The first two are per second of sampling, over all devices. Prompt cache hits: share of prompt tokens that siblings had computed."),
+  ] : said("No step has sampled anything yet.")];
+}
+
+function spent(parent, run) {
+  append(parent, at_checkpoints(run), sampling([run]));
+}
+
+function spent_by_several(parent, content) {
   const runs = content.runs;
-  const finals = runs.map((run) => {
-    const first = run.evaluations[0], last = run.evaluations[run.evaluations.length - 1];
-    const d = run.change && run.change.passes[0], wide = run.change && run.change.passes[run.change.passes.length - 1];
-    const gap = (p) => (p ? `${points(p.difference.mean)} (${points(p.difference.low)} to ${points(p.difference.high)})` : "-");
-    return [run.name, run.verdict.state, run.n ? String(run.n) : "-", duration(run.seconds || elapsed(run, run.steps)),
-      first ? interval(first.passes[0]) : "-", last && last !== first ? interval(last.passes[0]) : "-", gap(d),
-      wide && wide !== d ? `pass@${wide.k}: ${gap(wide)}` : "-",
-      run.change ? `+${run.change.solved.length} / -${run.change.lost.length}` : "-"];
-  });
-  append(parent, [
-    table(["run", "state", "N", "time", "pass@1 first", "pass@1 last", "change, points", "largest k", "prompts solved / lost"], finals, { label: "Finals" }),
-    make("p", { class: "note" }, "In brackets 95% intervals over prompts; changes are within each run, paired by prompt."),
-    runs.map((run) => [run.verdict.headline, ...run.verdict.findings].map((s, i) => make("p", { class: i ? "finding" : null }, make("b", null, run.name + ": "), s))),
-  ]);
-  versus(parent, content);
-  const ks = [...new Set(runs.flatMap((run) => run.evaluations.flatMap((e) => e.passes.map((p) => p.k))))].sort((a, b) => a - b);
-  const figures = [...new Set(runs.flatMap((run) => Object.keys(run.curves.values)))].sort();
-  const tasks = [...new Set(runs.flatMap((run) => run.evaluations.flatMap((e) => Object.keys(e.tasks))))].sort();
-  const by = tasks.length > 1 ? tasks.map((t) => [`pass@1 of ${t}`, `held-out pass@1 of ${t}`]) : [];
-  const choices = [...ks.map((k) => [`pass@${k}`, `held-out pass@${k}`]), ...by, ...figures.map((f) => [f, f])];
-  const place = make("div", { class: "charts" });
-  const show = (name) => {
-    state.compared = name;
-    forget(place);
-    const charts = [["training step", false], ["seconds of training steps", true]].map(([x, over]) =>
-      lines(`${name} over ${over ? "time" : "steps"}`, over ? "Evaluations take no time here." : meaning(name), runs.map((run) => of_run(run, name, over)),
-        { y: name, x, smooth: !name.startsWith("pass@"), format: name.startsWith("pass@") ? ".0%" : ".3~g", whole: !over }));
-    place.replaceChildren(...charts.map((c) => c || said("No run has this figure.")));
-    drawNear(place);
+  const rows = content.time_to.flatMap((to, i) => (to ? [[runs[i].name, percent(to.target),
+    ...to.runs.map((r) => (r ? `${duration(r.seconds)}, ${whole(r.rollouts)} rollouts` : "never"))]] : []));
+  append(parent, runs.map((run) => [make("h3", null, run.name), at_checkpoints(run)]), make("h3", null, "Time to a target"), rows.length ? [
+    table("Time to a target", ["end of", "pass@1", ...runs.map((run) => run.name)], rows),
+    note("When each run first reached the final pass@1 of one of them, on straight lines between evaluations; time of steps alone. Noise makes a curve early as well."),
+  ] : said("No run has an evaluation yet."), sampling(runs));
+}
+
+function configuration(parent, run) {
+  const start = last_of(run.starts), code = (text) => make("code", null, text);
+  append(parent, make("p", null, make("b", null, "Folder: "), code(run.folder)));
+  if (start) {
+    const changed = (s) => Object.entries(s.changes || {}).map(([key, [a, b]]) => `; ${key} = ${JSON.stringify(a)} -> ${JSON.stringify(b)}`).join("");
+    append(parent, make("p", null, make("b", null, "Command: "), code(start.command)), table("Environment", ["", ""], [
+      ["started", run.starts.map((s) => s.time + (s.step ? ` (resumed after ${s.step} steps${changed(s)})` : "")).join(", ")],
+      ["ranks", start.ranks],
+      ["machine", `${start.machine.system}, ${start.machine.cores} cores, ${start.machine.device}`],
+      ["versions", Object.entries(start.versions).map(([name, version]) => `${name} ${version}`).join(", ")],
+    ]));
+  }
+  const keys = Object.entries(run.config), place = make("div"), count = make("span", { role: "status" });
+  if (!keys.length) return append(parent, said("The configuration is not recorded."));
+  const show = () => {
+    const words = field.value.toLowerCase().split(/\s+/);
+    const found = keys.filter(([k, v]) => words.every((w) => (k + " " + JSON.stringify(v)).toLowerCase().includes(w)));
+    count.textContent = ` ${found.length} of ${keys.length} keys`;
+    place.replaceChildren(table("Configuration", ["key", "value"], found.map(([k, v]) => [k, JSON.stringify(v)])));
   };
-  const begin = choices.some(([n]) => n === state.compared) ? state.compared : (choices[0] || [""])[0];
-  if (choices.length) {
-    append(parent, [make("p", null, choice("Figure", choices, begin, show, "compared")), place]);
-    queueMicrotask(() => show(begin));
-  } else append(parent, [said("No step is done in any of these runs.")]);
-  differences(parent, runs);
+  const field = make("input", { type: "search", id: "keys", placeholder: "rollout, lr, 512 ...", on: { input: show } });
+  append(parent, make("p", null, make("label", { for: "keys" }, "Search keys and values: "), field, count), place);
+  show();
 }
 
-function versus(parent, content) {
-  const first = content.runs[0].name;
-  append(parent, [make("h3", null, `Last evaluations against that of ${first}, prompt by prompt`)]);
-  const rows = content.runs.slice(1).flatMap((run, i) => {
-    const c = content.against[i + 1];
-    return c ? c.passes.map((p) => [run.name, `pass@${p.k}`, percent(p.before), percent(p.after),
-      `${points(p.difference.mean)} (${points(p.difference.low)} to ${points(p.difference.high)})`,
-      p.difference.p < 1e-4 ? "< 0.0001" : p.difference.p.toFixed(4), String(c.prompts), `+${c.solved.length} / -${c.lost.length}`]) : [];
+function comparison(parent, content) {
+  const runs = content.runs, first = runs[0];
+  const finals = runs.map((run) => {
+    const [a, b] = [run.evaluations[0], last_of(run.evaluations)], c = run.change, wide = c && c.passes.length > 1 && last_of(c.passes);
+    return [run.name, run.verdict.state, run.n || "-", duration(run.seconds || elapsed(run, run.steps)), interval(a && a.passes[0]), interval(b && b !== a && b.passes[0]),
+      c ? interval(c.passes[0].difference, points) : "-", wide ? `pass@${wide.k}: ${interval(wide.difference, points)}` : "-", c ? `+${c.solved.length} / -${c.lost.length}` : "-"];
   });
-  const alone = content.runs.slice(1).filter((_, i) => !content.against[i + 1]).map((run) => run.name);
-  if (rows.length) append(parent, [table(["run", "", first, "this run", "difference, points", "p", "prompts of both", "solved / lost"], rows, { label: "Paired differences" })]);
-  if (alone.length) append(parent, [said(`No pairs: ${alone.join(", ")} and ${first} have no two recorded held-out prompts in common.`)]);
-}
+  append(parent,
+    table("Results", ["run", "state", "N", "time", "pass@1 first", "pass@1 last", "change, points", "largest k", "prompts solved / lost"], finals),
+    note("In brackets: 95% intervals over prompts. Changes are within each run, paired by prompt."),
+    runs.map((run) => [run.verdict.headline, ...run.verdict.findings].map((s, i) => make("p", { class: i ? "finding" : null }, make("b", null, run.name + ": "), s))),
+    make("h3", null, `Last evaluations against that of ${first.name}, prompt by prompt`));
+  const rows = runs.slice(1).flatMap((run, i) => {
+    const c = content.against[i + 1];
+    return c ? c.passes.map((p) => [run.name, `pass@${p.k}`, percent(p.before), percent(p.after), interval(p.difference, points), of_p(p.difference.p), c.prompts, `+${c.solved.length} / -${c.lost.length}`]) : [];
+  });
+  const alone = runs.slice(1).filter((_, i) => !content.against[i + 1]).map((run) => run.name);
+  if (rows.length) append(parent, table("Paired differences", ["run", "", first.name, "this run", "difference, points", "p", "prompts of both", "solved / lost"], rows));
+  if (alone.length) append(parent, said(`No pairs: ${alone.join(", ")} and ${first.name} have no two recorded held-out prompts in common.`));
 
-function of_run(run, name, over) {
-  if (name.startsWith("pass@1 of ")) {
-    const task = name.slice(10), es = run.evaluations.filter((e) => task in e.tasks);
-    return { name: run.name, x: es.map((e) => (over ? elapsed(run, e.steps) : e.steps)), y: es.map((e) => e.tasks[task]) };
-  }
-  if (name.startsWith("pass@")) {
-    const k = Number(name.slice(5));
-    const es = run.evaluations.map((e) => [e.steps, e.passes.find((p) => p.k === k)]).filter(([, p]) => p);
-    return { name: run.name, x: es.map(([s]) => (over ? elapsed(run, s) : s)), y: es.map(([, p]) => p.mean),
-      low: es.map(([, p]) => (p.low === undefined ? null : p.low)), high: es.map(([, p]) => (p.high === undefined ? null : p.high)) };
-  }
-  return { name: run.name, x: over ? run.curves.elapsed : run.curves.step, y: run.curves.values[name] || [] };
-}
+  const all = (names) => [...new Set(runs.flatMap(names))];
+  const ks = all((run) => run.evaluations.flatMap((e) => e.passes.map((p) => p.k))).sort((a, b) => a - b);
+  const tasks = all((run) => run.evaluations.flatMap((e) => Object.keys(e.tasks))).sort();
+  const metrics = all((run) => Object.keys(run.curves.values)).sort();
+  any_metric(parent, runs, [...ks.map((k) => `pass@${k}`), ...tasks.map((t) => `pass@1 of ${t}`), ...metrics], "pass@1");
 
-function differences(parent, runs) {
+  append(parent, make("h3", null, "Keys that differ"));
   const known = runs.filter((run) => Object.keys(run.config).length);
-  append(parent, [make("h3", null, "Keys that differ")]);
-  if (known.length < 2) return append(parent, [said("The configuration of fewer than two of these runs is recorded.")]);
-  const keys = [...new Set(known.flatMap((run) => Object.keys(run.config)))].sort();
   const text = (run, k) => (k in run.config ? JSON.stringify(run.config[k]) : "-");
-  const rows = keys.filter((k) => new Set(known.map((run) => text(run, k))).size > 1).map((k) => [k, ...known.map((run) => text(run, k))]);
-  append(parent, [rows.length ? table(["key", ...known.map((run) => run.name)], rows, { label: "Keys that differ" }) : said("None: their configurations are the same.")]);
+  const differ = all((run) => Object.keys(run.config)).sort().filter((k) => new Set(known.map((run) => text(run, k))).size > 1).map((k) => [k, ...known.map((run) => text(run, k))]);
+  append(parent, differ.length ? table("Keys that differ", ["key", ...known.map((run) => run.name)], differ) : said("None that is recorded."));
 }

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
-import subprocess
 import sys
-from collections.abc import Mapping
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.sandbox import isolation, seccomp
@@ -38,15 +36,6 @@ def problem() -> str | None:
     return f"{reason}; permit user namespaces (docker run --security-opt seccomp=unconfined --cap-add SYS_ADMIN)"
 
 
-def problem_seen_from(environment: Mapping[str, str]) -> str | None:
-    """`problem`, found out by a process of its own: no sandbox starts from a trainer with its threads and memory."""
-    command = [sys.executable, "-m", "megatron_brorl.rewards.sandbox.probe"]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return done.stdout.strip() or None
-
-
 def refuse(where: str, reason: str) -> UserError:
     """The error of a machine without isolation."""
     return UserError(f"{where}: {reason}; or set {KEY} = true to run what the model writes without isolation")
@@ -60,7 +49,3 @@ def require(where: str) -> bool:
     if reason:
         raise refuse(where, reason)
     return True
-
-
-if __name__ == "__main__":
-    print(problem() or "")

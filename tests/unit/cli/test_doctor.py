@@ -114,9 +114,9 @@ def test_a_fault_is_told_with_its_remedy(plant, check, mark, remedy, monkeypatch
 
 def test_tensorrt_llm_without_ray_is_told(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
-    monkeypatch.setattr(doctor.metadata, "version", lambda _: "1.3.0rc21")
+    monkeypatch.setattr(doctor.metadata, "version", lambda _: "1.3.0rc29")
     assert doctor._remote_engine("trtllm") == doctor.Finding(
-        "TensorRT-LLM", "1.3.0rc21", "Ray starts its workers and is not here: pip install ray", stops=False
+        "TensorRT-LLM", "1.3.0rc29", "Ray starts its workers and is not here: pip install ray", stops=False
     )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from http.server import ThreadingHTTPServer
 
 import metric_faults
 import pytest
@@ -27,7 +25,6 @@ def test_what_was_not_measured_and_why_nothing_was_learned(tmp_path, capsys):
         "after": None,
         "pass_at_1_before": None,
         "pass_at_1_after": None,
-        "theory": None,
         "findings": {"none right": "no response was right: take easier prompts"},
     }
     write_json(tmp_path / "summary.json", summary)
@@ -51,17 +48,14 @@ def test_what_was_not_measured_and_why_nothing_was_learned(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "nowhere: no such run; give the run.dir of a training run"),
-        (["empty"], "empty: holds no metrics.jsonl; give the run.dir of a training run"),
+        (["nowhere"], "nowhere: holds no metrics.jsonl; give the run.dir of a training run"),
         (["run", "run"], "brorl report: a run is named twice; name each once"),
         (["run", "--out", "run/metrics.jsonl"], "--out run/metrics.jsonl: must end in .html"),
-        (["run", "--serve", "--port", "65536"], "--port 65536: must be in [0, 65535]"),
         (["run", "--megabytes", "0"], "--megabytes 0.0: must be above 0"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
     with MetricsWriter(tmp_path / "run"):
         pass
     with pytest.raises(SystemExit) as ended:
@@ -69,25 +63,6 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, said):
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(said)
-
-
-def test_serving_says_where_and_ends_by_a_signal(tmp_path, monkeypatch, capsys):
-    """Ctrl-C is no traceback, and no failure."""
-    with MetricsWriter(tmp_path):
-        pass
-
-    def interrupted(server: ThreadingHTTPServer) -> None:
-        assert server.server_address[0] == "127.0.0.1"
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", interrupted)
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(tmp_path), "--serve", "--port", "0"])
-    assert ended.value.code == 0
-    address, end = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"report   http://127\.0\.0\.1:\d+/ \(on this machine alone; Ctrl-C ends it\)", address)
-    assert end == "ended"
-    assert not (tmp_path / "report.html").exists()
 
 
 def test_json_has_no_nan(tmp_path):

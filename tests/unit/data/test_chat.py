@@ -72,7 +72,7 @@ def test_what_a_template_refuses_is_told_with_the_row(directory: Path, tmp_path:
     assert str(e.value).startswith(f"f.jsonl:3: {refusing}: the chat template refuses messages of the roles user, ")
     assert "no system role" in str(e.value)
     config = DataConfig(chat=True, system_prompt="x")
-    with pytest.raises(UserError, match=r"f\.jsonl:3: has a system message of its own; leave out data\.system_prompt"):
+    with pytest.raises(UserError, match=r"f\.jsonl:3: has a system message of its own; remove data\.system_prompt"):
         render([SYSTEM, *TURNS], load_tokenizer(directory), config, 100, "f.jsonl:3")
     with pytest.raises(UserError, match=r"f\.jsonl:3: the prompt is a list of messages: set data\.chat = true"):
         render(TURNS, load_tokenizer(directory), DataConfig(), 100, "f.jsonl:3")

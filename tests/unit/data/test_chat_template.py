@@ -12,9 +12,8 @@ from transformers import AutoTokenizer
 from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl.config.schema import DataConfig
-from megatron_brorl.data.digest import of_inputs
 from megatron_brorl.data.prompts import render
-from megatron_brorl.data.solved import solved_examples
+from megatron_brorl.data.sft_rows import sft_examples
 from megatron_brorl.data.source import load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
@@ -79,8 +78,8 @@ def test_every_reader_of_rows_passes_the_variables_on(tmp_path: Path) -> None:
         for prompt in (asked, kept, benchmark):
             assert prompt.text.endswith(end)
             assert tokenizer.decode_all(prompt.token_ids) == prompt.text
-        assert solved_examples([asked], tokenizer)[0][0] == list(asked.token_ids)
-        digests.append(of_inputs(tmp_path / "hf", sources, None))
+        assert sft_examples([asked], tokenizer)[0][0] == list(asked.token_ids)
+        digests.append(sources.digests(tmp_path / "hf", None))
     assert digests[0]["tokenizer"] == digests[1]["tokenizer"]
     assert digests[0]["train"] != digests[1]["train"]
     assert digests[0]["held_out"] != digests[1]["held_out"]
@@ -109,7 +108,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path, n
 
 
 def test_a_loop_that_a_variable_begins_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_brorl.data.chat_template.SECONDS", 2.0)
+    monkeypatch.setattr("megatron_brorl.data.chat.SECONDS", 2.0)
     loop = "{% for i in range(n | default(1)) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = load_tokenizer(
         make_hf(tmp_path, chat_template="{{ strftime_now('%Y') }}" + loop + "{{ messages[0].content }}")

@@ -8,10 +8,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_brorl.config.data_keys import ColumnsConfig
+from megatron_brorl.config.schema import ColumnsConfig
 from megatron_brorl.data.columns import guess
 from megatron_brorl.data.prompts import read_rows
-from megatron_brorl.data.solved import solved_examples
+from megatron_brorl.data.sft_rows import sft_examples
 from megatron_brorl.errors import UserError
 from megatron_brorl.types import Prompt
 
@@ -86,7 +86,7 @@ def test_a_conversation_that_ends_with_its_answer(tmp_path):
         (
             {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "target": "z"},
             {},
-            "has a target, and a message of the assistant's at the end",
+            "has a target, and a message of the assistant at the end",
         ),
     ],
 )
@@ -104,7 +104,7 @@ def test_the_target_is_imitated_and_not_the_answer():
             return [ord(c) for c in text]
 
     prompts = [Prompt("a", "x", (1,), "7", "exact", target="so 7"), Prompt("b", "x", (1,), "8", "exact")]
-    found = [response for _, response in solved_examples(prompts, Letters())]
+    found = [response for _, response in sft_examples(prompts, Letters())]
     assert found == [[*map(ord, "so 7"), 0], [ord("8"), 0]]
 
 

@@ -7,10 +7,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import sentencepiece
+import tokenizers
 
-from megatron_brorl.config.schema import DataConfig
-from megatron_brorl.data.prompts import Row, Verifiers, read_rows, tokenize
-from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
+from megatron_brorl.config.schema import DataConfig, TaskConfig
+from megatron_brorl.data.prompts import Row, Verifiers, check_round_trip, read_rows, tokenize
+from megatron_brorl.data.source import load_benchmarks, load_sources
+from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
 
 GOOD = b'{"prompt": "1+1", "answer": "2"}'
@@ -209,3 +212,59 @@ def test_an_unknown_verifier_gets_a_close_one(tmp_path: Path) -> None:
     path = write(tmp_path / "f.jsonl", b'{"prompt": "1+1", "answer": "2", "verifier": "exat"}')
     with pytest.raises(UserError, match=r"f\.jsonl:1: no verifier is called 'exat'; did you mean exact\?"):
         read_rows(path)
+
+
+@pytest.fixture
+def lossy(tmp_path: Path) -> Tokenizer:
+    """A tokenizer with neither an unknown token nor bytes, which drops other characters."""
+    known = "abcdefghijklmnopqrstuvwxyz0123456789+= "
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(known)}, merges=[]))
+    inner.decoder = tokenizers.decoders.Fuse()
+    inner.add_special_tokens(["</s>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return load_tokenizer(tmp_path)
+
+
+def test_text_that_a_tokenizer_loses_is_reported(tmp_path: Path, lossy: Tokenizer) -> None:
+    """In training, held-out and benchmark files, and in generated prompts."""
+    good = write(tmp_path / "good.jsonl", *[GOOD] * 30, '{"prompt": "naïve café", "answer": "x"}'.encode())
+    bad = write(tmp_path / "bad.jsonl", GOOD, ('{"prompt": "1", "answer": "' + "x" * 50 + 'é1"}').encode())
+    config = DataConfig(train=(str(good),), held_out=(str(bad),))
+    report = load_sources(config, lossy, 100, 0).report.splitlines()
+    assert report[1] == (
+        "warning: data.train: 1 of 31 checked rows (3.2%) do not survive the tokenizer: "
+        f"{good}:31: 'naïve café' comes back as 'nave caf'"
+    )
+    told = (
+        "1 of 2 checked rows (50.0%) do not survive the tokenizer: "
+        f"{bad}:2: {'x' * 20 + 'é1'!r} comes back as {'x' * 20 + '1'!r}"
+    )
+    assert report[3] == f"warning: data.held_out: {told}"
+    benchmark = load_benchmarks([f"odd={bad}"], config, lossy, 100)[1]
+    assert benchmark.endswith(f"warning: evaluate.benchmarks (odd): {told}")
+
+    words = TaskConfig("spell_backward", 2.0, r"-> nus\): (.+)", {"min_word_len": 3, "max_word_len": 4})
+    sums = TaskConfig("chain_sum", 1.0, r"problem: (.*) =", {"min_terms": 2, "max_terms": 2, "max_digits": 1})
+    generated = load_sources(DataConfig(tasks=(sums, words), held_out_prompts=1), lossy, 100, 0).report
+    assert "warning: data.tasks: " in generated
+
+
+def test_more_than_half_of_the_rows_must_survive_the_tokenizer(tmp_path: Path, lossy: Tokenizer) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD, *['{"prompt": "é1", "answer": "1"}'.encode()] * 2)
+    with pytest.raises(UserError, match=r"data\.train: 2 of 3 checked rows \(66\.7%\).*use a tokenizer that covers"):
+        load_sources(DataConfig(train=(str(rows),)), lossy, 100, 0)
+
+
+def test_compatible_characters_and_white_space_are_no_loss(tmp_path: Path) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["naïve café 1 2 3"] * 9),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=400,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    texts = ("nai\u0308ve  cafe\u0301", "①", " 1", "x\u00a0y", "</s> 🙂", "\ufb01n")
+    assert check_round_trip([("f:1", texts)], load_tokenizer(tmp_path), "data.train") == []

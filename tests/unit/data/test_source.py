@@ -2,13 +2,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from megatron_brorl.config.data_keys import DataConfig, MixtureConfig, TaskConfig
-from megatron_brorl.data.solved import solved_examples
-from megatron_brorl.data.source import FileSource, load_sources
+from megatron_brorl.config.schema import DataConfig, MixtureConfig, TaskConfig
+from megatron_brorl.data.sft_rows import sft_examples
+from megatron_brorl.data.source import (
+    FileSource,
+    MixturePlace,
+    MixtureSource,
+    load_sources,
+    mixture_places,
+    prompts_digest,
+    tokenizer_digest,
+    whole_weights,
+)
 from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
 from megatron_brorl.types import Prompt
@@ -87,7 +98,7 @@ def test_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_wrong_data_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r"nothing to train on; give data\.train .* or data\.tasks"):
+    with pytest.raises(UserError, match=r"nothing to train on; set data\.train .* or data\.tasks"):
         load_sources(DataConfig(), tokenizer, 100, 0)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
@@ -128,10 +139,9 @@ def test_mistakes_in_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:
     a, b = write(tmp_path / "a.jsonl", 3), write(tmp_path / "b.jsonl", 3, start=2)
     one = MixtureConfig(files=(a,), weight=1)
     for second, message in (
-        (MixtureConfig(files=(), weight=1), "files is empty; name JSONL or Parquet files"),
-        (MixtureConfig(files=(b,), weight=0), "weight = 0: must be above 0"),
+        (MixtureConfig(files=(), weight=1), "files is empty; name data files"),
         (MixtureConfig(files=(b,), weight=1, name="a"), "there is another source called 'a'"),
-        (MixtureConfig(files=(b,), weight=1), "id 'q2' is taken by a row of 'a'; give every row its own id"),
+        (MixtureConfig(files=(b,), weight=1), "id 'q2' is also in 'a'; give every row its own id"),
         (MixtureConfig(files=(b,), weight=1, verifier="exakt"), "verifier: no verifier is called 'exakt'"),
     ):
         with pytest.raises(UserError) as e:
@@ -160,12 +170,104 @@ def test_generated_sources(tokenizer: Tokenizer) -> None:
     assert sources.report == "data.tasks: endless prompts of chain_sum; 64 different ones held out"
 
 
-def test_solved_examples(tokenizer: Tokenizer) -> None:
+def test_sft_examples(tokenizer: Tokenizer) -> None:
     source = load_sources(DataConfig(tasks=(TASK,), held_out_prompts=4), tokenizer, 100, 0)
     batch = source.train.take(0, 8)
-    for prompt, (prompt_ids, response) in zip(batch, solved_examples(batch, tokenizer), strict=True):
+    for prompt, (prompt_ids, response) in zip(batch, sft_examples(batch, tokenizer), strict=True):
         assert tuple(prompt_ids) == prompt.token_ids
         assert response == [*tokenizer.encode(prompt.answer or ""), tokenizer.eos_id]
         assert tokenizer.decode(response) == str(eval(prompt.text))
+    with_target = Prompt("a", "1+1", (1,), "2", "exact", target="0+2")
+    assert sft_examples([with_target], tokenizer)[0][1] == [*tokenizer.encode("0+2"), tokenizer.eos_id]
     with pytest.raises(UserError, match="prompt 'a' has neither target nor reference answer"):
-        solved_examples([Prompt("a", "x", (1,), None, "exact")], tokenizer)
+        sft_examples([Prompt("a", "x", (1,), None, "exact")], tokenizer)
+
+
+WEIGHTS = [[1], [1, 1], [2, 3, 5], [1, 100], [333, 333, 334], [1, 2, 3, 4, 5, 6, 7]]
+
+
+def sainte_lague(weights: list[int], count: int) -> list[MixturePlace]:
+    """Give each seat to the party with the largest votes / (2 seats + 1), by definition."""
+    seats = [0] * len(weights)
+    order = []
+    for _ in range(count):
+        best = max(range(len(weights)), key=lambda i: (Fraction(weights[i], 2 * seats[i] + 1), -i))
+        order.append(MixturePlace(best, seats[best]))
+        seats[best] += 1
+    return order
+
+
+def test_whole_weights() -> None:
+    assert whole_weights([0.4, 0.35, 0.25]) == [8, 7, 5]
+    assert whole_weights([0.1, 0.2, 0.3]) == [1, 2, 3]
+    assert whole_weights([1e-7, 1.0]) == [1, 10**7]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_places_of_a_mixture_are_seats_by_sainte_lague(weights: list[int]) -> None:
+    whole = sainte_lague(weights, 400)
+    assert mixture_places(weights, 0, 400) == whole
+    for start in (1, 7, 123, 399):
+        assert mixture_places(weights, start, 30)[: 400 - start] == whole[start : start + 30]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_shares_are_exact_at_every_multiple_and_near_in_between(weights: list[int]) -> None:
+    total, k = sum(weights), len(weights)
+    had: Counter[int] = Counter()
+    for p, (source, position) in enumerate(mixture_places(weights, 0, 3 * total + 11), start=1):
+        assert position == had[source]
+        had[source] += 1
+        for i, w in enumerate(weights):
+            assert abs(had[i] - Fraction(p * w, total)) <= Fraction(1, 2) + Fraction(k * w, 2 * total)
+            if p % total == 0:
+                assert had[i] == p * w // total
+
+
+def test_far_places_repeat_near_ones() -> None:
+    weights = whole_weights([0.4, 0.123456789, 0.2])
+    far = 10**12 * sum(weights)
+    expected = [MixturePlace(s, position + 10**12 * weights[s]) for s, position in mixture_places(weights, 0, 50)]
+    assert mixture_places(weights, far, 50) == expected
+
+
+def test_sources_of_a_mixture_have_epochs_of_their_own_and_can_be_resumed() -> None:
+    sizes = {"a": 5, "b": 3, "c": 40}
+    sources = {name: [replace(p, text=name) for p in prompts(size)] for name, size in sizes.items()}
+    whole = MixtureSource(sources, [0.5, 0.3, 0.2], seed=1).take(0, 200)
+    assert Counter(p.text for p in whole) == {"a": 100, "b": 60, "c": 40}
+    for name, rows in sources.items():
+        mine = [p.id for p in whole if p.text == name]
+        assert mine == ids(FileSource(rows, f"1:{name}").take(0, len(mine)))
+    for start, size in ((0, 1), (3, 8), (60, 24)):
+        assert MixtureSource(sources, [5, 3, 2], seed=1).take(start, size) == whole[start : start + size]
+    assert MixtureSource(sources, [5, 3, 2], seed=2).take(0, 200) != whole
+
+
+PROMPT = Prompt("a", "1+1=", (3, 4), "2", "exact", {"b": 1, "a": [2.5, None]})
+
+
+@pytest.mark.parametrize(
+    "change", [{"id": "b"}, {"token_ids": (3, 5)}, {"answer": None}, {"verifier": "math"}, {"metadata": {"b": 2}}]
+)
+def test_digests_of_prompts(change: dict) -> None:
+    changed = replace(PROMPT, **change)
+    assert prompts_digest([PROMPT]) != prompts_digest([changed])
+    assert prompts_digest([PROMPT, changed]) != prompts_digest([changed, PROMPT])
+    assert prompts_digest([PROMPT]) == prompts_digest([replace(PROMPT, metadata={"a": [2.5, None], "b": 1})])
+
+
+def test_digests_of_tokenizers(tmp_path: Path) -> None:
+    train_sentencepiece(["abc", "1+1=2"] * 20, tmp_path, 40)
+    before = tokenizer_digest(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert tokenizer_digest(tmp_path) == before
+    path = tmp_path / "tokenizer.model"
+    swapped = path.read_bytes().replace(b"\x0a\x01a", b"\x0a\x01?").replace(b"\x0a\x01b", b"\x0a\x01a")
+    path.write_bytes(swapped.replace(b"\x0a\x01?", b"\x0a\x01b"))
+    digests = [before, tokenizer_digest(tmp_path)]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    digests.append(tokenizer_digest(tmp_path))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    digests.append(tokenizer_digest(tmp_path))
+    assert len(set(digests)) == 4

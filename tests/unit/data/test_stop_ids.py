@@ -11,8 +11,7 @@ import tiny
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from megatron_brorl.checkpoints import hugging_face
-from megatron_brorl.data.stop_ids import stop_ids
-from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids, train_sentencepiece
 from megatron_brorl.errors import UserError
 
 EOS = 2  # of the tokenizer

@@ -13,7 +13,7 @@ from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl import StopTraining, UserError, train
 from megatron_brorl.cli import template_date
-from megatron_brorl.data import hf_tokenizer
+from megatron_brorl.data import tokenizers
 
 TEMPLATE = (
     "{{ strftime_now('%d %b %Y') }}{% if not enable_thinking %} /no_think{% endif %} "
@@ -63,7 +63,7 @@ def today(monkeypatch):
 
     def make(day):
         clock = SimpleNamespace(date=SimpleNamespace(today=lambda: day))
-        monkeypatch.setattr(hf_tokenizer, "datetime", clock)
+        monkeypatch.setattr(tokenizers, "datetime", clock)
 
     return make
 

@@ -1,8 +1,7 @@
-"""A headless Chromium by its DevTools protocol over a pipe: pages as a reader sees them."""
+"""A headless Chromium, controlled through its DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -18,13 +17,13 @@ PROGRAM = next(
 
 
 class Chromium:
-    """One browser with one page; `errors` has what its console complained of."""
+    """A browser with one page; `errors` has the errors and warnings of its console."""
 
     def __init__(self, profile: Path) -> None:
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
 
-        def places() -> None:  # the browser reads from 3 and writes to 4
+        def places() -> None:  # the browser reads from descriptor 3 and writes to 4
             ends = [os.dup(theirs_in), os.dup(theirs_out)]
             os.dup2(ends[0], 3)
             os.dup2(ends[1], 4)
@@ -47,7 +46,7 @@ class Chromium:
         os.close(theirs_out)
         self._buffer, self._last, self._session = b"", 0, ""
         self.errors: list[str] = []
-        self.requests: list[str] = []  # addresses that the page has asked for
+        self.requests: list[str] = []  # addresses that the page has requested
 
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -55,7 +54,7 @@ class Chromium:
             self.ask(f"{domain}.enable")
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command and its result."""
+        """Send a command and return its result."""
         self._last += 1
         message = {"id": self._last, "method": method, "params": parameters}
         if self._session:
@@ -89,42 +88,29 @@ class Chromium:
         elif message.get("method") == "Log.entryAdded" and own["entry"]["level"] in ("error", "warning"):
             self.errors.append(own["entry"]["text"])
 
-    def open(self, url: str, width: int = 1440, height: int = 900, scheme: str = "light") -> None:
-        """A page in a window of this size, of a reader whose system is light or dark."""
+    def open(self, url: str, width: int = 1440) -> None:
+        """Open a page in a window of this width."""
         mobile = width < 600
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
-        self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=mobile)
         self.ask("Page.navigate", url="about:blank")
         self.ask("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && document.querySelector('section') !== null")
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression, or the promise that it is, comes to."""
+        """Return the value of a JavaScript expression or promise."""
         found = self.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 30) -> None:
-        """Until it is true."""
+        """Wait until an expression is true."""
         end = time.monotonic() + seconds
         while not self.value(expression):
             assert time.monotonic() < end, f"{expression} did not become true; {self.errors}"
             time.sleep(0.05)
 
-    def key(self, key: str) -> None:
-        """Press it."""
-        text = {"text": key} if len(key) == 1 else {}
-        self.ask("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
-        self.ask("Input.dispatchKeyEvent", type="keyUp", key=key)
-
-    def picture(self, path: Path, clip: dict[str, float] | None = None) -> None:
-        """The whole page, or a part of it, as PNG."""
-        parameters = {"clip": {**clip, "scale": 1}} if clip else {}
-        found = self.ask("Page.captureScreenshot", captureBeyondViewport=True, **parameters)
-        path.write_bytes(base64.b64decode(found["data"]))
-
     def close(self) -> None:
-        """End it."""
+        """End the browser."""
         self._session = ""
         self.ask("Browser.close")
         self._process.wait(30)

@@ -1,4 +1,4 @@
-"""Tables and figures of evaluations: what they show is what the answers say."""
+"""Tables and figures of evaluations, against values by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.report import benchmarks, comparison
+from megatron_brorl.report import comparison
 from megatron_brorl.report.comparison import compare, read_answers
 
 
@@ -31,7 +31,7 @@ def write(path, rows):
     return path
 
 
-def test_comparison_by_hand(tmp_path):
+def test_comparison_against_values_by_hand(tmp_path):
     before, after = answers(0), answers(1)
     after["math", "b"]["right"] = 0
     result = compare(
@@ -57,7 +57,7 @@ def test_comparison_by_hand(tmp_path):
     assert "A pass@4 | B pass@4" in text
     assert "| 66.67% | 66.67% |" in text
     assert "right answer among their samples in A alone: 1, in B alone: 1." in text
-    figure = comparison.build_figure(result)
+    figure = comparison.comparison_figure(result)
     bars = [bar.get_height() for bar in figure.axes[0].patches]
     assert bars == pytest.approx([0.5, 0.75, 0.25, 0.25, 0.35, 0.45])
     assert [line.get_xdata()[0] for line in figure.axes[2].lines][-2:] == pytest.approx([12.0, 11.0])
@@ -67,13 +67,11 @@ def test_comparison_by_hand(tmp_path):
     ("text", "message"),
     [
         ("", "holds no prompts"),
-        ("{}", ":1: not a line of `brorl evaluate`"),
         ("[1]", ":1: not a line of `brorl evaluate`"),
-        ('{"benchmark": "m", "id": "a", "samples": "4", "right": 1, "tokens": 2.0}', ":1: samples is wrong"),
         ('{"benchmark": "m", "id": "a", "samples": 0, "right": 0, "tokens": 2.0}', ":1: samples is wrong"),
     ],
 )
-def test_files_that_are_not_answers(tmp_path, text, message):
+def test_a_file_without_answers_is_refused(tmp_path, text, message):
     (tmp_path / "x.jsonl").write_text(text + "\n" if text else "", encoding="utf-8")
     with pytest.raises(UserError) as caught:
         read_answers(tmp_path / "x.jsonl")
@@ -81,7 +79,7 @@ def test_files_that_are_not_answers(tmp_path, text, message):
     assert "x.jsonl" in str(caught.value)
 
 
-def test_other_prompts_are_refused():
+def test_evaluations_of_different_prompts_are_refused():
     after = answers(0)
     del after["code", "b"]
     with pytest.raises(UserError, match="1 prompts are in one of them only, for example 'b' of code in one/"):
@@ -100,20 +98,20 @@ def part(mean, passes, tokens):
     }
 
 
-def test_table_and_figure_of_benchmarks():
+def test_table_and_figure_of_an_evaluation():
     result = {
         **part(0.4, {"1": 0.4, "8": 0.7}, 20.0),
         "by_task": {"gcd": 0.25},
         "mean_of_benchmarks": part(0.45, {}, 0.0),
         "benchmarks": {"aime": part(0.3, {"1": 0.3, "8": 0.6}, 30.0), "amc": part(0.6, {"1": 0.6, "8": 0.9}, 11.0)},
     }
-    text = benchmarks.markdown(result)
+    text = comparison.evaluation_markdown(result)
     rest = "30.00% (20.00% to 40.00%) | 0.35 (0.3 to 0.4) | 60.00% | 30.0 |"
     assert f"| aime | exact, math | 7 | 8 | {rest}" in text
     rest = "45.00% (35.00% to 55.00%) | 0.5 (0.45 to 0.55) | 75.00% | 20.5 |"
     assert f"| mean of benchmarks |  | 7 | 8 | {rest}" in text
     assert "| gcd | 25.00% |" in text
-    figure = benchmarks.build_figure(result)
+    figure = comparison.evaluation_figure(result)
     assert [bar.get_height() for bar in figure.axes[0].patches] == [0.3, 0.6]
     assert [list(line.get_ydata()) for line in figure.axes[1].lines] == [[0.3, 0.6], [0.6, 0.9]]
     assert [bar.get_height() for bar in figure.axes[2].patches] == [30.0, 11.0]

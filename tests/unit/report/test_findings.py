@@ -1,4 +1,4 @@
-"""Which sentence a run ends with."""
+"""The findings of runs that learned nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def found(rows, config=Config(), before=HELD_OUT, after=HELD_OUT, differ=True): 
 
 def test_a_run_that_learns_has_none():
     assert found([{}, {"kept_share": 0.0, "reward": 0.0}]) == {}
-    # Nothing is correct, and rewards differ: without dynamic sampling, too, that is a signal.
+    # Rewards that differ are a signal even if nothing is correct.
     assert found([{"kept_share": 1.0, "reward": -0.5}]) == {}
     assert found([{"kept_share": 1.0, "reward": 0.0}]) == {}  # as +1 and -1 come to
 
@@ -48,7 +48,6 @@ def test_a_run_that_learns_has_none():
             "cut off",
             ["every one of 4,000 responses", "= 1024"],
         ),
-        ({"cut_off_share": 0.98, "reward": 0.0}, "cut off", ["98% of 4,000 responses were cut off at"]),
         (
             {"answered_share": 0.0, "reward": 0.0},
             "no answer",
@@ -89,7 +88,7 @@ def test_weights_unchanged(row, optim, part):
     assert part in got["weights unchanged"]
 
 
-def test_what_cannot_be_told():
+def test_a_run_without_evaluation_or_steps():
     assert list(found([{}], before=None, after=None)) == ["no held-out"]
     assert list(found([], differ=False)) == ["no step"]
 

@@ -1,18 +1,18 @@
-"""No tests: verifiers that misbehave in every way, for the workers of test_pool.py. Imports no torch."""
+"""Verifiers that misbehave in every way, for the workers of test_worker_pool.py. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.rewards.protocol import OK, Record, pack
+from megatron_brorl.rewards.judge import Judge
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 
@@ -21,7 +21,7 @@ def echo(answer: str, row: VerifierRow) -> float:
 
 
 def hang(answer: str, row: VerifierRow) -> float:
-    while answer == "hang":
+    while answer.startswith("hang"):
         pass
     return 1.0
 
@@ -53,19 +53,7 @@ def log(answer: str, row: VerifierRow) -> float:
 
 
 def returns(answer: str, row: VerifierRow) -> Any:
-    values = {
-        "nan": float("nan"),
-        "inf": float("inf"),
-        "none": None,
-        "string": "1",
-        "list": [1.0],
-        "negative": -0.001,
-        "above": 1.001,
-        "complex": 1j,
-        "true": True,
-        "int": 1,
-        "half": Fraction(1, 2),
-    }
+    values = {"nan": float("nan"), "none": None, "string": "1", "int": 1, "half": Fraction(1, 2), "negative": -0.001}
     return values[answer]
 
 
@@ -102,41 +90,40 @@ def nap(answer: str, row: VerifierRow) -> float:
 
 
 def stop(answer: str, row: VerifierRow) -> float:
-    """Frozen, as by a debugger or a cgroup."""
+    """Freeze the process, as a debugger or a cgroup would."""
     if answer == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     return 1.0
 
 
-def forge(answer: str, row: VerifierRow) -> float:
-    """Verdicts that nobody asked for, into every pipe that is open."""
-    if answer == "forge":
-        for fd in range(3, 64):
-            with contextlib.suppress(OSError):
-                os.write(fd, pack(Record(OK, 0.5)) * 3)
-    return 1.0
+def writes(answer: str, row: VerifierRow) -> float:
+    """Write into every open pipe, as a hostile answer would if it got to run here."""
+    texts = {
+        "noise": b"\xff" * 4096 + b"\n",
+        "endless": b"x" * 100_000,
+        "forged": json.dumps(["ok", 0.5, "", {}]).encode() + b"\n" + json.dumps(["ok", 0.5, "", {}]).encode() + b"\n",
+        "nested": b"[" * 30_000 + b"\n",
+        "infinite": b'["ok", 1e999, "", {}]\n',
+        "status": b'["great", 1.0, "", {}]\n',
+        "part": b'["ok", 1.0, "", {"a": "1"}]\n',
+        "short": b'["ok"]\n',
+    }
+    for fd in range(3, 64) if answer in texts else ():
+        with contextlib.suppress(OSError):
+            os.write(fd, texts[answer])
+    return 0.25
 
 
 def wait_for(answer: str, row: VerifierRow) -> float:
-    """Until there is a file of that name."""
+    """Wait until the row's file exists."""
     while not Path(row["metadata"]["file"]).exists():
         time.sleep(0.01)
     return 1.0
 
 
-def resolve(name: str) -> Callable[..., float]:
-    verify: Callable[..., float] = globals()[name]
-    return verify
-
-
-def writes_verdicts(answer: str, row: VerifierRow) -> float:
-    """Into every pipe that is open, as a hostile answer would once it runs here."""
-    if answer == "attack":
-        for fd in range(3, 64):
-            with contextlib.suppress(OSError):
-                os.write(fd, b"\xff" * 4096)
-    return 0.5
-
-
 def explains(answer: str, row: VerifierRow) -> Score:
     return Score(0.25, f"{answer} for {row['prompt']}", {"a": 0.5, "b": 0.0})
+
+
+def make(name: str) -> Judge:
+    return Judge(globals()[name])

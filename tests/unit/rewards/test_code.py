@@ -10,11 +10,11 @@ from code_problems import Problem
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import code, code_compare
-from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rewards.sandbox.limits import Limits
 from megatron_brorl.rewards.sandbox.run import Sandbox
 from megatron_brorl.rewards.verifier import Score, VerifierRow
+from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt
 
 NEEDS = pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))

@@ -9,8 +9,8 @@ from code_responses import ADD, FIRST, FUNCTIONS, MAIN, OLD, QUOTES, SCRIPTS, fe
 
 from megatron_brorl.rewards import code, code_blocks
 from megatron_brorl.rewards.extract import extract
-from megatron_brorl.rewards.pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.sandbox import probe
+from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt
 
 

@@ -13,8 +13,8 @@ import torch
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.pool import RewardPool
 from megatron_brorl.rewards.scoring import Scorer, Scores, worth
+from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.types import FinishReason, Prompt, Rollout, Status, Verdict
 
 
@@ -268,7 +268,7 @@ def test_a_call_that_failed_leaves_no_work_behind(tmp_path: Path) -> None:
     with RewardPool(1, 1000.0) as pool:
         with pytest.raises(ZeroDivisionError), Scorer([own], str, (), pool, RewardConfig()) as scorer:  # noqa: PT012
             scorer.finished(0, rollout)
-            until(lambda: pool.stats().answers == 1)
+            until(lambda: pool.stats.answers == 1)
             raise ZeroDivisionError
         # The one worker has nothing else to do.
         with Scorer([exact], str, (), pool, RewardConfig()) as scorer:

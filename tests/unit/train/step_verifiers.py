@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_brorl.rewards.judge import Judge
 from megatron_brorl.rewards.verifier import VerifierRow
 
 RULES: dict[str, Callable[[list[int]], float]] = {
@@ -31,7 +32,7 @@ def logged(answer: str, row: VerifierRow) -> float:
     return RULES["even"]([int(word) for word in answer.split()])
 
 
-def resolve(name: str) -> Callable[[str, VerifierRow], float]:
+def make(name: str) -> Judge:
     if name == "logged":
-        return logged
-    return lambda answer, _row: RULES[name]([int(word) for word in answer.split()])
+        return Judge(logged)
+    return Judge(lambda answer, _row: RULES[name]([int(word) for word in answer.split()]))

@@ -17,7 +17,6 @@ BEFORE = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8, "clip_grad": 1.0}
         {"lr": 1e-4},
         {"eps": 1e-2},
         {"weight_decay": 0.5},
-        {"decay_norms_and_biases": True},
         {"lr_schedule": "linear", "min_lr_ratio": 0.5},
         {"warmup_steps": 8},
         {"clip_grad": 1e-3},
@@ -59,7 +58,7 @@ def test_the_next_step_takes_them(processes, model, tmp_path, after, critic):
             v = 0.999 * moments[p][1] + 0.001 * gradient.square()
             t = int(state["step"])
             assert t == 3
-            decay = optim.weight_decay if old.dim() > 1 or optim.decay_norms_and_biases else 0.0
+            decay = optim.weight_decay if old.dim() > 1 else 0.0
             step = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + optim.eps)
             expected = old * (1 - lr * decay) - lr * step
             torch.testing.assert_close(p.detach().double(), expected, rtol=1e-5, atol=1e-7)

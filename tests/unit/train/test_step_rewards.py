@@ -18,7 +18,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.progress import progress
 from megatron_brorl.rewards import registry
-from megatron_brorl.rewards.pool import RewardPool
+from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.train.console import console_line, evaluation_line, evaluation_metrics
 
 N, TOKENS = 32, 12
@@ -56,7 +56,7 @@ def known(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pool():
-    with RewardPool(1, 5.0, resolve="step_verifiers:resolve") as pool:
+    with RewardPool(1, 5.0, make="step_verifiers:make") as pool:
         yield pool
 
 

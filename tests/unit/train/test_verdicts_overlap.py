@@ -16,7 +16,7 @@ from dist.steps import configured, make_trainer
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import registry
-from megatron_brorl.rewards.pool import RewardPool
+from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.types import Prompt
 
 N, TOKENS = 32, 12
@@ -72,7 +72,7 @@ def known(monkeypatch):
 
 @pytest.fixture
 def pool():
-    with RewardPool(2, 60.0, resolve="step_verifiers:resolve") as pool:
+    with RewardPool(2, 60.0, make="step_verifiers:make") as pool:
         yield pool
 
 
@@ -98,7 +98,7 @@ def test_what_ended_early_is_judged_before_generation_ends(processes, pool, mode
     assert values["verdict_hit_share"] == (len(stopped) - len(told)) / len(stopped)
     assert values["verdict_timeouts"] == values["reward_worker_restarts"] == 0
     assert values["reward"] == pytest.approx(sum(sum(row) % 2 == 0 for _, row in stopped) / (2 * N))
-    assert seconds["verdict_queue_max"] >= seconds["verdict_queue_mean"] >= 0
+    assert seconds["verdict_latency_max"] > 0
     # The same step by an engine that delivers in another order, judged afterwards as by one worker.
     again = trainer_of(model, processes, fakes.Pool(), fakes.Engine(), other)
     expected, _ = again.train_step()
@@ -154,7 +154,7 @@ def test_verdicts_are_done_when_generation_is(processes, model, tmp_path):
 def test_workers_that_cannot_start_end_generation_too(processes, model, tmp_path):
     """In one line, although the engine would still wait for a rollout that never ends."""
     engine = fakes.Engine(stall={("p/1", N - 1)})
-    with RewardPool(1, 60.0, resolve="no_such_module:f") as broken:
+    with RewardPool(1, 60.0, make="no_such_module:f") as broken:
         trainer = trainer_of(model, processes, broken, engine, tmp_path / "log")
         trainer.rollouts.engine.timeout_s = 2.0
         with pytest.raises(UserError, match=r"reward worker cannot start: ModuleNotFoundError.*no_such_module"):

@@ -1,0 +1,288 @@
+"""sentencepiece tokenizers: loading, training a small one, and export for transformers.
+
+Without a tokenizer.json, transformers reads tokenizer.model by the model_type in config.json: it takes the pieces of
+a Qwen2 model for byte-level BPE and drops what it does not find, spaces among them. The export uses the converter of
+transformers and keeps its result only if it reads many texts exactly as sentencepiece does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+
+from megatron_brorl.data.chat import Message
+from megatron_brorl.errors import UserError, shown
+from megatron_brorl.json_files import read_object
+from megatron_brorl.model_shape import CONFIG
+
+MODEL, CONVERTED, SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
+_BYTE_FALLBACK_FROM = 512  # pieces; in a smaller vocabulary, 256 byte tokens would leave no room for others
+_LOG_ERRORS = 2
+_EXPORT_MARK = "sentencepiece_export"  # in tokenizer_config.json: SHA-256 of the tokenizer.json that was written
+# transformers 5 reads every tokenizer.json of a Qwen2 model as Qwen2's own unless its class comes from a file.
+_OVERRIDDEN = "qwen2"
+_CLASS_FILE = "tokenization_fast.py"
+_CLASS = "from transformers import PreTrainedTokenizerFast\n\n\nclass Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
+_CHECKED_PIECES, _CHECKED_TEXTS = 2000, 300
+
+
+class SentencePieceTokenizer:
+    """A tokenizer.model. tokenizer_config.json says whether prompts begin with BOS, as in Llama directories."""
+
+    template_date = None
+
+    def __init__(self, directory: Path) -> None:
+        """Raise UserError if tokenizer.model is invalid or has no end-of-sequence token."""
+        self.directory = directory
+        path = directory / MODEL
+        self._model = sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(path.read_bytes())
+        except (RuntimeError, OSError) as e:
+            raise UserError(f"{path}: not a sentencepiece model ({shown(e)}); copy it again") from None
+        self.vocab_size = int(self._model.vocab_size())
+        if self._model.eos_id() < 0:
+            raise UserError(
+                f"{path}: the tokenizer has no end-of-sequence token, so no response could end; train it with an eos_id"
+            )
+        self.eos_id = int(self._model.eos_id())
+        self.bos_id = _optional(self._model.bos_id())
+        self.pad_id = _optional(self._model.pad_id())
+        self.unk_id = _optional(self._model.unk_id())
+        self._decoder = _processor_that_shows_control_pieces(self.proto())
+        self.leads_with_bos = self.bos_id is not None and _adds_bos(directory / SETTINGS)
+
+    def encode(self, text: str) -> list[int]:
+        return [int(i) for i in self._model.encode(text)]
+
+    def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
+        ids = self.encode(before + text + after)
+        return [self.bos_id, *ids] if self.leads_with_bos and self.bos_id is not None else ids
+
+    def apply_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[str, list[int]]:
+        raise UserError(
+            f"{self.directory}: data.chat = true, but a sentencepiece tokenizer has no chat template; "
+            "set data.chat = false and write the frame of the prompt into data.template"
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.decode_all([i for i in ids if int(i) not in (self.bos_id, self.eos_id, self.pad_id)])
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]  # sentencepiece raises for unknown ids
+        return str(self._decoder.decode(known)) if known else ""
+
+    def piece(self, token_id: int) -> str:
+        """Return the text of a token as the model writes it, with U+2581 for a space."""
+        return str(self._model.id_to_piece(token_id))
+
+    def proto(self) -> Any:
+        """Return the model as a message of protobuf."""
+        return sentencepiece_model_pb2.ModelProto.FromString(self._model.serialized_model_proto())
+
+
+def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) -> SentencePieceTokenizer:
+    """Train a BPE model on texts, write it to a directory and load it.
+
+    Training is deterministic. Digits are single tokens, and white space survives a round trip. The vocabulary is
+    smaller than asked for if the texts do not yield that many pieces. From 512 pieces on, unseen characters fall back
+    to bytes.
+    """
+    # All characters are named because the trainer overlooks some, such as a line break at the end of a text.
+    texts = list(texts)
+    characters = sorted(set().union(*texts) - {" ", "\0"})
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            required_chars="".join(characters),
+            split_digits=True,
+            byte_fallback=vocab_size >= _BYTE_FALLBACK_FROM,
+            normalization_rule_name="identity",  # With the next two options, every text is decoded as it was.
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            max_sentence_length=1 << 24,
+            num_threads=1,  # More threads would make the pieces depend on timing.
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=3,
+            minloglevel=_LOG_ERRORS,
+        )
+    except (RuntimeError, OSError) as e:
+        raise UserError(
+            f"{directory}/{MODEL}: cannot train a tokenizer of {vocab_size} pieces: {shown(e)}; "
+            "give more text or another vocabulary size"
+        ) from None
+
+    # transformers' LlamaTokenizer reads these settings.
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MODEL).write_bytes(model.getvalue())
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "add_prefix_space": False,
+        "legacy": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / SETTINGS).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return SentencePieceTokenizer(directory)
+
+
+def write_tokenizer_json(source: Path, target: Path) -> None:
+    """Write tokenizer.json and its settings to `target` for a `source` that has only a tokenizer.model.
+
+    `target` is `source`, or has copies of its config.json and tokenizer files. If transformers would read other ids
+    than sentencepiece, nothing is written and stderr says so in one line.
+    """
+    if not (source / MODEL).is_file() or (source / CONVERTED).is_file():
+        return
+    with tempfile.TemporaryDirectory() as name:
+        aside = Path(name)
+        try:
+            tokenizer = SentencePieceTokenizer(source)
+            _convert(source, aside, tokenizer)
+            reason = _difference(aside, tokenizer)
+        except UserError as e:
+            reason = str(e)
+        except Exception as e:  # The converter of another release of transformers may raise anything.
+            reason = f"transformers cannot convert it: {type(e).__name__}: {shown(e)}"
+        if reason:
+            print(
+                f"warning: {source / MODEL}: no {CONVERTED} written: {reason}; transformers may read other ids than "
+                "this model was trained on: tokenize with sentencepiece",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        for path in aside.iterdir():
+            shutil.copyfile(path, target / path.name)
+
+
+def is_exported(directory: Path) -> bool:
+    """Return whether tokenizer.json is an unchanged export of tokenizer.model, without a chat template."""
+    try:
+        settings = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))
+        digest = hashlib.sha256((directory / CONVERTED).read_bytes()).hexdigest()
+        chat = "chat_template" in settings or (directory / "chat_template.jinja").is_file()
+        return not chat and settings.get(_EXPORT_MARK) == digest
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+
+
+def _convert(source: Path, target: Path, tokenizer: SentencePieceTokenizer) -> None:
+    """Write the files of an export to an empty directory."""
+    from tokenizers import AddedToken, processors
+    from transformers.convert_slow_tokenizer import SpmConverter
+
+    proto = tokenizer.proto()
+    scored = [(piece.piece, piece.score) for piece in proto.pieces]
+    is_bpe = proto.trainer_spec.model_type == proto.trainer_spec.BPE
+    vocabulary = {piece: i for i, (piece, _) in enumerate(scored)} if is_bpe else scored
+    converted: Any = SpmConverter.build_tokenizer_from_spm_proto(proto, vocabulary)
+    special = [p.piece for p in proto.pieces if p.type in (p.CONTROL, p.UNKNOWN)]
+    converted.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
+    if tokenizer.leads_with_bos and tokenizer.bos_id is not None:
+        bos = tokenizer.piece(tokenizer.bos_id)
+        converted.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_id)]
+        )
+    converted.save(str(target / CONVERTED))
+
+    # Settings of classes that build a tokenizer anew do not apply.
+    settings = {key: value for key, value in _read(source / SETTINGS).items() if key != "added_tokens_decoder"}
+    for key in ("legacy", "add_prefix_space", "sp_model_kwargs", "auto_map"):
+        settings.pop(key, None)
+    ids = {"unk": tokenizer.unk_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+    settings |= {f"{name}_token": tokenizer.piece(i) for name, i in ids.items() if i is not None}
+    settings |= {"add_bos_token": tokenizer.leads_with_bos, "add_eos_token": False}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings[_EXPORT_MARK] = hashlib.sha256((target / CONVERTED).read_bytes()).hexdigest()
+    for name in (CONFIG, "special_tokens_map.json", "added_tokens.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    if _read(source / CONFIG).get("model_type") == _OVERRIDDEN:
+        settings["auto_map"] = {"AutoTokenizer": [f"{_CLASS_FILE.removesuffix('.py')}.Tokenizer"] * 2}
+        (target / _CLASS_FILE).write_text(_CLASS, encoding="utf-8")
+    (target / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _difference(directory: Path, tokenizer: SentencePieceTokenizer) -> str:
+    """Return how transformers reads the export otherwise than sentencepiece reads the model; "" if it does not."""
+    from transformers import AutoTokenizer
+
+    texts = list(_texts([tokenizer.piece(i).replace("\u2581", " ") for i in range(tokenizer.vocab_size)]))
+    theirs = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    if len(theirs) != tokenizer.vocab_size:
+        return f"it has {tokenizer.vocab_size} tokens, and with the files next to it {len(theirs)}"
+    if theirs.eos_token_id != tokenizer.eos_id or theirs("a").input_ids != tokenizer.encode_prompt("a"):
+        return "transformers begins or ends a text with other tokens"
+    found = theirs(texts, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
+    for text, ids in zip(texts, found, strict=True):
+        back = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if ids != tokenizer.encode(text) or (tokenizer.unk_id not in ids and back != tokenizer.decode(ids)):
+            return f"transformers' {type(theirs).__name__} reads {text[:40]!r} otherwise"
+    return ""
+
+
+def _texts(pieces: list[str]) -> Iterator[str]:
+    """Yield pieces, and random texts of pieces and of characters, the same ones for a model every time."""
+    yield from pieces[:: max(1, len(pieces) // _CHECKED_PIECES)]
+    draw = random.Random(0)
+    # ASCII, control characters, Latin, and every plane without halves of surrogate pairs.
+    ranges = ((0x20, 0x7E), (0x00, 0x7F), (0x80, 0x24F), (0xE000, 0x1FAFF), (0x00, 0xD7FF))
+    for _ in range(_CHECKED_TEXTS):
+        yield "".join(draw.choices(pieces, k=draw.randint(1, 20)))
+        yield "".join(draw.choices([" ", "  ", "\n", "\t", *pieces], k=draw.randint(1, 20)))
+        # Repetitions of a piece show the order of merges.
+        yield "".join(piece * draw.randint(1, 4) for piece in draw.choices(pieces, k=draw.randint(1, 5)))
+        for low, high in ranges:
+            yield "".join(chr(draw.randint(low, high)) for _ in range(draw.randint(1, 20)))
+
+
+def _processor_that_shows_control_pieces(proto: Any) -> Any:
+    """Return a processor for decoding only. It decodes control pieces, such as a tag, to their text, not to nothing."""
+    for piece in proto.pieces:
+        if piece.type == piece.CONTROL:
+            piece.type = piece.USER_DEFINED
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(proto.SerializeToString())
+    return processor
+
+
+def _adds_bos(path: Path) -> bool:
+    config = _read(path)
+    llama = str(config.get("tokenizer_class", "")).startswith("LlamaTokenizer")  # It adds BOS by default.
+    return bool(config.get("add_bos_token", llama)) if config else False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}
+
+
+def _optional(token_id: int) -> int | None:
+    return int(token_id) if token_id >= 0 else None

@@ -1,0 +1,270 @@
+"""The PNG figures of a run, curves.png and theory.png, and the parts that all figures of the package share.
+
+The axis has the step numbers of metrics.jsonl, from 0. An evaluation is drawn at the number of steps done before it.
+pyplot is not used: no state is global.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.report.content import Evaluation, evaluations, read_run
+
+# The palette of Okabe and Ito, which every kind of colour vision tells apart.
+BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+GREY = "#8C8C8C"
+PHASES = {"generate": BLUE, "score": ORANGE, "train": GREEN, "refit": PURPLE}
+_ENDS = ("low", "high")
+_FEW = 40  # up to here every step gets a marker; above, a running mean is drawn
+
+Row = Mapping[str, Any]
+Floats = npt.NDArray[np.float64]
+
+
+def figure_of(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
+    """Return a figure and its panels."""
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    return figure, figure.subplots(rows, columns)
+
+
+def panel(axes: Axes, title: str, ylabel: str, xlabel: str = "training step") -> None:
+    """Set title and labels, and draw a light grid."""
+    axes.set_title(title, fontsize=11, loc="left", fontweight="bold")
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+
+
+def say(axes: Axes, text: str) -> None:
+    """Write a text in place of a curve."""
+    axes.set_yticks([])
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a PNG; the file is the old one or the new one at any instant."""
+    aside = path.with_name(path.name + ".tmp")
+    try:
+        FigureCanvasAgg(figure).print_figure(aside, dpi=110, format="png", pil_kwargs={"optimize": True})
+        os.replace(aside, path)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be written: {e.strerror}; free some space or make it writable") from None
+    return path
+
+
+def plot_run(run_dir: Path) -> Path:
+    """Draw run_dir/curves.png and return its path."""
+    run = read_run(run_dir)
+    return save(build_figure(run.rows, run.summary, evaluations(run)), run_dir / "curves.png")
+
+
+def build_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Evaluation]) -> Figure:
+    """Draw six panels, in reading order in `figure.axes`. Missing or null values leave gaps."""
+    figure, ((reward, accuracy, length), (kept, seconds, health)) = figure_of(2, 3, 13.5, 7.6)
+    figure.suptitle(_title(rows, summary, evaluated), fontsize=13)
+    steps = np.array([row["step"] for row in rows], dtype=np.int64)
+
+    panel(reward, "Training reward", "mean reward")
+    _curve(reward, steps, column(rows, "reward"), BLUE)
+    panel(accuracy, "Held-out accuracy", "pass@1 and pass@k")
+    _accuracy(accuracy, evaluated)
+    panel(length, "Response length", "mean length (tokens)")
+    _curve(length, steps, column(rows, "response_tokens"), PURPLE)
+
+    panel(kept, "Dynamic sampling", "prompts kept")
+    _curve(kept, steps, column(rows, "kept_share"), GREEN)
+    kept.set_ylim(-0.03, 1.03)
+    kept.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    panel(seconds, "Step time", "time per step (s)")
+    _stack(seconds, steps, rows)
+    _health(health, steps, rows)
+
+    last = max([*steps.tolist(), *(e.steps for e in evaluated), 1])
+    for axes in figure.axes:
+        axes.set_xlim(-0.03 * last - 0.5, last * 1.03 + 0.5)
+    return figure
+
+
+def plot_theory(run_dir: Path) -> Path | None:
+    """Draw run_dir/theory.png and return its path; None for a run without theory metrics."""
+    rows = [row for row in read_run(run_dir).rows if any(k.startswith("theory_") for k in row)]
+    return save(build_theory_figure(rows), run_dir / "theory.png") if rows else None
+
+
+def build_theory_figure(rows: Sequence[Row]) -> Figure:
+    """Draw the unsampled mass over steps and the last hold-out curve. Missing or null values leave gaps."""
+    figure, (mass, curve) = figure_of(1, 2, 10, 4.3)
+    steps = np.array([row["step"] for row in rows])
+    panel(mass, "Not sampled", "probability mass")
+    low, middle, high = (column(rows, f"theory_good_turing/{k}") for k in ("low", "unseen_mass", "high"))
+    if np.isfinite(middle).any():
+        mass.fill_between(steps, low, high, color=BLUE, alpha=0.2, linewidth=0)
+        mass.plot(steps, middle, color=BLUE, label="answers (Good-Turing, 95%)")
+        mass.plot(steps, column(rows, "theory_exact/unsampled_mass"), color=ORANGE, label="next tokens (exact)")
+        mass.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        mass.set_ylim(bottom=0)
+        mass.legend(frameon=False, fontsize=9)
+    else:
+        say(mass, "no group with answers")
+    panel(curve, "Answers of held-out siblings", "share that the others lack", "siblings held out")
+    _hold_out(curve, rows)
+    return figure
+
+
+def column(rows: Sequence[Row], key: str) -> Floats:
+    """Return one value per row; NaN where it is missing or null."""
+    return np.array([np.nan if row.get(key) is None else row[key] for row in rows], dtype=np.float64)
+
+
+def _title(rows: Sequence[Row], summary: Row, evaluated: Sequence[Evaluation]) -> str:
+    steps = summary.get("steps", rows[-1]["step"] + 1 if rows else 0)
+    parts = [f"{steps} training step{'' if steps == 1 else 's'}"]
+    if "rollouts_per_prompt" in summary:
+        parts.insert(0, f"N = {summary['rollouts_per_prompt']} rollouts per prompt")
+    if summary and len(evaluated) > 1:
+        first, last = evaluated[0].passes, evaluated[-1].passes
+        wide = max(set(first) & set(last))
+        ends = [f"pass@{k} {first[k]['mean']:.1%} → {last[k]['mean']:.1%}" for k in sorted({1, wide})]
+        parts.append(f"held-out {', '.join(ends)} ({summary.get('held_out_prompts', '?')} prompts)")
+    if "job_seconds" in summary:
+        minutes = summary["job_seconds"] / 60
+        parts.append(f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes:.1f} min")
+    return "   ·   ".join(parts)
+
+
+def _curve(axes: Axes, steps: npt.NDArray[np.int64], values: Floats, color: str, smooth: bool = True) -> None:
+    """Draw the values, and their running mean where there are many."""
+    known = np.isfinite(values)
+    if not known.any():
+        say(axes, "not recorded")
+        return
+    few = len(values) <= _FEW
+    faint = smooth and not few
+    # A point between two gaps has no line to either side and would not show without a marker.
+    padded = np.concatenate([[False], known, [False]])
+    marked = known if few else known & ~padded[:-2] & ~padded[2:]
+    axes.plot(
+        steps,
+        values,
+        color=color,
+        linewidth=0.8 if faint else 1.6,
+        alpha=0.4 if faint else 1.0,
+        marker="o",
+        markersize=3.5,
+        markevery=np.flatnonzero(marked).tolist(),
+    )
+    if faint:
+        half = max(2, len(values) // 40)
+        windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+        means = [float(np.nanmean(w)) if np.isfinite(w).any() else np.nan for w in windows]
+        axes.plot(steps, means, color=color, linewidth=2.0, label=f"mean of {2 * half + 1} steps")
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _accuracy(axes: Axes, evaluated: Sequence[Evaluation]) -> None:
+    """Draw pass@1 with its interval, and pass@k of the largest k."""
+    if not evaluated:
+        say(axes, "no evaluation yet")
+        return
+    places = [e.steps for e in evaluated]
+    mean = np.array([e.passes[1]["mean"] for e in evaluated])
+    low, high = (np.array([e.passes[1].get(end, m) for e, m in zip(evaluated, mean, strict=True)]) for end in _ENDS)
+    axes.errorbar(
+        places,
+        mean,
+        yerr=np.maximum([mean - low, high - mean], 0.0),  # rounding may put an end inside
+        color=RED,
+        marker="o",
+        markersize=5,
+        linewidth=1.6,
+        elinewidth=1.4,
+        capsize=4,
+        label="pass@1 and 95% interval",
+    )
+    k = max(k for e in evaluated for k in e.passes)
+    if k > 1:
+        wide = {e.steps: e.passes[k]["mean"] for e in evaluated if k in e.passes}
+        axes.plot(
+            list(wide), list(wide.values()), color=SKY, marker="s", markersize=4, linewidth=1.4, label=f"pass@{k}"
+        )
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _stack(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> None:
+    """Draw one band per phase; the rest of the step is "other"."""
+    times = [row.get("time") or {} for row in rows]
+    if not any(times):
+        say(axes, "not recorded")
+        return
+    first = int(steps.min())
+    base = np.zeros(int(steps.max()) - first + 1)
+    edges = np.arange(first, first + len(base) + 1) - 0.5
+    whole = base.copy()
+    whole[steps - first] = np.nan_to_num(column(times, "step"))
+    for phase, color in {**PHASES, "other": GREY}.items():
+        height = np.maximum(whole - base, 0)
+        if phase != "other":
+            height[:] = 0
+            height[steps - first] = np.nan_to_num(column(times, phase))
+        if height.max() > 0.005 * whole.max():  # thinner bands would not show
+            axes.stairs(base + height, edges, baseline=base, fill=True, color=color, label=phase)
+        base = base + height
+    axes.margins(y=0)
+    axes.set_ylim(0, 1.25 * base.max() if base.max() > 0 else 1)  # room for the legend
+    axes.legend(
+        frameon=False, fontsize=9, ncols=5, loc="upper center", columnspacing=0.9, handlelength=0.9, handletextpad=0.4
+    )
+
+
+def _health(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> None:
+    """Draw the log-prob gap of engine and trainer, or the gradient norm where it is not recorded."""
+    gap = column(rows, "logprob_gap_max")
+    if not np.isfinite(gap).any():
+        panel(axes, "Gradient norm", "norm before clipping")
+        _curve(axes, steps, column(rows, "grad_norm"), SKY)
+        return
+    panel(axes, "Engine against trainer", "largest log-prob gap (nats)")
+    if not np.nanmax(gap) > 0:
+        say(axes, "exactly 0 at every step")
+        return
+    axes.set_yscale("log")
+    _curve(axes, steps, np.where(gap > 0, gap, np.nan), SKY, smooth=False)  # a log scale has no 0
+
+
+def _hold_out(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw the curve of the last step that has one, with 95% intervals."""
+    prefix = "theory_hold_out/unsampled_mass_"
+    names = [[k.removeprefix(prefix) for k in row if k.startswith(prefix)] for row in rows]
+    found = [(row, sorted(int(n) for n in own if n.isdigit())) for row, own in zip(rows, names, strict=True)]
+    row, held = next(((row, held) for row, held in reversed(found) if held), ({}, []))
+    if not held:
+        say(axes, "not recorded")
+        return
+    values, low, high = (
+        np.concatenate([column([row], f"{prefix}{h}{e}") for h in held]) for e in ("", "_low", "_high")
+    )
+    bars = np.maximum([values - low, high - values], 0.0)  # rounding may put an end inside
+    axes.errorbar(held, values, yerr=bars, fmt="o-", color=BLUE, markersize=4, capsize=3)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(held))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels([str(h) for h in held])
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.set_ylim(bottom=0)

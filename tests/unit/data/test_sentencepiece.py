@@ -1,0 +1,275 @@
+"""What transformers reads from an exported sentencepiece model is what training read, by the sentencepiece library."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import conversions
+import pytest
+import sentencepiece
+import tiny
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, GenerationConfig
+
+from megatron_brorl.checkpoints import hugging_face
+from megatron_brorl.config.schema import DataConfig
+from megatron_brorl.data.prompts import render
+from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.models.hf_names import hf_shapes
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+
+import make_tiny_model
+
+REPOSITORY = Path(__file__).parents[3]
+CORPUS = [f"{a} + {b} = {a + b}" for a in range(40) for b in range(40)]
+CORPUS += ["aaaa aaa aa a aaaaaa baaab  aa  aaa    x", "ababab abab ababa babab bab", "naïve café hello == ==="] * 40
+LLAMA = {"add_dummy_prefix": True, "byte_fallback": True, "split_digits": True}
+
+
+def train(directory: Path, **options: Any) -> Path:
+    """A sentencepiece model beside which there is nothing that says how to read it."""
+    directory.mkdir(parents=True)
+    out = io.BytesIO()
+    settings = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    settings |= {"vocab_size": 400, "hard_vocab_limit": False, "allow_whitespace_only_pieces": True, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=out, **(settings | {"add_dummy_prefix": False} | options)
+    )
+    (directory / "tokenizer.model").write_bytes(out.getvalue())
+    return directory
+
+
+def model_around(tokenizer: Path, family: str, target: Path) -> Path:
+    """A model directory with this tokenizer, as a user may have one: tokenizer.model without tokenizer.json."""
+    tiny.make_model(target, family, True, vocab_size=512)
+    (target / "generation_config.json").unlink()
+    for path in tokenizer.iterdir():
+        shutil.copyfile(path, target / path.name)
+    return target
+
+
+def export(source: Path, target: Path) -> Path:
+    found = load_file(source / "model.safetensors")
+    hugging_face.save(((name, found[name]) for name in hf_shapes(read_shape(source))), source, target, "float32")
+    return target
+
+
+def texts(pieces: list[str]) -> list[str]:
+    """Digits, white space, emoji, control characters and any other; and pieces in any order."""
+    draw = random.Random(20)
+    found = [
+        "",
+        " ",
+        "  ",
+        "12, 18=",
+        " 12",
+        "12 ",
+        "  1  +  2  ",
+        "007",
+        "\n",
+        "a\n\n b\t",
+        "\r\n",
+        "🙂 🙂🏽‍🚀",
+        "e\u0301é",
+    ]
+    found += [
+        "</s>",
+        "<s>1</s><pad><unk>",
+        "<0x41>",
+        "\u2581\u2581",
+        "\x00\x01\x7f\x85",
+        "\u2028\ufeff\ufffd",
+        "aaaaaaa",
+    ]
+    kinds: list[list[str]] = [
+        list("0123456789,= +"),
+        list("ab  \n\t"),
+        [chr(c) for c in range(128)],
+        [chr(c) for c in (*range(0x80, 0xD800), *range(0xE000, 0x110000))],
+        [chr(c) for c in range(0x1F300, 0x1FAFF)],
+        pieces,
+    ]
+    return found + ["".join(draw.choices(kind, k=draw.randint(1, 24))) for kind in kinds for _ in range(150)]
+
+
+def assert_same(model: Path, leads: bool = False) -> None:
+    """AutoTokenizer's ids and texts are those of the sentencepiece library, and BOS leads where it should."""
+    library = sentencepiece.SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
+    theirs = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+    count = library.vocab_size()
+    assert len(theirs) == count
+    ids = [library.eos_id(), library.bos_id(), library.pad_id(), library.unk_id()]
+    found = [theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id, theirs.unk_token_id]
+    assert found == [i if i >= 0 else None for i in ids]
+    lead = [library.bos_id()] * leads
+    pieces = [library.id_to_piece(i).replace("\u2581", " ") for i in range(count) if not library.is_control(i)]
+    for text in texts(pieces):
+        expected = library.encode(text)
+        assert theirs(text, split_special_tokens=True).input_ids == lead + expected, repr(text)
+        if not any(mark in text for mark in ("<s>", "</s>", "<pad>", "<unk>")):
+            assert theirs(text).input_ids == lead + expected, repr(text)
+        if library.unk_id() not in expected:
+            assert theirs.decode(expected, clean_up_tokenization_spaces=False) == library.decode(expected)
+
+
+@pytest.fixture(scope="module")
+def init(tmp_path_factory) -> Path:
+    """The model of `make quickstart`, smaller, as the tool makes it."""
+    directory = tmp_path_factory.mktemp("init") / "model"
+    with pytest.MonkeyPatch.context() as patch:
+        options = ["--hidden", "32", "--layers", "1", "--texts", "400"]
+        patch.setattr(sys, "argv", ["", str(REPOSITORY / "examples" / "brorl_tiny.toml"), str(directory), *options])
+        make_tiny_model.main()
+    return directory
+
+
+def test_the_tiny_model_s_tokenizer_is_read_as_it_was_trained(init, tmp_path):
+    """As it is made, and as it is exported after training, and after another."""
+    export(init, tmp_path / "once")
+    export(tmp_path / "once", tmp_path / "twice")
+    for model in (init, tmp_path / "once", tmp_path / "twice"):
+        assert_same(model)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path / "twice"), local_files_only=True)
+    training = load_tokenizer(tmp_path / "twice")
+    text, ids = render("12, 18", training, DataConfig(template="{prompt}="), 100, "here")
+    assert theirs(text).input_ids == list(ids)
+    assert theirs.decode(ids) == "12, 18="
+
+
+def test_code_of_an_export_may_be_trusted_or_not(init, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    expected = load_tokenizer(init).encode("12, 18=")
+    for trusted in (None, False, True):
+        theirs = AutoTokenizer.from_pretrained(str(init), local_files_only=True, trust_remote_code=trusted)
+        assert theirs("12, 18=").input_ids == expected
+
+
+MODELS = {
+    "small": {},
+    "bytes": {"byte_fallback": True},
+    "as Llama's": LLAMA,
+    "long runs": {"split_by_whitespace": False, "max_sentencepiece_length": 12, "byte_fallback": True},
+    "sentencepiece's own rules": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))])
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS.keys())
+def test_a_user_s_model_is_exported_exactly(tmp_path, capfd, family, options):
+    model = model_around(train(tmp_path / "spm", **options), family, tmp_path / "in")
+    (model / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 99, "legacy": True}))
+    capfd.readouterr()
+    exported = export(model, tmp_path / "out")
+    assert capfd.readouterr().err == ""
+    assert_same(exported)
+    assert json.loads((exported / "tokenizer_config.json").read_text())["model_max_length"] == 99
+    assert not (model / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_bos_leads_where_training_puts_it(tmp_path, family):
+    model = model_around(train(tmp_path / "spm", **LLAMA), family, tmp_path / "in")
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    exported = export(model, tmp_path / "out")
+    assert load_tokenizer(model).encode_prompt("1") == load_tokenizer(exported).encode_prompt("1")
+    assert_same(exported, leads=True)
+
+
+INEXACT = {
+    "unigram": ({"model_type": "unigram", "vocab_size": 80}, {}, "reads '<unk>' otherwise"),
+    "symbols": ({"user_defined_symbols": ["<x>"]}, {}, "reads '<unk>' otherwise"),
+    "added": ({}, {"added_tokens.json": {"<|im_end|>": 400}}, "and with the files next to it"),
+    "broken": ({}, {"special_tokens_map.json": []}, "transformers cannot convert it"),
+}
+
+
+@pytest.mark.parametrize(("options", "files", "reason"), INEXACT.values(), ids=INEXACT.keys())
+def test_a_tokenizer_that_transformers_reads_otherwise_is_not_exported(tmp_path, capfd, options, files, reason):
+    model = model_around(train(tmp_path / "spm", **options), "qwen2", tmp_path / "in")
+    for name, content in files.items():
+        (model / name).write_text(json.dumps(content))
+    capfd.readouterr()
+    exported = export(model, tmp_path / "out")
+    told = capfd.readouterr().err
+    assert told.startswith(f"warning: {model / 'tokenizer.model'}: no tokenizer.json written: ")
+    assert reason in told
+    assert told.count("\n") == 1
+    assert not (exported / "tokenizer.json").exists()
+    assert (exported / "tokenizer.model").read_bytes() == (model / "tokenizer.model").read_bytes()
+    for name in files:
+        assert (exported / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_an_override_of_transformers_is_noticed(tmp_path, capfd, monkeypatch):
+    """As if transformers overrode the class of yet another family."""
+    monkeypatch.setattr("megatron_brorl.data.sentencepiece._OVERRIDDEN", "none")
+    exported = export(model_around(train(tmp_path / "spm"), "qwen2", tmp_path / "in"), tmp_path / "out")
+    assert "no tokenizer.json written: " in capfd.readouterr().err
+    assert not (exported / "tokenizer.json").exists()
+
+
+def test_training_reads_the_sentencepiece_model_of_an_unchanged_export(init, tmp_path):
+    def kind(change: dict[str, Any] | None = None, file: str = "tokenizer_config.json") -> str:
+        copy = shutil.copytree(init, tmp_path / "copy", dirs_exist_ok=True)
+        if change:
+            (copy / file).write_text(json.dumps(json.loads((copy / file).read_text()) | change))
+        return type(load_tokenizer(copy)).__name__
+
+    assert kind() == "SentencePieceTokenizer"
+    assert kind({"chat_template": "{{ messages[0].content }}"}) == "HuggingFaceTokenizer"
+    assert kind({"normalizer": {"type": "Lowercase"}}, "tokenizer.json") == "HuggingFaceTokenizer"
+
+
+def test_an_export_says_when_to_stop(init, tmp_path):
+    """transformers' generate stops where the trainer's rollouts do; what the source says of it is kept."""
+    exported = export(init, tmp_path / "out")
+    read, tokenizer = GenerationConfig.from_pretrained(exported), load_tokenizer(init)
+    assert (read.eos_token_id, read.bos_token_id, read.pad_token_id) == (2, 1, 3)
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id) == (2, 1, 3)
+    (init / "generation_config.json").write_text('{"eos_token_id": [2, 7], "temperature": 0.5}')
+    assert (
+        export(init, tmp_path / "out").joinpath("generation_config.json").read_bytes()
+        == (init / "generation_config.json").read_bytes()
+    )
+
+
+def test_what_has_no_tokenizer_gets_none(tmp_path, capfd):
+    tiny.make_model(tmp_path / "in", "llama", True)
+    (tmp_path / "in/generation_config.json").unlink()
+    capfd.readouterr()
+    export(tmp_path / "in", tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert capfd.readouterr().err == ""
+
+
+def test_an_export_without_an_end_of_sequence_says_so(tmp_path, capfd):
+    model = model_around(train(tmp_path / "spm", eos_id=-1), "llama", tmp_path / "in")
+    capfd.readouterr()
+    export(model, tmp_path / "out")
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert all("the tokenizer has no end-of-sequence token" in line for line in told)
+    assert told[1].startswith("warning: no generation_config.json written: ")
+
+
+def test_a_tokenizer_by_itself_needs_no_model(tmp_path):
+    train_sentencepiece(CORPUS, tmp_path, 300)
+    hugging_face.complete(tmp_path, tmp_path)
+    assert_same(tmp_path)
+
+
+def test_a_conversion_back_is_an_export_too(tmp_path):
+    model = model_around(train(tmp_path / "spm", byte_fallback=True), "qwen2", tmp_path / "in")
+    conversions.to_megatron(model, tmp_path / "megatron", 1, 1)
+    conversions.to_hf(tmp_path / "megatron", tmp_path / "out")
+    assert_same(tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 2
+    assert sorted(p.name for p in (tmp_path / "megatron/hf").iterdir()) == ["config.json", "tokenizer.model"]

@@ -1,0 +1,213 @@
+"""Drawn data against written data."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.report.content import Run, evaluations
+from megatron_brorl.report.plots import build_figure, build_theory_figure, plot_run, plot_theory
+
+REWARD, ACCURACY, LENGTH, KEPT, SECONDS, HEALTH = range(6)
+BEFORE = {"mean": 0.153, "low": 0.13, "high": 0.18}
+AFTER = {"mean": 0.637, "low": 0.6, "high": 0.67}
+SUMMARY = {
+    "before": {"pass_at_1": BEFORE, "mean_reward": BEFORE, "pass_at_k": {"1": 0.153, "4": 0.7, "8": 0.857}},
+    "after": {"pass_at_1": AFTER, "mean_reward": AFTER, "pass_at_k": {"1": 0.637, "4": 0.72, "8": 0.77}},
+    "held_out_prompts": 256,
+    "rollouts_per_prompt": 512,
+    "steps": 6,
+    "job_seconds": 1326.0,
+    "peak_rss_mib": 2100,
+}
+
+
+def _rows(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": step,
+            "reward": 0.1 + 0.01 * step,
+            "kept_share": 0.5 + 0.001 * step,
+            "response_tokens": 30.0 + step,
+            "loss": -0.01,
+            "grad_norm": 0.3 + 0.01 * step,
+            "logprob_gap_max": 1e-6 * (step + 1),
+            "time": {"step": 10.0 + step, "generate": 5.0, "score": 1.0, "train": 2.0 + step, "refit": 0.5},
+        }
+        for step in range(count)
+    ]
+
+
+def _figure(rows: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> Figure:
+    run = Run(Path("x"), rows, summary or {}, {}, [], [])
+    return build_figure(rows, run.summary, evaluations(run))
+
+
+def _drawn(axes: Axes) -> tuple[list[float], list[float]]:
+    line = axes.lines[0]
+    return np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()
+
+
+def _texts(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def _bands(axes: Axes) -> dict[str, StepPatch]:
+    return {str(p.get_label()): p for p in axes.patches if isinstance(p, StepPatch)}
+
+
+@pytest.mark.parametrize(
+    ("panel", "key"),
+    [(REWARD, "reward"), (LENGTH, "response_tokens"), (KEPT, "kept_share"), (HEALTH, "logprob_gap_max")],
+)
+@pytest.mark.parametrize("count", [1, 6, 100])
+def test_curves_are_the_rows(panel: int, key: str, count: int) -> None:
+    rows = _rows(count)
+    axes = _figure(rows).axes[panel]
+    assert _drawn(axes) == ([row["step"] for row in rows], [row[key] for row in rows])
+    assert (axes.get_yscale() == "log") == (key == "logprob_gap_max")
+
+
+@pytest.mark.parametrize("count", [8, 80])
+def test_null_rewards_are_gaps_and_lone_points_stay_visible(count: int) -> None:
+    rows = _rows(count)
+    for step in (2, 4):
+        rows[step]["reward"] = None
+    del rows[6]["reward"]
+    line = _figure(rows).axes[REWARD].lines[0]
+    drawn = np.asarray(line.get_ydata(), dtype=float)
+    assert np.flatnonzero(np.isnan(drawn)).tolist() == [2, 4, 6]
+    assert {3, 5} <= set(line.get_markevery())  # type: ignore[arg-type]
+    assert drawn[3] == rows[3]["reward"]
+
+
+def _errorbar(figure: Figure) -> tuple[list[float], list[float], list[list[float]]]:
+    (container,) = (c for c in figure.axes[ACCURACY].containers if isinstance(c, ErrorbarContainer))
+    line, _, (bars,) = container.lines
+    intervals = [[segment[0][1], segment[1][1]] for segment in bars.get_segments()]
+    return np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist(), intervals
+
+
+def test_accuracy_joins_the_evaluations_and_the_summary() -> None:
+    rows = _rows(6)
+    rows[2].update(pass_at_1=0.4, pass_at_1_low=0.35, pass_at_1_high=0.5, pass_at_4=0.6, pass_at_8=0.82)
+    rows[5].update(pass_at_1=0.6, pass_at_1_low=0.55, pass_at_1_high=0.65)  # the summary replaces it
+    figure = _figure(rows, SUMMARY)
+    x, y, intervals = _errorbar(figure)
+    assert (x, y) == ([0, 3, 6], [0.153, 0.4, 0.637])
+    np.testing.assert_allclose(intervals, [[0.13, 0.18], [0.35, 0.5], [0.6, 0.67]])
+    handles, labels = figure.axes[ACCURACY].get_legend_handles_labels()
+    (line,) = (h for h, name in zip(handles, labels, strict=True) if name == "pass@8")
+    assert np.asarray(line.get_xdata()).tolist() == [0, 3, 6]  # type: ignore[attr-defined]
+    assert np.asarray(line.get_ydata()).tolist() == [0.857, 0.82, 0.77]  # type: ignore[attr-defined]
+
+
+def test_accuracy_of_a_run_that_has_not_ended() -> None:
+    rows = _rows(3)
+    rows[1].update(pass_at_1=0.4)
+    x, y, intervals = _errorbar(_figure(rows))
+    assert (x, y, intervals) == ([2], [0.4], [[0.4, 0.4]])
+    assert _texts(_figure(_rows(3)).axes[ACCURACY]) == ["no evaluation yet"]
+
+
+def test_step_time_is_stacked_and_adds_up() -> None:
+    rows = _rows(count := 6)
+    bands = _bands(_figure(rows).axes[SECONDS])
+    assert list(bands) == ["generate", "score", "train", "refit", "other"]
+    below = np.zeros(count)
+    for phase in ("generate", "score", "train", "refit"):
+        values, edges, baseline = bands[phase].get_data()
+        np.testing.assert_allclose(edges, np.arange(count + 1) - 0.5)
+        np.testing.assert_allclose(baseline, below)
+        np.testing.assert_allclose(values - below, [row["time"][phase] for row in rows])
+        below = values
+    np.testing.assert_allclose(bands["other"].get_data()[0], [row["time"]["step"] for row in rows])
+
+
+def test_zeros_are_gaps_on_the_log_scale() -> None:
+    rows = _rows(3)
+    rows[1]["logprob_gap_max"] = 0.0
+    drawn = _drawn(_figure(rows).axes[HEALTH])[1]
+    assert [math.isnan(v) for v in drawn] == [False, True, False]
+    for row in rows:
+        row["logprob_gap_max"] = 0.0
+    assert _texts(_figure(rows).axes[HEALTH]) == ["exactly 0 at every step"]
+
+
+def test_title() -> None:
+    title = _figure(_rows(6), SUMMARY).get_suptitle()
+    assert title.split("   ·   ") == [
+        "N = 512 rollouts per prompt",
+        "6 training steps",
+        "held-out pass@1 15.3% → 63.7%, pass@8 85.7% → 77.0% (256 prompts)",
+        "22.1 min",
+    ]
+    assert _figure(_rows(1)).get_suptitle() == "1 training step"
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_text_overlaps_another() -> None:
+    for figure in (_figure(_rows(6), SUMMARY), _figure(_rows(100), SUMMARY), _figure([])):
+        figure.draw_without_rendering()
+        boxes = [box for axes in figure.axes if (box := axes.get_tightbbox()) is not None]
+        assert len(boxes) == 6
+        for i, box in enumerate(boxes):
+            assert not any(box.overlaps(other) for other in boxes[:i])
+            assert box.x0 >= 0
+            assert box.y1 <= figure._suptitle.get_window_extent().y0  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("error")
+def test_plot_run_reads_the_files_of_a_run(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as metrics:
+        for row in _rows(6):
+            values = {key: value for key, value in row.items() if key not in ("step", "time")}
+            values["reward"] = math.nan if row["step"] == 3 else row["reward"]
+            metrics.write(row["step"], values, row["time"])
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    path = plot_run(tmp_path)
+    assert path == tmp_path / "curves.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl", "summary.json"]
+    (tmp_path / "summary.json").write_text("[]")
+    with pytest.raises(UserError, match=r"summary\.json: .*delete it to report without it"):
+        plot_run(tmp_path)
+
+
+def _theory_rows() -> list[dict[str, Any]]:
+    made = []
+    for step in range(3):
+        row: dict[str, Any] = {"step": step, "theory_exact/unsampled_mass": 0.1 + step}
+        row |= {f"theory_good_turing/{k}": v + step for k, v in (("low", 0.2), ("unseen_mass", 0.3), ("high", 0.4))}
+        for h in (2, 4, 16):
+            ends = (("", h / 100), ("_low", h / 200), ("_high", h / 50))
+            row |= {f"theory_hold_out/unsampled_mass_{h}{end}": value + step for end, value in ends}
+        made.append(row)
+    return made
+
+
+def test_theory_figure_has_the_masses_and_the_last_hold_out_curve() -> None:
+    mass, curve = build_theory_figure(_theory_rows()).axes
+    assert np.asarray(mass.lines[0].get_ydata()).tolist() == pytest.approx([0.3, 1.3, 2.3])
+    assert np.asarray(mass.lines[1].get_ydata()).tolist() == pytest.approx([0.1, 1.1, 2.1])
+    assert np.asarray(curve.lines[0].get_xdata()).tolist() == [2, 4, 16]
+    assert np.asarray(curve.lines[0].get_ydata()).tolist() == pytest.approx([2.02, 2.04, 2.16])
+    bars = [bar[:, 1].tolist() for bar in curve.containers[0].lines[2][0].get_segments()]
+    assert bars == [pytest.approx([h / 200 + 2, h / 50 + 2]) for h in (2, 4, 16)]
+
+
+def test_a_run_without_theory_metrics_has_no_theory_figure(tmp_path: Path) -> None:
+    assert all(axes.texts for axes in build_theory_figure([{"step": 0}]).axes)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward": 1.0, "time": {}}) + "\n")
+    assert plot_theory(tmp_path) is None

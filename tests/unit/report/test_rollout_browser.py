@@ -1,0 +1,173 @@
+"""`brorl rollouts` on recorded files made by hand: printed, filtered and exported; errors of the user in one line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from made_run import group, rollout
+from rich.console import Console
+
+from megatron_brorl.cli.main import main
+from megatron_brorl.record import files
+from megatron_brorl.record.files import Moment
+from megatron_brorl.record.schema import GROUPS, ROLLOUTS
+from megatron_brorl.report.rollout_browser import Page, one_prompt, read
+
+LAST = Moment("evaluation", 4)
+# The answers to each prompt, a right one with a star; None is a response without an answer.
+ASKED = {"a": ["7*", "7*", "7*"], "b": ["1", "2*", "1"], "c": [None, "9", "9"]}
+
+
+def made(group: int, prompt: str, answers: list[str | None]) -> list[dict[str, object]]:
+    """Return the rollouts of a group."""
+    found = []
+    for i, answer in enumerate(answers):
+        right, own = bool(answer) and answer.endswith("*"), answer.rstrip("*") if answer else None
+        text = f"so [b]it[/b] is {own}\x1b[31m" if own else "I do not KNOW\nthat"
+        more = {"text": text, "finish": "stop" if own else "length", "advantage": 0.25 if right else None}
+        found.append(rollout(group, prompt, i, own, right, **more))
+    return found
+
+
+def write(folder, moment, groups, rollouts, ranks):
+    files.write_groups(folder, moment, pa.Table.from_pylist(groups, GROUPS))
+    for rank in range(ranks):
+        files.write_rollouts(folder, moment, rank, pa.Table.from_pylist(rollouts[rank::ranks], ROLLOUTS))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Evaluations 0 and 4 of three prompts by two ranks, and step 2, in which one of two groups is recorded."""
+    run = tmp_path_factory.mktemp("run")
+    folder = run / "rollouts"
+    folder.mkdir()
+    asked = [made(g, p, own) for g, (p, own) in enumerate(ASKED.items())]
+    groups = [group(g, own, 3) for g, own in enumerate(asked)]
+    for moment in (Moment("evaluation", 0), LAST):
+        write(folder, moment, groups, [r for own in asked for r in own], ranks=2)
+    first, second = made(0, "t/0", ["1*", "1", "2"]), made(3, "t/3", ["8", "8", "8"])
+    write(folder, Moment("step", 2), [group(0, first, 3, distinct=3), group(3, second, 0)], first, ranks=1)
+    return run
+
+
+@pytest.fixture
+def ask(run, capsys):
+    def ask(*options: object, status: int = 0) -> list[str]:
+        with pytest.raises(SystemExit) as e:
+            main(["rollouts", str(run), *map(str, options)])
+        assert e.value.code == status
+        said = capsys.readouterr()
+        return (said.err if status else said.out).splitlines()
+
+    return ask
+
+
+def test_prompts_of_the_last_evaluation(ask):
+    assert ask() == [
+        "right  answers  tokens  id  prompt",
+        "0/3    2        3       c   what is c?",
+        "1/3    2        3       b   what is b?",
+        "3/3    1        3       a   what is a?",
+        "evaluation 4: 3 of 3 prompts, 44.4% of their 9 rollouts right; 9 rollouts to read",
+        "recorded are step 2 and evaluations 0, 4",
+    ]
+    assert ask("--limit", 1)[1:3] == ["0/3    2        3       c   what is c?", "2 more: --limit 0 shows all"]
+
+
+def test_groups_of_a_step(ask):
+    assert ask("--step", 2)[:4] == [
+        "right  answers  tokens  trained  id   prompt",
+        "0/3    1        3       no       t/3  (not recorded)",
+        "1/3    3        3       yes      t/0  what is t/0?",
+        "step 2: 2 of 2 prompts, 16.7% of their 6 rollouts right; 3 rollouts to read",
+    ]
+
+
+def test_one_prompt(ask):
+    """A pipe gets the text without control characters, and nothing in it is taken for markup."""
+    assert ask("--prompt", "b") == [
+        "evaluation 4, prompt b (exact): right 1 of 3, 2 distinct answers",
+        *("", "what is", "b?", ""),
+        *("reference answer: 7", ""),
+        "rollouts  verdict  answer",
+        "2         wrong    1",
+        "1         right    2",
+        "",
+        "--- right (reward 1), sibling 1, 3 tokens, ended by itself, advantage +0.25, form 0.5",
+        "so [b]it[/b] is 2\ufffd[31m",
+        "",
+        "--- wrong (reward 0), sibling 0, 3 tokens, ended by itself, 1 is not it, form 0.5",
+        "so [b]it[/b] is 1\ufffd[31m",
+    ]
+    assert ask("--prompt", "t/0")[0].startswith("step 2, prompt t/0 (exact): right 1 of 3")  # where it is found
+    assert "1 right" in "".join(ask("--prompt", "t/0"))  # answer 1 was judged right once and wrong once
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (["--right"], "a0 a1 a2 b1"),
+        (["--wrong"], "b0 b2 c0 c1 c2"),
+        (["--mixed", "--wrong"], "b0 b2"),
+        (["--contains", "know\nTHAT"], "c0"),
+        (["--prompt", "c", "--contains", "is"], "c1 c2"),
+    ],
+)
+def test_filters_and_exports(ask, tmp_path, options, left):
+    """The three export formats hold the rollouts that pass, as they were recorded."""
+    wanted = [made("abc".index(s[0]), s[0], ASKED[s[0]])[int(s[1])] for s in left.split()]
+    for ending in ("jsonl", "parquet", "csv"):
+        path = tmp_path / f"x.{ending}"
+        assert ask(*options, "--export", path) == [f"{len(wanted)} rollouts of evaluation 4 written to {path}"]
+    lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    for line, row in zip(lines, wanted, strict=True):
+        assert line == {
+            "kind": "evaluation",
+            "number": 4,
+            "verifier": "exact",
+            "reference": "7",
+            "prompt": f"what is\n{row['prompt_id']}?",
+            **row,
+            "parts": {"form": 0.5},
+        }
+    assert [row | {"parts": dict(row["parts"])} for row in pq.read_table(tmp_path / "x.parquet").to_pylist()] == lines
+    with open(tmp_path / "x.csv", newline="") as file:
+        cells = list(csv.DictReader(file))
+    assert [(c["text"], c["answer"]) for c in cells] == [(line["text"], line["answer"] or "") for line in lines]
+    assert [json.loads(c["parts"]) for c in cells] == [line["parts"] for line in lines]
+
+
+def test_a_terminal_shows_a_right_and_a_wrong_response_side_by_side(run):
+    found = read(run / "rollouts", "evaluation", 4, "b")
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    rollouts = files.only(found.rollouts, "prompt_id", ["b"]).to_pylist()
+    one_prompt(Page(console), found.moment, found.groups.to_pylist()[1], rollouts)
+    (line,) = (line for line in console.file.getvalue().splitlines() if "is 2" in line)
+    assert [part.strip() for part in line.strip("\u2502").split("\u2502")] == [
+        f"so [b]it[/b] is {n}\ufffd[31m" for n in (2, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--step", 7], "no step 7 there; there are step 2 and evaluations 0, 4"),
+        (["--prompt", "bb"], "nothing is recorded of prompt 'bb'; the nearest id is b"),
+        (["--evaluation", 0, "--prompt", "t/0"], "evaluation 0 has no prompt 't/0' that passes the filters"),
+        (["--limit", -1], "--limit -1: must not be negative"),
+        (["--export", "x.txt"], "x.txt: can be exported as .jsonl, .parquet, .csv"),
+        (["--contains", "nobody says", "--export", "x.csv"], "x.csv: nothing to export"),
+        (["--export", "RUN/rollouts/x.csv"], "is the run's own; name another place"),
+    ],
+)
+def test_an_error_of_the_user_is_one_line(ask, run, tmp_path, monkeypatch, options, said):
+    monkeypatch.chdir(tmp_path)
+    (line,) = ask(*(str(o).replace("RUN", str(run)) for o in options), status=2)
+    assert line.startswith("brorl: ")
+    assert said in line
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,125 @@
+"""Verifiers must judge and accept the reference answers of a run's rows before the run starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_brorl.config.schema import RewardConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.preflight import check_references
+from megatron_brorl.rewards.worker_pool import RewardPool
+from megatron_brorl.types import Prompt
+
+OWN = """
+import time
+
+def right(response, row): return float(response == row["answer"])
+def never(response, row): return 0
+def below(response, row): return -0.5
+def raises(response, row): raise KeyError("missing")
+def some(response, row): return 1 if row["metadata"].get("known") else 1 / 0
+def nothing(response, row): pass
+def slow(response, row): time.sleep(60)
+async def waits(response, row): return 1.0
+def leaves(response, row): raise SystemExit
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+
+
+def rows(verifier: str, answers: Sequence[str | None]) -> list[Prompt]:
+    return [Prompt(f"rows.jsonl:{i}", "?", (1,), answer, verifier) for i, answer in enumerate(answers, start=1)]
+
+
+def looked_at(
+    prompts: list[Prompt],
+    config: RewardConfig = RewardConfig(),  # noqa: B008  (frozen)
+    timeout_s: float = 30.0,
+) -> tuple[str, list[str]]:
+    with RewardPool(2, timeout_s) as pool:
+        return check_references(pool, prompts, config)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answers"),
+    [
+        ("exact", ["<answer>4</answer>", " a whole sentence.\n", "{}"]),
+        ("math", ["4", r"\\frac{1}{2}", r"\\boxed{7}", "so 3 + 4 = 7\n#### 7", "(0, 1]"]),
+        ("choice", ["A", "(B)", "c"]),
+        ("short_answer", ["Paris", "9.8 m/s^2"]),
+        ("own.py:right", ["4", "the whole response"]),
+    ],
+)
+def test_bare_references_are_accepted(own: None, verifier: str, answers: list[str]) -> None:
+    """Nothing is put around them: a verifier that reads whole responses gets what the row has."""
+    said, warnings = looked_at(rows(verifier, [a.replace("\\\\", "\\") for a in answers]))
+    assert said == f"verifier {verifier!r} gives 1 to the reference answers of {len(answers)} rows"
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("raises", "broken: KeyError: 'missing'"),
+        ("nothing", "invalid: returned None for a reward"),
+        ("waits", "invalid: returned an object of type coroutine for a reward"),
+        ("leaves", "broken: SystemExit"),
+        ("slow", "timeout: no verdict in 1 s"),
+    ],
+)
+def test_a_verifier_that_fails_on_a_reference_is_refused(own: None, function: str, why: str) -> None:
+    with pytest.raises(UserError) as caught:
+        looked_at(rows(f"own.py:{function}", ["4"]), timeout_s=1.0)
+    assert f"verifier 'own.py:{function}' fails on the reference answer of row rows.jsonl:1: {why}" in str(caught.value)
+
+
+def test_one_of_many_rows_is_enough(own: None) -> None:
+    """Rows at even distances are looked at: of 17 rows with a limit of 8 the numbers 1, 4, 7, 10, 13, 16."""
+    prompts = [dataclasses.replace(p, metadata={"known": True}) for p in rows("own.py:some", ["4"] * 17)]
+    assert looked_at(prompts)[0] == "verifier 'own.py:some' gives 1 to the reference answers of 6 rows"
+    prompts[12] = dataclasses.replace(prompts[12], metadata={})
+    with pytest.raises(UserError, match=r"row rows\.jsonl:13: broken: ZeroDivisionError"):
+        looked_at(prompts)
+
+
+def test_rows_without_a_reference_are_left_out(own: None) -> None:
+    assert looked_at(rows("own.py:raises", [None, None])) == ("no row has a reference answer to try a verifier on", [])
+
+
+def test_a_verifier_of_ones_own_that_refuses_references_is_told_of(own: None) -> None:
+    """An error would end runs whose references are no whole responses."""
+    for function, reward in (("never", "0"), ("below", "-0.5")):
+        _, (warning,) = looked_at(rows(f"own.py:{function}", ["4", "5"]))
+        assert f"'own.py:{function}' gives {reward} to the reference answer of row rows.jsonl:1" in warning
+        assert "below reward.correct_at = 1 (2 of 2 rows looked at)" in warning
+    assert looked_at(rows("own.py:below", ["4"]), RewardConfig(correct_at=-0.5))[1] == []
+
+
+def gym(answer: str) -> Prompt:
+    """A row whose task says 4."""
+    entry = {"question": "2 + 2", "answer": "4", "metadata": {}}
+    return Prompt(f"sum {answer}", "?", (1,), answer, "reasoning_gym", {"source_dataset": "chain_sum", "entry": entry})
+
+
+def test_references_that_no_response_could_match_end_the_run(own: None) -> None:
+    """A verifier of this package compares with the reference, so that it must call it right."""
+    with pytest.raises(UserError, match=r"'reasoning_gym \(chain_sum\)' gives 0 to the reference answer of row sum 5"):
+        looked_at([gym("5"), gym("6")])
+    # What is out of reach because of the configuration is as hopeless.
+    with pytest.raises(UserError, match=r"'exact' gives 1 to the reference answer of row .*reward\.correct_at = 2"):
+        looked_at(rows("exact", ["4"]), RewardConfig(correct_at=2.0))
+    # An odd row among others is told of.
+    _, (warning,) = looked_at([gym("4"), gym("5"), gym("4")])
+    assert "gives 0 to the reference answer of row sum 5, below reward.correct_at = 1 (1 of 3 rows" in warning
+
+
+def test_verifiers_that_judge_a_form_say_nothing_of_a_reference() -> None:
+    assert looked_at(rows("format", ["4"]))[1] == []

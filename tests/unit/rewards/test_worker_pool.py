@@ -1,0 +1,366 @@
+"""The pool against verifiers that hang, crash, raise and lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards import gym_tasks, gym_verifier, worker_process
+from megatron_brorl.rewards.custom import IN_PROCESS
+from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
+from megatron_brorl.types import Prompt, Verdict
+
+MAKE = "hostile:make"
+OK = Verdict(1.0, "ok")
+
+
+def prompt(verifier: str, name: str = "p", **metadata: object) -> Prompt:
+    return Prompt(name, "text", (1,), "reference", verifier, metadata)
+
+
+def ask(verifier: str, *answers: str | None, **metadata: object) -> list[ScoreRequest]:
+    shared = prompt(verifier, **metadata)
+    return [ScoreRequest(shared, answer) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    with RewardPool(2, 1.0, MAKE) as pool:
+        yield pool
+
+
+def test_verdicts_come_in_the_order_of_requests(pool: RewardPool) -> None:
+    values = [(i * 37 % 1001) / 1000 for i in range(1001)]
+    verdicts = pool.score(ask("echo", *map(str, values)))
+    assert verdicts == [Verdict(v, "ok") for v in values]
+    assert pool.score([]) == []
+    nothing = Verdict(0.0, "no_answer")
+    assert pool.score(ask("echo", None, "1", None)) == [nothing, OK, nothing]
+
+
+@pytest.mark.parametrize("verifier", ["hang", "hang_in_c"])
+def test_a_hang_costs_only_its_own_answer(pool: RewardPool, verifier: str) -> None:
+    verdicts = pool.score(ask(verifier, "a", "hang", "b", *map(str, range(50))))
+    assert verdicts == [OK, Verdict(0.0, "timeout"), *[OK] * 51]
+    assert verdicts[1].reason == "no verdict in 1 s"
+
+
+def test_a_verifier_that_always_hangs_costs_every_answer_and_not_the_run() -> None:
+    with RewardPool(1, 0.2, MAKE) as pool:
+        assert pool.score(ask("hang", *[f"hang {i}" for i in range(5)])) == [Verdict(0.0, "timeout")] * 5
+        assert pool.stats.restarts == 5
+
+
+def test_a_worker_that_freezes_at_an_answer_costs_that_answer(pool: RewardPool) -> None:
+    assert pool.score(ask("stop", "a", "stop", *map(str, range(40)))) == [OK, Verdict(0.0, "timeout"), *[OK] * 40]
+
+
+def test_the_deadline_is_per_answer_not_per_message(pool: RewardPool) -> None:
+    verdicts = pool.score(ask("nap", *map(str, range(12))))  # 6 x 0.3 s per worker, more than the deadline of 1 s
+    assert verdicts == [OK] * 12
+
+
+def test_a_crash_is_tried_twice_and_costs_only_its_own_answer(pool: RewardPool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    verdicts = pool.score(ask("die", *map(str, range(20)), "die", *map(str, range(20, 40)), log=str(log)))
+    assert verdicts == [*[OK] * 20, Verdict(0.0, "crash"), *[OK] * 20]
+    assert verdicts[20].reason == "its process died, twice"
+    assert log.read_text() == "died\ndied\n"
+
+
+def test_an_answer_whose_worker_died_by_chance_is_judged_again(pool: RewardPool, tmp_path: Path) -> None:
+    pool.forget()
+    assert pool.score(ask("die_once", "a", log=str(tmp_path / "log"))) == [OK]
+    assert pool.stats.restarts == 1
+
+
+def test_exceptions_are_counted_and_the_worker_lives(pool: RewardPool) -> None:
+    pool.score(ask("echo", "1", "0"))
+    before = pool.pids
+    answers = ask("raises", "value", "exit", "recurse", "memory")
+    verdicts = pool.score([*answers, *(replace(r, prompt=replace(r.prompt, answer="fine")) for r in answers)])
+    assert verdicts == [Verdict(0.0, "broken")] * 4 + [Verdict(0.0, "error")] * 4  # the reference raises, or does not
+    assert [v.reason for v in verdicts[4:6]] == ["ValueError: with ?[31m", "SystemExit: 0"]
+    assert verdicts[6].reason.startswith("RecursionError: maximum recursion depth exceeded")
+    assert pool.pids == before
+
+
+def test_an_exception_without_a_reference_is_an_error_of_the_answer(pool: RewardPool) -> None:
+    request = ScoreRequest(replace(prompt("raises"), answer=None), "value")
+    assert pool.score([request]) == [Verdict(0.0, "error")]
+
+
+# Answers on which scorers of allowed tasks raise. Their references are judged.
+HARD = [("prime_factorization", "banana"), ("prime_factorization", "2 x 3"), ("game_of_life", "{}"), ("boxnet", "-1")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "answer"), HARD)
+def test_an_answer_on_which_an_allowed_scorer_raises_is_wrong(task: str, answer: str) -> None:
+    entry = json.loads(json.dumps(gym_tasks.create(task, 11, {}, "test")[5]))
+    metadata = {"source_dataset": task, "entry": entry}
+    with pytest.raises((ValueError, KeyError, TypeError)) as error:  # of the library itself
+        gym_verifier.score(answer, VerifierRow(id="p", prompt="t", answer=entry["answer"], metadata=metadata))
+    with RewardPool(1, 20.0) as pool:
+        asked = Prompt("p", "t", (1,), entry["answer"], "reasoning_gym", metadata)
+        verdicts = pool.score([ScoreRequest(asked, a) for a in (answer, entry["answer"])])
+    assert verdicts == [Verdict(0.0, "error"), OK if entry["answer"] else Verdict(0.0, "no_answer")]
+    assert verdicts[0].reason == f"{error.type.__name__}: {error.value}"
+
+
+def test_only_finite_numbers_are_rewards(pool: RewardPool) -> None:
+    assert pool.score(ask("returns", "nan", "none", "string")) == [Verdict(0.0, "invalid")] * 3
+    assert [v.reward for v in pool.score(ask("returns", "int", "half", "negative"))] == [1.0, 0.5, -0.001]
+
+
+@pytest.mark.parametrize("text", ["noise", "endless", "nested", "infinite", "status", "part", "short"])
+def test_a_result_that_no_worker_writes_is_a_crash(pool: RewardPool, text: str) -> None:
+    verdicts = pool.score(ask("writes", "a", text, "b"))
+    assert verdicts == [Verdict(0.25, "ok"), Verdict(0.0, "crash"), Verdict(0.25, "ok")]
+
+
+def test_forged_verdicts_end_their_worker_and_not_the_run() -> None:
+    with RewardPool(1, 20.0, MAKE) as pool:
+        for _ in range(4):
+            pool.score(ask("writes", "forged"))
+            pool.forget()
+            assert pool.score(ask("echo", "0.25", "0.75")) == [Verdict(0.25, "ok"), Verdict(0.75, "ok")]
+
+
+def test_every_verdict_has_its_reason_and_parts(pool: RewardPool) -> None:
+    unanswered = ScoreRequest(prompt("explains"), None, "no answer in the response")
+    scored, missing = pool.score([*ask("explains", "wrong"), unanswered])
+    assert (scored.reward, scored.reason, scored.parts) == (0.25, "wrong for text", {"a": 0.5, "b": 0.0})
+    assert (missing.status, missing.reason) == ("no_answer", "no answer in the response")
+
+
+def test_a_verdict_is_kept_until_the_pool_forgets(pool: RewardPool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    shared = prompt("log", log=str(log))
+    pool.forget()
+    assert pool.score([ScoreRequest(shared, a) for a in ["a", "b", "c", "a", None, "b"]])[:4] == [OK] * 4
+    assert sorted(log.read_text().split()) == ["a", "b", "c"]
+    assert (pool.stats.answers, pool.stats.hits) == (5, 2)
+    pool.forget()
+    assert (pool.stats.answers, pool.stats.hits) == (0, 0)
+    assert pool.score([ScoreRequest(shared, "a")]) == [OK]
+    # The verifier also sees the text and the metadata of the prompt.
+    pool.score([ScoreRequest(replace(shared, text="other"), "a"), ScoreRequest(replace(shared, metadata={}), "a")])
+    assert log.read_text().split().count("a") == 3
+
+
+def test_an_impure_verifier_judges_every_response(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with RewardPool(1, 20.0, MAKE, impure=frozenset({"log"})) as pool:
+        assert pool.score(ask("log", *"aabaa", log=str(log))) == [OK] * 5
+        assert pool.score(ask("echo", *["0.5"] * 3)) == [Verdict(0.5, "ok")] * 3
+        assert log.read_text().split() == list("aabaa")
+        assert (pool.stats.answers, pool.stats.hits) == (8, 2)
+
+
+def test_the_longest_latency_includes_the_time_in_the_queue() -> None:
+    with RewardPool(1, 20.0, MAKE) as pool:
+        pool.score(ask("nap", "warm"))
+        pool.forget()
+        pool.score(ask("nap", "a", "b", None))
+    assert 0.6 <= pool.stats.latency_max_s < 20
+
+
+def test_requests_of_many_threads_at_once(pool: RewardPool) -> None:
+    found: dict[int, list[Verdict]] = {}
+
+    def work(number: int) -> None:
+        found[number] = pool.score(ask("echo", *[str((number * 50 + i) / 1000) for i in range(50)]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: [Verdict((n * 50 + i) / 1000, "ok") for i in range(50)] for n in range(8)}
+
+
+def test_verdicts_come_while_others_are_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "go"
+    with RewardPool(2, 60.0, MAKE) as pool:
+        waiting = pool.submit(ask("wait_for", "a", file=str(file))[0])
+        assert pool.submit(ask("echo", "0.5")[0]).result() == Verdict(0.5, "ok")
+        assert not waiting.done()
+        file.touch()
+        assert waiting.result() == OK
+
+
+def test_printing_does_not_disturb(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
+    assert pool.score(ask("prints", "a", "b")) == [OK] * 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_workers_import_neither_torch_nor_numpy(pool: RewardPool) -> None:
+    assert pool.score(ask("light", "a")) == [OK]
+
+
+def test_every_worker_hashes_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, environment = "print(hash('a text') % 1000 / 1000)", {**os.environ, "PYTHONHASHSEED": "0"}
+    expected = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    with RewardPool(1, 5.0, MAKE) as pool:
+        assert pool.score(ask("hash_seed", "a"))[0].reward == float(expected)
+
+
+def test_verdicts_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    requests = [
+        *ask("echo", *[f"0.{i}" for i in range(200)], "word", None),
+        *ask("returns", "nan", "int"),
+        *ask("hang", "hang", "a"),
+        *ask("die", "die", "b", log=str(tmp_path / "log")),
+        *ask("echo", *[f"0.{i}" for i in range(150, 300)]),
+    ]
+    results = []
+    for workers in (1, 2, 3):
+        with RewardPool(workers, 1.0, MAKE) as pool:
+            results.append(pool.score(requests))
+    assert results[0] == results[1] == results[2]
+    statuses = ["broken", "no_answer", "invalid", "ok", "timeout", "ok", "crash", "ok"]
+    assert [v.status for v in results[0][200:208]] == statuses
+
+
+def test_signals_meant_for_the_job_do_not_reach_the_workers(pool: RewardPool) -> None:
+    pool.score(ask("echo", *map(str, range(100))))
+    before = pool.pids
+    for pid in before:
+        assert os.getpgid(pid) != os.getpgid(0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(pid, number)
+    assert pool.score(ask("echo", "0.25")) == [Verdict(0.25, "ok")]
+    assert pool.pids == before
+
+
+def test_workers_killed_between_calls_are_replaced() -> None:
+    with RewardPool(2, 20.0, MAKE) as pool:
+        pool.score(ask("echo", "1"))
+        for _ in range(4):
+            before = pool.pids
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+            pool.forget()
+            assert pool.score(ask("echo", "0.5", "0.25")) == [Verdict(0.5, "ok"), Verdict(0.25, "ok")]
+            assert set(before) != set(pool.pids)
+
+
+def test_an_interrupted_call_leaves_nothing_behind() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with RewardPool(2, 30.0, MAKE) as pool:
+            before = pool.pids
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(KeyboardInterrupt):
+                pool.score(ask("hang", "a", "hang", "b"))
+            assert not any(psutil.pid_exists(pid) for pid in before)
+            assert pool.score(ask("echo", "0.5")) == [Verdict(0.5, "ok")]
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_cancelled_requests_are_judged_when_they_are_asked_again() -> None:
+    with RewardPool(1, 60.0, MAKE) as pool:
+        echoed, hung = ask("echo", "0.5"), ask("hang", "hang")
+        verdicts = [pool.submit(request) for request in (*hung, *echoed)]
+        pool.cancel()
+        assert [verdict.cancelled() for verdict in verdicts] == [True, True]
+        assert pool.score(echoed) == [Verdict(0.5, "ok")]
+
+
+def test_close_ends_the_workers_and_fails_missing_verdicts() -> None:
+    pool = RewardPool(1, 60.0, MAKE)
+    pool.score(ask("echo", "1"))
+    (pid,) = pool.pids
+    verdicts = [pool.submit(request) for request in ask("hang", "hang", "b", "c")]
+    pool.close()
+    for verdict in verdicts:
+        with pytest.raises(RuntimeError, match="closed before its verdict"):
+            verdict.result()
+    assert not psutil.pid_exists(pid)
+    for late in ("a", None):
+        with pytest.raises(RuntimeError, match="pool is closed"):
+            pool.submit(ask("echo", late)[0])
+    pool.cancel()
+    pool.close()
+
+
+def test_workers_outlive_the_thread_that_made_the_pool() -> None:
+    """On Linux a worker dies with the thread that started it."""
+    made: list[RewardPool] = []
+    thread = threading.Thread(target=lambda: made.append(RewardPool(1, 20.0, MAKE)))
+    thread.start()
+    thread.join()
+    with made[0] as pool:
+        assert pool.score(ask("echo", "0.5")) == [Verdict(0.5, "ok")]
+        assert pool.stats.restarts == 0
+
+
+def test_a_pool_leaves_no_thread_and_no_file_behind() -> None:
+    with RewardPool(1, 20.0, MAKE) as pool:
+        pool.score(ask("echo", "1"))
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with RewardPool(2, 20.0, MAKE) as pool:
+            pool.score(ask("echo", "1", "0"))
+            os.kill(pool.pids[0], signal.SIGKILL)
+            pool.score(ask("echo", "0.5", "0.25"))
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+
+
+def test_a_worker_that_cannot_start_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = r"^reward worker cannot start: ModuleNotFoundError.*no_such_module"
+    with RewardPool(1, 5.0, "no_such_module:f") as pool:
+        verdicts = [pool.submit(request) for request in ask("echo", "1", "0")]
+        for verdict in verdicts:
+            with pytest.raises(UserError, match=message):
+                verdict.result()
+        with pytest.raises(UserError, match=message):
+            pool.submit(ask("echo", "1")[0]).result()
+
+    def start(*args: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(worker_process.subprocess, "Popen", start)
+    with RewardPool(2, 5.0, MAKE) as pool, pytest.raises(UserError, match="temporarily unavailable; is the machine"):
+        pool.score(ask("echo", "1"))
+
+
+def test_the_registry_is_the_default() -> None:
+    with RewardPool(1, 5.0) as pool:
+        assert pool.score([ScoreRequest(Prompt("p", "t", (1,), "4", "exact"), " 4\n")]) == [OK]
+        with pytest.raises(UserError, match="os:system"):  # Python's own library holds no verifier
+            pool.score([ScoreRequest(Prompt("p", "t", (1,), "4", "os:system"), "true")])
+
+
+def test_a_function_of_the_program_is_called_in_this_process_for_its_rows_only() -> None:
+    def own(answer: str, row: VerifierRow) -> float:
+        seen.append((answer, row["id"], threading.current_thread() is not threading.main_thread()))
+        return 1 / len(answer)
+
+    seen: list[tuple[str, str, bool]] = []
+    with RewardPool(1, 20.0, MAKE, function=own) as pool:
+        verdicts = pool.score([*ask(IN_PROCESS, "ab", "", "ab", None), *ask("echo", "0.25")])
+        pool.cancel()
+        assert pool.score(ask(IN_PROCESS, "abcd")) == [Verdict(0.25, "ok")]
+    assert [v.status for v in verdicts] == ["ok", "error", "ok", "no_answer", "ok"]
+    assert [v.reward for v in verdicts] == [0.5, 0.0, 0.5, 0.0, 0.25]
+    assert sorted(answer for answer, _, _ in seen if answer != "reference") == ["", "ab", "ab", "abcd"]
+    assert {(name, other) for _, name, other in seen} == {("p", True)}
