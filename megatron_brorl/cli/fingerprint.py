@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.resume_keys import may_change
+from megatron_brorl.config.rules import may_change
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import TEMPLATE_DATE
 from megatron_brorl.errors import UserError, shown
@@ -44,7 +44,7 @@ def fingerprint(
 def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> Changes:
     """Return the keys in which a checkpoint (`where`) and this run differ.
 
-    Raises UserError naming the first one that must not change (config.resume_keys), with both values.
+    Raises UserError naming the first one that must not change (config.rules), with both values.
     """
     if not (isinstance(saved, dict) and all(isinstance(values, dict) for values in saved.values())):
         raise UserError(f"{where}: its fingerprint is no table of tables; delete it to go on from an older checkpoint")

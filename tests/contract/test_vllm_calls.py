@@ -14,7 +14,7 @@ import torch
 from contract.listing import Listing, keys_of, problems
 
 import megatron_brorl
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.rollout.remote.protocol import EngineOptions
 
 LEAF = Path(megatron_brorl.__file__).parent / "rollout" / "remote" / "vllm"

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from dist.jobs import grid_of
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_brorl.config.engine_keys import EngineConfig
-from megatron_brorl.config.schema import Config, ModelConfig, RolloutConfig
+from megatron_brorl.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig
 from megatron_brorl.rollout.remote import engine as remote_engine
 from megatron_brorl.rollout.remote.engine import RemoteEngine, join
 from megatron_brorl.rollout.watchdog import Watchdog

@@ -11,7 +11,7 @@ from typing import Any
 import tiny
 import torch
 
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal

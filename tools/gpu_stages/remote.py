@@ -17,7 +17,7 @@ from gpu_stages.common import Job, Row, attempt, has, judged, missing, model, ok
 from gpu_stages.engine import COMPARED, GAP, SHORT, SIZES, transformers_gap
 from gpu_stages.roofline import decode_share, device_name
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.model_shape import ModelShape, read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal

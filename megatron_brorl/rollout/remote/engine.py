@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.config.engine_keys import EngineConfig
-from megatron_brorl.config.schema import Config
+from megatron_brorl.config.schema import Config, EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.json_files import read_object
 from megatron_brorl.parallel import device

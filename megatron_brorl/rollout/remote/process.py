@@ -20,7 +20,7 @@ from pathlib import Path
 import zmq
 
 import megatron_brorl
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.ranks import LAUNCHER
 from megatron_brorl.rollout.registry import ENGINES

@@ -21,7 +21,7 @@ from tensorrt_llm.llmapi.llm_args import (
 )
 from tensorrt_llm.sampling_params import LogprobMode
 
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineLeaf, EngineOptions, check_draws
 from megatron_brorl.rollout.remote.trtllm import ray_node
 from megatron_brorl.rollout.remote.trtllm.settings import (

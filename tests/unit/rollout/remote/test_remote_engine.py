@@ -13,8 +13,7 @@ from typing import Any, ClassVar, get_args, get_type_hints
 
 import pytest
 
-from megatron_brorl.config.engine_keys import EngineConfig
-from megatron_brorl.config.schema import RolloutConfig
+from megatron_brorl.config.schema import EngineConfig, RolloutConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout import registry, remote
 from megatron_brorl.rollout.engine import Request, Sampling
