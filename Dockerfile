@@ -1,6 +1,6 @@
 # The trainer and its engines in one image, on NGC's TensorRT-LLM release, which has torch, Transformer Engine and apex.
 # Not yet built: docs/cluster.md.
-FROM nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc21
+FROM nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc29
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1

@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # With what tests, lint and documentation need besides.
 DEV := $(VENV)/.installed-dev
 
-.PHONY: quickstart test-fast test test-rest test-all check docs bench torture sanitize wheel test-wheel test-vllm test-megatron-next gpu-check clean
+.PHONY: quickstart test-fast test check docs bench torture sanitize wheel test-wheel test-vllm test-megatron-next gpu-check clean
 
 quickstart: $(INSTALLED)  ## the main job on this machine: a tiny model, 512 rollouts per prompt, a plot and a summary
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
@@ -15,16 +15,10 @@ quickstart: $(INSTALLED)  ## the main job on this machine: a tiny model, 512 rol
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-fast: $(DEV)  ## what finds most mistakes: one or two processes, one whole run
-	$(PYTEST) -m "not slow and not full"
+test-fast: $(DEV)  ## one or two processes and one whole run: about 3 minutes on two cores
+	$(PYTEST) -m "not slow"
 
-test: $(DEV)  ## every layout, every family, whole runs
-	$(PYTEST) -m "not full"
-
-test-rest: $(DEV)  ## what `make test` leaves out
-	$(PYTEST) -m full
-
-test-all: $(DEV)  ## all tests that this machine can run
+test: $(DEV)  ## every test that this machine can run
 	$(PYTEST)
 
 check: $(DEV)  ## lint, format, types

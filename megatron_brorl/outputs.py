@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron_brorl.config.benchmarks import named
+from megatron_brorl.config.rules import named
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 

@@ -13,8 +13,9 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-from megatron_brorl.config.describe import keys, sections, written
-from megatron_brorl.config.foreign import FOREIGN
+from megatron_brorl.cli.config import bounds, description, section_description, type_text, written
+from megatron_brorl.config.foreign_keys import FOREIGN_KEYS
+from megatron_brorl.config.schema import json_schema, keys
 from megatron_brorl.tracking import metric_docs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,24 +42,23 @@ def configuration() -> str:
     lines = [
         "# Configuration",
         "",
-        "Every key of a run's TOML file. `brorl config WORD` prints the same, `brorl config schema` JSON Schema for",
+        "Every key of a run's TOML file. `brorl config WORD` prints the same, `brorl config --schema` JSON Schema for",
         "editors.",
     ]
-    for name, about in sections().items():
+    for name in json_schema()["properties"]:
         lines += [
             "",
             f"## {name}",
             "",
-            about,
+            section_description(name),
             "",
             "| key | type | default | bound | meaning |",
             "|---|---|---|---|---|",
         ]
-        for key in keys():
-            if key.path.partition(".")[0] == name:
-                default = "must be given" if key.required else f"`{written(key.default)}`"
-                bound = key.bound.message if key.bound else ""
-                cells = (f"`{key.path}`", key.type, default, bound, key.meaning)
+        for path, key in keys().items():
+            if path.partition(".")[0] == name:
+                default = f"`{written(key['default'])}`" if "default" in key else ""
+                cells = (f"`{path}`", type_text(key), default, ", ".join(bounds(key)), description(path))
                 lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -72,11 +72,10 @@ def coming_from() -> str:
         "A step is one round of sampling and training, `rollout.prompts` counts prompts per step, `algo.mini_batches`",
         "optimizer steps per step, and micro-batches are measured in tokens.",
     ]
-    for trainer, table in FOREIGN.items():
-        lines += ["", f"## {trainer}", "", f"| {trainer} | here | |", "|---|---|---|"]
+    for trainer, table in FOREIGN_KEYS.items():
+        lines += ["", f"## {trainer}", "", f"| {trainer} | here |", "|---|---|"]
         for theirs, answer in table.items():
-            key, _, note = answer.partition(": ")
-            lines.append(f"| `{theirs}` | {'' if key == 'none' else f'`{key}`'} | {note} |")
+            lines.append(f"| `{theirs}` | {answer} |")
     return "\n".join(lines) + "\n"
 
 

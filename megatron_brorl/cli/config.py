@@ -1,4 +1,4 @@
-"""`brorl config`, every key in words or as JSON Schema; `brorl init`, a commented configuration for own data."""
+"""`brorl config`: the keys of a configuration or their JSON Schema; `brorl init`: a commented configuration."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import os
 import shlex
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_brorl.cli.files import write_text
-from megatron_brorl.config.describe import Key, json_schema, keys, sections, written
-from megatron_brorl.config.suggest import suggestion
+from megatron_brorl.config.load import suggestion
+from megatron_brorl.config.rules import fixed_keys
+from megatron_brorl.config.schema import json_schema, keys, table_of
 from megatron_brorl.errors import UserError
 from megatron_brorl.metrics import METRICS_FILE
 from megatron_brorl.record import run_record
@@ -47,11 +49,10 @@ STARTER: dict[str, Any] = {
 
 def add_commands(commands: Any) -> None:
     """Add both commands to the parser of `brorl`."""
-    text = "every key of a configuration with its type, default, bound and meaning"
+    text = "print the keys of a configuration with type, default, bounds and description"
     command = commands.add_parser("config", help=text, description=text)
-    command.add_argument(
-        "words", nargs="*", metavar="WORD", help="a section, a key or a part of one; `schema`: JSON Schema for editors"
-    )
+    command.add_argument("words", nargs="*", metavar="WORD", help="a section, a key or a part of a key")
+    command.add_argument("--schema", action="store_true", help="print the JSON Schema, for editors")
     command.set_defaults(command=_config, name="config")
 
     text = "write a commented configuration for your own model and data"
@@ -59,44 +60,81 @@ def add_commands(commands: Any) -> None:
     command.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="to write (%(default)s)")
     command.add_argument("--model", default="", metavar="DIR", help="Hugging Face directory, or a name on the hub")
     command.add_argument(
-        "--data", default="", metavar="FILE", help="JSONL or Parquet to train on; its columns are looked at"
+        "--data", default="", metavar="FILE", help="JSONL or Parquet to train on; its columns are guessed"
     )
-    command.add_argument("--held-out", default="", metavar="FILE", help="the same to evaluate on, before and after")
+    command.add_argument("--held-out", default="", metavar="FILE", help="JSONL or Parquet to evaluate on")
     command.set_defaults(command=_init, name="init")
 
 
 def _config(args: argparse.Namespace) -> int:
-    if args.words == ["schema"]:
+    if args.schema:
         print(json.dumps(json_schema(), indent=2))
         return 0
 
-    # A section or a key by its name; else every key that has the word in it.
-    found = [key for key in keys() if not args.words or any(_is_named(key, word) for word in args.words)]
-    found = found or [key for key in keys() if any(word in key.path for word in args.words)]
+    # A section or a key by its name, or else every key that contains the word.
+    exact = [
+        key for key in keys() if any(key == word or key.startswith((f"{word}.", f"{word}[]")) for word in args.words)
+    ]
+    found = exact or [key for key in keys() if not args.words or any(word in key for word in args.words)]
     if not found:
         word = args.words[0]
-        raise UserError(f"no key is called {word!r}; {suggestion(word) or 'brorl config alone lists all of them'}")
+        raise UserError(f"no key is called {word!r}; {suggestion(word) or '`brorl config` lists all of them'}")
 
     section = ""
     for key in found:
-        # A heading where a section begins.
-        if key.path.split(".")[0] != section:
-            section = key.path.split(".")[0]
-            print(f"\n[{section}]" + (f"  {sections()[section]}" if sections()[section] else ""))
+        if key.partition(".")[0] != section:
+            section = key.partition(".")[0]
+            print(f"\n[{section}]  {section_description(section)}")
         print("\n".join(described(key)))
     return 0
 
 
-def _is_named(key: Key, word: str) -> bool:
-    return key.path == word or key.path.startswith((f"{word}.", f"{word}[]"))
+def section_description(name: str) -> str:
+    """Return the description of a section in one line."""
+    table = table_of(json_schema()["properties"][name]) or {}
+    return " ".join(table["description"].split())
 
 
-def described(key: Key) -> list[str]:
-    """A key in lines: what it is, and what it means."""
-    default = "  must be given" if key.required else f" = {written(key.default)}"
-    bound = f", {key.bound.message}" if key.bound else ""
-    bound += "; a resumed run must keep it" if key.fixed else ""
-    return [f"{key.path}{default}   ({key.type}{bound})", *_wrapped(key.meaning, "    ")]
+def described(path: str) -> list[str]:
+    """Return the lines of a key: default, type and bounds, then its description."""
+    found = keys()[path]
+    default = f" = {written(found['default'])}" if "default" in found else ""
+    notes = [type_text(found), *bounds(found)]
+    if ".".join(path.replace("[]", "").split(".")[:2]) in fixed_keys():
+        notes.append("a resumed run must keep it")
+    return [f"{path}{default}   ({', '.join(notes)})", *_wrapped(description(path), "    ")]
+
+
+def description(path: str) -> str:
+    """Return the description of a key, or of the table that it holds."""
+    found = keys()[path]
+    return str(found.get("description") or " ".join((table_of(found) or {})["description"].split()))
+
+
+def type_text(found: Mapping[str, Any]) -> str:
+    """Return the type of a key in words, such as "list of string"."""
+    if "enum" in found:
+        return " | ".join(map(written, found["enum"]))
+    if "prefixItems" in found:
+        return f"{len(found['prefixItems'])} numbers"
+    if "items" in found:
+        return f"list of {type_text(found['items'])}"
+    return {None: "table", "object": "table"}.get(found.get("type"), str(found.get("type")))
+
+
+def bounds(found: Mapping[str, Any]) -> list[str]:
+    """Return the bounds of a key in words."""
+    names = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    return [f"{words} {found[name]:g}" for name, words in names.items() if name in found]
+
+
+def written(value: Any) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {written(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(written, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
@@ -120,7 +158,7 @@ def _init(args: argparse.Namespace) -> int:
 
     write_text(args.file, starter(values))
     print(f"written: {args.file.absolute()}")
-    print("every other key: brorl config   for an editor: brorl config schema > brorl.schema.json")
+    print("every other key: brorl config   for an editor: brorl config --schema > brorl.schema.json")
     print(f"next: brorl train {shlex.quote(str(args.file))}")
     return 0
 
@@ -142,18 +180,18 @@ def run_dir(file: Path) -> str:
 
 
 def starter(values: dict[str, Any]) -> str:
-    """The TOML file of some keys, each under its meaning; None: the default, as a comment."""
-    known, section = {key.path: key for key in keys()}, ""
+    """Return the TOML file of some keys, each below its description; None: the default, as a comment."""
+    section = ""
     lines: list[str] = []
     for path, value in values.items():
-        key, name = known[path], path.split(".")[1]
-        if path.split(".")[0] != section:
-            section = path.split(".")[0]
+        if path.partition(".")[0] != section:
+            section = path.partition(".")[0]
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        lines += _wrapped(key.meaning, "# ")
-
-        # What is left at its default shows how it would be set.
-        lines.append(f"# {name} = {written(key.default)}" if value is None else f"{name} = {written(value)}")
+        lines += _wrapped(description(path), "# ")
+        name = path.partition(".")[2]
+        lines.append(
+            f"# {name} = {written(keys()[path]['default'])}" if value is None else f"{name} = {written(value)}"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,20 +1,23 @@
-"""A run's configuration from a TOML file and `section.key=value` overrides.
+"""A run's configuration from a TOML file and `section.key=value` overrides, with messages that name file and key.
 
-Strict: an unknown section, an unknown key or a value of the wrong type is an error that names it. What can be
-checked without loading anything is checked here; what needs the model or the world size is checked where those
-are known (`parallel.grid`, `models.gpt`).
+Rules that need the model or the number of ranks are checked where those are known (parallel.grid, models.gpt).
 """
 
 from __future__ import annotations
 
+import difflib
+import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.schema import Config
-from megatron_brorl.config.toml import build, override
-from megatron_brorl.config.validate import validate
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_brorl.config.foreign_keys import answer
+from megatron_brorl.config.rules import check
+from megatron_brorl.config.schema import Config, json_schema, keys
 from megatron_brorl.errors import UserError, shown
 
 if sys.version_info >= (3, 11):
@@ -22,29 +25,119 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+MAX_FLOAT = 1e30  # float32, in which most of them are used, ends at 3.4e38
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, apply `section.key=value` overrides and check the result.
 
-    Raises UserError naming the file and key for anything unknown, mistyped or out of range.
+    Raises UserError that names the file and the key of what is unknown, mistyped or out of range.
     """
     path = Path(path).absolute()  # messages are read in logs, away from the working directory
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such configuration file") from None
-    except (ValueError, RecursionError) as e:  # of its UTF-8, its syntax, or what Python makes of it
+    except (ValueError, RecursionError) as e:  # of its UTF-8, its syntax, or its nesting
         raise UserError(f"{path}: not valid TOML: {shown(e)}") from None
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
-
     return load_table(table, str(path), overrides)
 
 
 def load_table(table: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
-    """As load, of what TOML would have made of a file; where: what messages call it. Changes the table."""
+    """Return the configuration of a table as TOML makes it. Changes the table.
+
+    where: what messages call the table. Raises UserError as `load`.
+    """
     for item in overrides:
-        override(table, item)
-    config = build(Config, table, where, "")
-    validate(config, where)
+        _override(table, item)
+    try:
+        _check_values(table, where, "")
+        config = TypeAdapter(Config).validate_json(json.dumps(table))
+    except RecursionError:
+        raise UserError(f"{where}: tables and lists are nested too deeply") from None
+    except ValidationError as e:
+        raise UserError(f"{where}: {_first(e)}") from None
+    check(config, where)
     return config
+
+
+def suggestion(path: str, value: object = None) -> str:
+    """Answer an unknown key: "did you mean rollout.n?"; "" if no key is similar.
+
+    path: section.key; tables in lists as data.tasks[].name. value: of the key. If it is a table, its keys may be those
+    of another trainer.
+    """
+    for name in (path, *_names_in(value)):
+        if found := answer(name.rpartition(".")[2]):
+            return found
+
+    # A misspelt section, a misspelt key of this section, or a key of another section.
+    section, _, last = path.rpartition(".")
+    if path in json_schema()["properties"]:
+        return ""
+    if not section:
+        close = difflib.get_close_matches(last, json_schema()["properties"])
+    else:
+        here = {key.rpartition(".")[2]: key for key in keys() if key.rpartition(".")[0] == section}
+        close = [here[name] for name in difflib.get_close_matches(last, here)]
+    close = close or [key for key in keys() if key.rpartition(".")[2] == last]
+    return f"did you mean {' or '.join(close[:3])}?" if close else ""
+
+
+def _names_in(value: object) -> list[str]:
+    if not isinstance(value, Mapping):
+        return []
+    return [name for key, inner in value.items() for name in (str(key), *_names_in(inner))]
+
+
+def _override(table: dict[str, Any], item: str) -> None:
+    """Apply one `section.key=value`; the value is TOML, or a plain string where it is not."""
+    key, equals, text = item.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) != 2 or not all(parts):
+        hint = suggestion(key.strip()) if equals else ""
+        raise UserError(f"override {shown(item)}: {hint or 'expected section.key=value, for example rollout.n=64'}")
+    try:
+        value: Any = tomllib.loads(f"v = {text}")["v"]
+    except (ValueError, RecursionError):
+        value = text
+    section = table.setdefault(parts[0], {})
+    if not isinstance(section, dict):
+        raise UserError(f"override {shown(item)}: {parts[0]} is not a section")
+    section[parts[1]] = value
+
+
+def _check_values(value: Any, where: str, path: str) -> None:
+    """Raise UserError for what JSON, in which checkpoints keep the configuration, or float32 cannot hold."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _check_values(inner, where, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            _check_values(inner, where, f"{path}[{i}]")
+    elif isinstance(value, float) and not -MAX_FLOAT <= value <= MAX_FLOAT:
+        raise UserError(f"{where}: {path} = {shown(value)}: must be finite, and within +-{MAX_FLOAT:g}")
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise UserError(f"{where}: {path} = {shown(value)}: must be within 64 bits")
+    elif not isinstance(value, str | bool | int | float):
+        raise UserError(f"{where}: {path} = {shown(value)}: must be text, a number, a boolean, a list or a table")
+
+
+def _first(error: ValidationError) -> str:
+    """Return the first unknown key, or else the first wrong value, as key, value and what to do."""
+    found = sorted(error.errors(), key=lambda e: e["type"] != "unexpected_keyword_argument")[0]
+    path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in found["loc"]).lstrip(".")
+    if found["type"] == "unexpected_keyword_argument":
+        any_index = re.sub(r"\[\d+\]", "[]", path)
+        section = any_index.rpartition(".")[0]
+        known = ", ".join(key.rpartition(".")[2] for key in keys() if key.rpartition(".")[0] == section)
+        hint = suggestion(any_index, found["input"]) or f"known here: {known or ', '.join(Config.__annotations__)}"
+        return f"unknown key {path}; {hint}"
+    if found["type"] == "missing":
+        return f"{path} is missing"
+    message = (
+        found["msg"].replace("Input should be", "must be").replace("an object", "a table").replace("array", "list")
+    )
+    return f"{path} = {shown(found['input'])}: {message}"

@@ -1,329 +1,570 @@
-"""The configuration of a run: frozen sections of typed keys, each with its meaning, default and bound.
+"""The configuration of a run: frozen pydantic dataclasses, one per section of the TOML file.
 
-The comments above and beside a key are its meaning and unit, for `brorl config` too (config/describe.py). The keys of
-[data] are in config/data_keys.py, those of [engine] in config/engine_keys.py, those of [optim] in config/optim_keys.py.
-config/load.py reads them; rules over several keys are in config/validate.py.
+A field holds the type, default, bounds and description of a key. `brorl config` prints them, config/load.py reads a
+file into these classes, and config/rules.py checks what keys require of each other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from megatron_brorl.config.bounds import above, at_least, within
-from megatron_brorl.config.data_keys import DataConfig
-from megatron_brorl.config.engine_keys import EngineConfig
-from megatron_brorl.config.optim_keys import OptimConfig
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+from typing_extensions import dataclass_transform
+
+T = TypeVar("T")
+# What every value must keep to: no conversion between types, no unknown keys, no inf and no nan.
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-@dataclass(frozen=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
+def section(cls: type[T]) -> type[T]:
+    """Make a class of keys a frozen dataclass that checks its values."""
+    made: Any = dataclass(frozen=True, config=_STRICT)(cls)
+    return cast("type[T]", made)
+
+
+def key(default: Any, description: str, **bounds: Any) -> Any:
+    """Return a field with its default, its description and bounds such as ge=1."""
+    return Field(default, description=description, **bounds)
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
+@section
 class RunConfig:
-    dir: str = "runs/default"  # metrics, checkpoints, plots and model/ go here; none of them may replace an input
-    seed: int = 0  # the only seed: data order and every random stream derive from it
-    started: float = 0.0  # Unix time at which the whole job began, where this command is not its first; 0 = now
-    # What run.dir/rollouts holds whole (docs/rollouts.md): the rollouts of so many groups of each step, and at
-    # evaluations of all held-out prompts; of each the first siblings, as run.record_tokens allows
-    record_groups: int = at_least(0, default=4)
-    record_tokens: int = at_least(0, default=1048576)  # that are held whole, per step and per evaluation
-    # Licence that the card of the exported model names, as the hub writes it ("apache-2.0"); "" = that of the card of
-    # model.path, or "other" where it has none
-    license: str = ""
-    # Unix time at which a scheduler ends the job: before a step that would not be done by then, `brorl train` saves and
-    # leaves with 75. 0 = SLURM_JOB_END_TIME, where there is one
-    ends_at: float = at_least(0, default=0.0)
-    # Where figures go besides metrics.jsonl, each if it is installed: TensorBoard to run.dir/tensorboard, the others to
-    # the project "brorl", or where their own environment variables say (WANDB_PROJECT, MLFLOW_TRACKING_URI)
-    log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    # Write a trace of all ranks, dir/traces/step_000010.json, for each step whose number in metrics.jsonl is a multiple
-    # of this; 0 = never
-    trace_every: int = at_least(0, default=0)
-    # Dense bfloat16 TFLOP/s of a device, over which utilisation is told; 0 = by its name, where it is a known GPU
-    peak_tflops: float = at_least(0, default=0.0)
+    """Output folder, seed and logging."""
+
+    dir: str = key("runs/default", "Folder of metrics, checkpoints, plots and model/. No input may lie in it.")
+    seed: int = key(0, "Seed from which the order of the data and every random stream derive.")
+    started: float = key(0.0, "Unix time at which the job began, if before this command; 0 = now.")
+    record_groups: int = key(
+        4, "Groups per step whose rollouts run.dir/rollouts stores with their texts; evaluations store all.", ge=0
+    )
+    record_tokens: int = key(1048576, "Tokens that are stored per step and per evaluation, at most.", ge=0)
+    license: str = key("", "Licence in the card of the exported model.")
+    ends_at: float = key(0.0, "Unix time at which a scheduler ends the job; 0 = SLURM_JOB_END_TIME.", ge=0)
+    log: tuple[Tracker, ...] = key(
+        ("tensorboard",),
+        "Trackers that receive the metrics besides metrics.jsonl, if they are installed. W&B and MLflow use the "
+        'project "brorl", or what their environment variables (WANDB_PROJECT, MLFLOW_TRACKING_URI) say.',
+    )
+    trace_every: int = key(
+        0, "Steps from one trace of all ranks (run.dir/traces/step_000010.json) to the next; 0 = never.", ge=0
+    )
+    peak_tflops: float = key(0.0, "Dense bfloat16 TFLOP/s of a device; 0 = by its name.", ge=0)
 
 
-@dataclass(frozen=True)
+@section
 class ModelConfig:
-    # Hugging Face directory (config.json, *.safetensors, tokenizer), or a model's name on the hub (Qwen/Qwen2.5-0.5B)
-    path: str = ""
-    dtype: Literal["fp32", "bf16"] = "fp32"  # of weights and activations; the optimizer keeps fp32 masters
-    # Prompt + response tokens at most; 0 = max_position_embeddings of config.json
-    context: int = at_least(0, default=0)
+    """The model that is trained."""
+
+    path: str = key("", "Hugging Face directory, or the name of a model on the hub (Qwen/Qwen2.5-0.5B).")
+    dtype: Literal["fp32", "bf16"] = key("fp32", "Type of weights and activations; the optimizer keeps fp32 weights.")
+    context: int = key(0, "Prompt and response tokens, at most; 0 = max_position_embeddings of config.json.", ge=0)
 
 
-@dataclass(frozen=True)
+@section
 class ParallelConfig:
-    tensor: int = at_least(1, default=1)  # ranks that every layer is cut over (tensor parallelism)
-    pipeline: int = at_least(1, default=1)  # stages of layers, one behind another (pipeline parallelism)
-    context: int = at_least(1, default=1)  # ranks that the tokens of every sequence are cut over (context parallelism)
-    sequence: bool = False  # Megatron's sequence parallelism (needs tensor > 1)
-    distributed_optimizer: bool = False  # ZeRO-1; a resumed run needs the same tensor and pipeline sizes
-    overlap_grad_reduce: bool = False  # gradients are summed over data-parallel ranks while the backward pass goes on
-    overlap_param_gather: bool = False  # ZeRO-1's weights are gathered while the next forward pass goes on
-    # A collective that waits longer ends the run; ranks that wait for another's rollouts wait rollout.timeout_s more.
-    timeout_s: float = above(0, default=600.0)
+    """How the training is distributed over ranks. The ranks that remain are data-parallel."""
+
+    tensor: int = key(1, "Tensor-parallel size: ranks over which every layer is split.", ge=1)
+    pipeline: int = key(1, "Pipeline-parallel size: consecutive stages of layers.", ge=1)
+    context: int = key(1, "Context-parallel size: ranks over which the tokens of a sequence are split.", ge=1)
+    sequence: bool = key(False, "Sequence parallelism of Megatron; needs parallel.tensor > 1.")
+    distributed_optimizer: bool = key(
+        False, "Shard the optimizer over data-parallel ranks (ZeRO-1). Resume with the same tensor and pipeline sizes."
+    )
+    overlap_grad_reduce: bool = key(False, "Sum gradients over ranks during the backward pass.")
+    overlap_param_gather: bool = key(False, "Gather the weights of the distributed optimizer in the forward pass.")
+    timeout_s: float = key(
+        600.0, "Seconds that a collective may wait; waiting for rollouts may take rollout.timeout_s more.", gt=0
+    )
 
 
-@dataclass(frozen=True)
+@section
 class Fp8Config:
-    """Training in FP8: by Transformer Engine's layers, on GPUs that have it (models.fp8 checks), and by our LM head."""
+    """Training in FP8 with Transformer Engine, on GPUs that support it."""
 
-    # tensorwise scales by the current maximum, delayed by past ones, blockwise per 128 x 128; mxfp8 needs Blackwell
-    recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"
-    format: Literal["e4m3", "hybrid"] = "hybrid"  # hybrid: gradients in e5m2
-    parameters: bool = False  # the weights of linears are stored in FP8, beside the optimizer's fp32 masters
-    bf16_layers: int = at_least(0, default=0)  # at each end of the model that stay in bf16; not with recipe = "delayed"
-    amax_history: int = at_least(1, default=1024)  # steps that recipe = "delayed" looks back
-    # Products of the actor's hidden states with its LM head: blockwise rounds them per 1 x 128 and the weight per
-    # 128 x 128 to e4m3 (on Hopper, CUDA 12.9 and torch 2.10; a CPU emulates it). Gradients stay in model.dtype
-    head: Literal["none", "blockwise"] = "none"
+    recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = key(
+        "none",
+        'Scaling: "tensorwise" by the current maximum, "delayed" by past ones, "blockwise" per 128 x 128 block; '
+        '"mxfp8" needs Blackwell.',
+    )
+    format: Literal["e4m3", "hybrid"] = key("hybrid", 'Number format; "hybrid" stores gradients in e5m2.')
+    parameters: bool = key(
+        False, "Store the weights of linear layers in FP8, next to the fp32 weights of the optimizer."
+    )
+    bf16_layers: int = key(0, 'Layers at each end of the model that stay in bf16; 0 with recipe = "delayed".', ge=0)
+    amax_history: int = key(1024, 'Steps that recipe = "delayed" looks back.', ge=1)
 
 
-@dataclass(frozen=True)
+@section
+class ColumnsConfig:
+    """Columns of files that do not use this project's names. "a.b" is b within a.
+
+    If one is named, only named columns are read. The sources of a mixture share one mapping.
+    """
+
+    prompt: str = key("", 'Text, or a list of messages; "" = "prompt".')
+    answer: str = key("", 'Reference answer, text or a number; "" = "answer".')
+    answer_regex: str = key(
+        "",
+        "Part of that column that is the answer: the first group of the last match, as '#### (.+)'; \"\" = all of it.",
+    )
+    target: str = key("", 'What `brorl sft` learns, if it is not the answer; "" = "target".')
+    verifier: str = key("", 'Name of the verifier of the row; "" = "verifier".')
+    id: str = key("", 'Unique in its file; "" = "id".')
+    metadata: str = key("", 'What the verifier needs besides the answer; "" = "metadata".')
+
+
+@section
+class TaskConfig:
+    """A reasoning-gym task that generates prompts."""
+
+    name: str = Field(description="Name in reasoning-gym.")
+    weight: float = key(1.0, "Share of the prompts, relative to the sum of all weights.", gt=0)
+    prompt_regex: str = key("", 'Regular expression whose first group is the prompt; "" = the whole question.')
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of reasoning_gym.create_dataset."
+    )
+
+
+@section
+class MixtureConfig:
+    """A source of a mixture of files."""
+
+    files: tuple[str, ...] = Field(description="JSONL or Parquet files, shuffled in every epoch of this source.")
+    weight: float = Field(gt=0, description="Share of the prompts of every step, relative to the sum of all weights.")
+    name: str = key("", 'Name in reports; "" = the name of the first file without its suffix.')
+    verifier: str = key("", 'Verifier of rows that name none; "" = data.verifier.')
+
+
+@section
+class DataConfig:
+    """Prompts: files, mixtures of files, or generated tasks.
+
+    A file is a JSONL or Parquet path, or hf://datasets/OWNER/NAME/FILE on the Hugging Face hub.
+    """
+
+    train: tuple[str, ...] = key((), "Files to train on, shuffled in every epoch.")
+    mixture: tuple[MixtureConfig, ...] = key((), "Sources with a share of every step each, instead of data.train.")
+    held_out: tuple[str, ...] = key((), "Files to evaluate on; never trained on.")
+    columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
+    tasks: tuple[TaskConfig, ...] = key((), "Tasks that generate prompts, instead of files.")
+    train_seed: int = key(1, "Seed of the generated training prompts.")
+    held_out_seed: int = key(2, "Seed of the generated held-out prompts.")
+    held_out_prompts: int = key(512, "Held-out prompts that are generated; files are used whole.", ge=1)
+    verifier: str = key("exact", 'Verifier of rows that name none; "my_rewards.py:score" is a function of your own.')
+    template: str = key("{prompt}", "Text around every prompt.")
+    chat: bool = key(
+        False,
+        "Apply the chat template of the tokenizer: to the prompt as one user message, or to the messages of a row.",
+    )
+    system_prompt: str = key("", "System message before the messages of every row; needs data.chat.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables of the chat template, as {enable_thinking = false}; needs data.chat.",
+    )
+
+
+@section
 class RolloutConfig:
-    n: int = at_least(1, default=512)  # rollouts per prompt
-    # Prompts per step, over all ranks. A step may span epochs of data.train, and take more prompts than there are: one
-    # that it takes twice is two groups of n, each with its own random numbers and its own baseline.
-    prompts: int = at_least(1, default=128)
-    # "torch" is built in; the others run in processes of their own (section [engine]).
-    engine: Literal["torch", "trtllm", "vllm"] = "torch"
-    # What logits are divided by before sampling
-    temperature: float = above(0, default=1.0, why=" (sampling needs randomness)")
-    top_p: float = within("(0, 1]", default=1.0)  # probability of the likeliest tokens that are sampled from
-    top_k: int = at_least(0, default=0)  # how many of the likeliest tokens are sampled from; 0 = off
-    max_tokens: int = at_least(1, default=1024)  # tokens of a response, at most
-    max_num_seqs: int = at_least(1, default=2048)  # rollouts decoded at a time on one rank
-    # Rollouts that wait go to whichever engine has room, and when none waits any more, built-in engines that run out
-    # take over some that others have begun. Which ones are decoded together then depends on time, and with it the last
-    # bits of an engine's floats: off, runs repeat bit for bit
-    pull: bool = False
-    # MiB for keys and values on one rank; what does not fit waits. 0 = half of what is free
-    kv_cache_mib: int = at_least(0, default=0)
-    stop_strings: tuple[str, ...] = ()  # a response ends when its text contains one, besides the model's stop tokens
-    dtype: Literal["fp32", "bf16"] = "fp32"  # of the engine's weights, keys and values
-    # Seconds of a step's sampling on one rank; rollouts that have not ended half-way are named. Then it is told to
-    # stop, and what does not end is lost, or carried to the next step where there are partial rollouts.
-    timeout_s: float = above(0, default=1800.0)
-    # Share of a step's rollouts that may be lost; the others are trained on. More end the run; 0: any does
-    max_lost_share: float = within("[0, 1]", default=0.1)
-    # Tokens that one step adds to a response at most; the rest follows in the next steps, and a group is trained on
-    # when its last sibling has ended. 0 = responses are sampled whole.
-    partial_tokens: int = at_least(0, default=0)
-    # Rounds of more prompts that a step samples at most while dynamic sampling keeps fewer than rollout.prompts groups.
-    # Kept groups beyond that are trained on in the next step.
-    refills: int = at_least(0, default=0)
-    # With refills a round asks as many prompts as the share kept of late says will do, at most so many times
-    # rollout.prompts. 1: every round asks rollout.prompts
-    max_oversample: float = within("[1, 16]", default=4.0)
-    # Steps that a group is carried over at most; what has not ended then is lost
-    max_carried_steps: int = at_least(0, default=8)
+    """Sampling of responses."""
+
+    n: int = key(512, "Rollouts per prompt.", ge=1)
+    prompts: int = key(128, "Prompts per step, over all ranks. A step may contain a prompt twice, as two groups.", ge=1)
+    engine: Literal["torch", "trtllm", "vllm"] = key(
+        "torch", 'Engine: built in ("torch"), or TensorRT-LLM or vLLM in processes of their own (section [engine]).'
+    )
+    temperature: float = key(1.0, "Sampling temperature.", gt=0)
+    top_p: float = key(1.0, "Sample from the most likely tokens with this total probability.", gt=0, le=1)
+    top_k: int = key(0, "Sample from so many of the most likely tokens; 0 = all.", ge=0)
+    max_tokens: int = key(1024, "Tokens of a response, at most.", ge=1)
+    max_num_seqs: int = key(2048, "Rollouts that one rank decodes at a time, at most.", ge=1)
+    pull: bool = key(
+        False,
+        "Give waiting rollouts to the engine that has room (work stealing). Batches then depend on timing, so runs no "
+        "longer repeat bit for bit.",
+    )
+    kv_cache_mib: int = key(
+        0, "MiB for the built-in engine's keys and values on a rank; 0 = half of what is free.", ge=0
+    )
+    stop_strings: tuple[str, ...] = key((), "Strings that end a response, besides the stop tokens of the model.")
+    dtype: Literal["fp32", "bf16"] = key("fp32", "Type of the engine's weights, keys and values.")
+    timeout_s: float = key(
+        1800.0,
+        "Seconds of sampling in a step. Rollouts that are not done by then are lost, or carried over with "
+        "rollout.partial_tokens.",
+        gt=0,
+    )
+    max_lost_share: float = key(0.1, "Share of a step's rollouts that may be lost before the run ends.", ge=0, le=1)
+    partial_tokens: int = key(
+        0,
+        "Tokens that a step adds to a response, at most; the next steps sample the rest, and a group is trained on "
+        "when all its rollouts are done. 0 = sample responses whole.",
+        ge=0,
+    )
+    refills: int = key(
+        0,
+        "Rounds of more prompts that a step samples, at most, while dynamic sampling has kept fewer than "
+        "rollout.prompts groups. Surplus groups are trained on in the next step.",
+        ge=0,
+    )
+    max_oversample: float = key(4.0, "Prompts of a refill round, at most, in units of rollout.prompts.", ge=1, le=16)
+    max_carried_steps: int = key(8, "Steps that an unfinished group is carried over, at most; then it is lost.", ge=0)
 
 
-@dataclass(frozen=True)
+@section
+class EngineConfig:
+    """The engine processes of rollout.engine = "vllm" or "trtllm". The built-in engine has no such process."""
+
+    python: str = key("", 'Interpreter of the environment that has the engine; "" = that of the trainer.')
+    tensor: int = key(1, "Tensor-parallel size of an engine; so many neighbouring ranks of a node share it.", ge=1)
+    memory_fraction: float = key(
+        0.85,
+        "Share of the GPU memory. vLLM: of all memory, for weights, keys and values. TensorRT-LLM: of what the trainer "
+        "and the engine's weights leave, for keys and values.",
+        gt=0,
+        lt=1,
+    )
+    kv_dtype: Literal["auto", "fp8"] = key("auto", 'Type of keys and values; "auto" = rollout.dtype.')
+    quantization: Literal["none", "fp8"] = key(
+        "none",
+        "Quantization of the weights. vLLM quantizes them as they arrive; for TensorRT-LLM the trainer sends FP8 with "
+        "a scale per 128 x 128 block.",
+    )
+    max_num_tokens: int = key(8192, "Tokens that an engine computes in one step, at most.", ge=1)
+    cuda_graphs: bool = key(True, "Use CUDA graphs (and compilation in vLLM) on a GPU.")
+    transport: Literal["auto", "cuda_ipc", "host"] = key(
+        "auto",
+        'How weights reach the engine. "auto": CUDA IPC if trainer and engine have the same torch and share one GPU, '
+        "else host memory.",
+    )
+    shared_memory: str = key("/dev/shm", "Folder in memory for the weights: one copy per node, two during an update.")
+    start_timeout_s: float = key(1200.0, "Seconds until a new process answers, at most.", gt=0)
+    heartbeat_timeout_s: float = key(
+        60.0,
+        "Seconds without a sign of life, or within one part of a weight update, after which a process is restarted. "
+        "It must exceed the longest step of the engine.",
+        ge=5,
+    )
+    max_restarts: int = key(3, "Restarts without a completed call in between, after which the run ends.", ge=0)
+
+
+@section
 class RewardConfig:
-    workers: int = at_least(1, default=2)  # scoring processes per rank
-    # Seconds per answer; a worker that takes longer is killed and the answer scores 0
-    timeout_s: float = above(0, default=5.0)
-    max_chars: int = at_least(1, default=65536)  # a longer answer scores 0 unseen; some verifiers take less
-    # What part of a response is the answer. "verifier": what its row's verifier looks for; the others are for all rows
-    extract: Literal["verifier", "full", "answer_tag", "boxed"] = "verifier"
-    # Programs that the model writes run in a sandbox; true: where there is none, or not, they run without isolation
-    unsandboxed: bool = False
-    # The smallest reward of a response that counts as correct: in pass@1, pass@k and every other count of right
-    # responses. A response that failed to be scored, or was cut off with cut_off_factor below 1, never does.
-    correct_at: float = 1.0
-    strict: bool = False  # train on 1 for a correct response and 0 for any other; false: on the verifier's own reward
-    # Factor on the reward of a response that rollout.max_tokens cut off ("stop properly"). It never raises a reward: a
-    # negative one stays as it is. With 0, verifiers that give no negative rewards do not look at such a response.
-    cut_off_factor: float = within("[0, 1]", default=0.0)
+    """Scoring of responses."""
+
+    workers: int = key(2, "Scoring processes per rank.", ge=1)
+    timeout_s: float = key(5.0, "Seconds per answer, after which its worker is killed and the answer scores 0.", gt=0)
+    max_chars: int = key(65536, "Characters of an answer; a longer one scores 0. Some verifiers allow fewer.", ge=1)
+    extract: Literal["verifier", "full", "answer_tag", "boxed"] = key(
+        "verifier",
+        'Part of a response that is the answer: what the verifier of the row looks for ("verifier"), or this.',
+    )
+    unsandboxed: bool = key(False, "Run programs of the model without isolation, even if there is no sandbox.")
+    correct_at: float = key(
+        1.0,
+        "Smallest reward of a correct response, in pass@k and every other count. A response that could not be scored, "
+        "or that was cut off with cut_off_factor below 1, is never correct.",
+    )
+    strict: bool = key(
+        False, "Train on 1 for a correct response and 0 for any other, instead of the verifier's reward."
+    )
+    cut_off_factor: float = key(
+        0.0,
+        "Factor on the reward of a response that rollout.max_tokens cut off. Negative rewards stay as they are.",
+        ge=0,
+        le=1,
+    )
 
 
-@dataclass(frozen=True)
+@section
 class ShapingConfig:
-    """What is added to rewards before advantages are made of them; groups are selected by what was scored."""
+    """Terms that are added to rewards before advantages are computed. Groups are selected by the unshaped rewards."""
 
-    # The last so many tokens below rollout.max_tokens cost up to 1, growing linearly; 0 = off
-    overlong_tokens: int = at_least(0, default=0)
-    # A correct response of t tokens gets cosine_coef (min + (max - min) (1 + cos(pi t / rollout.max_tokens)) / 2) more,
-    # for cosine_on_steps steps, and then not for cosine_off_steps steps, in turn; cosine_off_steps = 0: always.
-    cosine_coef: float = 0.0
-    cosine_min: float = -0.5  # `min` of cosine_coef: what the longest response gets
-    cosine_max: float = 0.0  # `max` of cosine_coef: what the shortest response gets
-    cosine_on_steps: int = at_least(0, default=100)  # steps in a row with cosine_coef
-    cosine_off_steps: int = at_least(0, default=500)  # steps in a row without it; 0 = never
-    # Tokens of an n-gram, each of which costs repetition_penalty where it has occurred before in its response; 0 = off
-    repetition_ngram: int = at_least(0, default=0)
-    repetition_penalty: float = at_least(0, default=0.001)  # reward that a repeated n-gram costs
+    overlong_tokens: int = key(
+        0, "Tokens below rollout.max_tokens over which a length penalty grows linearly from 0 to 1; 0 = off.", ge=0
+    )
+    cosine_coef: float = key(
+        0.0,
+        "Coefficient of the length reward of a correct response of t tokens, cosine_min + (cosine_max - cosine_min) "
+        "(1 + cos(pi t / rollout.max_tokens)) / 2.",
+    )
+    cosine_min: float = key(-0.5, "Length reward of the longest response.")
+    cosine_max: float = key(0.0, "Length reward of the shortest response.")
+    cosine_on_steps: int = key(100, "Consecutive steps with the length reward.", ge=0)
+    cosine_off_steps: int = key(500, "Consecutive steps without the length reward, in turn; 0 = always on.", ge=0)
+    repetition_ngram: int = key(0, "Tokens of an n-gram that is penalised if it repeats in a response; 0 = off.", ge=0)
+    repetition_penalty: float = key(0.001, "Penalty for each repeated n-gram.", ge=0)
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is ever added."""
+        """Return whether any term is added."""
         return bool(self.overlong_tokens or self.cosine_coef or self.repetition_ngram)
 
 
 Advantage = Literal["reinforce_pp_baseline", "grpo", "maxrl", "pass_at_k", "gae"]
 
 
-@dataclass(frozen=True)
+@section
 class AlgoConfig:
-    # "reinforce_pp_baseline": reward minus the mean of its group, whitened over the step's rollouts; "grpo": minus the
-    # mean and over the standard deviation of its group; "maxrl": minus the mean and over the mean of its group, which
-    # weighs hard prompts more; "pass_at_k": what it adds to pass@k, over what the others have, whitened likewise;
-    # "gae": generalised advantages of a critic, whitened over the step's tokens
-    advantage: Advantage = "reinforce_pp_baseline"
-    pass_k: int = at_least(0, default=0)  # k of advantage = "pass_at_k", below rollout.n; 0 with any other
-    gamma: float = within("[0, 1]", default=1.0)  # discount per token of advantage = "gae"
-    lam: float = within("[0, 1]", default=1.0)  # lambda of advantage = "gae": 1 trusts the rewards, 0 the critic
-    dynamic_sampling: bool = True  # train on groups with different rewards alone; false: on every group
-    correct_boost: float = 0.0  # added to the advantages of a correct response (reward.correct_at)
-    overlong_filter: bool = False  # no loss on responses that rollout.max_tokens cut off; baselines still count them
-    kl_coef: float = at_least(0, default=0.0)  # of the KL to the reference policy; 0 = no reference
-    kl_estimator: Literal["k1", "k2", "k3"] = "k2"  # in the loss only k2's gradient is that of KL(pi || reference)
-    kl_in: Literal["loss", "reward"] = "loss"  # where the KL to the reference policy counts
-    # What the loss makes of a token's importance ratio and advantage: "clip": PPO's clipped surrogate with its bounds
-    # apart (DAPO); "cispo": bounds on the importance weight alone, so that no token loses its gradient (MiniMax-M1);
-    # "sapo": a smooth gate of the temperatures tau in place of bounds (SAPO)
-    policy_loss: Literal["clip", "cispo", "sapo"] = "clip"
-    eps_low: float = within("(0, 1)", default=0.2)  # the ratio's lower bound is 1 - eps_low
-    eps_high: float = above(0, default=0.28)  # the ratio's upper bound is 1 + eps_high
-    dual_clip: float = 0.0  # bound above 1 on the ratio of tokens with negative advantage ("clip" alone); 0 = none
-    tau_pos: float = above(0, default=1.0)  # of "sapo": how fast the gate closes where the advantage is above 0
-    tau_neg: float = above(0, default=1.05)  # of "sapo": how fast the gate closes elsewhere
-    ratio: Literal["token", "sequence"] = "token"  # importance ratio of each token, or one per sequence (GSPO)
-    # Truncated importance sampling between engine and trainer; 0 = off. With rollout.top_p or top_k a token's weight is
-    # the probability mass that the cut left, which is below 1
-    is_cap: float = at_least(0, default=2.0)
-    # Tokens, or whole sequences by the geometric mean of theirs, whose pi_old / pi_rollout lies outside
-    # [mismatch_low, mismatch_high] get no loss; they still count in its divisor.
-    mismatch_mask: Literal["off", "token", "sequence"] = "off"
-    mismatch_low: float = at_least(0, default=0.5)  # lower end of mismatch_mask's interval
-    mismatch_high: float = 5.0  # upper end of mismatch_mask's interval
-    entropy_coef: float = at_least(0, default=0.0)  # bonus for entropy in the loss
-    # What the loss is divided by: "token_mean": the tokens of a mini-batch; "sequence_mean": the tokens of each
-    # sequence, and then their number; "fixed": aggregation_tokens per sequence
-    aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
-    aggregation_tokens: int = at_least(0, default=0)  # the divisor per sequence of aggregation = "fixed"
-    # "rollout" takes the engine's log-probs, which saves a forward pass where engine == trainer; not with rollout.top_p
-    # below 1 or rollout.top_k, over which the engine renormalises
-    old_log_probs: Literal["actor", "rollout"] = "actor"
-    mini_batches: int = at_least(1, default=1)  # optimizer steps per sampled batch
-    mini_batch_of: Literal["prompts", "siblings"] = "prompts"  # each has whole groups, or a part of every group
-    epochs: int = at_least(1, default=1)  # times that a step goes over its mini-batches
+    """Advantages and the policy loss."""
+
+    advantage: Advantage = key(
+        "reinforce_pp_baseline",
+        '"reinforce_pp_baseline": reward minus the mean of its group, whitened over the step. "grpo": also divided by '
+        'the standard deviation of the group. "maxrl": also divided by the mean of the group. "pass_at_k": the '
+        'contribution to pass@k, whitened over the step. "gae": generalised advantages of a critic, whitened over the '
+        "tokens of the step.",
+    )
+    pass_k: int = key(0, 'k of advantage = "pass_at_k", below rollout.n; 0 with any other.', ge=0)
+    gamma: float = key(1.0, 'Discount per token of advantage = "gae".', ge=0, le=1)
+    lam: float = key(1.0, 'Lambda of advantage = "gae": 1 trusts the rewards, 0 the critic.', ge=0, le=1)
+    dynamic_sampling: bool = key(True, "Train only on groups whose rewards differ.")
+    correct_boost: float = key(0.0, "Added to the advantages of correct responses.")
+    overlong_filter: bool = key(False, "No loss on responses that were cut off; baselines still include them.")
+    kl_coef: float = key(0.0, "Coefficient of the KL divergence to the reference policy; 0 = no reference.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = key(
+        "k2", "Estimator of the KL divergence. In the loss only k2 has the gradient of KL(pi || reference)."
+    )
+    kl_in: Literal["loss", "reward"] = key("loss", "Where the KL divergence to the reference policy counts.")
+    policy_loss: Literal["clip", "cispo", "sapo"] = key(
+        "clip",
+        '"clip": clipped surrogate of PPO with separate bounds (DAPO). "cispo": bounds on the importance weight only, '
+        'so that every token keeps its gradient (MiniMax-M1). "sapo": a smooth gate instead of bounds (SAPO).',
+    )
+    eps_low: float = key(0.2, "Lower bound of the ratio is 1 - eps_low.", gt=0, lt=1)
+    eps_high: float = key(0.28, "Upper bound of the ratio is 1 + eps_high.", gt=0)
+    dual_clip: float = key(0.0, 'Upper bound of the ratio at negative advantages, with "clip"; 0 = none.')
+    tau_pos: float = key(1.0, 'Temperature of "sapo" at positive advantages.', gt=0)
+    tau_neg: float = key(1.05, 'Temperature of "sapo" elsewhere.', gt=0)
+    ratio: Literal["token", "sequence"] = key("token", "Importance ratio per token, or per sequence (GSPO).")
+    is_cap: float = key(
+        2.0,
+        "Cap of truncated importance sampling between engine and trainer; 0 = off. With rollout.top_p or top_k the "
+        "weight of a token includes the probability that was cut.",
+        ge=0,
+    )
+    mismatch_mask: Literal["off", "token", "sequence"] = key(
+        "off",
+        "No loss on tokens (or sequences, by the geometric mean of their tokens) whose pi_old / pi_rollout lies "
+        "outside [mismatch_low, mismatch_high]. They still count in the divisor of the loss.",
+    )
+    mismatch_low: float = key(0.5, "Lower end of the interval of mismatch_mask.", ge=0)
+    mismatch_high: float = key(5.0, "Upper end of the interval of mismatch_mask.")
+    entropy_coef: float = key(0.0, "Coefficient of the entropy bonus in the loss.", ge=0)
+    aggregation: Literal["token_mean", "sequence_mean", "fixed"] = key(
+        "token_mean",
+        'Divisor of the loss. "token_mean": the tokens of a mini-batch. "sequence_mean": the tokens of each sequence, '
+        'then their number. "fixed": aggregation_tokens per sequence (Dr. GRPO).',
+    )
+    aggregation_tokens: int = key(0, 'Divisor per sequence of aggregation = "fixed".', ge=0)
+    old_log_probs: Literal["actor", "rollout"] = key(
+        "actor",
+        '"rollout" takes the log-probabilities of the engine, which saves a forward pass if engine and trainer agree. '
+        "It needs rollout.top_p = 1 and rollout.top_k = 0.",
+    )
+    mini_batches: int = key(1, "Optimizer steps per step.", ge=1)
+    mini_batch_of: Literal["prompts", "siblings"] = key(
+        "prompts", 'What a mini-batch contains: whole groups ("prompts"), or a part of every group ("siblings").'
+    )
+    epochs: int = key(1, "Passes over the mini-batches of a step.", ge=1)
 
 
-@dataclass(frozen=True)
+@section
 class CriticConfig:
-    """Of algo.advantage = "gae". Its optimizer's other settings are those of [optim]."""
+    """The critic of algo.advantage = "gae". Its optimizer uses the other settings of [optim]."""
 
-    lr: float = at_least(0, default=1e-5)  # learning rate of the critic
-    lr_warmup_steps: int = at_least(0, default=0)  # linear, in optimizer steps taken by the critic
-    # Training steps at the start in which the critic learns and the actor waits. A step without an update of the critic
-    # does not count
-    warmup_steps: int = at_least(0, default=0)
-    # How far a value may move from the old one before its loss is clipped; 0 = no clipping
-    clip: float = at_least(0, default=0.2)
+    lr: float = key(1e-5, "Learning rate of the critic.", ge=0)
+    lr_warmup_steps: int = key(0, "Linear warm-up of the learning rate, in optimizer steps of the critic.", ge=0)
+    warmup_steps: int = key(
+        0, "First training steps in which only the critic is trained. Steps without an update do not count.", ge=0
+    )
+    clip: float = key(0.2, "Clip range of the value loss around the old values; 0 = no clipping.", ge=0)
 
 
-@dataclass(frozen=True)
+@section
 class ReferenceConfig:
-    """Of algo.kl_coef. The reference policy is the actor as it was at the start, or at the last reset."""
+    """Resets of the reference policy of algo.kl_coef, which is the actor at the start or at the last reset."""
 
-    reset_every: int = at_least(0, default=0)  # steps; 0 = never
-    # Evaluations in a row without a new best held-out pass@1; 0 = never
-    reset_patience: int = at_least(0, default=0)
-    reset_optimizer: bool = False  # start the actor's optimizer anew as well
+    reset_every: int = key(0, "Steps from one reset to the next; 0 = never.", ge=0)
+    reset_patience: int = key(0, "Evaluations in a row without a new best pass@1 before a reset; 0 = never.", ge=0)
+    reset_optimizer: bool = key(False, "Reset the optimizer of the actor as well.")
 
 
-@dataclass(frozen=True)
+@section
 class OpsConfig:
-    # "fused": csrc's kernels, of which the loss never holds the logits; "reference": plain torch that defines them
-    implementation: Literal["reference", "fused"] = "fused"
+    """Implementation of the loss and the advantages."""
+
+    implementation: Literal["reference", "fused"] = key(
+        "fused", '"fused": the kernels of csrc, which never store the logits. "reference": the plain torch definition.'
+    )
 
 
-@dataclass(frozen=True)
+@section
+class OptimConfig:
+    """AdamW of the actor. The critic and `brorl sft` share all but the learning rate."""
+
+    lr: float = key(1e-6, "Learning rate.", ge=0)
+    lr_for_rollouts: int = key(
+        0,
+        "Rollouts per step that lr is meant for. The learning rate is lr times the square root of the rollouts of a "
+        "step over this (BroRL, section 4.2.1); 0 = lr itself.",
+        ge=0,
+    )
+    lr_counts: Literal["asked", "kept"] = key(
+        "asked",
+        'Rollouts of a step that lr_for_rollouts is compared with. "asked": rollout.prompts x rollout.n. "kept": those '
+        "that remain after dynamic sampling.",
+    )
+    warmup_steps: int = key(0, "Linear warm-up, in optimizer steps. Skipped updates do not count.", ge=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant", "Learning rate after the warm-up, of actor, critic and `brorl sft`."
+    )
+    min_lr_ratio: float = key(0.0, 'Floor of "linear" and "cosine", as a share of lr.', ge=0, le=1)
+    lr_decay_steps: int = key(
+        0,
+        'Optimizer steps, warm-up included, after which "linear" and "cosine" reach the floor; 0 = those of the whole '
+        "run. `brorl sft` uses sft.steps.",
+        ge=0,
+    )
+    betas: tuple[Beta, Beta] = key((0.9, 0.999), "Decay rates of the two moments.")
+    eps: float = key(1e-8, "Added to the denominator.")
+    weight_decay: float = key(0.01, "Decoupled weight decay.")
+    clip_grad: float = key(1.0, "Largest norm of the gradient; 0 = no clipping.", ge=0)
+
+
+@section
 class TrainConfig:
-    steps: int = at_least(0, default=100)  # of training, at most
-    # Seconds of training steps, evaluations not counted, after which the run ends; 0 = no limit
-    max_seconds: float = at_least(0, default=0.0)
-    # Evaluations in a row whose held-out pass@1 is not above the best one by more than min_delta; the run ends then.
-    patience: int = at_least(0, default=0)  # 0 = never
-    min_delta: float = at_least(0, default=0.0)  # pass@1 that counts as a gain for `patience`
-    # Tokens of a micro-batch on one rank, at most. 0 = 2,048 on a CPU, where more only take memory, 16,384 on a GPU.
-    tokens_per_micro_batch: int = at_least(0, default=0)
-    recompute: bool = False  # recompute activations in the backward pass
-    recompute_attention: bool = False  # recompute the core of attention alone
-    offload: bool = False  # weights and optimizer wait in host memory while the engine generates
-    # Siblings share one copy of their prompt in a micro-batch, where that saves a tenth of the tokens.
-    share_prompt: bool = True
-    checkpoint_every: int = at_least(0, default=50)  # steps from one checkpoint to the next; 0 = only at the end
-    keep_checkpoints: int = at_least(1, default=2)  # the newest ones; older ones are deleted
-    # Keep the checkpoint with the best held-out pass@1, or pass@k of the largest k, beside the newest ones, named by
-    # checkpoints/best; "" = none. A step whose evaluation is the best so far is saved; of equal ones the first counts.
-    keep_best: Literal["", "pass_at_1", "pass_at_k"] = ""
-    # Written while the run goes on, from a copy of what each rank writes, for which host memory is kept from the first
-    # one on. false: the run waits for it. The last one is always waited for.
-    checkpoint_async: bool = True
-    resume: Literal["auto", "never"] = "auto"  # "auto": from the newest checkpoint in run.dir; "never": start anew
-    # Steps in a row that skip an update (its gradient is not finite), or leave out more rows than they train on (their
-    # log-probabilities are not finite), after which the run ends. The state is saved.
-    max_nonfinite_steps: int = at_least(1, default=5)
-    # After each refit, compare log-probs of a few sampled tokens on engine and actor. "auto": where engines are
-    # processes of their own, which a checksum of what they were sent does not see into
-    verify_reshard: Literal["auto", "always", "never"] = "auto"
-    # Nats that the mean difference of an engine may have; the 99% quantile may have 4 times as much, the maximum 10
-    # times. 0 = 3e-4 where both compute in fp32, 0.3 where one computes in bf16, 0.6 where one has weights or keys and
-    # values in FP8
-    verify_tolerance: float = at_least(0, default=0.0)
+    """Length of the run, memory, checkpoints and checks."""
+
+    steps: int = key(100, "Training steps, at most.", ge=0)
+    max_seconds: float = key(0.0, "Seconds of training steps after which the run ends; 0 = no limit.", ge=0)
+    patience: int = key(0, "Evaluations in a row without a new best pass@1 before the run ends; 0 = never.", ge=0)
+    min_delta: float = key(0.0, "Smallest gain of pass@1 that counts for `patience`.", ge=0)
+    tokens_per_micro_batch: int = key(
+        0, "Tokens of a micro-batch on a rank, at most; 0 = 2,048 on a CPU, 16,384 on a GPU.", ge=0
+    )
+    recompute: bool = key(False, "Recompute all activations in the backward pass.")
+    recompute_attention: bool = key(False, "Recompute only the core of attention.")
+    offload: bool = key(False, "Keep weights and optimizer in host memory while the engine generates.")
+    share_prompt: bool = key(True, "Let siblings share one copy of their prompt in a micro-batch if that saves 10%.")
+    checkpoint_every: int = key(50, "Steps from one checkpoint to the next; 0 = only at the end.", ge=0)
+    keep_checkpoints: int = key(2, "Newest checkpoints that are kept.", ge=1)
+    keep_best: Literal["", "pass_at_1", "pass_at_k"] = key(
+        "",
+        "Also keep the checkpoint with the best held-out pass@1, or pass@k of the largest k, as checkpoints/best. The "
+        "first of equal ones counts.",
+    )
+    checkpoint_async: bool = key(
+        True, "Write checkpoints in the background, from a copy in host memory. The run waits for the last one."
+    )
+    resume: Literal["auto", "never"] = key(
+        "auto", 'Resume from the newest checkpoint in run.dir ("auto"), or start anew.'
+    )
+    max_nonfinite_steps: int = key(5, "Consecutive steps that are not finite after which the run ends.", ge=1)
+    verify_reshard: Literal["auto", "always", "never"] = key(
+        "auto",
+        "Compare the log-probabilities of a few sampled tokens between engine and actor after each weight update. "
+        '"auto": if engines are processes of their own.',
+    )
+    verify_tolerance: float = key(
+        0.0,
+        "Mean difference of an engine, in nats; the 99% quantile may be 4 times, the maximum 10 times as large. 0 = "
+        "3e-4 in fp32, 0.3 in bf16, 0.6 with FP8 weights, keys or values.",
+        ge=0,
+    )
 
 
-@dataclass(frozen=True)
+@section
 class TheoryConfig:
     """The live mass balance: metrics theory_* (docs/theory.md). They do not influence training."""
 
-    every: int = at_least(0, default=1)  # steps; 0 = never
-    prompts: int = at_least(1, default=8)  # trained prompts per step whose tokens are analysed
-    positions: int = at_least(0, default=8)  # positions per such prompt with the policy's whole softmax; 0 = none
-    max_position: int = at_least(1, default=32)  # positions are among the first tokens of a response
+    every: int = key(1, "Steps from one measurement to the next; 0 = never.", ge=0)
+    prompts: int = key(8, "Prompts of a step that are examined token by token.", ge=1)
+    positions: int = key(8, "Positions per prompt at which the whole softmax is computed; 0 = none.", ge=0)
+    max_position: int = key(32, "Tokens of a response among which positions are chosen.", ge=1)
 
 
-@dataclass(frozen=True)
+@section
 class EvaluateConfig:
-    every: int = at_least(0, default=0)  # steps from one held-out evaluation to the next; 0 = only before and after
-    samples: int = at_least(1, default=8)  # per held-out prompt
-    pass_at: tuple[int, ...] = ()  # k of pass@k, at most `samples`; () = 1, 2, 4, ... up to it
-    # Of `brorl evaluate`, instead of the held-out prompts: "FILE" or "name=FILE", each JSONL or Parquet.
-    benchmarks: tuple[str, ...] = ()
-    temperature: float = at_least(0, default=0.6)  # as of rollout, 0 = greedy; 0.6 as in BroRL, appendix D
-    top_p: float = within("(0, 1]", default=0.95)  # as of rollout
-    top_k: int = at_least(0, default=0)  # as of rollout; 0 = off
-    bootstrap: int = at_least(1, default=2000)  # resamples of the prompts for the 95% interval
+    """Evaluation on held-out prompts."""
+
+    every: int = key(0, "Steps from one evaluation to the next; 0 = only before and after the run.", ge=0)
+    samples: int = key(8, "Samples per held-out prompt.", ge=1)
+    pass_at: tuple[int, ...] = key((), "k of pass@k, at most `samples`; () = 1, 2, 4, ... up to it.")
+    benchmarks: tuple[str, ...] = key(
+        (), 'Files of `brorl evaluate`, instead of the held-out prompts: "FILE" or "name=FILE".'
+    )
+    temperature: float = key(0.6, "Sampling temperature; 0 = greedy. 0.6 is that of BroRL, appendix D.", ge=0)
+    top_p: float = key(0.95, "As rollout.top_p.", gt=0, le=1)
+    top_k: int = key(0, "As rollout.top_k.", ge=0)
+    bootstrap: int = key(2000, "Resamples of the prompts for the 95% interval.", ge=1)
 
 
-@dataclass(frozen=True)
+@section
 class SftConfig:
-    steps: int = at_least(0, default=200)  # optimizer steps
-    examples_per_step: int = at_least(1, default=256)  # over all ranks
-    lr: float = at_least(0, default=1e-3)  # learning rate
-    warmup_steps: int = at_least(0, default=10)  # of the learning rate, linear, in optimizer steps
-    weight_decay: float = 0.01  # decoupled, as in AdamW
+    """Supervised fine-tuning (`brorl sft`)."""
+
+    steps: int = key(200, "Optimizer steps.", ge=0)
+    examples_per_step: int = key(256, "Examples per step, over all ranks.", ge=1)
+    lr: float = key(1e-3, "Learning rate.", ge=0)
+    warmup_steps: int = key(10, "Linear warm-up, in optimizer steps.", ge=0)
+    weight_decay: float = key(0.01, "Decoupled weight decay.")
 
 
-@dataclass(frozen=True)
+@section
 class Config:
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    fp8: Fp8Config = field(default_factory=Fp8Config)
-    data: DataConfig = field(default_factory=DataConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    shaping: ShapingConfig = field(default_factory=ShapingConfig)
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    ops: OpsConfig = field(default_factory=OpsConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    theory: TheoryConfig = field(default_factory=TheoryConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    sft: SftConfig = field(default_factory=SftConfig)
+    """All sections."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    fp8: Fp8Config = Field(default_factory=Fp8Config)
+    data: DataConfig = Field(default_factory=DataConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    shaping: ShapingConfig = Field(default_factory=ShapingConfig)
+    algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    ops: OpsConfig = Field(default_factory=OpsConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    theory: TheoryConfig = Field(default_factory=TheoryConfig)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    sft: SftConfig = Field(default_factory=SftConfig)
+
+
+@functools.cache
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a configuration file."""
+    return TypeAdapter(Config).json_schema() | {"title": "brorl"}
+
+
+@functools.cache
+def keys() -> dict[str, dict[str, Any]]:
+    """Return the JSON Schema of every key by its path: "rollout.n", and "data.tasks[].name" in a list of tables."""
+    return {path: found for path, found in _walk(json_schema(), "") if "." in path}
+
+
+def table_of(found: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the schema of the table that a key holds, alone or in a list; None for a key with a value."""
+    reference = found.get("items", found).get("$ref", "")
+    table: dict[str, Any] | None = json_schema()["$defs"].get(reference.rpartition("/")[2])
+    return table
+
+
+def _walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, found in table["properties"].items():
+        yield prefix + name, found
+        inner = table_of(found)
+        if inner:
+            yield from _walk(inner, f"{prefix}{name}{'[]' if 'items' in found else ''}.")

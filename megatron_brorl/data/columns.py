@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.data_keys import ColumnsConfig
+from megatron_brorl.config.schema import ColumnsConfig
 from megatron_brorl.data.files import parse_row, raw_rows
 from megatron_brorl.errors import UserError
 

@@ -9,12 +9,11 @@ import decimal
 import hashlib
 import itertools
 import json
-import math
 import re
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
-from megatron_brorl.config.data_keys import DataConfig, TaskConfig
+from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.prompts import Written, render
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
@@ -140,8 +139,6 @@ class _Mixture:
 class _Task:
     def __init__(self, task: TaskConfig, where: str, seed: int) -> None:
         self.where, self.name, self.config = f"{where} ({task.name})", task.name, dict(task.config)
-        if not (task.weight > 0 and math.isfinite(task.weight)):
-            raise UserError(f"{where}.weight = {task.weight}: must be a positive number")
         self._regex = self._pattern(task.prompt_regex, where) if task.prompt_regex else None
         self._items = gym_tasks.create(task.name, seed, task.config, where)
 

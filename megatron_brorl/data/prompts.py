@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.data_keys import ColumnsConfig, DataConfig
-from megatron_brorl.config.schema import RewardConfig
+from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
 from megatron_brorl.data.chat import Message, check_messages, conversation, split_answer, spoken
 from megatron_brorl.data.columns import KEYS, mapped
 from megatron_brorl.data.files import parse_row, raw_rows, without_nulls

@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from megatron_brorl.config.benchmarks import named
+from megatron_brorl.config.rules import named
 from megatron_brorl.config.schema import DataConfig, RewardConfig
 from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import GeneratedPrompts
@@ -277,8 +277,6 @@ class _Reader:
             key = f"data.mixture[{i}]"
             if not part.files:
                 raise UserError(f"{key}.files is empty; name data files")
-            if not part.weight > 0:
-                raise UserError(f"{key}.weight = {part.weight}: must be above 0; remove sources that have no share")
             if part.verifier:
                 entry(part.verifier, f"{key}.verifier", self.verifiers.reward)
             name = part.name or Path(part.files[0]).stem

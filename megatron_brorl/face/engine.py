@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
-from megatron_brorl.config.data_keys import DataConfig
+from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.chat import Message, check_messages
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.prompts import render

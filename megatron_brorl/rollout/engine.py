@@ -1,18 +1,21 @@
-"""What a rollout engine is: four verbs, and whom it tells on the way."""
+"""The interface of a rollout engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from megatron_brorl.errors import UserError
 from megatron_brorl.types import Prompt, Rollout
 
 # (logits [B, V], keys, index, position [B], temperature, top_p, top_k) -> ids and log-probs [B]: sample_tokens of
 # ops.reference.sampling or ops.fused.sampling.
 SampleTokens = Callable[[Tensor, Tensor, Tensor, Tensor, float, float, int], tuple[Tensor, Tensor]]
+Spans = tuple[tuple[int, int], ...]  # (version of the weights, tokens drawn with it), in order
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class KvUsage:
     """How much of an engine's cache held keys and values in a call of generate, as shares of all of it."""
 
     peak: float
-    mean: float  # over turns
-    turns: int  # tokens that were drawn for all rows in flight
+    mean: float  # over decoding steps
+    turns: int  # decoding steps
     prompt_tokens: int  # of every row that came in
     prompt_found: int  # of these, computed for another row and still there
 
@@ -50,15 +53,22 @@ class Request:
     first: int = 0
     begun: tuple[Rollout, ...] = ()  # siblings among them that were "cut" before, and go on from their tokens
 
+    def rollouts(self) -> Iterator[Rollout]:
+        """Yield every sibling as it starts: without tokens, or "cut" where it began before."""
+        nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
+        begun = {r.index: r for r in self.begun}
+        for sibling in range(self.first, self.first + self.n):
+            yield begun.get(sibling) or Rollout(sibling, *nothing, "cut")
+
 
 class Watch(Protocol):
     """Follows one call of generate; called from the thread that generates, so both must be quick and thread-safe."""
 
     def finished(self, request: int, rollout: Rollout) -> None:
-        """A rollout of requests[request] ended by itself; the engine may deliver it long before generate returns."""
+        """Take a rollout of requests[request] that has ended, which may be long before generate returns."""
 
     def cancelled(self) -> bool:
-        """Asked at least once per token. Once true, generate ends soon, with what is unfinished "cut"."""
+        """Return whether generate must end soon, with unfinished rollouts "cut". Asked at least once per token."""
 
 
 class Supply(Protocol):
@@ -87,12 +97,12 @@ class RolloutEngine(Protocol):
 
     @property
     def if_repeating(self) -> str:
-        """Which engine this is, and what to do where it draws several rollouts by the same random numbers."""
+        """Name the engine, and what to do where it draws several rollouts by the same random numbers."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take full tensors [any shape] by Hugging Face name, or nothing at all.
 
-        Raises rollout.receive.UpdateRefused, and keeps the version it has, where one is missing, unknown, of the wrong
+        Raises weight_receiver.UpdateRefused, and keeps the version it has, where one is missing, unknown, of the wrong
         shape or not what its checksum says (pairs of ops.checksum.Sealed), or where the stream itself breaks off.
         """
 
@@ -113,10 +123,10 @@ class RolloutEngine(Protocol):
         """
 
     def kv_usage(self) -> KvUsage | None:
-        """Of the last call of generate, until sleep; None of an engine that does not tell."""
+        """Return the usage of the last call of generate, until sleep; None where the engine does not report it."""
 
     def renew(self, why: str) -> bool:
-        """Begin anew with the weights that it has, where it is a process; False, on all ranks, where it is none."""
+        """Restart an engine process with the weights that it has; return False, on all ranks, without a process."""
 
     def sleep(self) -> None:
         """Give memory back (weights and caches) until wake. Every rank that shares the engine calls it, and it returns
@@ -129,3 +139,25 @@ class RolloutEngine(Protocol):
     def meet(self) -> None:
         """Wait for the other ranks that share this engine. It stands for sleep or wake on a rank whose engine cannot be
         asked, because those of the other ranks wait for it."""
+
+
+def extended(spans: Spans, version: int, tokens: int) -> Spans:
+    """Return the spans of a rollout to which `version` of the weights has added `tokens`."""
+    if not tokens:
+        return spans
+    if spans and spans[-1][0] == version:
+        return (*spans[:-1], (version, spans[-1][1] + tokens))
+    return (*spans, (version, tokens))
+
+
+def check_context(
+    requests: Sequence[Request], sampling: Sampling, supply: Supply | None, context: int, whose: str
+) -> None:
+    """Raise UserError where the longest prompt and response would exceed the context; whose: "model's"."""
+    longest = max((len(r.prompt.token_ids) for r in requests), default=0)
+    longest = max(longest, supply.prompt_tokens if supply else 0)
+    if longest + sampling.max_tokens > context:
+        raise UserError(
+            f"rollout.max_tokens = {sampling.max_tokens} after a prompt of {longest} tokens exceeds the {whose} "
+            f"context of {context}: lower rollout.max_tokens or shorten the prompts"
+        )

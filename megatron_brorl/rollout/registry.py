@@ -1,7 +1,7 @@
 """Rollout engines that run in a process of their own: what is known of each before it starts.
 
 An engine is an entry here and a package in rollout.remote with two modules: llm.py, whose class Llm is a
-remote.protocol.EngineLeaf, and the extension of its workers, which loads what remote.bucket_reader gives it.
+remote.protocol.EngineLeaf, and the extension of its workers, which loads what remote.weights_receive gives it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
         leaf="megatron_brorl.rollout.remote.trtllm.llm",
         dtypes=("bf16",),
         takes_fp8_blocks=True,
-        least="1.3.0rc21",  # of the Dockerfile; ExecutorMemoryType and SleepConfig are in llmapi.llm_args
+        least="1.3.0rc29",  # of the Dockerfile; it takes a seed per request
         needs={"ray": "Ray starts its workers and is not here: pip install ray"},
         environment={
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # so that Ray listens on 127.0.0.1 alone, on Linux too

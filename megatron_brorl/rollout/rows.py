@@ -48,13 +48,11 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     lengths = [head[2] for head in heads]
     ids, log_probs = tensors["token_ids"].split(lengths), tensors["log_probs"].split(lengths)
     spans = tensors["spans"].tolist()
-    # Checkpoints did not always have verdicts.
-    texts = json.loads(bytes(tensors["verdicts"].tolist())) if "verdicts" in tensors else []
+    texts = json.loads(bytes(tensors["verdicts"].tolist()))
     verdicts = [*(Verdict(*each) for each in texts), None]  # entry -1: none
-    which = tensors["verdict"].tolist() if "verdict" in tensors else [-1] * len(heads)
     rows, at = [], 0
     for (group, sibling, _, finish, count, right, answer), i, lp, reward, v in zip(
-        heads, ids, log_probs, tensors["rewards"].tolist(), which, strict=True
+        heads, ids, log_probs, tensors["rewards"].tolist(), tensors["verdict"].tolist(), strict=True
     ):
         own = tuple((version, tokens) for version, tokens in spans[at : at + count])
         rollout = Rollout(sibling, i, lp, _FINISH[finish], own)

@@ -11,15 +11,22 @@ a group of its own with a random stream of its own, which the occurrence names.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.types import OpenGroup, Prompt, Rollout
+
+# Two independent rollouts of a lower log-probability than this agree with a probability below e^-40 = 4e-18 a pair,
+# 1e-12 among all pairs of 512.
+LEAST_NATS = 40.0
 
 Slot = tuple[int, int]  # a rollout to sample: (index of its open group, sibling)
 
@@ -101,3 +108,20 @@ def requests(
         key = stream_key(seed, g.step, *([g.occurrence] if g.occurrence else []), g.prompt.id)
         asked.append(Request(g.prompt, key, len(run), first, going_on))
     return asked, [run[0][0] for run in runs]
+
+
+def improbable(requests: Sequence[Request], rollouts: Sequence[Sequence[Rollout]]) -> tuple[Tensor, list[str]]:
+    """Return hashes [K] int64 of (prompt, tokens) of rollouts that are too improbable to come twice, and their names.
+
+    rollouts: of each request. Equal hashes, on any ranks and in any groups of the prompt, mean that rollouts were drawn
+    by the same random numbers.
+    """
+    hashes, names = [], []
+    for request, siblings in zip(requests, rollouts, strict=True):
+        for rollout in siblings:
+            if float(rollout.log_probs.double().sum()) < -LEAST_NATS:
+                who = hashlib.blake2b(request.prompt.id.encode(), digest_size=16).digest()
+                digest = hashlib.blake2b(who + rollout.token_ids.numpy().tobytes(), digest_size=8).digest()
+                hashes.append(int.from_bytes(digest, "little", signed=True))
+                names.append(f"prompt {request.prompt.id}: sibling {rollout.index}")
+    return torch.tensor(hashes, dtype=torch.int64), names

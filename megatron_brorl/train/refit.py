@@ -13,9 +13,9 @@ from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import RolloutEngine
-from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.rollout.weight_receiver import UpdateRefused
 from megatron_brorl.train import verify
 from megatron_brorl.train.rollouts import Rollouts
 from megatron_brorl.train.training_models import TrainingModels

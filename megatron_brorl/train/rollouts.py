@@ -18,9 +18,8 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rewards.worker_pool import RewardPool
-from megatron_brorl.rollout.duplicates import improbable
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
-from megatron_brorl.rollout.sampler import Slot, deal, requests
+from megatron_brorl.rollout.sampler import Slot, deal, improbable, requests
 from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
 from megatron_brorl.rollout.work_stealing import SlotSupply, WorkStealing
 from megatron_brorl.timeline import span

@@ -31,12 +31,6 @@ def fresh():
     """Engines are processes of their own."""
 
 
-@pytest.fixture(params=["1.3.0rc21", "1.3.0rc29"])
-def release(request, monkeypatch):
-    monkeypatch.setenv("BRORL_DOUBLE_VERSION", request.param)
-    return request.param
-
-
 @pytest.fixture
 def start(model, tmp_path):
     """Starts engines, and ends them after the test."""

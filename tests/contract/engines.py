@@ -9,14 +9,14 @@ from typing import Any
 import tiny
 import torch
 
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import RemoteEngine
-from megatron_brorl.rollout.remote.options import EngineOptions
 from megatron_brorl.rollout.remote.process import make_folder
+from megatron_brorl.rollout.remote.protocol import EngineOptions
 from megatron_brorl.types import Prompt, Rollout
 
 DOUBLE = Path(__file__).parent / "double"
@@ -65,7 +65,7 @@ def make_engine(
             **(options or {}),
         }
     )
-    folder = leader.folder if leader else make_folder(c.shared_memory, "engine.shared_memory")
+    folder = leader.folder if leader else make_folder(c.shared_memory)
     devices = None if leader else [0]
     return RemoteEngine(c, o, hf_shapes(model.shape), folder, devices, log)
 

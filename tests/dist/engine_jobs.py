@@ -17,10 +17,9 @@ import torch.distributed as dist
 from dist.jobs import grid_of
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_brorl.config.engine_keys import EngineConfig
-from megatron_brorl.config.schema import Config, ModelConfig, RolloutConfig
-from megatron_brorl.rollout.remote import group
-from megatron_brorl.rollout.remote.engine import RemoteEngine
+from megatron_brorl.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig
+from megatron_brorl.rollout.remote import engine as remote_engine
+from megatron_brorl.rollout.remote.engine import RemoteEngine, join
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train import refit
 
@@ -48,7 +47,7 @@ class Events:
 
 
 def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
-    """What group.join gives this rank's engine: whether it leads, and the barrier of the ranks that share it."""
+    """What join gives this rank's engine: whether it leads, and the barrier of the ranks that share it."""
     config = replace(
         Config(),
         rollout=RolloutConfig(engine="trtllm"),
@@ -58,8 +57,8 @@ def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", str(dist.get_rank()))
         patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
-        patch.setattr(group, "RemoteEngine", lambda *given: given)
-        given: Any = group.join(config, {}, 200, 304, (2,))
+        patch.setattr(remote_engine, "RemoteEngine", lambda *given: given)
+        given: Any = join(config, {}, 200, 304, (2,))
     _, _, _, place, devices, *_, meet = given
     dist.barrier()
     shutil.rmtree(place, ignore_errors=True)

@@ -24,8 +24,8 @@ from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel import device
 from megatron_brorl.reshard.plan import make_plan
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.receive import UpdateRefused, receive
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive
 from megatron_brorl.train.refit import refit
 from megatron_brorl.train.verify import verify_reshard
 from megatron_brorl.train.worker import StageOptions, Worker

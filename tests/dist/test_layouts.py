@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from dist.jobs import rows
-from dist.layouts import covering
+from dist.layouts import pairs
 from dist.world import World
 from ops.linear_cases import EVERYTHING, OTHER_LOSSES, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
@@ -40,7 +40,7 @@ def models(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize(("size", "parallel", "case"), covering([*LAYOUTS, *CONTEXTS], tiny.CASES))
+@pytest.mark.parametrize(("size", "parallel", "case"), pairs([*LAYOUTS, *CONTEXTS], tiny.CASES))
 def test_logits_and_log_probs_equal_transformers(worlds, models, size, parallel, case):
     directory, model = models[case]
     results = worlds(size).run("jobs:log_probs", directory, parallel, 0.7)
@@ -57,7 +57,7 @@ def test_logits_and_log_probs_equal_transformers(worlds, models, size, parallel,
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("size", "parallel", "case"), covering(LAYOUTS, tiny.CASES))
+@pytest.mark.parametrize(("size", "parallel", "case"), pairs(LAYOUTS, tiny.CASES))
 def test_round_trip_is_bit_exact(worlds, models, tmp_path, size, parallel, case):
     directory, model = models[case]
     target = tmp_path / "out"
@@ -115,10 +115,10 @@ TRAINING = [
 
 
 TRAINED = [
-    # Those with a switch are slow; the plain layouts are not.
+    # Layouts with additional options are slow, the plain ones are not.
     *(
-        pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow] if pair.values[2] else pair.marks)
-        for pair in covering(TRAINING, [("qwen2", True), ("qwen3", False)])
+        pytest.param(*pair, marks=pytest.mark.slow if pair[2] else ())
+        for pair in pairs(TRAINING, [("qwen2", True), ("qwen3", False)])
     ),
     # The others once, where most is cut.
     *(
@@ -169,12 +169,11 @@ ENGINE_CASES = [(family, family == "qwen2") for family in tiny.FAMILIES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "parallel", "case"), covering(ENGINES, ENGINE_CASES))
+@pytest.mark.parametrize(("size", "parallel", "case"), pairs(ENGINES, ENGINE_CASES))
 def test_engine_log_probs_equal_the_actor_s(worlds, models, size, parallel, case):
     assert max(worlds(size).run("jobs:engine_gap", models[case][0], parallel)) <= 1e-4
 
 
-@pytest.mark.full
 def test_engine_log_probs_of_eight_ranks(models):
     """TP2 x PP2 twice: two data-parallel copies of an actor over four ranks."""
     world = World(8)

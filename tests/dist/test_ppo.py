@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import tiny
 import torch
-from dist.layouts import covering
+from dist.layouts import pairs
 from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, TEMPERATURE, batch
 
 pytestmark = pytest.mark.slow
@@ -145,7 +145,7 @@ def loops(tmp_path_factory):
     return cache(lambda case: loop(tmp_path_factory.mktemp("model"), case))
 
 
-@pytest.mark.parametrize(("size", "parallel", "options", "case"), covering(LAYOUTS, CASES))
+@pytest.mark.parametrize(("size", "parallel", "options", "case"), pairs(LAYOUTS, CASES))
 def test_ppo_equals_the_loop_written_out(worlds, loops, size, parallel, options, case):
     directory, figures, actor, critic = loops(case)
     assert sum(f["clipped"] for f in figures) > 0  # the clipping of values is at work

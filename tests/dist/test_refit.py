@@ -9,7 +9,7 @@ import tiny
 import torch
 from conversions import assert_same_weights, to_hf, to_megatron
 from dist.jobs import rows
-from dist.layouts import covering
+from dist.layouts import pairs
 from dist.world import World
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def test_twenty_refits_are_bitwise_what_hugging_face_holds(worlds, weights):
 
 @pytest.mark.parametrize(
     ("size", "parallel", "case"),
-    covering(
+    pairs(
         [(1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"tensor": 2})],
         [("qwen3", False), ("qwen2", True), ("llama", True)],
     ),
@@ -124,7 +124,7 @@ def test_megatron_s_own_resharding_agrees(worlds, tmp_path, size, source, target
 
 @pytest.mark.parametrize(
     ("size", "parallel", "case"),
-    covering([(1, {}), (2, {"pipeline": 2}), BIG, (4, {"tensor": 2})], [("qwen2", True), ("qwen3", False)]),
+    pairs([(1, {}), (2, {"pipeline": 2}), BIG, (4, {"tensor": 2})], [("qwen2", True), ("qwen3", False)]),
 )
 def test_megatron_loads_converted_checkpoints(worlds, tmp_path, size, parallel, case):
     """Convert for two tensor ranks and two stages, load by Megatron under every layout, compare with transformers."""

@@ -8,7 +8,7 @@ import fakes
 import pytest
 import tiny
 import torch
-from dist.layouts import covering
+from dist.layouts import pairs
 from dist.world import World
 
 from megatron_brorl.algo.estimators import pass_at_k
@@ -104,7 +104,7 @@ def assert_same(results, expected):
             assert (got[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
-@pytest.mark.parametrize(("size", "parallel", "variant"), covering(LAYOUTS, list(VARIANTS), every=3))
+@pytest.mark.parametrize(("size", "parallel", "variant"), pairs(LAYOUTS, list(VARIANTS)))
 def test_steps_equal_those_of_one_process(worlds, directory, single, size, parallel, variant):
     steps = STEPS.get(variant, 2)
     results = worlds(size).run("steps:run_steps", directory, parallel, VARIANTS[variant], steps, {"lose": LOST})

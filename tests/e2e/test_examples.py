@@ -93,7 +93,7 @@ REPEATABLE = [*FEWER, "rollout.pull=false"]
     "how",
     [
         pytest.param(("torchrun", "--nproc-per-node", "2"), id="torchrun of two"),
-        pytest.param(("bash",), id="bash", marks=pytest.mark.full),
+        pytest.param(("bash",), id="bash"),
     ],
 )
 def test_a_smoke_run_that_is_killed_resumes_bit_for_bit(how, smoke_model, tmp_path, request):

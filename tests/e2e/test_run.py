@@ -262,7 +262,7 @@ def test_a_step_that_spans_two_epochs(config, init, tmp_path):
     assert [(len(names), len(set(names))) for names in steps] == [(4, 4), (4, 4), (4, 3), (4, 4)]
 
 
-@pytest.mark.parametrize("implementation", ["fused", pytest.param("reference", marks=pytest.mark.full)])
+@pytest.mark.parametrize("implementation", ["fused", "reference"])
 def test_a_vocabulary_padded_beyond_the_tokenizers(config, tmp_path, implementation):
     """512 pieces padded to 576, as many published models are: engine and trainer agree on every token, and go on."""
     model, run = tmp_path / "model", tmp_path / "run"

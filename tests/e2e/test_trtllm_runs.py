@@ -69,9 +69,7 @@ def test_one_engine_for_two_ranks(two_engines, config, warm, tmp_path):
 
 
 # test_trtllm_engine.py has an engine die at each of them.
-@pytest.mark.parametrize(
-    "point", ["load:2", *(pytest.param(p, marks=pytest.mark.full) for p in ("row:150", "finish:3"))]
-)
+@pytest.mark.parametrize("point", ["load:2", "row:150", "finish:3"])
 def test_an_engine_killed_on_the_way_changes_nothing(point, two_engines, config, warm, tmp_path):
     flag = tmp_path / "died"
     done = train(config, warm, tmp_path / "run", BRORL_DOUBLE_DIE=f"{point}:{flag}")

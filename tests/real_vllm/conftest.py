@@ -12,7 +12,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """An engine takes half a minute to start: tests that can share one come one after another."""
     here = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
     for item in here:
-        item.add_marker("full")
         if not PYTHON.exists():
             item.add_marker(pytest.mark.skip(reason=f"there is no vLLM ({PYTHON}): make test-vllm installs it"))
 

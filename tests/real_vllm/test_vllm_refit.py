@@ -14,9 +14,9 @@ import megatron_brorl
 from megatron_brorl.config.schema import Config, RolloutConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import Sealed
-from megatron_brorl.rollout.receive import UpdateRefused
 from megatron_brorl.rollout.remote import process
 from megatron_brorl.rollout.watchdog import Watchdog
+from megatron_brorl.rollout.weight_receiver import UpdateRefused
 from megatron_brorl.train.refit import refit
 from megatron_brorl.train.verify import reshard_gap, verify_reshard
 

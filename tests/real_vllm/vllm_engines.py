@@ -11,14 +11,14 @@ from typing import Any
 import tiny
 import torch
 
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import RemoteEngine
-from megatron_brorl.rollout.remote.options import EngineOptions
 from megatron_brorl.rollout.remote.process import make_folder
+from megatron_brorl.rollout.remote.protocol import EngineOptions
 from megatron_brorl.types import Prompt, Rollout
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def make_engine(
             **(options or {}),
         }
     )
-    folder = make_folder(c.shared_memory, "engine.shared_memory")
+    folder = make_folder(c.shared_memory)
     return RemoteEngine(c, o, hf_shapes(model.shape), folder, [0], log, decode=decode)
 
 

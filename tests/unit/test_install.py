@@ -145,8 +145,6 @@ def test_make_installs_the_tools_only_where_they_are_needed():
         "wheel",
         "test",
         "test-fast",
-        "test-rest",
-        "test-all",
         "check",
         "docs",
         "gpu-check",

@@ -21,10 +21,9 @@ from gpu_stages.common import LARGE, SMALL, Job, Row, attempt, judged, wait
 from megatron_brorl.model_shape import parse_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import checksum
-from megatron_brorl.rollout.remote.bucket_reader import BucketReader
-from megatron_brorl.rollout.remote.cuda_ipc import IpcSender, own_device
-from megatron_brorl.rollout.remote.options import WorkerBucket
-from megatron_brorl.rollout.remote.shared_weights import HostWeights, allocate, layout, mapped, view
+from megatron_brorl.rollout.remote.protocol import WorkerBucket
+from megatron_brorl.rollout.remote.weights_receive import BucketReader, mapped, own_device, view
+from megatron_brorl.rollout.remote.weights_send import HostWeights, IpcSender, allocate, layout
 
 Named = list[tuple[str, torch.Tensor]]
 ANSWER_S = 240.0  # for one bucket
@@ -98,7 +97,7 @@ def _by_host(weights: Named, here: Connection, faulty: bool, uuid: str, job: Job
     records, size = layout(shapes, weights[0][1].dtype, lambda name, x: iter([(name, x)]))
     path = Path(job.scratch, "weights_in_memory")
     path.unlink(missing_ok=True)
-    allocate(path, size, "--scratch")
+    allocate(path, size)
     memory = mapped(path)
     for i, record in enumerate(records):
         view(memory, record).copy_(by_name[record.name])

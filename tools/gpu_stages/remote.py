@@ -17,15 +17,15 @@ from gpu_stages.common import Job, Row, attempt, has, judged, missing, model, ok
 from gpu_stages.engine import COMPARED, GAP, SHORT, SIZES, transformers_gap
 from gpu_stages.roofline import decode_share, device_name
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.model_shape import ModelShape, read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.checksum import seal
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.engine import RemoteEngine
-from megatron_brorl.rollout.remote.options import EngineOptions
 from megatron_brorl.rollout.remote.process import make_folder
+from megatron_brorl.rollout.remote.protocol import EngineOptions
 from megatron_brorl.types import Prompt, Rollout
 
 START_S = 300.0  # for an engine to come up, that its failure be a row before the stage's time is over
@@ -86,7 +86,7 @@ class _Engine:
             section=asdict(section),
             kv_bytes=1 << 30 if job.dry else 0,
         )
-        folder = make_folder(section.shared_memory, "engine.shared_memory")
+        folder = make_folder(section.shared_memory)
         begun, log = time.perf_counter(), Path(job.scratch, f"{self.key}.log")
         self.engine = RemoteEngine(section, options, hf_shapes(shape), folder, [0], log)
         taken, c = time.perf_counter() - begun, self.engine.capabilities

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_brorl.config.data_keys import ColumnsConfig
+from megatron_brorl.config.schema import ColumnsConfig
 from megatron_brorl.data.columns import mapped
 from megatron_brorl.errors import UserError
 

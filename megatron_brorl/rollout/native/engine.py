@@ -11,12 +11,12 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.ops.decode import DecodeOps
 from megatron_brorl.ops.reference.decode import ReferenceDecode
-from megatron_brorl.rollout.engine import KvUsage, Request, SampleTokens, Sampling, Supply, Watch
+from megatron_brorl.rollout.engine import KvUsage, Request, SampleTokens, Sampling, Supply, Watch, check_context
 from megatron_brorl.rollout.native.decoder import Decoder
 from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
 from megatron_brorl.rollout.native.scheduler import Scheduler
 from megatron_brorl.rollout.native.stopping import Stops
-from megatron_brorl.rollout.receive import receive
+from megatron_brorl.rollout.weight_receiver import receive
 from megatron_brorl.types import FinishReason, Rollout
 
 ROWS_DRAWN = 128  # rows drawn at a time: their logits stay in a CPU's cache, and their memory serves again
@@ -107,7 +107,7 @@ class TorchEngine:
         decoder = self._decoder
         if decoder is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
-        self._check(requests, sampling, supply)  # so that no row can outgrow the model's positions
+        check_context(requests, sampling, supply, self.shape.context, "model's")
 
         # What this call needs: when rows end, where their keys and values lie, whose turn it is.
         stops = Stops(sampling.stop_ids, sampling.stop_strings, self.decode)
@@ -196,15 +196,6 @@ class TorchEngine:
         drawn = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]
         ids, log_probs = (torch.cat(x).cpu() for x in zip(*drawn, strict=True))
         return ids, log_probs
-
-    def _check(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> None:
-        longest = max((len(r.prompt.token_ids) for r in requests), default=0)
-        longest = max(longest, supply.prompt_tokens if supply else 0)
-        if longest + sampling.max_tokens > self.shape.context:
-            raise UserError(
-                f"rollout.max_tokens = {sampling.max_tokens} after a prompt of {longest} tokens exceeds the model's "
-                f"context of {self.shape.context}: lower rollout.max_tokens or shorten the prompts"
-            )
 
     def _pages(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> PagePool:
         """As many pages as all rows in flight can need, or as fit; the ones at hand where they are so many."""

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.ops.decode import PAGE, Rows
-from megatron_brorl.rollout.continuation import extended, siblings
-from megatron_brorl.rollout.engine import Request, Sampling, Supply
+from megatron_brorl.rollout.engine import Request, Sampling, Supply, extended
 from megatron_brorl.rollout.native.decoder import Decoder, Passage
 from megatron_brorl.rollout.native.pages import BLOCK, PagePool, Prefixes, pages_for
 from megatron_brorl.types import FinishReason, Rollout
@@ -264,7 +263,7 @@ class Scheduler:
 
 def _waiting(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[WaitingRollout]:
     for i, request in enumerate(requests, start=first):
-        for so_far in siblings(request):
+        for so_far in request.rollouts():
             budget = len(so_far.token_ids) + sampling.budget if sampling.budget else sampling.max_tokens
             yield WaitingRollout(i, so_far, min(budget, sampling.max_tokens))
 

@@ -1,43 +1,43 @@
-"""An engine in another process behind the engine protocol: supervised, and never asked while its weights are mixed.
+"""A rollout engine in another process, which the ranks that share it ask over a socket.
 
-Ranks of one node that share an engine each have one of these; the first leads: it starts the process, hands it the
-weights and starts it again when it dies. What is unfinished then is asked again, with the same seeds. The weights in
-use also lie in shared memory, so that none of this needs the trainer's other ranks.
+The first of these ranks leads: it starts the process, hands it the weights and starts it again when it dies. What is
+unfinished then is asked again, with the same seeds. The weights in use also lie in shared memory, so that none of this
+needs the trainer's other ranks. An engine whose weights are mixed is never asked to generate.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import Config, EngineConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.json_files import read_object
 from megatron_brorl.parallel import device
-from megatron_brorl.rollout.engine import KvUsage, Request, Sampling, Supply, Watch
-from megatron_brorl.rollout.receive import UpdateRefused
+from megatron_brorl.rollout.engine import KvUsage, Request, Sampling, Supply, Watch, check_context
 from megatron_brorl.rollout.registry import ENGINES
-from megatron_brorl.rollout.remote.cuda_ipc import IpcSender, own_device
-from megatron_brorl.rollout.remote.fp8_blocks import quantized
-from megatron_brorl.rollout.remote.link import Link
-from megatron_brorl.rollout.remote.log_probs import log_prob_limits
-from megatron_brorl.rollout.remote.messages import Message
-from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions
 from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
-from megatron_brorl.rollout.remote.process import address
-from megatron_brorl.rollout.remote.shared_weights import HostWeights
-from megatron_brorl.rollout.remote.staging import Node, Update, stage
-from megatron_brorl.rollout.remote.supervisor import EngineError, Supervisor
+from megatron_brorl.rollout.remote.process import EngineError, Link, Supervisor, address, make_folder
+from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message
+from megatron_brorl.rollout.remote.weights_receive import own_device
+from megatron_brorl.rollout.remote.weights_send import HostWeights, IpcSender, Node, Update, as_is, in_fp8_blocks, stage
+from megatron_brorl.rollout.weight_receiver import UpdateRefused
 from megatron_brorl.types import Rollout
 
 _POLL_S = 0.05
-_STOP_S = 10.0  # that an engine may take to give up what it was told to stop
+_STOP_S = 10.0  # for an engine to give up what it was told to stop
 
 
 class RemoteEngine:
@@ -55,11 +55,12 @@ class RemoteEngine:
         decode: Callable[[Sequence[int]], str] | None = None,
         meet: Callable[[], object] = lambda: None,
     ) -> None:
-        """names: every Hugging Face tensor of the model with its shape. folder: of process.make_folder, the same for
-        all ranks that share the engine. devices: the engine's CUDA devices; None on all of these ranks but the first.
-        log: file for the process's output. node: the ranks that write updates together; None: the leader alone.
-        decode: tokens -> text, needed for stop strings.
-        meet: a barrier of the ranks that share the engine.
+        """Start the process on the leading rank, and wait until it answers.
+
+        names: every Hugging Face tensor of the model with its shape. folder: from process.make_folder, the same for all
+        ranks that share the engine. devices: the engine's CUDA devices; None on all of these ranks but the first. log:
+        file for the process's output. node: the ranks that write updates together; None: the leader alone. decode:
+        tokens -> text, for stop strings. meet: a barrier of the ranks that share the engine.
 
         Raises UserError where the process does not come up, or cannot do what the configuration asks for.
         """
@@ -71,11 +72,11 @@ class RemoteEngine:
         self.supervisor: Supervisor | None = None
         self.node = node or (Node.alone(folder) if self.leads else None)
         self._meet = meet
-        self._calls = self._stages = 0
+        self._calls = self._updates = 0
         self._open: set[int] = set()  # calls of this generation that are not over
         self._link = Link(address(folder))
 
-        # Whatever fails from here on, no process and no folder may stay behind.
+        # A failure from here on must leave no process and no folder behind.
         try:
             if devices is not None:
                 self.supervisor = Supervisor(settings, options, folder, devices, log)
@@ -88,13 +89,15 @@ class RemoteEngine:
     @property
     def if_repeating(self) -> str:
         """See RolloutEngine."""
-        c = self.capabilities
-        return f'{c.engine}; {c.if_repeating}, or start anew with rollout.engine = "torch"'
+        return f'{self.capabilities.engine}; start anew with rollout.engine = "torch"'
 
     @property
     def rows(self) -> int:
-        """Rollouts of this rank that are asked for at once where others could sample them: its share of what the engine
-        computes at a time, with room for half of the longest response each, so that none waits inside it."""
+        """Rollouts that this rank asks for at a time where others could sample them.
+
+        It is the rank's share of what the engine computes at a time, with room for half of the longest response each,
+        so that no rollout waits inside the engine.
+        """
         c = self.capabilities
         return max(1, min(c.rows, 2 * c.kv_tokens // self.options.context) // self.settings.tensor)
 
@@ -110,7 +113,7 @@ class RemoteEngine:
         return self._link.capabilities
 
     def _by_ipc(self) -> bool:
-        """Whether weights go by CUDA IPC (config key transport)."""
+        """Return whether weights go by CUDA IPC (config key engine.transport)."""
         why = ""
         if not device.on_gpu():
             why = "there is no GPU"
@@ -126,13 +129,15 @@ class RemoteEngine:
         return not why and self.settings.transport != "host"
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutEngine; tensors [any shape]. The ranks of the node take the stream into shared memory and check it
-        before an engine hears of it; by CUDA IPC both happen at once, and an engine that was sent a faulty stream is
-        started again."""
-        # Other ranks have no engine to tell; whether the leader's took it, train.refit asks all ranks.
+        """See RolloutEngine; tensors [any shape].
+
+        The ranks of the node write the stream into shared memory and check it before an engine hears of it. By CUDA IPC
+        both happen at once, and an engine that was sent a faulty stream is started again.
+        """
+        # Other ranks have no engine to tell. train.refit asks all ranks whether the leader's took the weights.
         if self.supervisor is None:
             self.decline_weights(tensors)
-            self.version = version  # generate waits until the engine says that it has this one
+            self.version = version  # generate waits until the engine reports this one
             return
 
         # By CUDA IPC the engine is sent what passes on the way into shared memory.
@@ -170,18 +175,16 @@ class RemoteEngine:
             weights.delete()
 
     def _as_sent(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What the engine is sent for a tensor of the stream."""
-        tensor = tensor.to(self.dtype)
+        """Yield what the engine is sent for a tensor of the stream."""
         in_blocks = self.settings.quantization == "fp8" and ENGINES[self.options.engine].takes_fp8_blocks
-        return quantized(name, tensor) if in_blocks else iter([(name, tensor)])
+        return (in_fp8_blocks if in_blocks else as_is)(name, tensor.to(self.dtype))
 
     def _stage(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights | None:
-        """A complete, checked update in shared memory, where this rank leads an engine; a collective of the node."""
+        """Return a complete, checked update in shared memory on a leading rank; a collective of the node."""
         assert self.node
-        self._stages += 1
-        key = "engine.shared_memory"
-        update = Update(self._stages, version, self.names, self.dtype, self._as_sent, key)
-        return stage(tensors, update, self.node, self.folder / f"weights_{self._stages}" if self.leads else None)
+        self._updates += 1
+        update = Update(self._updates, version, self.names, self.dtype, self._as_sent)
+        return stage(tensors, update, self.node, self.folder / f"weights_{self._updates}" if self.leads else None)
 
     def generate(
         self,
@@ -190,64 +193,62 @@ class RemoteEngine:
         watch: Watch | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
-        """See RolloutEngine. Every rollout is a request of its own with a seed of its own; siblings share their prompt
-        in the engine's prefix cache. Rollouts that are cancelled lose what this call added to them, unless the engine
-        keeps it (Capabilities.keeps_cut)."""
+        """See RolloutEngine.
+
+        Every rollout is a request of its own with a seed of its own; siblings share their prompt in the engine's prefix
+        cache. Rollouts that are cancelled lose what this call added to them, unless the engine returns it.
+        """
         if self.version < 0:
             raise RuntimeError("the engine has no weights: call update_weights first")
-        self._check(requests, sampling, supply)
+        check_context(requests, sampling, supply, self.options.context, "engine's")
 
-        # What it was asked before is over, however that call ended.
+        # An earlier call is over, however it ended.
         self._open.clear()
         pending = PendingRollouts(sampling, watch, supply, self.rows, self.options.vocab, self.decode)
         pending.add(requests)
         pending.take()
 
-        # Until all have come or the caller cancels: ask whoever can answer, and take the answers as they come.
-        asked, rows = 0, pending.rows  # the process that has the rows
-        self._link.greet()  # answered with the state: what is known of it here may be old
+        # Until all have come or the caller cancels: ask the process that is there, and take the answers as they come.
+        asked, rows = 0, pending.rows  # asked: the process that has the rows
+        self._link.greet()  # It answers with its state, which may be newer than what this rank knows.
         while rows and not (watch and watch.cancelled()):
             # No engine will come up any more. Ranks without a supervisor do not know, and end when they are cancelled.
             if self.supervisor and self.supervisor.failure:
                 raise UserError(f"{self.options.key}: {self.supervisor.failure}")
 
-            # A process that was started again knows of nothing: it is asked for what is still missing.
+            # A process that was started again is asked for what is still missing.
             if self._link.boot != asked and self._link.version == self.version:
-                self._open.clear()  # what another process was asked for will not come
+                self._open.clear()
                 asked = self._ask(rows, sampling)
 
             before = len(rows)
             for message in self._link.poll(_POLL_S):
                 if message.fields.get("call") not in self._open:
                     continue  # of a call that was given up
-                if message.kind == "stale":  # its weights are others by now: wait for the right ones and ask again
+                if message.kind == "stale":  # It has other weights by now: ask again when it has the right ones.
                     asked = 0
                     self._open.clear()
                 elif message.kind == "error":
                     raise RuntimeError(f"engine process: {message.fields['what']}")
-                elif message.kind == "rollout":
-                    pending.answered(message, self.version)
-                elif message.kind == "ended":
-                    self._open.discard(message.fields["call"])
+                else:
+                    self._take(message, pending)
 
-            # What it says that it has answered and has not come is asked again.
+            # Rows whose answers did not come although the engine sent them are asked again.
             if asked and rows and not self._open:
                 asked = 0
 
-            # Rows that ended make room for others, which the process that has the rest is asked for as well.
+            # Rows that ended make room for others.
             new = pending.take() if len(rows) < before else {}
             if new and asked == self._link.boot:
                 self._ask(new, sampling)
 
-        # Everything has come, or the caller has lost patience: what is left is as it was before this call, or has what
-        # the engine says that it drew.
         if rows:
             self._stop(pending)
         elif self.supervisor:
             self.supervisor.restarts = 0  # only those in a row count
 
         if pending.faults:
-            told = f"{len(pending.faults)} answers were none, and their rollouts are lost: {pending.faults[0]}"
+            told = f"{len(pending.faults)} answers were invalid, and their rollouts are lost: {pending.faults[0]}"
             print(f"warning: {self.options.key}: {told}", file=sys.stderr, flush=True)
         return pending.result()
 
@@ -256,10 +257,14 @@ class RemoteEngine:
         boot = self._link.boot
         self._calls += 1
         self._open.add(self._calls)
-        reseed = stream_key("engine", self._calls, *(row.seed for row in rows.values()))
-        fields = {"call": self._calls, "version": self.version, "reseed": reseed}
-        self._link.send(generate_message(rows, sampling, fields))
+        self._link.send(generate_message(rows, sampling, {"call": self._calls, "version": self.version}))
         return boot
+
+    def _take(self, message: Message, pending: PendingRollouts) -> None:
+        if message.kind == "rollout":
+            pending.answered(message, self.version)
+        elif message.kind == "ended":
+            self._open.discard(message.fields["call"])
 
     def _stop(self, pending: PendingRollouts) -> None:
         """Make the engine give up what it was asked for; one that does not is started again."""
@@ -268,19 +273,13 @@ class RemoteEngine:
         deadline = time.monotonic() + _STOP_S
         while self._open and time.monotonic() < deadline:
             for message in self._link.poll(_POLL_S):
-                if message.fields.get("call") not in self._open:
-                    continue
-                if message.kind == "rollout":
-                    pending.answered(message, self.version)
-                elif message.kind == "ended":
-                    self._open.discard(message.fields["call"])
-        if not self._open:
-            return
-        if self.supervisor:
+                if message.fields.get("call") in self._open:
+                    self._take(message, pending)
+        if self._open and self.supervisor:
             self.supervisor.restart(f"engine process {self.supervisor.pid} did not stop when told to")
 
     def kv_usage(self) -> KvUsage | None:
-        """See RolloutEngine: it does not tell."""
+        """See RolloutEngine: the process does not report it."""
         return None
 
     def renew(self, why: str) -> bool:
@@ -297,7 +296,7 @@ class RemoteEngine:
         self.version = -1
         if self.supervisor:
             self.supervisor.sleep()
-        # The engine's workers are on the GPUs of all its ranks. A rank may load its models only when they have let go.
+        # The engine's workers are on the GPUs of all its ranks, which may load their models when it has let go.
         self.meet()
 
     def wake(self) -> None:
@@ -322,19 +321,110 @@ class RemoteEngine:
         if self.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _check(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> None:
-        longest = max((len(r.prompt.token_ids) for r in requests), default=0)
-        longest = max(longest, supply.prompt_tokens if supply else 0)
-        if longest + sampling.max_tokens > self.options.context:
-            raise UserError(
-                f"rollout.max_tokens = {sampling.max_tokens} after a prompt of {longest} tokens exceeds the engine's "
-                f"context of {self.options.context}: lower rollout.max_tokens or shorten the prompts"
-            )
 
-        c, s = self.capabilities, sampling
-        why = log_prob_limits(c.log_probs, s.temperature, s.top_p, s.top_k) if s.log_probs else ""
-        if why:
-            raise UserError(
-                f"rollout.temperature = {s.temperature:g}, rollout.top_p = {s.top_p:g}: {c.engine} {why}: train at "
-                "temperature 1 and top_p 1, or with rollout.top_k"
-            )
+def join(
+    config: Config,
+    names: dict[str, tuple[int, ...]],
+    context: int,
+    vocab: int,
+    stop_ids: tuple[int, ...],
+    kv_tokens: int = 0,
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> RemoteEngine:
+    """Return this rank's share of an engine of the kind rollout.engine; a collective.
+
+    engine.tensor neighbouring ranks of a node share one. names: every Hugging Face tensor with its shape. context:
+    prompt + response tokens at most. kv_tokens: room for keys and values by the memory plan; 0 = not known. decode:
+    tokens -> text, for stop strings. Raises UserError where the ranks of a node cannot be grouped so, or the engine
+    does not come up.
+    """
+    engine, settings = config.rollout.engine, config.engine
+    kind = ENGINES[engine]
+    model = Path(config.model.path).resolve()
+    _check_stop_strings(config.rollout.stop_strings, kind.name, model)
+
+    # torchrun sets these; without it this rank is alone on its node.
+    rank, tensor = dist.get_rank(), settings.tensor
+    local, per_node = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    if per_node % tensor:
+        raise UserError(
+            f"engine.tensor = {tensor} does not divide the {per_node} ranks of a node (LOCAL_WORLD_SIZE): an engine "
+            "spans the GPUs of its ranks"
+        )
+    # An engine's GPU kernels know few dtypes; tests on a CPU use others.
+    if device.on_gpu() and config.rollout.dtype not in kind.dtypes:
+        raise UserError(
+            f'rollout.dtype = "{config.rollout.dtype}": {kind.name} engines compute in {", ".join(kind.dtypes)}; set '
+            f'rollout.dtype = "{kind.dtypes[0]}"'
+        )
+
+    # The leading rank makes its engine's folder, and all ranks hear of all folders. The checks above fail on all ranks.
+    leads = local % tensor == 0
+    folders: list[str] = [""] * dist.get_world_size()  # by rank; "" of those that do not lead
+    dist.all_gather_object(folders, str(make_folder(settings.shared_memory)) if leads else "")
+    exchange = _exchange(rank - local, per_node, config.parallel.timeout_s)
+    engine_exchange = _exchange(rank - local % tensor, tensor, config.parallel.timeout_s)
+
+    options = EngineOptions(
+        engine=engine,
+        model=str(model),
+        vocab=vocab,
+        context=context,
+        dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout.dtype],
+        max_rows=config.rollout.max_num_seqs,
+        stop_ids=stop_ids,
+        stop_strings=config.rollout.stop_strings,
+        threads=torch.get_num_threads() * tensor,
+        kv_bytes=(config.rollout.kv_cache_mib * 2**20 or psutil.virtual_memory().available // 2 // per_node) * tensor,
+        max_kv_tokens=kv_tokens,
+        section=dataclasses.asdict(settings),
+    )
+    return RemoteEngine(
+        settings,
+        options,
+        names,
+        Path(folders[rank - local % tensor]),
+        range(local, local + tensor) if leads else None,  # the GPUs of the ranks that share it, numbered in the node
+        Path(config.run.dir) / "engines" / f"rank_{rank}.log",
+        Node(local, per_node, Path(folders[rank - local]), exchange),
+        decode,
+        lambda: engine_exchange(None),
+    )
+
+
+def _check_stop_strings(strings: Sequence[str], engine: str, model: Path) -> None:
+    """Raise UserError where the engine would end responses at other places than the built-in one."""
+    path = model / "tokenizer.json"
+    if strings and not path.is_file():
+        raise UserError(
+            f"rollout.stop_strings: {engine} finds them with the model's tokenizer.json, and {model} has none: stop "
+            'at tokens only, or set rollout.engine = "torch"'
+        )
+
+    # The engine decodes a response after its prompt. Many decoders drop the space at the start of a text, so that only
+    # the engine would see a string with that space at the start of a response.
+    spaced = [s for s in strings if s.startswith(" ")]
+    if spaced and (read_object(path).get("decoder") or {}).get("type") != "ByteLevel":
+        raise UserError(
+            f"rollout.stop_strings: {spaced[0]!r} begins with a space, and {path} drops the space at the start of a "
+            f'response, which {engine} does not: leave the space out, or set rollout.engine = "torch"'
+        )
+
+
+def _exchange(first: int, size: int, timeout_s: float) -> Callable[[Any], list[Any]]:
+    """Return a collective of the ranks first .. first + size - 1, over gloo: what each gives, in order."""
+    # Nodes may have different numbers of ranks, and every rank takes part in making every group.
+    spans: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
+    dist.all_gather_object(spans, (first, size))
+    group = None
+    for start, count in sorted(span for span in set(spans) if span[1] > 1):
+        ranks = list(range(start, start + count))
+        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+        group = made if start == first else group
+
+    def exchange(own: Any) -> list[Any]:
+        found: list[Any] = [None] * size
+        dist.all_gather_object(found, own, group=group)
+        return found
+
+    return exchange if size > 1 else lambda own: [own]

@@ -1,8 +1,8 @@
-"""Rollouts that an engine process is asked for and has not answered yet."""
+"""Rollouts that an engine process was asked for and has not answered yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -10,16 +10,15 @@ import torch
 
 from megatron_brorl.errors import shown
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout.continuation import extended, siblings
-from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch
+from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch, extended
 from megatron_brorl.rollout.native.stopping import Stops
-from megatron_brorl.rollout.remote.messages import Message
+from megatron_brorl.rollout.remote.protocol import Message
 from megatron_brorl.types import FinishReason, Rollout
 
 
 @dataclass(frozen=True)
 class PendingRollout:
-    """One of them."""
+    """One rollout."""
 
     request: int  # place of its request
     ids: tuple[int, ...]  # of the prompt and what was sampled before
@@ -28,7 +27,7 @@ class PendingRollout:
     seed: int
 
     def completed(self, answer: Message, sampling: Sampling, version: int) -> Rollout:
-        """The rollout with what the engine's answer adds to it.
+        """Return the rollout with what the engine's answer adds to it.
 
         answer: tensors ids [tokens added] int64 and log_probs [tokens added] float32. version: of the weights.
         """
@@ -36,7 +35,7 @@ class PendingRollout:
         if not len(ids):
             return before
 
-        # A limit that this call set is no end: the rollout goes on in the next step.
+        # At the limit of this call the rollout has not ended: it goes on in the next step.
         finish: FinishReason = answer.fields["finish"]
         if finish == "length" and len(before.token_ids) + len(ids) < sampling.max_tokens:
             finish = "cut"
@@ -51,7 +50,7 @@ class PendingRollout:
         )
 
     def fault(self, answer: Message, sampling: Sampling, vocab: int) -> str:
-        """What is wrong with an answer that can be no part of a rollout; vocab: of the model, with what pads it."""
+        """Return why an answer cannot be part of a rollout, or "". vocab: of the model, with its padding."""
         ids, log_probs, finish = answer.tensors["ids"], answer.tensors["log_probs"], answer.fields["finish"]
         if len(ids) > self.tokens:
             return f"{len(ids)} tokens where {self.tokens} were asked for"
@@ -63,31 +62,8 @@ class PendingRollout:
         return "" if finish in get_args(FinishReason) else f"the end {shown(finish)}"
 
 
-def pending_rollouts(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterator[PendingRollout]:
-    """Every sibling of every request, each with a seed of its own; first: the place of the first request."""
-    for number, request in enumerate(requests, start=first):
-        for before in siblings(request):
-            done = len(before.token_ids)
-            tokens = min(sampling.budget or sampling.max_tokens, sampling.max_tokens - done)
-            ids = (*request.prompt.token_ids, *before.token_ids.tolist())
-            yield PendingRollout(number, ids, before, tokens, sibling_seed(request.key, before.index, done))
-
-
-def sibling_seed(key: int, sibling: int, done: int) -> int:
-    """The 64-bit seed of what follows a sibling's first `done` tokens; key: of the request.
-
-    Its lower half, which is all that PyTorch's generator on CPUs takes of a seed, is another one for each of a prompt's
-    siblings: a bijection (the finalizer of MurmurHash3) of numbers that follow one another from a random one on.
-    """
-    low = (stream_key("engine", key, done) + sibling) & 0xFFFFFFFF
-    for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
-        low = ((low ^ (low >> shift)) * multiplier) & 0xFFFFFFFF
-    low ^= low >> 16
-    return stream_key("engine", key, sibling, done) >> 32 << 32 | low
-
-
 class PendingRollouts:
-    """Those of one call of generate, and what has come of it."""
+    """The rollouts of one call of generate, and what has come of them."""
 
     def __init__(
         self,
@@ -98,75 +74,91 @@ class PendingRollouts:
         vocab: int,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """most: rollouts that the engine has at a time. vocab: of the model, with what pads it. decode: see Stops."""
+        """most: rollouts that the engine has at a time. vocab: of the model, with its padding. decode: see Stops."""
         self._stops = Stops(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
         self._sampling, self._watch, self._supply, self._most, self._vocab = sampling, watch, supply, most, vocab
-        self.faults: list[str] = []  # of answers that were none, each of which costs its rollout
-        self.rows: dict[int, PendingRollout] = {}  # by the number that the engine's answers name
+        self.faults: list[str] = []  # of invalid answers, each of which costs its rollout
+        self.rows: dict[int, PendingRollout] = {}  # by the number in the engine's answers
         self._found: list[list[Rollout]] = []  # of each request
         self._numbered = 0
 
     def add(self, requests: Sequence[Request]) -> dict[int, PendingRollout]:
-        """Further requests, numbered on from those before; returns their rollouts."""
-        new = pending_rollouts(requests, self._sampling, len(self._found))
+        """Add requests, numbered on from those before; returns their rollouts."""
+        new = (
+            self._pending(number, request, begun)
+            for number, request in enumerate(requests, start=len(self._found))
+            for begun in request.rollouts()
+        )
         added = dict(enumerate(new, start=self._numbered))
         self.rows.update(added)
         self._found.extend([] for _ in requests)
         self._numbered += len(added)
         return added
 
+    def _pending(self, number: int, request: Request, begun: Rollout) -> PendingRollout:
+        done, s = len(begun.token_ids), self._sampling
+        tokens = min(s.budget or s.max_tokens, s.max_tokens - done)
+        ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
+        return PendingRollout(number, ids, begun, tokens, sibling_seed(request.key, begun.index, done))
+
     def take(self) -> dict[int, PendingRollout]:
-        """Rollouts of the supply, as many as the engine has room for."""
+        """Take rollouts of the supply, as many as the engine has room for."""
         room = self._most - len(self.rows)
         return self.add(self._supply.take(room)) if self._supply and room > 0 else {}
 
     def answered(self, answer: Message, version: int) -> None:
-        """A rollout has come; version: of the weights."""
+        """Record the answer for a rollout; version: of the weights.
+
+        Responses end by the built-in engine's rule for stop strings. An engine may find a string later, because it
+        holds back the text of unfinished characters and does not see the text that a continued rollout had before.
+        """
         row = self.rows.pop(answer.fields["number"])
         fault = row.fault(answer, self._sampling, self._vocab)
+        rollout = row.begun if fault else row.completed(answer, self._sampling, version)
+        if self._stops and not fault:
+            end = self._stops.first_end(rollout.token_ids, len(row.begun.token_ids))
+            if end is not None:
+                rollout = replace(
+                    rollout,
+                    token_ids=rollout.token_ids[:end],
+                    log_probs=rollout.log_probs[:end],
+                    finish="stop",
+                    spans=extended(row.begun.spans, version, end - len(row.begun.token_ids)),
+                )
+            elif rollout.finish == "stop":
+                fault, rollout = "it ended at a stop string that the text of its tokens does not contain", row.begun
         if fault:
             self.faults.append(fault)
-            self._deliver(row, row.begun)  # as it was before this call
-        else:
-            self._complete(row, row.completed(answer, self._sampling, version))
-
-    def _complete(self, row: PendingRollout, rollout: Rollout) -> None:
-        """Deliver a rollout, ended by the built-in engine's rule for stop strings.
-
-        An engine may find a string later: it holds back the text of unfinished characters, and does not see the text
-        that a continued rollout had before.
-        """
-        end = self._stops.first_end(rollout.token_ids, len(row.begun.token_ids)) if self._stops else None
-        if end is not None:
-            version, added = rollout.spans[-1][0], end - len(row.begun.token_ids)
-            rollout = replace(
-                rollout,
-                token_ids=rollout.token_ids[:end],
-                log_probs=rollout.log_probs[:end],
-                finish="stop",
-                spans=extended(row.begun.spans, version, added),
-            )
-        elif self._stops and rollout.finish == "stop":
-            self.faults.append("it ended at a stop string that the text of its tokens does not contain")
-            rollout = row.begun
         self._deliver(row, rollout)
 
     def result(self) -> list[list[Rollout]]:
-        """The rollouts of each request, by index; those that have not come are as they were before this call."""
+        """Return the rollouts of each request, by index; those without an answer are as they were before this call."""
         for row in self.rows.values():
             self._deliver(row, row.begun)
-        # Answers come as rollouts end; siblings are told by their index.
         return [sorted(rollouts, key=lambda x: x.index) for rollouts in self._found]
 
     def _deliver(self, row: PendingRollout, rollout: Rollout) -> None:
-        # What is cut goes on in a later call: it has not ended.
+        # A "cut" rollout goes on in a later call: it has not ended.
         self._found[row.request].append(rollout)
         if self._watch and rollout.finish != "cut":
             self._watch.finished(row.request, rollout)
 
 
+def sibling_seed(key: int, sibling: int, done: int) -> int:
+    """Return the 64-bit seed of what follows a sibling's first `done` tokens; key: of the request.
+
+    PyTorch's generator on CPUs reads only the lower half of a seed. That half differs between all siblings of a prompt:
+    it is a bijection (the finalizer of MurmurHash3) of consecutive numbers.
+    """
+    low = (stream_key("engine", key, done) + sibling) & 0xFFFFFFFF
+    for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        low = ((low ^ (low >> shift)) * multiplier) & 0xFFFFFFFF
+    low ^= low >> 16
+    return stream_key("engine", key, sibling, done) >> 32 << 32 | low
+
+
 def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fields: Mapping[str, Any]) -> Message:
-    """Ask for all of `rows` (number -> rollout). fields: what tells this call from others."""
+    """Return the message that asks for all of `rows` (number -> rollout). fields: of the call."""
     settings = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -174,8 +166,7 @@ def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fie
         "log_probs": sampling.log_probs,
         "stop_strings": list(sampling.stop_strings),
     }
-
-    # Flat tensors: a message costs per field, not per rollout.
+    # Flat tensors, because a message costs time per field.
     tensors = {
         "numbers": torch.tensor(list(rows)),
         "lengths": torch.tensor([len(row.ids) for row in rows.values()]),

@@ -1,4 +1,4 @@
-"""One engine process: its private folder, its environment, how it starts and how it is ended."""
+"""An engine process: its private folder, its socket, how it starts, how it is kept alive and how it ends."""
 
 from __future__ import annotations
 
@@ -10,30 +10,47 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import zmq
+
 import megatron_brorl
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.ranks import LAUNCHER
 from megatron_brorl.rollout.registry import ENGINES
-from megatron_brorl.rollout.remote.options import EngineOptions
-from megatron_brorl.rollout.remote.segments import unlink_segments
+from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message, WorkerBucket, decode, encode
+from megatron_brorl.rollout.remote.weights_send import HostWeights
 
 PREFIX = "brorl-engine-"
-_MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")  # workers would take themselves for ranks of the launcher's
-# What a process says, in whatever words, of which another try on other ports may do better.
+_POLL_S = 0.2
+_SILENT_S = 1.5  # without a heartbeat, after which the engine is greeted again: a new one needs it
+# Workers of an engine would take themselves for ranks of the trainer's launcher.
+_MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", LAUNCHER, "OMP_NUM_THREADS")
+# The words of a process that may start on other ports.
 _PORT_TAKEN = re.compile(
     r"address already in use|EADDRINUSE|failed to bind|port \S+ (is )?(already )?(in use|taken)", re.I
 )
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", LAUNCHER, "OMP_NUM_THREADS")
+# Python's multiprocessing names its shared memory and the semaphores of spawned processes so.
+_SHARED = ("psm_*", "sem.mp-*")
+# By inode: the maker of a semaphore has it mapped by another name, which is gone.
+_INODE = re.compile(r"^\S+ \S+ \S+ \S+ (\d+) +/dev/shm/", re.MULTILINE)
 
 
-def make_folder(parent: str, key: str) -> Path:
-    """A private folder in memory for one engine; those of trainers that are gone are removed.
+class EngineError(RuntimeError):
+    """The engine process is gone, silent, or reports a failure."""
 
-    key: of the configuration, that names `parent`. Raises UserError where `parent` cannot be written.
+
+def make_folder(parent: str) -> Path:
+    """Make a private folder in memory for one engine, and remove those of trainers that are gone.
+
+    Raises UserError where `parent` (engine.shared_memory) cannot be written.
     """
     where = Path(parent)
     with contextlib.suppress(OSError):
@@ -43,94 +60,22 @@ def make_folder(parent: str, key: str) -> Path:
 
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
-        # Only this package is put before the other environment's own: its torch must be the one it came with.
+        # The engine's environment gets this package alone on its path: its torch must be its own.
         (folder / "code").mkdir()
         (folder / "code" / "megatron_brorl").symlink_to(Path(megatron_brorl.__file__).parent.resolve())
     except OSError as e:
-        raise UserError(f"{key} = {parent}: cannot be written: {e.strerror}; name another folder") from None
+        message = f"engine.shared_memory = {parent}: cannot be written: {e.strerror}; name another folder"
+        raise UserError(message) from None
     return folder
 
 
 def address(folder: Path) -> str:
-    """Of the socket of the engine whose folder this is."""
+    """Return the address of the socket of the engine with this folder."""
     return f"ipc://{folder}/socket"
 
 
-class EngineProcess:
-    """A running engine process. It ends with this one."""
-
-    def __init__(self, python: str, folder: Path, options: EngineOptions, devices: Sequence[int], log: Path) -> None:
-        """python: interpreter of the engine's environment. devices: CUDA devices of the engine.
-
-        log: file that its output is appended to. Raises UserError where the interpreter does not start.
-        """
-        kind = ENGINES[options.engine]
-
-        self.log = log
-        self._killed = False
-        self._from = log.stat().st_size if log.exists() else 0  # of the log: what stands before is of other processes
-
-        # Nothing of a process that was killed may be in the way.
-        (folder / "socket").unlink(missing_ok=True)
-        log.parent.mkdir(parents=True, exist_ok=True)
-
-        # It ends when its standard input does. A session of its own, so that its children can be ended with it.
-        with open(log, "ab") as output:
-            try:
-                self._process = subprocess.Popen(
-                    [
-                        # Found by the link in the folder (make_folder).
-                        *(python, "-m", "megatron_brorl.rollout.remote.server", address(folder)),
-                        json.dumps(dataclasses.asdict(options)),
-                    ],
-                    stdin=subprocess.PIPE,  # never written to: it closes with this process, however that ends
-                    stdout=output,  # of which the process has its own copy
-                    stderr=subprocess.STDOUT,
-                    env=environment(folder, devices, kind.environment),
-                    start_new_session=True,  # kill ends all of it
-                )
-            except OSError as e:  # no such file, or none that may be run
-                raise UserError(
-                    f"engine.python = {python}: {e.strerror}; give the interpreter of the environment that "
-                    f"has {kind.package}"
-                ) from None
-
-    @property
-    def pid(self) -> int:
-        """Number of the process."""
-        return self._process.pid
-
-    def ended(self) -> str:
-        """How the process ended, with the last line of its log; "" while it runs."""
-        code = self._process.poll()
-        if code is None:
-            return ""
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return f"engine process {self.pid} ended ({how}); {self.log}: {lines[-1] if lines else 'empty'}"
-
-    def port_taken(self) -> bool:
-        """Whether the process ended because a port was in use that it was to listen on."""
-        if self._process.poll() is None:
-            return False
-        with open(self.log, "rb") as log:
-            log.seek(self._from)
-            return bool(_PORT_TAKEN.search(log.read().decode(errors="replace")))
-
-    def kill(self) -> None:
-        """End it and what it started, which a process that died by itself may have left behind."""
-        if not self._killed:
-            self._killed = True  # once: later its number may be another's
-            unlink_segments(self._process.pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        if self._process.stdin:
-            self._process.stdin.close()
-
-
 def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) -> dict[str, str]:
-    """The trainer's environment without its launcher, and with the engine's own variables."""
+    """Return the trainer's environment without its launcher's variables, and with the engine's own."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith((*_MPI, *_LAUNCHER))}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     seen = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
@@ -141,3 +86,372 @@ def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) ->
         "CUDA_VISIBLE_DEVICES": ",".join(seen),
         **{name: value.format(folder=folder) for name, value in own.items()},
     }
+
+
+def shared_memory_of(group: int) -> set[Path]:
+    """Return the files of /dev/shm that living processes of a process group have mapped."""
+    inodes: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # It ended meanwhile, or is another user's.
+            if os.getpgid(int(process.name)) == group:
+                inodes.update(_INODE.findall((process / "maps").read_text()))
+
+    found = set()
+    for path in (path for name in _SHARED for path in Path("/dev/shm").glob(name)):
+        with contextlib.suppress(OSError):  # Another process removed it.
+            if str(path.stat().st_ino) in inodes:
+                found.add(path)
+    return found
+
+
+def unlink_shared_memory(group: int) -> None:
+    """Unlink the shared memory of a process group that is about to be killed, which could not do it any more."""
+    for path in shared_memory_of(group):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+class Link:
+    """One end of the socket to an engine process, which may die and come back at any time; for one thread at a time."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.boot = 0  # identifies the process that was heard last; 0 = none yet
+        self.version = -1  # of its weights
+        self.capabilities: Capabilities | None = None
+        self.heard = time.monotonic()
+        self._greeted = 0.0
+        self._socket = self._connect()
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
+            socket.setsockopt(option, 0)
+        socket.connect(self.address)
+        return socket
+
+    def renew(self) -> None:
+        """Forget the process that was there, and what was still to be sent to it."""
+        self._socket.close()
+        self._socket = self._connect()
+        self.boot, self.version, self._greeted = 0, -1, 0.0
+        self.heard = time.monotonic()
+
+    def send(self, message: Message) -> None:
+        """Queue a message; only an answer shows that it arrived."""
+        self._socket.send_multipart(encode(message))
+
+    def greet(self) -> None:
+        """Say hello to the process, which answers with its capabilities and state."""
+        self._greeted = time.monotonic()
+        self.send(Message("hello"))
+
+    def poll(self, seconds: float) -> list[Message]:
+        """Return what has arrived after waiting at most so long for the first; record heartbeats.
+
+        Raises ProtocolError.
+        """
+        now = time.monotonic()
+        if now - max(self.heard, self._greeted) > _SILENT_S or not self._greeted:
+            self.greet()
+
+        found = []
+        if self._socket.poll(int(seconds * 1000)):
+            while self._socket.poll(0):
+                message = decode(self._socket.recv_multipart())
+                self.heard = time.monotonic()
+                if message.kind == "heartbeat":
+                    self.boot, self.version = message.fields["boot"], message.fields["version"]
+                elif message.kind == "hello":
+                    fields = {**message.fields, "devices": tuple(message.fields["devices"])}
+                    self.capabilities = Capabilities(**fields)
+                else:
+                    found.append(message)
+        return found
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class EngineProcess:
+    """A running engine process, which ends with this one."""
+
+    def __init__(self, python: str, folder: Path, options: EngineOptions, devices: Sequence[int], log: Path) -> None:
+        """python: interpreter of the engine's environment. devices: the engine's CUDA devices. log: file that its
+        output is appended to. Raises UserError where the interpreter does not start."""
+        kind = ENGINES[options.engine]
+        self.log = log
+        self._killed = False
+        self._from = log.stat().st_size if log.exists() else 0  # Before it stands the output of other processes.
+
+        # A killed process leaves its socket behind.
+        (folder / "socket").unlink(missing_ok=True)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [python, "-m", "megatron_brorl.rollout.remote.server", address(folder)]
+        with open(log, "ab") as output:
+            try:
+                self._process = subprocess.Popen(
+                    [*command, json.dumps(dataclasses.asdict(options))],
+                    stdin=subprocess.PIPE,  # Never written to. It closes when this process ends, and the engine ends.
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment(folder, devices, kind.environment),
+                    start_new_session=True,  # so that `kill` ends the engine's children too
+                )
+            except OSError as e:
+                raise UserError(
+                    f"engine.python = {python}: {e.strerror}; give the interpreter of the environment that has "
+                    f"{kind.package}"
+                ) from None
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
+    def ended(self) -> str:
+        """Return how the process ended, with the last line of its log; "" while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return f"engine process {self.pid} ended ({how}); {self.log}: {lines[-1] if lines else 'empty'}"
+
+    def port_taken(self) -> bool:
+        """Return whether the process ended because another program had a port that it needs."""
+        if self._process.poll() is None:
+            return False
+        with open(self.log, "rb") as log:
+            log.seek(self._from)
+            return bool(_PORT_TAKEN.search(log.read().decode(errors="replace")))
+
+    def kill(self) -> None:
+        """End it and its children, which may outlive it."""
+        if not self._killed:
+            self._killed = True  # Once: its number may belong to another process later.
+            unlink_shared_memory(self._process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._process.stdin:
+            self._process.stdin.close()
+
+
+class Supervisor:
+    """Keeps an engine process alive with the weights in use, for the first of the ranks that share the engine."""
+
+    def __init__(
+        self, settings: EngineConfig, options: EngineOptions, folder: Path, devices: Sequence[int], log: Path
+    ) -> None:
+        """Start the process and wait until it answers. Raises UserError where it does not come up."""
+        self.settings, self.options, self.folder, self.devices, self.log = settings, options, folder, devices, log
+        self.weights: HostWeights | None = None  # the weights in use
+        self.restarts = 0
+        self.failure = ""  # why there is no engine any more
+        self.lock = threading.RLock()
+        self._closing = threading.Event()
+        self._asleep = False
+
+        # The watch begins when the process is up: then those that wait for it hear of its end in time.
+        self._link = Link(address(folder))
+        self._process = self._start()
+        self.capabilities = self._first()
+        self._thread = threading.Thread(target=self._watch, name="engine supervisor", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Number of the engine process."""
+        return self._process.pid
+
+    def update(self, weights: HostWeights, loaded: Sequence[str] | None = None) -> None:
+        """Make these the weights in use, and delete the file of those before.
+
+        loaded: names that the engine was sent already, by `send`; else all are sent. A process that dies or refuses on
+        the way is started again and sent everything once more. Raises EngineError where that fails too; the weights in
+        use are then those from before.
+        """
+        with self.lock:
+            try:
+                self._wake()
+                if loaded is None:
+                    self._push(weights)
+                else:
+                    self._ask(Message("finish", {"names": list(loaded), "version": weights.version}))
+            except EngineError as e:
+                self._restart(str(e), weights)
+            old, self.weights = self.weights, weights
+            if old:
+                old.delete()
+
+    def begin(self) -> bool:
+        """Announce `send`; until the end of `update` the engine has no weights to generate with.
+
+        Returns whether the engine heard it.
+        """
+        with self.lock:
+            try:
+                self._wake()
+                self._ask(Message("begin"))
+            except EngineError:
+                return False
+            return True
+
+    def send(self, bucket: WorkerBucket) -> None:
+        """Let the workers load a bucket. Raises EngineError."""
+        with self.lock:
+            self._ask(Message("load", {"bucket": bucket}))
+
+    def restart(self, why: str) -> None:
+        """End the process and start it again with the weights in use. Raises EngineError."""
+        with self.lock:
+            self._restart(why, self.weights)
+
+    def sleep(self) -> None:
+        """Give the engine's memory back, and forget the weights in use."""
+        with self.lock:
+            if self._asleep:
+                return
+            try:
+                self._ask(Message("sleep"))
+            except EngineError as e:
+                _say(f"{e}; it is ended, and another one started when it is needed")
+                self._process.kill()  # This gives its memory back too.
+            self._asleep = True
+            if self.weights:
+                self.weights.delete()
+                self.weights = None
+
+    def wake(self) -> None:
+        """Take the memory again. Raises EngineError where no engine comes up any more."""
+        with self.lock:
+            try:
+                self._wake()
+            except EngineError as e:
+                self._restart(str(e), None)
+
+    def close(self) -> None:
+        """End the process, and the watch over it."""
+        self._closing.set()
+        with self.lock:
+            self._process.kill()
+            self._link.close()
+
+    def _start(self) -> EngineProcess:
+        return EngineProcess(self.settings.python or sys.executable, self.folder, self.options, self.devices, self.log)
+
+    def _first(self) -> Capabilities:
+        """Wait for the first process.
+
+        It is started again only where another program took a port: other failures would come again.
+        """
+        for tries_left in range(self.settings.max_restarts, -1, -1):
+            try:
+                return self._wait()
+            except EngineError as e:
+                again = tries_left and self._process.port_taken()
+                self._process.kill()
+                if not again:
+                    raise UserError(f"{self.options.key}: {e}") from None
+                _say(f"{e}; starting it again on other ports")
+                self._process = self._start()
+        raise AssertionError("the last try returns or raises")
+
+    def _wait(self) -> Capabilities:
+        """Wait until the process answers."""
+        self._link.renew()
+        deadline = time.monotonic() + self.settings.start_timeout_s
+        while not self._link.boot or self._link.capabilities is None:
+            self._link.poll(_POLL_S)
+            ended = self._process.ended()
+            if ended:
+                raise EngineError(ended)
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"engine process {self.pid} did not answer within engine.start_timeout_s = "
+                    f"{self.settings.start_timeout_s:g} s; see {self.log}"
+                )
+        return self._link.capabilities
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_POLL_S):
+            with self.lock:
+                if self._closing.is_set() or self.failure:
+                    return
+                try:
+                    self._link.poll(0)
+                    why = self._problem()
+                    # The memory of a sleeping engine is in use by others: `wake` starts it again.
+                    if why and not self._asleep:
+                        self._restart(why, self.weights)
+                except EngineError as e:
+                    self.failure = str(e)
+
+    def _problem(self) -> str:
+        """Return what is wrong with the process, or ""."""
+        ended = self._process.ended()
+        if ended:
+            return ended
+        silent = time.monotonic() - self._link.heard
+        too_long = silent > self.settings.heartbeat_timeout_s
+        return f"engine process {self.pid} is silent for {silent:.0f} s" if too_long else ""
+
+    def _restart(self, why: str, weights: HostWeights | None) -> None:
+        while True:
+            self.restarts += 1
+            if self.restarts > self.settings.max_restarts:
+                self.failure = f"{why}; given up after engine.max_restarts = {self.settings.max_restarts}"
+                raise EngineError(self.failure)
+            holding = f"with the weights of version {weights.version}" if weights else "without weights"
+            _say(f"{why}; starting it again {holding}")
+            self._process.kill()
+            self._process = self._start()
+            try:
+                self._wait()
+                if weights:
+                    self._push(weights)
+                self._asleep = False
+                return
+            except EngineError as e:
+                why = str(e)
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._ask(Message("wake"))
+            self._asleep = False
+
+    def _push(self, weights: HostWeights) -> None:
+        self._ask(Message("begin"))
+        for records in weights.buckets():
+            self._ask(Message("load", {"bucket": {"path": str(weights.path), "records": records}}))
+        self._ask(Message("finish", {"names": [record.name for record in weights.records], "version": weights.version}))
+
+    def _ask(self, message: Message) -> None:
+        """Send and wait for "done". Raises EngineError.
+
+        A process whose worker stands still sends its heartbeats for ever, so a call has a limit of its own.
+        """
+        if self.failure:
+            raise EngineError(self.failure)
+        self._link.send(message)
+        limit = self.settings.heartbeat_timeout_s
+        deadline = time.monotonic() + limit
+        while True:
+            for answer in self._link.poll(_POLL_S):
+                if answer.kind == "error":
+                    raise EngineError(f"engine process {self.pid}: {answer.fields['what']}")
+                if answer.kind == "done":
+                    return
+            why = self._problem()
+            if not why and time.monotonic() > deadline:
+                key = "engine.heartbeat_timeout_s"
+                why = f"engine process {self.pid} has not done '{message.kind}' after {limit:g} s ({key})"
+            if why:
+                raise EngineError(why)
+
+
+def _say(what: str) -> None:
+    with contextlib.suppress(OSError):  # The pipe's reader is gone.
+        print(f"brorl: {what}", file=sys.stderr, flush=True)

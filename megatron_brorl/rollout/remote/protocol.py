@@ -1,51 +1,146 @@
-"""What an engine's leaf does for the server: the part of an engine process that differs from engine to engine."""
+"""Messages between trainer ranks and an engine process, and the interface of an engine's leaf in that process.
+
+A message is a versioned JSON header and raw tensors, never a pickle, because both ends may run different versions of
+torch and Python. Its frames are the header and then the bytes of each tensor that the header lists.
+"""
 
 from __future__ import annotations
 
-from asyncio import Task
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
+import torch
+from torch import Tensor
+
+PROTOCOL = 5  # raised with every change of a message
+_DTYPES = {"int64": torch.int64, "float32": torch.float32}
+_PROBE_TOKENS = 16  # enough that two independent draws do not agree by chance
+
+# {"path", "records"} in host memory, or {"handles", "records"} by CUDA IPC; records: weights_receive.TensorRecord
+WorkerBucket = dict[str, object]
+
+
+class ProtocolError(RuntimeError):
+    """The other end runs another version, or sent something else than a message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message. Fields are JSON values; tensors are int64 or float32 of one dimension."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def encode(message: Message) -> list[bytes]:
+    """Return the frames of a message."""
+    table = [[name, str(x.dtype).removeprefix("torch."), len(x)] for name, x in message.tensors.items()]
+    header = {"protocol": PROTOCOL, "kind": message.kind, "fields": dict(message.fields), "tensors": table}
+    return [json.dumps(header).encode(), *(x.contiguous().numpy().tobytes() for x in message.tensors.values())]
+
+
+def decode(frames: Sequence[bytes]) -> Message:
+    """Return the message of `frames`. Raises ProtocolError."""
+    # A message of another version may have any form, so nothing but the version is read before it fits.
+    try:
+        header = json.loads(frames[0])
+        protocol = header["protocol"]
+    except (ValueError, LookupError, TypeError) as e:
+        raise ProtocolError(f"not a message of the engine protocol: {e}") from None
+    if protocol != PROTOCOL:
+        raise ProtocolError(
+            f"trainer and engine process have different protocols ({protocol} and {PROTOCOL}): both must run the same "
+            "version of megatron_brorl"
+        )
+
+    table = header["tensors"]
+    if len(table) != len(frames) - 1:
+        raise ProtocolError(f"{header['kind']}: {len(frames) - 1} tensors came, the header lists {len(table)}")
+    tensors = {}
+    for (name, dtype, length), data in zip(table, frames[1:], strict=True):
+        # Without this check frombuffer would make fewer numbers from a shorter frame.
+        if len(data) != length * _DTYPES[dtype].itemsize:
+            raise ProtocolError(f"{header['kind']}: {name} has {len(data)} bytes, not {length} of {dtype}")
+        # The bytes are copied because a frame's memory is the socket's; an empty frame has none.
+        empty = torch.empty(0, dtype=_DTYPES[dtype])
+        tensors[name] = torch.frombuffer(bytearray(data), dtype=_DTYPES[dtype]) if length else empty
+    return Message(header["kind"], header["fields"], tensors)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Arguments of an engine process."""
+
+    engine: str  # key of rollout.registry.ENGINES
+    model: str  # Hugging Face directory; its config.json alone is read
+    vocab: int
+    context: int  # prompt + response tokens at most
+    dtype: str  # "bfloat16", or "float32" in tests on a CPU
+    max_rows: int  # in flight at a time, at most
+    stop_ids: tuple[int, ...]
+    section: Mapping[str, Any]  # all keys of section [engine]
+    stop_strings: tuple[str, ...] = ()  # with any, the engine needs the tokenizer
+    threads: int = 0  # of an engine on CPUs; 0 = the engine's default
+    kv_bytes: int = 0  # for keys and values of an engine on CPUs
+    max_kv_tokens: int = 0  # for keys and values by the trainer's memory plan; 0 = as many as fit
+
+    @property
+    def key(self) -> str:
+        """The choice of the engine in messages."""
+        return f'rollout.engine = "{self.engine}"'
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the leaf finds out about its engine at the start."""
+
+    engine: str  # name and version, for messages
+    torch: str  # version
+    devices: tuple[str, ...]  # UUID of each worker's device, as weights_receive.own_device writes it
+    kv_tokens: int  # tokens whose keys and values its memory holds, measured
+    rows: int  # rollouts that it computes at a time
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What became of one rollout."""
+    """The outcome of one rollout."""
 
-    token_ids: list[int]  # that were added; of one that was cut, where Capabilities.keeps_cut, else any
+    token_ids: list[int]  # the tokens that were added; for a "cut" rollout the leaf may leave them out
     finish: Literal["stop", "length", "cut"]  # cut: aborted
-    reported: Sequence[Mapping[int, float]]  # log-probability by token id, of each token; empty: not asked for
+    log_probs: list[float]  # of each token under the distribution that it was drawn from; empty: not asked for
 
     @classmethod
     def of(cls, token_ids: Sequence[int], reason: str | None, reported: Sequence[Mapping[int, float]]) -> Completion:
-        """reason: in the engine's words, in which "stop" and "length" mean what they mean here."""
-        return cls(list(token_ids), "stop" if reason == "stop" else "length" if reason == "length" else "cut", reported)
+        """Return the completion of an engine's output.
 
-
-@dataclass(frozen=True)
-class Named:
-    """A rollout in flight, of an engine that knows it by a name."""
-
-    name: str
-    task: Task[Completion]
+        reason: the engine's word for the end, of which "stop" and "length" are kept. reported: log-probabilities by
+        token id at each position, or nothing. Raises ValueError where a sampled token's is missing.
+        """
+        if reported and len(reported) != len(token_ids):
+            raise ValueError(f"{len(reported)} log-probs for {len(token_ids)} tokens")
+        for token, entry in zip(token_ids, reported, strict=False):
+            if token not in entry:
+                raise ValueError(f"no log-prob of the sampled token {token} among {len(entry)} reported")
+        log_probs = [entry[token] for token, entry in zip(token_ids, reported, strict=False)]
+        if reason == "stop":
+            return cls(list(token_ids), "stop", log_probs)
+        return cls(list(token_ids), "length" if reason == "length" else "cut", log_probs)
 
 
 class EngineLeaf(Protocol):
     """One engine in this process. All methods belong to one event loop.
 
-    A class Llm(options) in the module that rollout.registry names; its constructor raises ValueError where this version
+    A class Llm(options) in the module that rollout.registry names. Its constructor raises ValueError where this version
     of the engine cannot do what is asked.
     """
 
     options: EngineOptions
 
     async def start(self) -> Capabilities:
-        """Bring the workers up and find out what they do, with random weights.
-
-        Raises ValueError where siblings could not differ or no log-probs come back.
-        """
+        """Start the workers with random weights and find out what they do. Raises ValueError as `check_draws`."""
 
     def params(
         self,
@@ -57,7 +152,7 @@ class EngineLeaf(Protocol):
         log_probs: bool = True,
         stop_strings: Sequence[str] = (),
     ) -> Any:
-        """The engine's own sampling settings of one rollout of at most `tokens` tokens."""
+        """Return the engine's own sampling settings of one rollout of at most `tokens` tokens."""
 
     def submit(self, ids: Sequence[int], params: Any) -> Any:
         """Queue one rollout; returns a handle."""
@@ -68,15 +163,23 @@ class EngineLeaf(Protocol):
     def abort(self, handle: Any) -> None:
         """Give a rollout up; its completion is then "cut"."""
 
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the extension in every worker, and return what each returns."""
+
     async def begin(self) -> None:
-        """A new version of the weights begins."""
+        """Begin a new version of the weights."""
+        await self.call_workers("brorl_begin")
 
     async def load(self, bucket: WorkerBucket) -> None:
         """Let all workers load a bucket. Raises where a tensor is not what was sent; the weights are mixed then."""
+        await self.call_workers("brorl_load", bucket)
 
     async def finish(self, names: Sequence[str]) -> None:
-        """The weights are complete: generate with them, and forget what was cached of others. Raises where other
-        tensors than `names` were loaded."""
+        """Generate with the new weights from now on, and forget the caches of others.
+
+        Raises where other tensors than `names` were loaded.
+        """
+        await self.call_workers("brorl_finish", list(names))
 
     async def sleep(self) -> None:
         """Give the memory of weights and caches back."""
@@ -85,7 +188,24 @@ class EngineLeaf(Protocol):
         """Take the memory of everything but caches again; weights follow."""
 
     async def wake_caches(self) -> None:
-        """Take the memory of keys and values again: all ranks of the node have given back what they do without."""
+        """Take the memory of keys and values again, when all ranks of the node have given back theirs."""
 
-    async def reseed(self, seed: int) -> None:
-        """Seed the one generator of an engine whose requests have no seeds of their own."""
+
+async def check_draws(leaf: EngineLeaf, engine: str) -> None:
+    """Raise ValueError unless the seed of a request decides what is drawn, and log-probs come back.
+
+    engine: its name and version.
+    """
+    first, again, other = [await _draw(leaf, seed) for seed in (1, 1, 2)]
+    if first.token_ids != again.token_ids or first.token_ids == other.token_ids:
+        raise ValueError(f"{engine} takes no seed per request: siblings on different engines would repeat one another")
+    if len(first.log_probs) != len(first.token_ids):
+        raise ValueError(f"{engine} reports no log-probs of sampled tokens")
+
+
+async def _draw(leaf: EngineLeaf, seed: int) -> Completion:
+    """Return one rollout of a few tokens at temperature 1."""
+    o = leaf.options
+    ids = [i % o.vocab for i in range(min(8, o.context // 2))]
+    params = leaf.params(1.0, 1.0, 0, min(_PROBE_TOKENS, o.context - len(ids)), seed)
+    return await leaf.completion(leaf.submit(ids, params))

@@ -1,4 +1,4 @@
-"""The engine process, in the engine's environment: answers the messages of its trainer ranks over a local socket.
+"""The engine process, in the engine's environment: it answers its trainer ranks over a local socket.
 
 python -m megatron_brorl.rollout.remote.server ADDRESS OPTIONS (JSON of EngineOptions)
 
@@ -26,11 +26,16 @@ import zmq
 import zmq.asyncio
 
 from megatron_brorl.rollout.registry import ENGINES
-from megatron_brorl.rollout.remote.log_probs import sampled_log_probs
-from megatron_brorl.rollout.remote.messages import Message, ProtocolError, decode, encode
-from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions
-from megatron_brorl.rollout.remote.protocol import EngineLeaf
-from megatron_brorl.rollout.remote.segments import unlink_segments
+from megatron_brorl.rollout.remote.process import unlink_shared_memory
+from megatron_brorl.rollout.remote.protocol import (
+    Capabilities,
+    EngineLeaf,
+    EngineOptions,
+    Message,
+    ProtocolError,
+    decode,
+    encode,
+)
 
 HEARTBEAT_S = 0.5
 
@@ -48,19 +53,19 @@ class Server:
         self.calls: dict[tuple[bytes, int], list[Any]] = {}  # handles of rollouts in flight, to be aborted
         self.tasks: set[asyncio.Task[None]] = set()
         self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        # No limits: beyond one (1,000 messages, unless told) a router drops what a busy rank has not read yet.
+        # Without this a router drops messages beyond the first 1,000 that a busy rank has not read.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(address)
 
     async def serve(self) -> None:
-        """Answer messages for ever; those that the other end got wrong are told so."""
+        """Answer messages for ever."""
         self._spawn(self._heartbeat())
         # Each is answered with "done" or "error" (_change).
         changes = {"begin": self._begin, "load": self._load, "finish": self._finish, "sleep": self._sleep}
 
         while True:
-            # A rank of another version is told so, and costs the others nothing.
+            # A rank of another version gets an error, and the others are served.
             client, *frames = await self.socket.recv_multipart()
             try:
                 message = decode(frames)
@@ -70,12 +75,12 @@ class Server:
 
             # Generation runs beside what follows; changes of weights and memory are finished before the next message.
             if message.kind == "hello":
-                self.clients.add(client)  # from now on it hears heartbeats
+                self.clients.add(client)  # for heartbeats
                 await self._send(client, Message("hello", dataclasses.asdict(self.capabilities)))
-                await self._send(client, self._state())  # which weights there are, without waiting for one
+                await self._send(client, self._state())
             elif message.kind == "generate":  # "rollout" for each, then "ended"
                 self._spawn(self._generate(client, message))
-            elif message.kind == "cancel":  # which may come too late
+            elif message.kind == "cancel":
                 for handle in self.calls.get((client, message.fields["call"]), []):
                     self.llm.abort(handle)
             elif message.kind == "wake":
@@ -101,7 +106,7 @@ class Server:
         await self.socket.send_multipart([client, *encode(message)])
 
     async def _change(self, client: bytes, message: Message, work: Coroutine[Any, Any, None]) -> None:
-        """A change of the engine's state. After a failure its weights may be mixed: they count as none."""
+        """Change the engine's state. After a failure its weights may be mixed, so they count as none."""
         try:
             await work
         except Exception as e:
@@ -129,7 +134,7 @@ class Server:
         self.caches_asleep = True
 
     async def _wake_caches(self) -> None:
-        """Once, before what is generated first after a sleep: a rank asks when all of them have made room."""
+        """Wake the caches before the first generation after a sleep, when all ranks have made room."""
         async with self.waking:
             if self.caches_asleep:
                 await self.llm.wake_caches()
@@ -137,7 +142,7 @@ class Server:
 
     async def _generate(self, client: bytes, message: Message) -> None:
         """Answer with a "rollout" for each that ends, then "ended"; with "stale" where other weights were asked."""
-        # A rank that asks for weights that are gone meanwhile asks again when it has heard of the new ones.
+        # The rank asks again when it has heard of the new weights.
         f, call = message.fields, message.fields["call"]
         if f["version"] != self.version:
             await self._send(client, Message("stale", {"call": call}))
@@ -146,13 +151,11 @@ class Server:
         # Rollouts are answered one by one, in the order in which they end.
         try:
             await self._wake_caches()
-            if self.capabilities.seeds == "generator":
-                await self.llm.reseed(f["reseed"])
             rows = self._submit(message)
             self.calls[client, call] = [handle for _, handle in rows]
             await asyncio.gather(*(self._answer(client, call, number, handle, f) for number, handle in rows))
         except Exception as e:
-            # The others of this call are of no use to the rank, which raises.
+            # The rank raises, and has no use for the others.
             for handle in self.calls.get((client, call), []):
                 self.llm.abort(handle)
             await self._send(client, Message("error", {"what": f"generate: {type(e).__name__}: {e}", "call": call}))
@@ -162,7 +165,7 @@ class Server:
         await self._send(client, Message("ended", {"call": call}))
 
     def _submit(self, message: Message) -> list[tuple[int, Any]]:
-        """Every rollout of the message as a request of its own, siblings side by side: they share their prefix."""
+        """Submit every rollout of the message as a request of its own; returns their numbers and handles."""
         f, t = message.fields, message.tensors
         rows = []
         texts = t["ids"].split(t["lengths"].tolist())
@@ -176,12 +179,9 @@ class Server:
     async def _answer(self, client: bytes, call: int, number: int, handle: Any, f: Mapping[str, Any]) -> None:
         """Wait for one rollout and send it."""
         done = await self.llm.completion(handle)
-        ids, log_probs = done.token_ids, []
-        if done.finish == "cut" and not self.capabilities.keeps_cut:
-            ids = []  # what was drawn so far is drawn again, by the same seed
-        elif f["log_probs"]:
-            kind = self.capabilities.log_probs
-            log_probs = sampled_log_probs(ids, done.reported, kind, f["temperature"], f["top_p"], f["top_k"])
+        ids, log_probs = done.token_ids, done.log_probs
+        if f["temperature"] == 0:
+            log_probs = [0.0] * len(ids)  # The distribution is a point mass.
 
         by_token = done.finish == "stop" and not f["stop_strings"]
         if by_token and (not ids or ids[-1] not in self.llm.options.stop_ids):
@@ -191,7 +191,7 @@ class Server:
 
 
 async def _main(address: str, options: EngineOptions) -> None:
-    # An older engine lacks what the leaf imports; the reason must be the last line of the log, where the trainer reads.
+    # An older engine lacks what the leaf imports. The trainer reads the reason from the last line of the log.
     kind = ENGINES[options.engine]
     old = kind.too_old(importlib.import_module(kind.package).__version__)
     if old:
@@ -201,13 +201,13 @@ async def _main(address: str, options: EngineOptions) -> None:
 
 
 def _end_with_parent(directory: Path) -> None:
-    """Wait for the end of standard input, leave nothing behind and end, whatever the engine is busy with."""
+    """Wait for the end of standard input, remove the folder and end, whatever the engine is busy with."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
     shutil.rmtree(directory, ignore_errors=True)
     if os.getpgrp() == os.getpid():
-        unlink_segments(os.getpid())
+        unlink_shared_memory(os.getpid())
         os.killpg(0, signal.SIGKILL)  # and with it what the engine has started
     os._exit(0)
 

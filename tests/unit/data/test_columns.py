@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_brorl.config.data_keys import ColumnsConfig
+from megatron_brorl.config.schema import ColumnsConfig
 from megatron_brorl.data.columns import guess
 from megatron_brorl.data.prompts import read_rows
 from megatron_brorl.data.sft_rows import sft_examples

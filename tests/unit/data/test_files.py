@@ -12,8 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_brorl.config.data_keys import ColumnsConfig
-from megatron_brorl.config.schema import DataConfig, RewardConfig
+from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
 from megatron_brorl.data.chat import conversation
 from megatron_brorl.data.columns import guess
 from megatron_brorl.data.files import parse_row, raw_rows, without_nulls

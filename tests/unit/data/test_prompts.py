@@ -10,8 +10,7 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from megatron_brorl.config.data_keys import TaskConfig
-from megatron_brorl.config.schema import DataConfig
+from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.prompts import Row, Verifiers, check_round_trip, read_rows, tokenize
 from megatron_brorl.data.source import load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece

@@ -79,12 +79,12 @@ def test_not_on_this_machine():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["fp8.recipe=delayed"], "model.dtype = 'fp32': fp8.recipe works beside bf16"),
-        (["fp8.recipe=nvfp4"], "must be one of 'none', 'delayed', 'tensorwise', 'blockwise', 'mxfp8'"),
+        (["fp8.recipe=delayed"], "model.dtype = 'fp32': must be 'bf16' with an fp8.recipe"),
+        (["fp8.recipe=nvfp4"], "must be 'none', 'delayed', 'tensorwise', 'blockwise' or 'mxfp8'"),
         (["fp8.parameters=true"], "fp8.parameters = True: needs an fp8.recipe"),
         (["fp8.bf16_layers=1"], "fp8.bf16_layers = 1: needs an fp8.recipe"),
         (["model.dtype=bf16", "fp8.recipe=delayed", "fp8.bf16_layers=1"], 'must be 0 with fp8.recipe = "delayed"'),
-        (["train.recompute=true", "train.recompute_attention=true"], "recomputes attention too"),
+        (["train.recompute=true", "train.recompute_attention=true"], "train.recompute includes attention"),
         (
             ["model.dtype=bf16", "fp8.recipe=tensorwise", "fp8.parameters=true"],
             "fp8.parameters = True: needs parallel.distributed_optimizer = true",
@@ -97,7 +97,7 @@ def test_not_on_this_machine():
                 "parallel.distributed_optimizer=true",
                 "train.offload=true",
             ],
-            "FP8 parameters (fp8.parameters) cannot be moved",
+            "train.offload = True: must be false with fp8.parameters",
         ),
     ],
 )

@@ -144,7 +144,7 @@ def test_exceptions_on_answers_are_counted_zeros_and_told_once(processes, pool, 
     assert console_line(0, values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
     trainer.train_step()
     said = [line for line in capfd.readouterr().err.splitlines() if "verifier" in line]
-    what = "verifier picky raised on an answer, which scores 0 (figure verdict_errors)"
+    what = "verifier picky raised on an answer, which scores 0 (metric verdict_errors)"
     assert said == [f"{what}: ZeroDivisionError: division by zero"]
 
 

@@ -13,8 +13,8 @@ from tensorrt_llm._torch.utils import get_device_uuid
 from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
 from torch import Tensor
 
-from megatron_brorl.rollout.remote.bucket_reader import BucketReader
-from megatron_brorl.rollout.remote.options import WorkerBucket
+from megatron_brorl.rollout.remote.protocol import WorkerBucket
+from megatron_brorl.rollout.remote.weights_receive import BucketReader
 
 
 class BrorlExtension(WorkerExtension):
@@ -41,10 +41,6 @@ class BrorlExtension(WorkerExtension):
     def brorl_reset_prefix_cache(self) -> None:
         """Forget keys and values of prompts."""
         self.engine.reset_prefix_cache()
-
-    def brorl_reseed(self, seed: int) -> None:
-        """Seed the generator of a sampler that takes no seed per request; it is there once something was drawn."""
-        self.engine.sampler._generator.manual_seed(seed)
 
     def brorl_kv_tokens(self) -> int:
         """Tokens whose keys and values this worker's memory holds, by the first manager (llm.py asks for it)."""

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's AsyncLLM as the engine process uses it, from 1.3.0rc21 on.
+"""TensorRT-LLM's AsyncLLM as the engine process uses it, from 1.3.0rc29 on.
 
 With extension.py the only file that imports tensorrt_llm. Not yet run on a GPU; tests run it on the contract double.
 """
@@ -6,7 +6,7 @@ With extension.py the only file that imports tensorrt_llm. Not yet run on a GPU;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import tensorrt_llm
 import torch
@@ -21,10 +21,8 @@ from tensorrt_llm.llmapi.llm_args import (
 )
 from tensorrt_llm.sampling_params import LogprobMode
 
-from megatron_brorl.config.engine_keys import EngineConfig
-from megatron_brorl.rollout.remote import seeds
-from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
-from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf
+from megatron_brorl.config.schema import EngineConfig
+from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineLeaf, EngineOptions, check_draws
 from megatron_brorl.rollout.remote.trtllm import ray_node
 from megatron_brorl.rollout.remote.trtllm.settings import (
     KV_CACHE,
@@ -35,12 +33,8 @@ from megatron_brorl.rollout.remote.trtllm.settings import (
 )
 
 EXTENSION = "megatron_brorl.rollout.remote.trtllm.extension.BrorlExtension"
-# Quantised with the scales of each 128 x 128 block, from whatever full weights come (rollout.remote.fp8_blocks).
+# Quantised with the scales of each 128 x 128 block, from whatever full weights come (weights_send.in_fp8_blocks).
 _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-_IF_REPEATING = {  # by what decides which tokens are drawn
-    "request": "it takes a seed per rollout, and two of them agree",
-    "generator": "install a TensorRT-LLM that takes a seed per request (August 2026)",
-}
 
 
 class Llm(EngineLeaf):
@@ -103,21 +97,15 @@ class Llm(EngineLeaf):
     async def start(self) -> Capabilities:
         """See EngineLeaf."""
         await self._llm
-        await self._check_log_probs()
-        kind = await self._find_seeds()
-        tokens = min(await self._llm.collective_rpc("brorl_kv_tokens"))
-        rows = rows_at_a_time(tokens, self.options.context, self.rows)
+        name = f"TensorRT-LLM {tensorrt_llm.__version__}"
+        await check_draws(self, name)
+        tokens = min(await self.call_workers("brorl_kv_tokens"))
         return Capabilities(
-            engine=f"TensorRT-LLM {tensorrt_llm.__version__}",
+            engine=name,
             torch=torch.__version__,
-            seeds=kind,
-            keeps_cut=False,  # nothing proves that they are what was drawn
-            log_probs="processed",
-            if_repeating=_IF_REPEATING[kind],
-            devices=tuple(await self._llm.collective_rpc("brorl_device")),
+            devices=tuple(await self.call_workers("brorl_device")),
             kv_tokens=tokens,
-            rows=rows,
-            details={"tags": self.tags},  # of sleep and wake
+            rows=rows_at_a_time(tokens, self.options.context, self.rows),
         )
 
     def params(
@@ -158,6 +146,9 @@ class Llm(EngineLeaf):
     async def completion(self, handle: Any) -> Completion:
         """See EngineLeaf."""
         output = (await handle).outputs[0]
+        # Nothing proves that the tokens of an aborted request are what was drawn.
+        if output.finish_reason not in ("stop", "length"):
+            return Completion([], "cut", [])
         reported = [{k: getattr(v, "logprob", v) for k, v in entry.items()} for entry in output.logprobs or []]
         return Completion.of(output.token_ids, output.finish_reason, reported)
 
@@ -165,22 +156,15 @@ class Llm(EngineLeaf):
         """See EngineLeaf."""
         handle.abort()
 
-    async def begin(self) -> None:
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """See EngineLeaf."""
-        await self._llm.collective_rpc("brorl_begin")
-
-    async def load(self, bucket: WorkerBucket) -> None:
-        """See EngineLeaf."""
-        await self._llm.collective_rpc("brorl_load", args=(bucket,))
-
-    async def finish(self, names: Sequence[str]) -> None:
-        """See EngineLeaf."""
-        await self._llm.collective_rpc("brorl_finish", args=(list(names),))
+        found: list[Any] = await self._llm.collective_rpc(method, args=args)
+        return found
 
     async def sleep(self) -> None:
         """See EngineLeaf."""
         # Released blocks would still be found by their prefix.
-        await self._llm.collective_rpc("brorl_reset_prefix_cache")
+        await self.call_workers("brorl_reset_prefix_cache")
         await self._llm.release(self.tags)
 
     async def wake(self) -> None:
@@ -190,28 +174,3 @@ class Llm(EngineLeaf):
     async def wake_caches(self) -> None:
         """See EngineLeaf."""
         await self._llm.resume([KV_CACHE])
-
-    async def reseed(self, seed: int) -> None:
-        """See EngineLeaf."""
-        await self._llm.collective_rpc("brorl_reseed", args=(seed,))
-
-    async def _check_log_probs(self) -> None:
-        """Raises ValueError unless the log-prob of every sampled token is reported."""
-        drawn = await seeds.draw(self, 1)
-        reported = [token for token, entry in zip(drawn.token_ids, drawn.reported, strict=False) if token in entry]
-        if reported != drawn.token_ids:
-            raise ValueError(f"TensorRT-LLM {tensorrt_llm.__version__} reports no log-probs of sampled tokens")
-
-    async def _find_seeds(self) -> Literal["request", "generator"]:
-        """What decides which tokens are drawn: a request's own seed, or that of the sampler's generator."""
-        if await seeds.of_requests(self):
-            return "request"
-
-        drawn = []
-        for seed in (3, 3, 4):
-            await self.reseed(seed)
-            drawn.append((await seeds.draw(self, 1)).token_ids)
-        if drawn[0] == drawn[1] and drawn[0] != drawn[2]:
-            return "generator"
-
-        raise ValueError(f"TensorRT-LLM {tensorrt_llm.__version__} takes no seed: {seeds.REPEATED}")

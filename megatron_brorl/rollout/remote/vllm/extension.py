@@ -14,9 +14,8 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_brorl.rollout.remote.bucket_reader import BucketReader
-from megatron_brorl.rollout.remote.cuda_ipc import own_device
-from megatron_brorl.rollout.remote.options import WorkerBucket
+from megatron_brorl.rollout.remote.protocol import WorkerBucket
+from megatron_brorl.rollout.remote.weights_receive import BucketReader, own_device
 
 
 class BrorlExtension:
@@ -67,7 +66,7 @@ class BrorlExtension:
         return int(self.cache_config.num_gpu_blocks * self.cache_config.block_size)
 
     def brorl_device(self) -> str:
-        """UUID of the worker's device, as cuda_ipc.own_device writes it; "cpu" without one."""
+        """UUID of the worker's device, as own_device writes it; "cpu" without one."""
         return own_device(self.device.index)
 
     def brorl_tensor(self, name: str) -> list[float]:

@@ -21,11 +21,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from megatron_brorl.config.engine_keys import EngineConfig
+from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.model_shape import read_shape
-from megatron_brorl.rollout.remote import seeds
-from megatron_brorl.rollout.remote.options import Capabilities, EngineOptions, WorkerBucket
-from megatron_brorl.rollout.remote.protocol import Completion, EngineLeaf, Named
+from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineLeaf, EngineOptions, check_draws
 
 EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.BrorlExtension"
 _SPARE_TOKENS = 2 * 512  # of pages that requests fill in part
@@ -109,23 +107,17 @@ class Llm(EngineLeaf):
 
     async def start(self) -> Capabilities:
         """See EngineLeaf."""
-        o, arguments = self.options, self.arguments()
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments()))
 
         name = f"vLLM {vllm.__version__}"
-        await seeds.require_of_requests(self, name)
+        await check_draws(self, name)
         self._watching = asyncio.create_task(self._watch())
         return Capabilities(
             engine=name,
             torch=torch.__version__,
-            seeds="request",
-            log_probs="processed",
-            keeps_cut=True,
-            if_repeating="it takes a seed per rollout, and two of them agree",
-            devices=tuple(await self._llm.collective_rpc("brorl_device")),
-            kv_tokens=min(await self._llm.collective_rpc("brorl_kv_tokens")),
-            rows=o.max_rows,
-            details={"eager": arguments["enforce_eager"], "threads": o.threads},
+            devices=tuple(await self.call_workers("brorl_device")),
+            kv_tokens=min(await self.call_workers("brorl_kv_tokens")),
+            rows=self.options.max_rows,
         )
 
     def params(
@@ -157,10 +149,10 @@ class Llm(EngineLeaf):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def submit(self, ids: Sequence[int], params: Any) -> Named:
-        """See EngineLeaf."""
+    def submit(self, ids: Sequence[int], params: Any) -> tuple[str, asyncio.Task[Completion]]:
+        """See EngineLeaf: vLLM knows a request by a name."""
         name = str(next(self._names))
-        return Named(name, asyncio.create_task(self._complete(name, list(ids), params)))
+        return name, asyncio.create_task(self._complete(name, list(ids), params))
 
     async def _complete(self, name: str, ids: list[int], params: SamplingParams) -> Completion:
         found: Any = None
@@ -170,7 +162,7 @@ class Llm(EngineLeaf):
         except EngineDeadError as e:
             _end(f"vLLM's engine core is gone: {e}")
 
-        # Aborted before it began, a request has no output.
+        # A request that was aborted before it began has no output.
         if found is None:
             return Completion([], "cut", [])
         drawn = found.outputs[0]
@@ -196,27 +188,24 @@ class Llm(EngineLeaf):
                 _end(f"vLLM's engine core is gone: {e}")
             await asyncio.sleep(_WATCH_S)
 
-    async def completion(self, handle: Named) -> Completion:
+    async def completion(self, handle: tuple[str, asyncio.Task[Completion]]) -> Completion:
         """See EngineLeaf."""
-        return await handle.task
+        return await handle[1]
 
-    def abort(self, handle: Named) -> None:
+    def abort(self, handle: tuple[str, asyncio.Task[Completion]]) -> None:
         """See EngineLeaf."""
-        task = asyncio.create_task(self._llm.abort(handle.name))
+        task = asyncio.create_task(self._llm.abort(handle[0]))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
-    async def begin(self) -> None:
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """See EngineLeaf."""
-        await self._llm.collective_rpc("brorl_begin")
-
-    async def load(self, bucket: WorkerBucket) -> None:
-        """See EngineLeaf."""
-        await self._llm.collective_rpc("brorl_load", args=(bucket,))
+        found: list[Any] = await self._llm.collective_rpc(method, args=args)
+        return found
 
     async def finish(self, names: Sequence[str]) -> None:
         """See EngineLeaf."""
-        await self._llm.collective_rpc("brorl_finish", args=(list(names),))
+        await super().finish(names)
         if not await self._llm.reset_prefix_cache():
             raise ValueError("vLLM keeps keys and values of the weights before: a request is still in flight")
 
@@ -236,11 +225,8 @@ class Llm(EngineLeaf):
         if self.on_gpu:
             await self._llm.wake_up(["kv_cache"])
 
-    async def reseed(self, seed: int) -> None:
-        """See EngineLeaf: each request has a seed of its own."""
-
 
 def _end(why: str) -> NoReturn:
-    """End this process, of which nothing can be asked any more: the trainer tells why, and starts another."""
+    """End this process, whose engine answers nothing any more; the trainer reads why and starts another."""
     print(why, file=sys.stderr, flush=True)
     os._exit(1)

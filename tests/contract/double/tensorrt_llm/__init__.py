@@ -1,8 +1,8 @@
 """A contract double of TensorRT-LLM: its signatures and strictness, with a CPU engine behind them. For tests alone.
 
 Names and arguments are those of tests/contract/listings/tensorrt_llm_1_3.json, which is recorded from public sources.
-BRORL_DOUBLE_VERSION chooses the release: with 1.3.0rc21 TorchSampler ignores seeds, with 1.3.0rc29 it heeds them.
-BRORL_DOUBLE_KV_TOKENS: tokens that there is room for. BRORL_DOUBLE_DIE=POINT:NUMBER:FILE ends the process by SIGKILL
+BRORL_DOUBLE_VERSION: the release that it says it is. BRORL_DOUBLE_KV_TOKENS: tokens that there is room for.
+BRORL_DOUBLE_DIE=POINT:NUMBER:FILE ends the process by SIGKILL
 the NUMBERth time that it comes to POINT (load, finish, row, sleep), once; it makes FILE.
 
 What is not modelled: speed, memory, CUDA graphs, real tensor parallelism (every worker has the whole model).

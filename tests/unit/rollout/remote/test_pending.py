@@ -13,9 +13,9 @@ import torch
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.remote.group import _check_stop_strings
-from megatron_brorl.rollout.remote.messages import Message
+from megatron_brorl.rollout.remote.engine import _check_stop_strings
 from megatron_brorl.rollout.remote.pending import PendingRollouts, sibling_seed
+from megatron_brorl.rollout.remote.protocol import Message
 from megatron_brorl.types import Rollout
 
 

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import torch
 import zmq
 
-from megatron_brorl.rollout.remote.messages import Message, decode, encode
-from megatron_brorl.rollout.remote.options import Capabilities
+from megatron_brorl.rollout.remote.protocol import Capabilities, Message, decode, encode
 from megatron_brorl.rollout.remote.server import Server
 
-CAPABILITIES = Capabilities("none", torch.__version__, "request", True, "processed", "", ("cpu",), 1000, 10, {})
+CAPABILITIES = Capabilities("none", torch.__version__, ("cpu",), 1000, 10)
 ANSWERS = 5000
 
 

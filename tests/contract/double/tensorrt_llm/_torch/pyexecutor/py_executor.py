@@ -17,12 +17,12 @@ from torch import Tensor
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops import philox
+from megatron_brorl.ops.fp8_blocks import BLOCK, dequantize
 from megatron_brorl.ops.reference.sampling import sample, sampling_log_probs
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.remote.fp8_blocks import dequantize
 from megatron_brorl.types import Prompt, Rollout
-from tensorrt_llm._double import SEEDS, come_to
+from tensorrt_llm._double import come_to
 from tensorrt_llm._torch.pyexecutor.resource_manager import KVCacheManager, ResourceManager, ResourceManagerType
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -76,7 +76,7 @@ class ModelLoader:
             if tensor.dtype == torch.float8_e4m3fn:
                 if not model.quantized:
                     raise ValueError(f"{name}: float8 for a model without quantization_config")
-                tensor = dequantize(tensor, weights[f"{name}_scale_inv"])
+                tensor = dequantize(tensor, weights[f"{name}_scale_inv"], BLOCK)
             elif model.quantized and name.endswith("_proj.weight"):
                 raise ValueError(f"{name}: {tensor.dtype} for a model in float8")
             if tensor.shape != model.tensors[name].shape:
@@ -91,10 +91,9 @@ class ModelEngine:
 
 
 class Sampler:
-    """TorchSampler. Where it ignores seeds, one generator seeded 42 serves all requests; the first of them makes it."""
+    """TorchSampler, which draws by the seed of each request."""
 
     def __init__(self) -> None:
-        self._generator: torch.Generator | None = None
         self.rows: dict[int, Row] = {}  # by the key that the CPU engine knows them by
 
     def __call__(
@@ -108,12 +107,8 @@ class Sampler:
         top_k: int,
     ) -> tuple[Tensor, Tensor]:
         rows = [self.rows[key] for key in keys.tolist()]
-        if SEEDS:
-            seeds = torch.tensor([row.params.seed or 0 for row in rows])
-            us = philox.uniforms(seeds, torch.zeros_like(position), position)
-        else:
-            self._generator = self._generator or torch.Generator().manual_seed(42)
-            us = torch.rand(len(rows), dtype=torch.float64, generator=self._generator)
+        seeds = torch.tensor([row.params.seed or 0 for row in rows])
+        us = philox.uniforms(seeds, torch.zeros_like(position), position)
         ids, log_probs = sample(logits, us, temperature, top_p, top_k)
         for i, row in enumerate(rows):
             row.reported.append(self._report(logits[i], int(ids[i]), row.params, temperature))

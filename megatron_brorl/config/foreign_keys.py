@@ -1,0 +1,158 @@
+"""Keys of TRL (GRPOConfig), verl and NeMo RL, for the message about an unknown key.
+
+An answer is our key, with the conversion in parentheses if the value means something else here, or "none: why". A step
+is one round of sampling and training, where a step of TRL is an optimizer step.
+"""
+
+from __future__ import annotations
+
+_STEPS = "{} / (algo.mini_batches x algo.epochs)"
+_PASSES = "train.steps ({} x rows of data.train / rollout.prompts)"
+_TOKENS = "train.tokens_per_micro_batch ({} x model.context)"
+_WARMUP = "optim.warmup_steps ({} x train.steps x algo.mini_batches x algo.epochs)"
+_GROUP_STD = 'algo.advantage (true = "grpo"; "reinforce_pp_baseline" divides by the deviation of the whole step)'
+_NO_LORA = "none: all weights are trained"
+
+FOREIGN_KEYS = {
+    "TRL": {
+        "num_generations": "rollout.n",
+        "per_device_train_batch_size": "rollout.prompts (per_device_train_batch_size x devices x "
+        "steps_per_generation / num_generations)",
+        "generation_batch_size": "rollout.prompts (generation_batch_size / num_generations)",
+        "steps_per_generation": "algo.mini_batches (steps_per_generation / gradient_accumulation_steps)",
+        "gradient_accumulation_steps": "algo.mini_batches (steps_per_generation / gradient_accumulation_steps)",
+        "num_iterations": "algo.epochs",
+        "max_completion_length": "rollout.max_tokens",
+        "max_steps": f"train.steps ({_STEPS.format('max_steps')})",
+        "num_train_epochs": _PASSES.format("num_train_epochs"),
+        "save_steps": f"train.checkpoint_every ({_STEPS.format('save_steps')})",
+        "eval_steps": f"evaluate.every ({_STEPS.format('eval_steps')})",
+        "logging_steps": "none: metrics.jsonl has every step",
+        "save_total_limit": "train.keep_checkpoints",
+        "learning_rate": "optim.lr",
+        "lr_scheduler_type": "optim.lr_schedule",
+        "warmup_ratio": _WARMUP.format("warmup_ratio"),
+        "adam_beta1": "optim.betas (the first of two numbers)",
+        "adam_beta2": "optim.betas (the second of two numbers)",
+        "adam_epsilon": "optim.eps",
+        "beta": 'algo.kl_coef (with algo.kl_estimator = "k3")',
+        "epsilon": "algo.eps_low (set algo.eps_high too)",
+        "epsilon_high": "algo.eps_high",
+        "delta": "algo.dual_clip",
+        "loss_type": 'algo.aggregation ("dapo" = "token_mean", "grpo" = "sequence_mean", "dr_grpo" = "fixed"; "cispo" '
+        'and "sapo" are values of algo.policy_loss)',
+        "importance_sampling_level": "algo.ratio",
+        "scale_rewards": 'algo.advantage ("group" = "grpo", "batch" = "reinforce_pp_baseline", "mean" = "maxrl")',
+        "mask_truncated_completions": "algo.overlong_filter",
+        "vllm_importance_sampling_cap": "algo.is_cap",
+        "reward_funcs": 'data.verifier ("my_rewards.py:score" is a file and a function)',
+        "use_vllm": 'rollout.engine (true = "vllm", false = "torch")',
+        "vllm_mode": "none: a vLLM engine always shares the GPUs of the ranks that train",
+        "vllm_gpu_memory_utilization": "engine.memory_fraction",
+        "vllm_tensor_parallel_size": "engine.tensor",
+        "vllm_max_model_length": "model.context",
+        "peft_config": _NO_LORA,
+        "bf16": 'model.dtype (true = "bf16", false = "fp32")',
+        "gradient_checkpointing": "train.recompute",
+        "output_dir": "run.dir",
+        "report_to": "run.log",
+        "model_name_or_path": "model.path",
+        "dataset_name": 'data.train (a list of files: ["hf://datasets/OWNER/NAME/FILE"])',
+    },
+    # By the last part of a key, and variables of the DAPO scripts.
+    "verl": {
+        "n_resp_per_prompt": "rollout.n",
+        "train_batch_size": "rollout.prompts",
+        "train_prompt_bsz": "rollout.prompts",
+        "max_prompt_length": "model.context (max_prompt_length + max_response_length)",
+        "max_response_length": "rollout.max_tokens",
+        "ppo_mini_batch_size": "algo.mini_batches (train_batch_size / ppo_mini_batch_size)",
+        "ppo_epochs": "algo.epochs",
+        "ppo_max_token_len_per_gpu": "train.tokens_per_micro_batch",
+        "ppo_micro_batch_size_per_gpu": _TOKENS.format("ppo_micro_batch_size_per_gpu"),
+        "log_prob_micro_batch_size_per_gpu": _TOKENS.format("log_prob_micro_batch_size_per_gpu"),
+        "use_dynamic_bsz": "none: micro-batches always hold up to train.tokens_per_micro_batch tokens",
+        "adv_estimator": 'algo.advantage ("reinforce_plus_plus_baseline" = "reinforce_pp_baseline", "grpo_passk" = '
+        '"pass_at_k")',
+        "norm_adv_by_std_in_grpo": _GROUP_STD,
+        "clip_ratio": "algo.eps_low (set algo.eps_high too)",
+        "clip_ratio_low": "algo.eps_low",
+        "clip_ratio_high": "algo.eps_high",
+        "clip_ratio_c": "algo.dual_clip",
+        "loss_agg_mode": 'algo.aggregation ("token-mean" = "token_mean", "seq-mean-token-mean" = "sequence_mean")',
+        "loss_mode": 'algo.policy_loss ("vanilla" = "clip"; "gspo" is algo.ratio = "sequence")',
+        "use_kl_loss": "algo.kl_coef (true = kl_loss_coef, false = 0)",
+        "kl_loss_coef": "algo.kl_coef",
+        "kl_loss_type": 'algo.kl_estimator ("kl" = "k1", "mse" = "k2", "low_var_kl" = "k3")',
+        "use_kl_in_reward": 'algo.kl_in (true = "reward")',
+        "entropy_coeff": "algo.entropy_coef",
+        "tis_imp_ratio_cap": "algo.is_cap (0 = off)",
+        "filter_groups": "algo.dynamic_sampling (its enable)",
+        "max_num_gen_batches": "rollout.refills (max_num_gen_batches - 1)",
+        "overlong_buffer": "shaping.overlong_tokens (its len)",
+        "grad_clip": "optim.clip_grad",
+        "warmup_style": "optim.lr_schedule",
+        "lr_decay_style": "optim.lr_schedule",
+        "lr_warmup_steps_ratio": _WARMUP.format("lr_warmup_steps_ratio"),
+        "tensor_model_parallel_size": "parallel.tensor (under rollout: engine.tensor)",
+        "pipeline_model_parallel_size": "parallel.pipeline",
+        "context_parallel_size": "parallel.context",
+        "param_offload": "train.offload (with optimizer_offload)",
+        "optimizer_offload": "train.offload (with param_offload)",
+        "enable_gradient_checkpointing": "train.recompute",
+        "gpu_memory_utilization": "engine.memory_fraction",
+        "train_files": "data.train",
+        "val_files": "data.held_out",
+        "prompt_key": "data.columns.prompt",
+        "custom_reward_function": 'data.verifier ("path.py:name")',
+        "lora_rank": _NO_LORA,
+        "total_training_steps": "train.steps",
+        "total_epochs": _PASSES.format("total_epochs"),
+        "save_freq": "train.checkpoint_every (0 = never)",
+        "test_freq": "evaluate.every (0 = never)",
+        "n_gpus_per_node": "none: brorl train --processes, torchrun or Slurm say how many ranks there are",
+        "default_local_dir": "run.dir",
+        "logger": 'run.log (without "console", which is always there)',
+    },
+    "NeMo RL": {
+        "num_generations_per_prompt": "rollout.n",
+        "num_prompts_per_step": "rollout.prompts",
+        "max_new_tokens": "rollout.max_tokens",
+        "max_total_sequence_length": "model.context",
+        "train_global_batch_size": "algo.mini_batches (num_prompts_per_step x num_generations_per_prompt / "
+        "train_global_batch_size)",
+        "train_micro_batch_size": _TOKENS.format("train_micro_batch_size"),
+        "normalize_rewards": _GROUP_STD,
+        "use_leave_one_out_baseline": "none: the baseline is the mean of the whole group",
+        "ratio_clip_min": "algo.eps_low",
+        "ratio_clip_max": "algo.eps_high",
+        "ratio_clip_c": "algo.dual_clip",
+        "reference_policy_kl_penalty": 'algo.kl_coef (with algo.kl_estimator = "k3")',
+        "token_level_loss": 'algo.aggregation (true = "token_mean", false = "sequence_mean")',
+        "sequence_level_importance_ratios": 'algo.ratio (true = "sequence", false = "token")',
+        "overlong_filtering": "algo.overlong_filter",
+        "use_dynamic_sampling": "algo.dynamic_sampling",
+        "max_grad_norm": "optim.clip_grad",
+        "max_num_steps": "train.steps",
+        "lr_decay_iters": "optim.lr_decay_steps",
+        "lr_warmup_iters": "optim.warmup_steps",
+        "max_num_epochs": _PASSES.format("max_num_epochs"),
+        "val_period": "evaluate.every",
+        "save_period": "train.checkpoint_every",
+        "keep_top_k": "train.keep_checkpoints (the newest; train.keep_best keeps the best one too)",
+        "tensor_parallel_size": "parallel.tensor (under vllm_cfg: engine.tensor)",
+        "checkpoint_dir": "run.dir",
+        "model_name": "model.path",
+        "prompt_file": "data.template (the text, with {prompt} where the file has {})",
+        "system_prompt_file": "data.system_prompt (the text)",
+        "activation_checkpointing": "train.recompute",
+    },
+}
+
+
+def answer(name: str) -> str:
+    """Return what this trainer calls a key of another trainer; "" for a name that none of them has."""
+    found = next((table[name] for table in FOREIGN_KEYS.values() if name in table), "")
+    if found.startswith("none: "):
+        return f"there is no such key here: {found.removeprefix('none: ')}"
+    return found and f"this trainer calls it {found}"

@@ -1,0 +1,256 @@
+"""What keys require of each other, and which keys a resumed run must keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_brorl.config.schema import Config
+from megatron_brorl.errors import UserError, shown
+
+Rule = tuple[str, bool, str]  # key that a message names, whether the rule is broken, what to do
+
+
+def check(config: Config, where: str) -> None:
+    """Raise UserError that names `where` (the file) and the key of the first broken rule."""
+    for rules in (_rollout, _parallel, _fp8, _train, _evaluation, _advantages, _updates, _learning_rate, _data):
+        for key, broken, message in rules(config):
+            if broken:
+                section, name = key.split(".")
+                raise UserError(f"{where}: {key} = {shown(getattr(getattr(config, section), name))}: {message}")
+
+
+def named(benchmark: str) -> tuple[str, str]:
+    """Return name and file of a value of evaluate.benchmarks: "name=FILE", or FILE whose stem is the name."""
+    name, equals, file = benchmark.partition("=")
+    if equals and "/" not in name:  # with a slash it is a file in a folder such as lr=3/
+        return name.strip(), file
+    return Path(benchmark).stem, benchmark
+
+
+def _rollout(config: Config) -> Iterator[Rule]:
+    r, algo, engine = config.rollout, config.algo, config.engine
+    yield "run.dir", not config.run.dir.strip(), "name a folder for the results; '.' is the working directory"
+    yield "rollout.stop_strings", not all(r.stop_strings), "an empty string would stop every response"
+    yield (
+        "rollout.stop_strings",
+        r.engine == "trtllm" and bool(r.stop_strings),
+        'rollout.engine = "trtllm" stops only at tokens: leave it empty',
+    )
+    yield (
+        "engine.transport",
+        engine.tensor > 1 and engine.transport == "cuda_ipc",
+        'must be "host" or "auto" with engine.tensor > 1',
+    )
+
+    # The longest response must be done before its group counts as too old.
+    if r.partial_tokens:
+        steps = -(-r.max_tokens // r.partial_tokens)
+        yield (
+            "rollout.max_carried_steps",
+            r.max_carried_steps < steps - 1,
+            f"a response of rollout.max_tokens = {r.max_tokens} is carried over {steps - 1} steps at "
+            f"rollout.partial_tokens = {r.partial_tokens}: must be at least {steps - 1}",
+        )
+    # Groups that wait for the next step have log-probabilities of older weights than the actor's.
+    waiting = "rollout.partial_tokens" if r.partial_tokens else "rollout.refills" if r.refills else ""
+    yield "algo.old_log_probs", bool(waiting) and algo.old_log_probs != "actor", f'must be "actor" with {waiting}'
+    yield "rollout.refills", bool(r.refills and r.partial_tokens), "must be 0 with rollout.partial_tokens"
+    yield "rollout.refills", bool(r.refills) and not algo.dynamic_sampling, "needs algo.dynamic_sampling = true"
+    yield (
+        "shaping.overlong_tokens",
+        config.shaping.overlong_tokens > r.max_tokens,
+        f"must be at most rollout.max_tokens = {r.max_tokens}",
+    )
+
+
+def _parallel(config: Config) -> Iterator[Rule]:
+    p = config.parallel
+    yield "parallel.sequence", p.sequence and p.tensor == 1, "needs parallel.tensor > 1"
+    # Context parallelism distributes the tokens of one sequence, so no rank has a whole sequence or a whole prompt.
+    yield "train.share_prompt", p.context > 1 and config.train.share_prompt, "must be false with parallel.context > 1"
+    yield "algo.ratio", p.context > 1 and config.algo.ratio != "token", "must be 'token' with parallel.context > 1"
+    yield (
+        "parallel.overlap_param_gather",
+        p.overlap_param_gather and not p.distributed_optimizer,
+        "needs parallel.distributed_optimizer = true",
+    )
+
+
+def _fp8(config: Config) -> Iterator[Rule]:
+    f = config.fp8
+    off = f.recipe == "none"
+    yield "model.dtype", not off and config.model.dtype != "bf16", "must be 'bf16' with an fp8.recipe"
+    yield "fp8.parameters", off and f.parameters, "needs an fp8.recipe"
+    yield (
+        "fp8.parameters",
+        f.parameters and not config.parallel.distributed_optimizer,
+        "needs parallel.distributed_optimizer = true, which keeps fp32 weights that are not rounded to FP8",
+    )
+    yield "fp8.bf16_layers", off and bool(f.bf16_layers), "needs an fp8.recipe"
+    yield "fp8.bf16_layers", f.recipe == "delayed" and bool(f.bf16_layers), 'must be 0 with fp8.recipe = "delayed"'
+    yield "train.offload", config.train.offload and f.parameters, "must be false with fp8.parameters"
+
+
+def _train(config: Config) -> Iterator[Rule]:
+    t = config.train
+    yield (
+        "train.recompute_attention",
+        t.recompute and t.recompute_attention,
+        "train.recompute includes attention: set only one of them",
+    )
+    yield "train.keep_best", bool(t.keep_best) and not config.evaluate.every, "needs evaluate.every above 0"
+
+
+def _evaluation(config: Config) -> Iterator[Rule]:
+    e = config.evaluate
+    yield (
+        "evaluate.pass_at",
+        not all(1 <= k <= e.samples for k in e.pass_at),
+        f"each must be from 1 to evaluate.samples = {e.samples}",
+    )
+
+    # Every benchmark is a row of a table, by its name.
+    benchmarks = [named(benchmark) for benchmark in e.benchmarks]
+    names = [name for name, _ in benchmarks]
+    yield (
+        "evaluate.benchmarks",
+        not all(name and file and "|" not in name for name, file in benchmarks),
+        "each must be a file, or a name without |, then = and a file",
+    )
+    again = next((name for name in names if names.count(name) > 1), "")
+    yield "evaluate.benchmarks", bool(again), f'two are called {again!r}: rename one, as in "{again}_2=FILE"'
+
+
+def _advantages(config: Config) -> Iterator[Rule]:
+    algo, n, reward = config.algo, config.rollout.n, config.reward
+    gae, at_k = algo.advantage == "gae", algo.advantage == "pass_at_k"
+    for key, value in (("algo.gamma", algo.gamma), ("algo.lam", algo.lam)):
+        yield key, value != 1 and not gae, 'must be 1 without algo.advantage = "gae"'
+    yield "algo.pass_k", at_k and not 1 <= algo.pass_k < n, f"must be from 1 to rollout.n - 1 = {n - 1}"
+    yield "algo.pass_k", not at_k and algo.pass_k != 0, 'must be 0 without algo.advantage = "pass_at_k"'
+
+    # These divide by the mean reward, or count correct responses.
+    if algo.advantage in ("maxrl", "pass_at_k"):
+        why = f'with algo.advantage = "{algo.advantage}", which needs rewards of 0 and 1'
+        yield "reward.strict", not reward.strict, f"must be true {why}"
+        yield "reward.cut_off_factor", reward.cut_off_factor not in (0, 1), f"must be 0 or 1 {why}"
+        yield "algo.advantage", config.shaping.is_on, "needs rewards of 0 and 1: choose another, or remove [shaping]"
+
+    # The only rollout of a group is its own mean. A critic needs no group, unless groups are selected.
+    yield (
+        "rollout.n",
+        n < 2 and (not gae or algo.dynamic_sampling),
+        "a group baseline, and algo.dynamic_sampling, need at least 2 rollouts per prompt",
+    )
+
+
+def _updates(config: Config) -> Iterator[Rule]:
+    algo, rollout = config.algo, config.rollout
+    # A lower bound would cut ratios that the clip lets pass.
+    yield (
+        "algo.dual_clip",
+        algo.dual_clip != 0 and algo.dual_clip <= 1 + algo.eps_high,
+        "must be 0 (off) or above 1 + algo.eps_high",
+    )
+    yield (
+        "algo.dual_clip",
+        algo.dual_clip != 0 and algo.policy_loss != "clip",
+        f'must be 0 (off) with algo.policy_loss = "{algo.policy_loss}"',
+    )
+    yield (
+        "algo.aggregation_tokens",
+        algo.aggregation == "fixed" and algo.aggregation_tokens == 0,
+        'give the tokens per sequence that algo.aggregation = "fixed" divides by, for example rollout.max_tokens',
+    )
+
+    of_prompts = algo.mini_batch_of == "prompts"
+    pieces, of = (rollout.prompts, "prompts (rollout.prompts)") if of_prompts else (rollout.n, "siblings (rollout.n)")
+    yield "algo.mini_batches", algo.mini_batches > pieces, f"cannot divide {pieces} {of} into that many mini-batches"
+    for name, value in dataclasses.asdict(config.reference).items():
+        yield f"reference.{name}", bool(value) and algo.kl_coef == 0, "needs algo.kl_coef above 0"
+
+    yield (
+        "algo.mismatch_high",
+        algo.mismatch_low >= algo.mismatch_high,
+        f"must be above algo.mismatch_low = {algo.mismatch_low}",
+    )
+    masked, from_engine = algo.mismatch_mask != "off", algo.old_log_probs == "rollout"
+    yield "algo.mismatch_mask", masked and from_engine, 'needs algo.old_log_probs = "actor" to compare with'
+
+    # The engine renormalises its log-probabilities over the tokens that the cut leaves; the trainer does not. As the
+    # old policy they would be clipped before the first update, and as one side of a mismatch they would hide it.
+    cut = f"with rollout.top_p = {rollout.top_p:g} and rollout.top_k = {rollout.top_k}"
+    is_cut = rollout.top_p < 1 or rollout.top_k > 0
+    yield "algo.old_log_probs", is_cut and from_engine, f'must be "actor" {cut}'
+    yield "algo.mismatch_mask", is_cut and masked, f'must be "off" {cut}'
+
+
+def _learning_rate(config: Config) -> Iterator[Rule]:
+    optim, gae = config.optim, config.algo.advantage == "gae"
+    yield "optim.lr_counts", optim.lr_counts == "kept" and not optim.lr_for_rollouts, "needs optim.lr_for_rollouts"
+    for key, value in (("optim.min_lr_ratio", optim.min_lr_ratio), ("optim.lr_decay_steps", optim.lr_decay_steps)):
+        yield key, value != 0 and optim.lr_schedule == "constant", 'must be 0 with optim.lr_schedule = "constant"'
+    # The decay begins when the warm-up is over.
+    warmup = max(optim.warmup_steps, config.critic.lr_warmup_steps if gae else 0)
+    yield (
+        "optim.lr_decay_steps",
+        0 < optim.lr_decay_steps <= warmup,
+        f"must be 0, or above the {warmup} steps of the warm-up (optim.warmup_steps, critic.lr_warmup_steps)",
+    )
+
+
+def _data(config: Config) -> Iterator[Rule]:
+    data = config.data
+    yield "data.template", "{prompt}" not in data.template, "must contain {prompt}"
+    files = bool(data.train or data.mixture or data.held_out)
+    yield "data.tasks", bool(data.tasks) and files, "give either data.tasks or files"
+    yield "data.train", bool(data.train and data.mixture), "give either data.train or data.mixture"
+    yield "data.system_prompt", bool(data.system_prompt) and not data.chat, "needs data.chat = true"
+    yield "data.chat_template_kwargs", bool(data.chat_template_kwargs) and not data.chat, "needs data.chat = true"
+    # The same seed would generate the same prompts to train on and to evaluate on.
+    yield "data.held_out_seed", data.train_seed == data.held_out_seed, "must differ from data.train_seed"
+    yield "data.verifier", bool(data.tasks) and data.verifier != "exact", "data.tasks have their own: leave it out"
+
+
+# Keys that decide the model, the data and their order, the meaning of a reward, or what a checkpoint contains. Rows are
+# compared by their content, wherever their files are.
+_MAY_CHANGE = {"data": {"train", "held_out"}, "reward": {"workers", "timeout_s", "unsandboxed"}}  # all other keys: no
+_MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sections, may change
+    "run": {"seed"},
+    "model": {"dtype"},
+    "rollout": {"max_tokens", "stop_strings", "partial_tokens", "refills"},
+    "algo": {"gamma"},
+    "optim": {"betas"},
+    "evaluate": {"temperature", "top_p", "top_k"},
+}
+# Fixed as well if a step leaves rollouts to the next one, whose groups and log-probabilities are in checkpoints.
+_OF_WAITING = {"n", "temperature", "top_p", "top_k"}
+
+
+@functools.cache
+def fixed_keys() -> frozenset[str]:
+    """Return the section.key of every key that a resumed run must always keep."""
+    found = {f"{section}.{key}" for section, keys in _MUST_NOT_CHANGE.items() for key in keys}
+    for section, free in _MAY_CHANGE.items():
+        names = {f.name for f in dataclasses.fields(getattr(Config(), section))}
+        found |= {f"{section}.{key}" for key in names - free}
+    return frozenset(found)
+
+
+def may_change(path: str, old: Any, new: Any, rollout: Mapping[str, Any]) -> bool:
+    """Return whether a resumed run may have `new` for section.key, where the checkpoint was written with `old`.
+
+    rollout: the values of section [rollout] that the checkpoint was written with.
+    """
+    # These decide whether a checkpoint has a critic or a reference.
+    if path == "algo.advantage":
+        return (old == "gae") == (new == "gae")
+    if path == "algo.kl_coef":
+        return (old > 0) == (new > 0)
+    section, _, key = path.partition(".")
+    waiting = bool(rollout.get("partial_tokens") or rollout.get("refills"))
+    return path not in fixed_keys() and not (waiting and section == "rollout" and key in _OF_WAITING)

@@ -1,0 +1,95 @@
+"""What keys require of each other."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_brorl.config.load import load_table
+from megatron_brorl.config.rules import named
+from megatron_brorl.errors import UserError
+
+GAE = ["algo.advantage=gae"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.dir="], "run.dir = '': name a folder for the results"),
+        (["rollout.stop_strings=['']"], "rollout.stop_strings = ('',): an empty string would stop every response"),
+        (["rollout.engine=trtllm", "rollout.stop_strings=['a']"], "stops only at tokens: leave it empty"),
+        (["engine.tensor=2", "engine.transport=cuda_ipc"], 'must be "host" or "auto" with engine.tensor > 1'),
+        (
+            ["rollout.partial_tokens=100", "rollout.max_tokens=1001", "rollout.max_carried_steps=9"],
+            "rollout.max_carried_steps = 9: a response of rollout.max_tokens = 1001 is carried over 10 steps",
+        ),
+        (["rollout.partial_tokens=512", "algo.old_log_probs=rollout"], 'must be "actor" with rollout.partial_tokens'),
+        (["rollout.refills=1", "algo.old_log_probs=rollout"], 'must be "actor" with rollout.refills'),
+        (["rollout.refills=1", "rollout.partial_tokens=512"], "rollout.refills = 1: must be 0 with"),
+        (["rollout.refills=1", "algo.dynamic_sampling=false"], "rollout.refills = 1: needs algo.dynamic_sampling"),
+        (["shaping.overlong_tokens=2000"], "shaping.overlong_tokens = 2000: must be at most rollout.max_tokens"),
+        (["parallel.sequence=true"], "parallel.sequence = True: needs parallel.tensor > 1"),
+        (["parallel.context=2"], "train.share_prompt = True: must be false with parallel.context > 1"),
+        (["parallel.context=2", "train.share_prompt=false", "algo.ratio=sequence"], "must be 'token' with parallel"),
+        (["fp8.recipe=tensorwise"], "model.dtype = 'fp32': must be 'bf16' with an fp8.recipe"),
+        (["fp8.parameters=true"], "fp8.parameters = True: needs an fp8.recipe"),
+        (["fp8.recipe=delayed", "model.dtype=bf16", "fp8.bf16_layers=1"], "fp8.bf16_layers = 1: must be 0"),
+        (["train.keep_best=pass_at_1"], "train.keep_best = 'pass_at_1': needs evaluate.every above 0"),
+        (["evaluate.benchmarks=['=m.jsonl']"], "each must be a file, or a name without |, then = and a file"),
+        (["evaluate.benchmarks=['a|b=m.jsonl']"], "each must be a file"),
+        (["evaluate.benchmarks=['a/m.jsonl', 'b/m.jsonl']"], "two are called 'm': rename one, as in \"m_2=FILE\""),
+        (["algo.gamma=0.9"], 'algo.gamma = 0.9: must be 1 without algo.advantage = "gae"'),
+        (["algo.advantage=pass_at_k"], "algo.pass_k = 0: must be from 1 to rollout.n - 1 = 511"),
+        (["algo.pass_k=8"], "algo.pass_k = 8: must be 0 without"),
+        (["algo.advantage=maxrl"], 'reward.strict = False: must be true with algo.advantage = "maxrl"'),
+        (["algo.advantage=maxrl", "reward.strict=true", "reward.cut_off_factor=0.5"], "must be 0 or 1 with"),
+        (["algo.advantage=maxrl", "reward.strict=true", "shaping.overlong_tokens=9"], "or remove [shaping]"),
+        (["rollout.n=1"], "rollout.n = 1: a group baseline, and algo.dynamic_sampling, need at least 2"),
+        (["rollout.n=1", *GAE], "rollout.n = 1: a group baseline, and algo.dynamic_sampling, need at least 2"),
+        (["algo.dual_clip=1.2"], "algo.dual_clip = 1.2: must be 0 (off) or above 1 + algo.eps_high"),
+        (["algo.dual_clip=3", "algo.policy_loss=cispo"], 'must be 0 (off) with algo.policy_loss = "cispo"'),
+        (["algo.mini_batches=9", "rollout.prompts=8"], "algo.mini_batches = 9: cannot divide 8 prompts"),
+        (["algo.mini_batches=9", "algo.mini_batch_of=siblings", "rollout.n=8"], "cannot divide 8 siblings"),
+        (["reference.reset_every=3"], "reference.reset_every = 3: needs algo.kl_coef above 0"),
+        (["algo.mismatch_mask=token", "algo.old_log_probs=rollout"], 'needs algo.old_log_probs = "actor"'),
+        (["rollout.top_p=0.9", "algo.old_log_probs=rollout"], 'must be "actor" with rollout.top_p = 0.9'),
+        (["rollout.top_k=9", "algo.mismatch_mask=token"], 'must be "off" with rollout.top_p = 1 and rollout.top_k = 9'),
+        (["optim.lr_counts=kept"], "optim.lr_counts = 'kept': needs optim.lr_for_rollouts"),
+        (["optim.min_lr_ratio=0.1"], 'optim.min_lr_ratio = 0.1: must be 0 with optim.lr_schedule = "constant"'),
+        (["optim.lr_schedule=linear", "optim.lr_decay_steps=5", "optim.warmup_steps=5"], "above the 5 steps"),
+        (["data.template=x"], "data.template = 'x': must contain {prompt}"),
+        (["data.tasks=[{name='gcd'}]", "data.train=['a']"], "give either data.tasks or files"),
+        (["data.train=['a']", "data.mixture=[{files=['b'], weight=1}]"], "give either data.train or data.mixture"),
+        (["data.system_prompt=x"], "data.system_prompt = 'x': needs data.chat = true"),
+    ],
+)
+def test_a_broken_rule_is_one_line_that_names_the_key(overrides, message):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        load_table({}, "run.toml", overrides)
+    assert str(caught.value).startswith("run.toml: ")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.n=1", "algo.dynamic_sampling=false", "algo.gamma=0.9", *GAE],  # a critic needs no group
+        ["algo.mini_batches=8", "algo.mini_batch_of=siblings", "rollout.prompts=4"],
+        ["evaluate.benchmarks=['a=x.jsonl', 'b=x.jsonl']"],  # one file under two names
+    ],
+)
+def test_what_the_rules_allow(overrides):
+    load_table({}, "run.toml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "name", "file"),
+    [
+        ("math500=data/m.jsonl", "math500", "data/m.jsonl"),
+        ("data/math.v2.parquet", "math.v2", "data/math.v2.parquet"),
+        ("a=lr=3/m.jsonl", "a", "lr=3/m.jsonl"),
+        ("runs/lr=3/m.jsonl", "m", "runs/lr=3/m.jsonl"),  # a slash before =: a file
+    ],
+)
+def test_the_name_of_a_benchmark(benchmark, name, file):
+    assert named(benchmark) == (name, file)

@@ -1,0 +1,90 @@
+"""Processes of engines: environment, versions, folders and shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+
+from megatron_brorl.rollout.registry import ENGINES
+from megatron_brorl.rollout.remote import process
+from megatron_brorl.rollout.remote.process import shared_memory_of, unlink_shared_memory
+
+MAKES = """
+from multiprocessing import get_context
+from multiprocessing.shared_memory import SharedMemory
+memory, lock = SharedMemory(create=True, size=64), get_context("spawn").Lock()
+print(memory.name, "sem." + lock._semlock.name.removeprefix("/"), flush=True)
+input()
+"""
+
+
+def test_the_shared_memory_of_a_killed_group_is_unlinked_and_no_other():
+    own = SharedMemory(create=True, size=64)
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", MAKES],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as child:
+            theirs = {Path("/dev/shm", name) for name in child.stdout.readline().split()}
+            assert len(theirs) == 2
+            assert all(path.exists() for path in theirs)
+            assert shared_memory_of(child.pid) == theirs
+            unlink_shared_memory(child.pid)
+            os.killpg(child.pid, signal.SIGKILL)
+        assert not any(path.exists() for path in theirs)
+        assert shared_memory_of(child.pid) == set()
+        assert Path("/dev/shm", own.name).exists()
+    finally:
+        own.close()
+        own.unlink()
+
+
+def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
+    for name in ("SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR", "KEPT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PYTHONPATH", "/other")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    env = process.environment(tmp_path, [2, 3], {"ITS_OWN": "2"})
+    assert not {"SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR"} & env.keys()
+    assert (env["KEPT"], env["ITS_OWN"]) == ("1", "2")
+    assert ENGINES["trtllm"].environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # else Ray is on all interfaces
+    assert env["PYTHONPATH"] == f"{tmp_path}/code:/other"
+    assert env["CUDA_VISIBLE_DEVICES"] == "6,7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert process.environment(tmp_path, [2, 3], {})["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+@pytest.mark.parametrize(
+    ("engine", "old", "new"),
+    [
+        ("vllm", ["0.31.9", "0.4.1", "0.32.0rc1"], ["0.32", "0.32.0", "0.32.0+cpu", "0.33.1.dev5+g12ab", "1.0", "dev"]),
+        ("trtllm", ["1.2.1", "1.3.0rc28", "1.3.0rc9"], ["1.3.0rc29", "1.3.0rc29.post1", "1.3.0", "1.4.0rc1"]),
+    ],
+)
+def test_versions_that_are_too_old(engine, old, new):
+    kind = ENGINES[engine]
+    for version in old:
+        assert kind.too_old(version) == f"{kind.name} {version} is too old: install {kind.least} or newer"
+    assert [kind.too_old(version) for version in new] == [""] * len(new)
+
+
+def test_folders_of_trainers_that_are_gone_are_removed(tmp_path):
+    gone = tmp_path / f"{process.PREFIX}{2**22 + 1}-x"  # above the largest process number
+    gone.mkdir()
+    (gone / "weights_1").touch()
+    mine = process.make_folder(str(tmp_path))
+    second = process.make_folder(str(tmp_path))
+    assert not gone.exists()
+    assert mine.is_dir()
+    assert second != mine
+    assert mine.stat().st_mode & 0o077 == 0
+    assert (mine / "code" / "megatron_brorl" / "types.py").samefile(Path(process.__file__).parents[2] / "types.py")

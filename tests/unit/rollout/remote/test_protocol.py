@@ -1,0 +1,93 @@
+"""Messages between trainer and engine process, and what a leaf's draws must be like."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_brorl.rollout.remote.protocol import Completion, Message, ProtocolError, check_draws, decode, encode
+
+
+def test_messages_arrive_as_they_were():
+    sent = Message(
+        "generate",
+        {"call": 3, "temperature": 0.1, "names": ["a", "ü"]},
+        {"ids": torch.tensor([1, -(2**62), 5]), "none": torch.empty(0, dtype=torch.int64), "lp": torch.tensor([-0.1])},
+    )
+    got = decode(encode(sent))
+    assert (got.kind, got.fields) == (sent.kind, sent.fields)
+    assert got.tensors.keys() == sent.tensors.keys()
+    for name, tensor in sent.tensors.items():
+        assert got.tensors[name].dtype == tensor.dtype
+        assert torch.equal(got.tensors[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: [f[0].replace(b'"protocol": 5', b'"protocol": 6'), f[1]], "different protocols (6 and 5)"),
+        (lambda f: [b"\x00\x01"], "not a message"),
+        (lambda f: [json.dumps([1]).encode()], "not a message"),
+        (lambda f: f[:1], "0 tensors came, the header lists 1"),
+        (lambda f: [f[0], f[1][:-1]], "ids has 15 bytes, not 2 of int64"),
+    ],
+)
+def test_what_is_no_message_of_this_version_is_refused(spoil, message):
+    with pytest.raises(ProtocolError) as caught:
+        decode(spoil(encode(Message("rollout", {}, {"ids": torch.tensor([1, 2])}))))
+    assert message in str(caught.value)
+
+
+class Leaf:
+    """Draws by the seed of each request, by one generator for all, or the same every time; reports log-probs or not."""
+
+    def __init__(self, kind, vocab=50, context=40, reports=True):
+        self.kind, self.options = kind, SimpleNamespace(vocab=vocab, context=context)
+        self.shared, self.reports, self.asked = random.Random(7), reports, []
+
+    def params(self, temperature, top_p, top_k, tokens, seed):
+        assert (temperature, top_p, top_k) == (1.0, 1.0, 0)
+        return tokens, seed
+
+    def submit(self, ids, params):
+        self.asked.append((list(ids), params[0]))
+        return params
+
+    async def completion(self, handle):
+        tokens, seed = handle
+        generator = {"request": random.Random(seed), "shared": self.shared, "deaf": random.Random(7)}[self.kind]
+        drawn = [generator.randrange(self.options.vocab) for _ in range(tokens)]
+        return Completion.of(drawn, "length", [{token: -1.0} for token in drawn] if self.reports else [])
+
+
+@pytest.mark.parametrize("kind", ["shared", "deaf"])
+def test_an_engine_without_seeds_per_request_is_refused(kind):
+    with pytest.raises(ValueError, match="Other 1 takes no seed per request: siblings on different engines would"):
+        asyncio.run(check_draws(Leaf(kind), "Other 1"))
+
+
+def test_an_engine_without_log_probs_is_refused():
+    with pytest.raises(ValueError, match="Other 1 reports no log-probs of sampled tokens"):
+        asyncio.run(check_draws(Leaf("request", reports=False), "Other 1"))
+
+
+def test_the_draws_of_the_check_stay_within_context_and_vocabulary():
+    leaf = Leaf("request", vocab=3, context=10)
+    asyncio.run(check_draws(leaf, "Other 1"))
+    assert leaf.asked == [([0, 1, 2, 0, 1], 5)] * 3
+
+
+@pytest.mark.parametrize(
+    ("reason", "finish"), [("stop", "stop"), ("length", "length"), ("abort", "cut"), (None, "cut")]
+)
+def test_a_completion_takes_the_log_probs_of_sampled_tokens(reason, finish):
+    assert Completion.of((4, 5), reason, [{4: -1.0, 9: -0.5}, {5: -2.0}]) == Completion([4, 5], finish, [-1.0, -2.0])
+    with pytest.raises(ValueError, match="no log-prob of the sampled token 5"):
+        Completion.of((4, 5), reason, [{4: -1.0}, {6: -2.0}])
+    with pytest.raises(ValueError, match="1 log-probs for 2 tokens"):
+        Completion.of((4, 5), reason, [{4: -1.0}])

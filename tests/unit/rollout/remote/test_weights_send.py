@@ -1,0 +1,160 @@
+"""An update on its way into shared memory: written once on a node, by all of its ranks, or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.ops.checksum import Sealed, checksum, seal
+from megatron_brorl.rollout.remote.weights_receive import TensorRecord, mapped, view
+from megatron_brorl.rollout.remote.weights_send import (
+    HostWeights,
+    Node,
+    Update,
+    as_is,
+    in_fp8_blocks,
+    layout,
+    shares,
+    stage,
+)
+from megatron_brorl.rollout.weight_receiver import UpdateRefused
+
+BF16 = torch.bfloat16
+SHAPES = {"embed": (64, 8), "a.q_proj.weight": (130, 70), "norm": (7,), "b.q_proj.weight": (3, 5), "head": (64, 8)}
+SHAPES |= {f"layer.{i}": (11, i + 1) for i in range(40)}
+
+
+def model() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=g) for name, shape in SHAPES.items()}
+
+
+def read(weights):
+    memory = mapped(weights.path)
+    return {record.name: view(memory, record) for record in weights.records}
+
+
+def together(tmp_path, streams, dtype=torch.float32, form=as_is):
+    """What `stage` returns or raises on each rank of a node; every second one leads an engine."""
+    ranks = len(streams)
+    barrier, given = threading.Barrier(ranks), [None] * ranks
+    copies: list[set[str]] = [set() for _ in range(ranks)]
+
+    def rank(i):
+        def exchange(own):
+            given[i] = own
+            barrier.wait(60)
+            found = list(given)
+            barrier.wait(60)
+            return found
+
+        def recorded(name, tensor):
+            if tensor.device.type != "meta":
+                copies[i].add(name)
+            return form(name, tensor)
+
+        update = Update(3, 7, SHAPES, dtype, recorded)
+        link = tmp_path / f"weights_{i}" if i % 2 == 0 else None
+        try:
+            return stage(iter(streams[i]), update, Node(i, ranks, tmp_path, exchange), link)
+        except (UpdateRefused, UserError) as e:
+            return e
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(rank, range(ranks))), copies
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("kind", ["as it is", "bf16", "fp8"])
+def test_one_file_on_a_node(ranks, kind, tmp_path):
+    dtype, form = {"as it is": (torch.float32, as_is), "bf16": (BF16, as_is), "fp8": (BF16, in_fp8_blocks)}[kind]
+    sent = model()
+    found, copies = together(tmp_path, [seal(sent.items()) for _ in range(ranks)], dtype, form)
+
+    # Every tensor is copied once, by one of the ranks; all engines have the same bytes of memory.
+    assert sorted(name for part in copies for name in part) == sorted(SHAPES)
+    leaders = found[::2]
+    assert all(x is None for x in found[1::2])
+    assert len({os.stat(x.path).st_ino for x in leaders}) == 1
+    assert os.stat(leaders[0].path).st_size == layout(SHAPES, dtype, form)[1]
+    assert len(list(tmp_path.iterdir())) == len(leaders)
+
+    # What is read is what was sent, and has the checksum that the record names.
+    expected = {part: x for name, tensor in sent.items() for part, x in form(name, tensor.to(dtype))}
+    for weights in leaders:
+        assert weights.version == 7
+        there = read(weights)
+        assert there.keys() == expected.keys()
+        for record in weights.records:
+            assert torch.equal(there[record.name].view(torch.uint8), expected[record.name].view(torch.uint8))
+            assert record.checksum == int(checksum(record.name, expected[record.name]))
+            assert record.offset % 64 == 0
+
+    # One engine's weights stay when another deletes its own.
+    for weights in leaders:
+        assert read(weights).keys() == expected.keys()
+        weights.delete()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fp8_is_that_of_the_engine_dtype():
+    records, size = layout({"a.q_proj.weight": (130, 70), "norm": (7,)}, BF16, in_fp8_blocks)
+    assert [(r.name, r.dtype, r.shape, r.offset) for r in records] == [
+        ("a.q_proj.weight", "float8_e4m3fn", (130, 70), 0),
+        ("a.q_proj.weight_scale_inv", "float32", (2, 1), 9152),
+        ("norm", "bfloat16", (7,), 9216),
+    ]
+    assert size == 9280
+
+
+def damaged(pairs, name):
+    return [Sealed(name, p[1] + 1, p.checksum) if p[0] == name else p for p in pairs]
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged", "breaks off"])
+def test_a_fault_of_one_rank_is_one_of_all(fault, tmp_path):
+    owner = shares(SHAPES, 3)
+    name = next(n for n, rank in owner.items() if rank == 1)
+    pairs = list(seal(model().items()))
+
+    def broken():
+        yield from pairs[:9]
+        raise RuntimeError("lost")
+
+    streams = [pairs, {"missing": pairs[:-1], "damaged": damaged(pairs, name), "breaks off": broken()}[fault], pairs]
+    found, _ = together(tmp_path, streams)
+    assert all(isinstance(x, UpdateRefused) for x in found)
+    what = {"missing": "1 tensors missing", "damaged": f"for example {name}", "breaks off": "RuntimeError: lost"}[fault]
+    assert all(what in str(x) for x in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_room_is_told_on_all_ranks(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    streams = [iter(list(seal(model().items()))) for _ in range(2)]
+    found, _ = together(tmp_path, streams)
+    assert all("engine.shared_memory: " in str(x) and "has no room for 0 MiB" in str(x) for x in found)
+    assert all(isinstance(x, UserError) for x in found)
+    assert all(list(stream) == [] for stream in streams)  # other nodes take part in making the rest
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_buckets_keep_scales_with_their_weights(tmp_path):
+    sizes = {"a": 60, "b": 14, "c.weight": 9100, "c.weight_scale_inv": 8, "d": 16}
+    records = tuple(TensorRecord(name, "uint8", (size,), 0, 0) for name, size in sizes.items())
+    held = HostWeights(tmp_path / "w", 5, records)
+    assert [[record.name for record in bucket] for bucket in held.buckets(70)] == [
+        ["a"],
+        ["b"],
+        ["c.weight", "c.weight_scale_inv"],
+        ["d"],
+    ]
+    assert [record for bucket in held.buckets(1 << 30) for record in bucket] == list(records)
