@@ -65,15 +65,6 @@ def test_an_engine_generates_sleeps_and_takes_weights(model, start):
     assert same(draw(engine), first)
 
 
-def test_what_is_drawn_depends_on_key_and_sibling_alone(model, start):
-    engine = start()
-    engine.update_weights(model.stream(), 0)
-    whole = draw(engine, 12)
-    parts = [*draw(engine, 5), *draw(engine, 7, first=5)]
-    assert same(whole, parts)
-    assert not same(whole, draw(engine, 12, key=12))
-
-
 def test_budget_and_continuation(model, start):
     """Four tokens at a time, under three versions of the weights: what there is stays, and every span is told."""
     engine = start()
@@ -181,29 +172,6 @@ def test_a_hanging_process_is_started_again(model, start, capfd):
     assert "is silent for" in capfd.readouterr().err
 
 
-def test_cancelled(model, start):
-    """A call that is told to stop returns what has ended; the rest is cut, and the next call is none the worse."""
-
-    class Impatient:
-        def __init__(self):
-            self.seen = threading.Event()
-
-        def finished(self, request, rollout):
-            self.seen.set()
-
-        def cancelled(self):
-            return self.seen.is_set()
-
-    engine = start(options={"max_rows": 4})  # few at a time, so that most are unfinished
-    engine.update_weights(model.stream(), 0)
-    group = draw(engine, 400, watch=Impatient())
-    assert len(group) == 400
-    ended = [r for r in group if r.finish != "cut"]
-    assert 0 < len(ended) < 400
-    assert all(len(r.token_ids) == 0 for r in group if r.finish == "cut")
-    assert draw(engine)[0].finish != "cut"
-
-
 def test_two_ranks_share_an_engine(model, start):
     leader = start(config={"tensor": 2})
     other = start(config={"tensor": 2}, leader=leader)
@@ -259,12 +227,6 @@ def test_rows_are_those_whose_keys_and_values_fit(tokens, planned, rows, model, 
     c = start(config={"cuda_graphs": True}, options={"max_kv_tokens": planned}).capabilities
     assert c.kv_tokens == (planned or int(tokens)) // 32 * 32
     assert c.rows == rows
-
-
-def test_memory_that_holds_no_response_is_told(start, monkeypatch):
-    monkeypatch.setenv("BRORL_DOUBLE_KV_TOKENS", "199")
-    with pytest.raises(UserError, match=r"keys and values of 192 tokens fit, and one response .* may take 200: raise"):
-        start()
 
 
 def test_a_version_that_is_too_old_is_refused_in_one_line(start, monkeypatch):

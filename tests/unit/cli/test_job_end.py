@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_brorl.cli.job_end import SLURM_END, JobEnd
+from megatron_brorl.cli.session import SLURM_END, JobEnd
 from megatron_brorl.errors import UserError
 
 
@@ -61,4 +61,4 @@ def test_a_time_that_is_none_is_told(monkeypatch):
     monkeypatch.setenv(SLURM_END, "UNLIMITED")
     with pytest.raises(UserError) as caught:
         JobEnd(0.0)
-    assert str(caught.value) == "SLURM_JOB_END_TIME = UNLIMITED: must be a Unix time; unset it, or give run.ends_at"
+    assert str(caught.value) == "SLURM_JOB_END_TIME = UNLIMITED: must be a Unix time; unset it, or set run.ends_at"

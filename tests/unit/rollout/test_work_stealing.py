@@ -115,7 +115,7 @@ def test_an_engine_that_is_given_up_leaves_the_rest_to_the_others(capfd):
         ]
         assert dog.stuck == (rank == 0)
     release.set()
-    assert "prompt p/0: sibling 0" in capfd.readouterr().err
+    assert "1 of prompt p/0" in capfd.readouterr().err
     found = dict(results)
     assert len(found) == len(results) == 5 * 16 - 1  # only what hangs is lost
     for (group, sibling), rollout in found.items():

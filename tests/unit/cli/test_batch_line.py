@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from megatron_brorl.cli.batch_sizes import batch_line
+from megatron_brorl.cli.train import batch_line
 from megatron_brorl.config.schema import AlgoConfig, Config, RolloutConfig
 from megatron_brorl.parallel.batch import pack
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from random_model import qwen2_config
 
+from megatron_brorl.cli import memory_plan as memory
+from megatron_brorl.cli.memory_plan import Generation, Training
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import parse_shape
-from megatron_brorl.models import memory
-from megatron_brorl.models.memory import Generation, Training
 
 # DeepSeek-R1-Distill-Qwen-1.5B. Per layer: queries, keys and values 2048 x 1536 with their bias, output 1536 x 1536,
 # MLP 3 x 1536 x 8960, two norms; twice the vocabulary; the last norm.
@@ -49,7 +49,7 @@ def test_the_1_5b_model_on_one_gpu():
         "keys and values: 28 KiB a token on each GPU, 2439186 tokens, 148 rollouts of 16384 tokens at a time"
     )
     assert node.startswith("memory of a node: 6.6 GiB shared")
-    assert "185.4 GiB of what is offloaded" in node
+    assert "185.4 GiB of offloaded states" in node
 
 
 def test_a_rank_of_tensor_2_pipeline_2_data_4():
