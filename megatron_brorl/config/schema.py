@@ -101,7 +101,6 @@ class Fp8Config:
     )
     bf16_layers: int = key(0, 'Layers at each end of the model that stay in bf16; 0 with recipe = "delayed".', ge=0)
     amax_history: int = key(1024, 'Steps that recipe = "delayed" looks back.', ge=1)
-    head: Literal["none", "blockwise"] = key("none", "FP8 products of the LM head.")
 
 
 @section
