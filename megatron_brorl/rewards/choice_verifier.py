@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.answer_text import plain_text, quote, tidy
 from megatron_brorl.rewards.final_answer import final_or_bare_answer, places
-from megatron_brorl.rewards.spelling import plain_text, quote, tidy
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 _LETTERS = "ABCDEFGHIJ"

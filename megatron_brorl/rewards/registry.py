@@ -20,12 +20,10 @@ from megatron_brorl.rewards import (
     extract,
     format,
     gym_tasks,
-    math_verifier,
-    short_answer_verifier,
 )
 from megatron_brorl.rewards.judge import Judge, score_of
 from megatron_brorl.rewards.verifier import Entry, Score, Verifier, VerifierRow
-from megatron_brorl.rewards.verifiers import ifeval
+from megatron_brorl.rewards.verifiers import ifeval, math, short_answer
 
 
 def _reasoning_gym() -> Verifier:
@@ -73,9 +71,9 @@ ENTRIES: dict[str, Entry] = {
     ),
     "math": Entry(
         about="numbers exactly, other mathematics by sympy",
-        load=math_verifier.load,
-        find=math_verifier.find,
-        check_row=math_verifier.check_row,
+        load=math.load,
+        find=math.find,
+        check_row=math.check_row,
         accepts_reference=True,
     ),
     "reasoning_gym": Entry(
@@ -87,9 +85,9 @@ ENTRIES: dict[str, Entry] = {
     ),
     "short_answer": Entry(
         about="a few words, or a quantity with its unit",
-        load=lambda: short_answer_verifier.verify,
-        find=short_answer_verifier.find,
-        check_row=short_answer_verifier.check_row,
+        load=lambda: short_answer.verify,
+        find=short_answer.find,
+        check_row=short_answer.check_row,
         accepts_reference=True,
     ),
 }

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.short_answer_verifier import check_row, find, verify
+from megatron_brorl.rewards.verifiers.short_answer import check_row, find, verify
 
 
 def row(reference, **metadata):
@@ -49,7 +49,7 @@ def test_short_answers(right, response, reference, metadata):
 
 
 def test_reasons():
-    assert verify("5", row("5 m/s")).reason == "5 has not the unit of 5 m/s"
+    assert verify("5", row("5 m/s")).reason == "5 does not have the unit of 5 m/s"
     assert verify("ice", row("water", answers=["H2O"])).reason == "ice is not water"
 
 

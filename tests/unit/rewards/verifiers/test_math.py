@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import logging
 import random
-import signal
 from pathlib import Path
 
 import pytest
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import math_verifier
-from megatron_brorl.rewards.math_verifier import check_row, find, verify
+from megatron_brorl.rewards.verifiers import math as math_verifier
+from megatron_brorl.rewards.verifiers.math import check_row, find, verify
 
-# Written by hand: kind, whether it is right, reference, answer.
+# Kind, whether it is right, reference, answer.
 CASES = [line.split("\t") for line in Path(__file__).with_name("math_cases.tsv").read_text("utf-8").splitlines()]
 
 SOLUTION = "Each of 3 boxes holds 12 pens.\nSo there are 3 * 12 = <<3*12=36>>36 pens.\n#### 36"
@@ -34,37 +32,44 @@ def test_cases_written_by_hand(kind, right, reference, answer):
     [
         ("(" * 5000 + "12" + ")" * 5000, "too long"),
         ("(" * 300 + "12" + ")" * 300, "deeper than 20"),
-        ("12 " * 20000, "too long"),
         ("9^{9^{9^{9}}}", "tower"),
         ("9^9^9^9", "tower"),
         ("9**9**9**9", "tower"),
-        ("(9^{99})^{99}", "power above"),
+        ("2^{(9)^{9}}", "tower"),
+        ("2^{10!}", "tower"),
+        ("((((9^{99})^{99})^{99})^{99}", "tower"),
         ("10^{99999}", "power above"),
         ("e^{e^{e^{9}}}", "tower"),
         ("100000!", "factorial"),
         ("((9!)!)!", "factorial"),
+        ("(9^{99})!", "factorial"),
         (r"\binom{100000}{50000}", "binomial"),
         ("9" * 500, "digits"),
         (",".join("7" * 300), "more than 200"),
-        ("1<2<3<4<5<6<7<8<9<10", "relations"),
         (r"12}\boxed{13", "do not match"),
         (r"\sum_{k=1}^{3} 2k", "left to be computed"),
     ],
 )
-def test_hostile_answers_never_reach_algebra(answer, why, monkeypatch):
-    monkeypatch.setattr(math_verifier, "_algebra", lambda *_: pytest.fail("it reached sympy"))
+def test_answers_that_would_be_slow_never_reach_algebra(answer, why, monkeypatch):
+    monkeypatch.setattr(math_verifier, "_same_value", lambda *_: pytest.fail("it reached sympy"))
     score = verify(answer, row("12"))
     assert score.reward == 0
     assert why in score.reason
     assert len(score.reason) < 120
 
 
-def test_a_reference_that_is_too_much_for_algebra_is_compared_as_text():
+@pytest.mark.parametrize("answer", ["e^{-(x-1)^2/2}", "2^{n^2}", "x^{4000}", "1000!/999!", "(x^2+1)^{10}", "(2^3)^{4}"])
+def test_powers_and_factorials_of_answers_are_computed(answer):
+    assert verify(answer, row("12")).reason == f"{answer} is not 12"
+    assert verify(answer.replace("x-1", "-1+x"), row(answer)).reward == 1
+
+
+def test_a_reference_that_is_too_much_for_same_value_is_compared_as_text():
     assert verify("2^{2^{100}}", row("$2^{2^{100}}$")).reward == 1
     assert "compared as text" in verify("2^x", row("2^{2^{100}}")).reason
 
 
-def test_where_the_answer_stands():
+def test_places_of_answers():
     assert find(SOLUTION) == "36"
     assert find(r"First \boxed{35}? </think> It is \boxed{36}.") == "36"
     assert find(r"\boxed{36}, that is, \boxed{36.0} or \boxed{\frac{72}{2}}") == r"\frac{72}{2}"
@@ -73,7 +78,7 @@ def test_where_the_answer_stands():
     assert find(" 36 pens ") == "36 pens"
 
 
-def test_references_as_data_sets_write_them():
+def test_references_of_data_sets():
     for reference in ("36", SOLUTION, r"It follows that $x = \boxed{36}$.", "The answer is 36."):
         check_row(row(reference), "a:1")
         assert verify("36", row(reference)).reward == 1
@@ -84,12 +89,12 @@ def test_references_as_data_sets_write_them():
 
 
 @pytest.mark.parametrize("reference", [None, "", "  ", r"\boxed{1} or \boxed{2}"])
-def test_rows_that_say_no_answer_are_refused(reference):
+def test_rows_without_one_answer_are_refused(reference):
     with pytest.raises(UserError, match=r"a:1: .*answer"):
         check_row(row(reference), "a:1")
 
 
-def test_every_spelling_of_a_number_and_of_no_other():
+def test_random_numbers_in_many_spellings():
     draw = random.Random(1)
     for _ in range(200):
         n = draw.randrange(-(10**7), 10**7)
@@ -97,11 +102,3 @@ def test_every_spelling_of_a_number_and_of_no_other():
         for spelling in spellings:
             assert verify(spelling, row(str(n))).reward == 1, spelling
             assert verify(spelling, row(str(n + draw.choice([-10, -1, 1, 10])))).reward == 0, spelling
-
-
-def test_no_alarm_and_no_word_in_the_log(monkeypatch, caplog):
-    monkeypatch.setattr(signal, "alarm", lambda *_: pytest.fail("an alarm"))
-    with caplog.at_level(logging.DEBUG):
-        assert verify(r"\sqrt{8}", row(r"2\sqrt{2}")).reward == 1
-        assert verify(r"\sqrt{8}+\frac", row(r"2\sqrt{2}")).reward == 0
-    assert not [r for r in caplog.records if r.name.startswith("latex2sympy2")]

@@ -1,8 +1,8 @@
-"""Verifier `short_answer`: free answers of a few words or one quantity, against a reference and other accepted answers.
+"""Verifier `short_answer`: a few words or one quantity, against a reference and other accepted answers.
 
-A quantity is compared as a number with its unit, exactly or within metadata.tolerance; everything else as text without
-case, articles, punctuation and LaTeX's dress. It knows no synonyms, no paraphrases and no chemistry, converts no units
-and does not ask a model: a right answer in other words scores 0.
+A quantity is compared as a number with its unit, exactly or within metadata.tolerance. Everything else is compared as
+text without case, articles, punctuation and LaTeX commands. Synonyms, paraphrases and chemistry are not understood, and
+no unit is converted: a right answer in other words scores 0.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.answer_text import quote, tidy
 from megatron_brorl.rewards.final_answer import disagreement, final_or_bare_answer, places
 from megatron_brorl.rewards.plain_number import PlainNumber, equal, plain_number
-from megatron_brorl.rewards.spelling import quote, tidy
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
-_MAX_CHARS = 300  # a longer response is not a bare answer
+_MAX_CHARS = 300  # A longer response is not a bare answer.
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b(?=\s+\w)")
 _SIGNS = re.compile(r"[^\w+\-*/=<>^.%]+|(?<!\d)\.|\.(?!\d)|(?<=[^\W\d])-(?=[^\W\d])")
 
 
 def find(response: str) -> str | None:
-    """The answer that a response says; the whole response where it is one short line."""
+    """Return the final answer of a response, or the whole response if it is one short line."""
     return final_or_bare_answer(response, same, _MAX_CHARS)
 
 
 def same(a: str, b: str) -> bool:
-    """Whether two texts are one answer: one quantity, or one text after `words`."""
+    """Return whether two texts are the same quantity, or the same text after `words`."""
     x, y = plain_number(a), plain_number(b)
     if x and y:
         return equal(x, y) and (x.unit or {}) == (y.unit or {})
@@ -39,7 +39,7 @@ def same(a: str, b: str) -> bool:
 
 
 def words(text: str) -> str:
-    """A text without case, accents, articles, punctuation and LaTeX's dress, one space between words."""
+    """Return a text without case, accents, articles, punctuation and LaTeX commands."""
     text = _COMMAND.sub(r"\1", tidy(text)).casefold().replace("{", " ").replace("}", " ")
     decomposed = unicodedata.normalize("NFKD", text)
     text = "".join(c for c in decomposed if not unicodedata.combining(c))
@@ -47,8 +47,7 @@ def words(text: str) -> str:
 
 
 def check_row(row: VerifierRow, where: str) -> None:
-    """A reference, and metadata.answers and metadata.tolerance of the right kinds where they are there."""
-    # The answers.
+    """Raise UserError unless there is a reference, and metadata.answers and metadata.tolerance are valid."""
     answers = row["metadata"].get("answers", [])
     if not isinstance(answers, list) or not all(isinstance(answer, str) and answer.strip() for answer in answers):
         raise UserError(f"{where}: metadata.answers must be a list of accepted answers as texts, not {answers!r:.60}")
@@ -58,7 +57,6 @@ def check_row(row: VerifierRow, where: str) -> None:
         if not plain_number(answer) and not words(answer):
             raise UserError(f"{where}: accepted answer {quote(answer)!r} has neither letters nor digits")
 
-    # The tolerance.
     tolerance = row["metadata"].get("tolerance", 0)
     number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
     if not number or not math.isfinite(tolerance) or not 0 <= tolerance < 1:
@@ -66,15 +64,13 @@ def check_row(row: VerifierRow, where: str) -> None:
 
 
 def verify(answer: str, row: VerifierRow) -> Score:
-    """1 for an answer equal to one of the accepted."""
-    # The text of an answer, or of a whole response where reward.extract says so.
+    """Return 1 for an answer equal to one of the accepted answers."""
     said = places(answer) or [answer.strip()]
     why = disagreement(said, same)
     if why:
         return Score(0.0, why)
     given, number = said[-1], plain_number(said[-1])
 
-    # A quantity is compared with quantities, a text with texts.
     reasons = []
     tolerance = Fraction(row["metadata"].get("tolerance", 0))
     for accepted in _accepted(row):
@@ -90,7 +86,7 @@ def verify(answer: str, row: VerifierRow) -> Score:
 
 
 def _accepted(row: VerifierRow) -> Iterator[str]:
-    """The reference's answer, then the others."""
+    """Yield the answer of the reference, then the others."""
     reference = (row["answer"] or "").strip()
     if reference:
         said = places(reference)
@@ -99,14 +95,14 @@ def _accepted(row: VerifierRow) -> Iterator[str]:
 
 
 def _difference(number: PlainNumber, wanted: PlainNumber, tolerance: Fraction) -> str:
-    """What parts two quantities, in words; "" where they are equal within the relative tolerance."""
-    # A unit that is asked for must be there; one that is not asked for may be.
+    """Return how two quantities differ, or "" if they are equal within the relative tolerance."""
+    # An answer may have a unit that the reference lacks, not the other way round.
     if wanted.unit and number.unit != wanted.unit:
-        return "has not the unit of"
+        return "does not have the unit of"
     if equal(number, wanted):
         return ""
 
-    # 10% within a tenth of 0.1 as well as of 10, as without a tolerance.
+    # 10% is compared with 0.1 and with 10.
     value, target = number.value, wanted.value
     targets = [target]
     if number.percent and not wanted.percent:
