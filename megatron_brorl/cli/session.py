@@ -99,7 +99,7 @@ class Session:
 
         # Checked before data is read, which may take long.
         check_installed(() if benchmarks else config.run.log)
-        self.ops = backend(config.ops.implementation, device.default_device(), config.fp8.head)
+        self.ops = backend(config.ops.implementation, device.default_device())
         fp8.check(config.fp8, self.shape, config.parallel.tensor)
 
         # Prompts that leave room for a response.

@@ -31,8 +31,7 @@ def test_right_answers_are_paid_and_wrong_ones_are_not(kind):
 
 
 @pytest.mark.parametrize(
-    ("reference", "answer"),
-    [(r"\{\pi, 1\}", r"\{1, 3.14159\}"), (r"\pi", "3.14159"), (r"\{\pi\}", "3.14159")],
+    ("reference", "answer"), [(r"\{\pi, 1\}", r"\{1, 3.14159\}"), (r"\pi", "3.14159"), (r"\{\pi\}", "3.14159")]
 )
 def test_a_decimal_may_stand_for_an_irrational_number_but_not_the_other_way_round(reference, answer):
     assert reward("", reference, answer) == 1

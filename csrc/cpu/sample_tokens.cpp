@@ -1,5 +1,5 @@
-// The op around sample_row.h (CPU) and sample_tokens.cu: checks, allocation, and the loop over rows.
-#include "sampling/sample_tokens.h"
+// The op around sample_row.h: checks, allocation, and the loop over rows.
+#include "cpu/sample_tokens.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,12 +12,8 @@
 #include <c10/util/Exception.h>
 #include <omp.h>
 
-#include "common/philox.h"
-#include "sampling/sample_row.h"
-#ifdef BRORL_CUDA
-#include "common/cuda_launch.h"
-#include "sampling/sample_tokens_cuda.h"
-#endif
+#include "cpu/philox.h"
+#include "cpu/sample_row.h"
 
 namespace brorl {
 namespace {
@@ -77,7 +73,7 @@ void raise_for_row(const Tensor& logits, int64_t row) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> sample_tokens_cpu(
+std::tuple<Tensor, Tensor> sample_tokens(
     const Tensor& logits, const Tensor& keys, const Tensor& index, const Tensor& position, double temperature,
     double top_p, int64_t top_k) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -109,26 +105,5 @@ std::tuple<Tensor, Tensor> sample_tokens_cpu(
   if (bad != id + rows) raise_for_row(z, bad - id);
   return {ids, log_probs};
 }
-
-#ifdef BRORL_CUDA
-std::tuple<Tensor, Tensor> sample_tokens_cuda(
-    const Tensor& logits, const Tensor& keys, const Tensor& index, const Tensor& position, double temperature,
-    double top_p, int64_t top_k) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  check(logits, keys, index, position, temperature, top_p, top_k);
-  const c10::DeviceGuard guard(logits.device());
-  const Tensor z = rows_of(logits), k = keys.contiguous(), i = index.contiguous(), p = position.contiguous();
-  const int64_t rows = z.size(0);
-  const Tensor ids = at::empty({rows}, keys.options()), log_probs = at::empty({rows}, logits.options().dtype(at::kFloat));
-  if (!rows) return {ids, log_probs};
-  check_launch(
-      "sample_tokens", sample_tokens_launch(
-                           z.const_data_ptr(), z.scalar_type() == at::kBFloat16, rows, z.size(1), z.stride(0),
-                           k.const_data_ptr<int64_t>(), i.const_data_ptr<int64_t>(), p.const_data_ptr<int64_t>(),
-                           temperature, top_p, top_k, ids.mutable_data_ptr<int64_t>(),
-                           log_probs.mutable_data_ptr<float>(), current_stream(z)));
-  return {ids, log_probs};
-}
-#endif
 
 }  // namespace brorl
