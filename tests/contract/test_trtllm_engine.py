@@ -237,20 +237,6 @@ def test_a_version_that_is_too_old_is_refused_in_one_line(start, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("restarts", "starts"), [(1, True), (0, False)])
-def test_a_port_taken_at_the_last_moment(restarts, starts, model, start, monkeypatch, tmp_path, capfd):
-    """Between the look at it and Ray's: the first start is tried again, as often as restarts are allowed."""
-    monkeypatch.setenv("BRORL_DOUBLE_PORT_TAKEN", str(tmp_path / "taken"))
-    if starts:
-        engine = start(config={"max_restarts": restarts})
-        engine.update_weights(model.stream(), 0)
-        assert len(draw(engine)) == 16
-        assert "starting it again on other ports" in capfd.readouterr().err
-    else:
-        with pytest.raises(UserError, match="ray start ended with exit code 1"):
-            start(config={"max_restarts": restarts})
-
-
 def test_without_tensorrt_llm(start, monkeypatch, fresh):
     monkeypatch.delenv("PYTHONPATH")
     with pytest.raises(UserError, match="No module named 'tensorrt_llm'"):
