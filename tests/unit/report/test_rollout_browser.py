@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 
@@ -119,9 +118,9 @@ def test_one_prompt(ask):
     ],
 )
 def test_filters_and_exports(ask, tmp_path, options, left):
-    """The three export formats hold the rollouts that pass, as they were recorded."""
+    """Both export formats hold the rollouts that pass, as they were recorded."""
     wanted = [made("abc".index(s[0]), s[0], ASKED[s[0]])[int(s[1])] for s in left.split()]
-    for ending in ("jsonl", "parquet", "csv"):
+    for ending in ("jsonl", "parquet"):
         path = tmp_path / f"x.{ending}"
         assert ask(*options, "--export", path) == [f"{len(wanted)} rollouts of evaluation 4 written to {path}"]
     lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
@@ -136,10 +135,6 @@ def test_filters_and_exports(ask, tmp_path, options, left):
             "parts": {"form": 0.5},
         }
     assert [row | {"parts": dict(row["parts"])} for row in pq.read_table(tmp_path / "x.parquet").to_pylist()] == lines
-    with open(tmp_path / "x.csv", newline="") as file:
-        cells = list(csv.DictReader(file))
-    assert [(c["text"], c["answer"]) for c in cells] == [(line["text"], line["answer"] or "") for line in lines]
-    assert [json.loads(c["parts"]) for c in cells] == [line["parts"] for line in lines]
 
 
 def test_a_terminal_shows_a_right_and_a_wrong_response_side_by_side(run):
@@ -160,9 +155,9 @@ def test_a_terminal_shows_a_right_and_a_wrong_response_side_by_side(run):
         (["--prompt", "bb"], "nothing is recorded of prompt 'bb'; the nearest id is b"),
         (["--evaluation", 0, "--prompt", "t/0"], "evaluation 0 has no prompt 't/0' that passes the filters"),
         (["--limit", -1], "--limit -1: must not be negative"),
-        (["--export", "x.txt"], "x.txt: can be exported as .jsonl, .parquet, .csv"),
-        (["--contains", "nobody says", "--export", "x.csv"], "x.csv: nothing to export"),
-        (["--export", "RUN/rollouts/x.csv"], "is the run's own; name another place"),
+        (["--export", "x.txt"], "x.txt: can be exported as .jsonl, .parquet"),
+        (["--contains", "nobody says", "--export", "x.jsonl"], "x.jsonl: nothing to export"),
+        (["--export", "RUN/rollouts/x.jsonl"], "is the run's own; name another place"),
     ],
 )
 def test_an_error_of_the_user_is_one_line(ask, run, tmp_path, monkeypatch, options, said):

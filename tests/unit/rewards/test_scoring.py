@@ -72,24 +72,6 @@ def test_partial_credit(pool: RewardPool) -> None:
     assert scores.counts["length"] == 0
 
 
-def test_extraction_is_applied(pool: RewardPool) -> None:
-    scores = score(
-        responses(gym("3"), ["stop"] * 3),
-        [r"\boxed{3}", r"\boxed{3} or \boxed{4}", "3"],
-        pool,
-        RewardConfig(extract="boxed"),
-    )
-    assert scores.rewards.tolist() == [1.0, 0.0, 0.0]
-    assert scores.counts["no_answer"] == 2
-
-
-def test_no_rollouts(pool: RewardPool) -> None:
-    scores = score([], [], pool, RewardConfig())
-    assert scores.rewards.tolist() == []
-    assert set(scores.counts.values()) == {0}
-    assert scores.raised == {}
-
-
 def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:
     entry = {"question": "?", "answer": "2 \u00d7 3", "metadata": {"number": 6, "factors": [2, 3]}}
     data = {"source_dataset": "prime_factorization", "entry": entry}
@@ -123,21 +105,15 @@ BELOW = math.nextafter(1.0, 0.0)
         (SUM, 1.0, True),
         (BELOW, 1.0, True),
         (1 - 1e-6, 1.0, False),
-        (0.99, 1.0, False),
         (2.0, 1.0, True),
-        (0.9, 0.9, True),
         (0.1 * 3 * 3, 0.9, True),  # 0.9000000000000001
         (0.3 + 0.6, 0.9, True),  # 0.8999999999999999
         (float(np.float32(0.9)), 0.9, True),  # 0.8999999761581421
         (0.8999, 0.9, False),
-        (0.2, 0.2, True),
-        (0.0, 0.0, True),
         (-0.0, 0.0, True),
-        (-1e-3, 0.0, False),
         (-0.5, -0.5, True),
         (-0.6, -0.5, False),
         (1e30, 1e30, True),
-        (3.0, 4.0, False),
     ],
 )
 def test_a_reward_is_correct_from_correct_at_on(reward: float, correct_at: float, right: bool) -> None:

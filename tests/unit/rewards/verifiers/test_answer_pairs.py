@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.rewards import choice_verifier
+from megatron_brorl.rewards.verifiers import choice
 from megatron_brorl.rewards.verifiers import math as math_verifier
 
 PAIRS = [line.split("\t") for line in Path(__file__).with_name("answer_pairs.tsv").read_text("utf-8").splitlines()]
@@ -18,7 +18,7 @@ PAIRS = [line.split("\t") for line in Path(__file__).with_name("answer_pairs.tsv
 
 def reward(kind: str, reference: str, answer: str) -> float:
     row = {"id": "0", "prompt": "", "answer": reference, "metadata": {}}
-    verifier = choice_verifier if kind == "choice" else math_verifier
+    verifier = choice if kind == "choice" else math_verifier
     found = verifier.find(answer.replace("\u23ce", "\n")) if kind in ("hashes", "choice") else answer
     return 0.0 if found is None else verifier.verify(found, row).reward
 
@@ -31,8 +31,7 @@ def test_right_answers_are_paid_and_wrong_ones_are_not(kind):
 
 
 @pytest.mark.parametrize(
-    ("reference", "answer"),
-    [(r"\{\pi, 1\}", r"\{1, 3.14159\}"), (r"\pi", "3.14159"), (r"\{\pi\}", "3.14159")],
+    ("reference", "answer"), [(r"\{\pi, 1\}", r"\{1, 3.14159\}"), (r"\pi", "3.14159"), (r"\{\pi\}", "3.14159")]
 )
 def test_a_decimal_may_stand_for_an_irrational_number_but_not_the_other_way_round(reference, answer):
     assert reward("", reference, answer) == 1

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from code_responses import ADD, FIRST, FUNCTIONS, MAIN, OLD, QUOTES, SCRIPTS, fence
 
-from megatron_brorl.rewards import code, code_blocks
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.sandbox import probe
+from megatron_brorl.rewards.verifiers import code, code_blocks
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt
 
@@ -79,12 +79,6 @@ def test_an_answer_that_is_no_block_is_a_program() -> None:
     assert code_blocks.program(QUOTES, None, True) == QUOTES
     assert code_blocks.program(f"So:\n{fence(QUOTES)}", None, True) == QUOTES + "\n"
     assert code_blocks.program("", None, True) == ""
-
-
-def test_responses_that_differ_in_words_alone_have_one_answer() -> None:
-    """They are judged once: where it is clear which block is the program, the others leave no trace."""
-    texts = [fence(MAIN), "So:\n" + fence(MAIN) + "!", fence(MAIN) + fence("5", "output"), f"hm</think>{fence(MAIN)}"]
-    assert {extract(text, code.find, 1 << 16).answer for text in texts} == {MAIN}
 
 
 @pytest.mark.parametrize(
