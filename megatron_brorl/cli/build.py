@@ -112,7 +112,7 @@ class Session:
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # it alone writes files and speaks
         program.told("ranks", self.grid.line())
-        self.job_end, self.stopped_by = JobEnd(config.run.ends_at), ""
+        self.job_end, self.stopped_by = JobEnd(), ""
         self._kv_tokens = 0  # that an engine may have room for, found by `preflight`; 0 = as many as fit
         self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse at an orderly end
 

@@ -35,8 +35,8 @@ def of_run(session: Session, state: RunState, after: Mapping[str, Any] | None) -
     return _with_data(training, session)
 
 
-def of_warm_start(session: Session) -> Training:
-    """What supervised training says of itself, which asks no verifier and evaluates nothing."""
+def of_warm_start(session: Session, began: float) -> Training:
+    """Return the card of supervised training, which asks no verifier and evaluates nothing. began: Unix time."""
     sft = session.config.sft
     training = Training(
         run=session.dir.name,
@@ -44,7 +44,7 @@ def of_warm_start(session: Session) -> Training:
         tag="sft",
         base=_base(session),
         sizes=[("optimizer steps", str(sft.steps)), ("examples per step", str(sft.examples_per_step))],
-        began=session.config.run.started,  # it keeps no checkpoint that could say more
+        began=began,
     )
     return _with_data(training, session)
 
@@ -56,4 +56,4 @@ def _base(session: Session) -> Base:
 def _with_data(training: Training, session: Session) -> Training:
     c = session.config
     tasks = [task.name for task in c.data.tasks]
-    return replace(training, files=session.sources.files, tasks=tasks, licence=c.run.license)
+    return replace(training, files=session.sources.files, tasks=tasks)

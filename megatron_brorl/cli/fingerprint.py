@@ -20,8 +20,6 @@ Changes = dict[str, tuple[Any, Any]]  # section.key -> value before and now
 _SHAPE = "shape"  # the section of the model's shape
 _FILES = "own_verifiers"  # the section of the sha256 of files that are code of the user's own
 _INPUTS = "inputs"  # the section of the sha256 of what the run is fed
-# Times of the job that runs now.
-_OF_THE_JOB = ("started", "ends_at")
 
 
 def fingerprint(
@@ -33,8 +31,6 @@ def fingerprint(
     "tokenizer", "train" and "held_out" (Sources.digests), and the date of the chat template where it writes one.
     """
     kept = dataclasses.asdict(config)
-    for key in _OF_THE_JOB:
-        del kept["run"][key]
     kept |= {_SHAPE: dataclasses.asdict(shape), _FILES: dict(own_verifiers), _INPUTS: dict(inputs or {})}
     # Through JSON, so that tuples equal the lists that a checkpoint gives back.
     plain: Fingerprint = json.loads(json.dumps(kept))

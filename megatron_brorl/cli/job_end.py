@@ -16,13 +16,13 @@ _TURNS = 5  # that are looked back on: with their evaluations and checkpoints th
 class JobEnd:
     """Asked once between any two steps, so that it learns by itself how long they take."""
 
-    def __init__(self, ends_at: float, clock: Callable[[], float] = time.time) -> None:
-        """ends_at: Unix time; 0: as Slurm says, or never. Raises UserError where Slurm's is no number."""
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """Raises UserError if the time in the environment is not a number."""
         said = os.environ.get(SLURM_END, "")
         try:
-            self.at = ends_at or float(said or 0)
+            self.at = float(said or 0)  # 0 = never
         except ValueError:
-            raise UserError(f"{SLURM_END} = {said}: must be a Unix time; unset it, or give run.ends_at") from None
+            raise UserError(f"{SLURM_END} = {said}: must be a Unix time; unset it") from None
         self._clock = clock
         self._turns: deque[float] = deque(maxlen=_TURNS)  # seconds, of the last ones
         self._asked: float | None = None

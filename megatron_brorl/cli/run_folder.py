@@ -16,6 +16,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.memory import amount, training_parts
+from megatron_brorl.train.record import MAX_TOKENS
 
 LOCK = ".lock"
 _RECORD_BYTES = 16  # of one that people can read, at most: log-probability, entropy, text
@@ -76,7 +77,7 @@ def room_of(config: Config, shape: ModelShape, directory: Path) -> str:
     there = len(folders.by_step(directory / "checkpoints"))
     checkpoints = one * max(most - there, 1)
 
-    shown = min(config.run.record_tokens, config.run.record_groups * r.n * r.max_tokens) * _RECORD_BYTES
+    shown = min(MAX_TOKENS, config.run.record_groups * r.n * r.max_tokens) * _RECORD_BYTES
 
     # Refused for what it takes in any case: few responses are as long as they may be.
     need, free = checkpoints + model, shutil.disk_usage(_nearest(directory)).free

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 
 from megatron_brorl.cli.build import Session
 from megatron_brorl.cli.card import of_warm_start
@@ -19,6 +20,7 @@ def run(args: argparse.Namespace) -> int:
 
 def execute(config: Config) -> int:
     """Train on the reference answers of the training prompts; the model goes to run.dir/model. Returns 0."""
+    began = time.time()
     optim = sft_optim(config.sft, config.optim)
     with Session(config) as session:
         worker = session.worker(optim)
@@ -26,5 +28,5 @@ def execute(config: Config) -> int:
         with progress(config.sft.steps, "sft", session.is_main_rank) as p:
             p.note(session.report)
             sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
-        session.export(worker, of_warm_start(session))
+        session.export(worker, of_warm_start(session, began))
     return 0

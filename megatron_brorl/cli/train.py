@@ -54,7 +54,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     """
     begun = time.time()  # before model and data are loaded
     with Session(config, program=program) as session:
-        trainer = build_trainer(session, config.run.started or begun)
+        trainer = build_trainer(session, begun)
 
         # Go on from a checkpoint; files of lines go on with its step.
         found, changes = session.newest_checkpoint(), Changes()

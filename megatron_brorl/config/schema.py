@@ -41,13 +41,9 @@ class RunConfig:
 
     dir: str = key("runs/default", "Folder of metrics, checkpoints, plots and model/. No input may lie in it.")
     seed: int = key(0, "Seed from which the order of the data and every random stream derive.")
-    started: float = key(0.0, "Unix time at which the job began, if before this command; 0 = now.")
     record_groups: int = key(
         4, "Groups per step whose rollouts run.dir/rollouts stores with their texts; evaluations store all.", ge=0
     )
-    record_tokens: int = key(1048576, "Tokens that are stored per step and per evaluation, at most.", ge=0)
-    license: str = key("", "Licence in the card of the exported model.")
-    ends_at: float = key(0.0, "Unix time at which a scheduler ends the job; 0 = SLURM_JOB_END_TIME.", ge=0)
     log: tuple[Tracker, ...] = key(
         ("tensorboard",),
         "Trackers that receive the metrics besides metrics.jsonl, if they are installed. W&B and MLflow use the "
@@ -56,7 +52,6 @@ class RunConfig:
     trace_every: int = key(
         0, "Steps from one trace of all ranks (run.dir/traces/step_000010.json) to the next; 0 = never.", ge=0
     )
-    peak_tflops: float = key(0.0, "Dense bfloat16 TFLOP/s of a device; 0 = by its name.", ge=0)
 
 
 @section

@@ -171,7 +171,7 @@ def test_a_signal_saves_and_says_how_to_go_on(finished, config, warm, tmp_path):
 
 def test_a_job_saves_before_a_step_that_it_has_no_time_for(finished, config, warm, tmp_path):
     command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
-    done = brorl(*command, "run.ends_at=1")  # in 1970: no second step fits
+    done = brorl(*command, SLURM_JOB_END_TIME="1")  # in 1970: no second step fits
     assert done.returncode == 75, done.stderr
     assert "the job ends at" in done.stdout + done.stderr
     assert len(rows(tmp_path)) == 1

@@ -105,7 +105,6 @@ def test_every_key_is_fixed_or_may_change():
         ({}, {"shaping": {"overlong_tokens": 9}}, {"shaping.overlong_tokens": (0, 9)}),
         ({}, {"parallel": {"tensor": 2}}, {"parallel.tensor": (1, 2)}),
         ({}, {"evaluate": {"every": 5}}, {"evaluate.every": (0, 5)}),
-        ({}, {"run": {"started": 5.0, "ends_at": 9.0}}, {}),
         ({}, {}, {}),
     ],
 )
