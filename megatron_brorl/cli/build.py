@@ -184,12 +184,11 @@ class Session:
             dtype=DTYPES[c.model.dtype],
             ops=self.ops,
             share_prompt=c.train.share_prompt,
-            recompute=c.train.recompute,
+            recompute=c.train.recompute == "full",
             offload=c.train.offload,
             distributed_optimizer=c.parallel.distributed_optimizer,
-            overlap_grad_reduce=c.parallel.overlap_grad_reduce,
-            overlap_param_gather=c.parallel.overlap_param_gather,
-            fields={**fp8.settings(c.fp8), **(ATTENTION_ALONE if c.train.recompute_attention else {})},
+            overlap=c.parallel.overlap,
+            fields={**fp8.settings(c.fp8), **(ATTENTION_ALONE if c.train.recompute == "attention" else {})},
         )
 
     def _filled(self, stage: AnyStage) -> AnyStage:

@@ -56,7 +56,7 @@ def plan(config: Config, shape: ModelShape, machines: Machines, stage: int = 0) 
         shards=machines.ranks // of_a_model if p.distributed_optimizer else 1,
         dtype=DTYPES[config.model.dtype],
         tokens=micro_batch_tokens(config, bool(machines.gpu)),
-        recompute=t.recompute,
+        recompute=t.recompute == "full",
         offload=t.offload,
         critic=algo.advantage == "gae",
         reference=algo.kl_coef > 0,

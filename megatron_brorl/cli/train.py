@@ -33,7 +33,6 @@ from megatron_brorl.train.console import evaluation_line, evaluation_metrics
 from megatron_brorl.train.keep_best import keep_last
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.state import RunState, saved
 from megatron_brorl.train.training_models import TrainingModels
 
@@ -137,7 +136,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
         stop_ids=session.stop_ids,
         fingerprint=session.fingerprint(),
         started=started,
-        state=RunState(stall=Stall(config.train.min_delta), began=started),
+        state=RunState(began=started),
         critic=models.critic,
         reference=models.reference,
     )

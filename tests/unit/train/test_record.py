@@ -157,7 +157,7 @@ def test_a_resumed_run_records_the_same_bytes(processes, model, tmp_path):
 
 
 def test_an_evaluation_is_recorded_and_shown(processes, model, tmp_path):
-    trainer = trainer_of(model, processes, tmp_path / "rollouts", evaluate={"samples": 4, "bootstrap": 10})
+    trainer = trainer_of(model, processes, tmp_path / "rollouts", evaluate={"samples": 4})
     trainer.train_step()
     seen = Notes()
     evaluation = trainer.evaluate(seen)
