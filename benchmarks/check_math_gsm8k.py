@@ -17,8 +17,8 @@ from pathlib import Path
 
 import math_verify
 
-from megatron_brorl.rewards import math_verifier
 from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.verifiers import math as math_verifier
 
 # What a form makes of an integer; None where it has no such spelling.
 FORMS: dict[str, Callable[[int], str | None]] = {

@@ -1,19 +1,15 @@
 // The module megatron_brorl._C: loading it registers the ops below. The files of megatron_brorl/ops/fused add what
 // PyTorch takes from Python: fake implementations and autograd formulas.
-#include <array>
-
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 #include <torch/library.h>
 
 #include "common/device_ops.h"
-#include "common/philox.h"
 #include "cpu/bfloat16_gemm.h"
 #include "cpu/decode_attention.h"
 #include "cpu/layer_ops.h"
+#include "cpu/philox.h"
+#include "cpu/sample_tokens.h"
 #include "cpu/segment_attention.h"
-#include "decoding/decode_attention.h"
-#include "sampling/sample_tokens.h"
 
 TORCH_LIBRARY(brorl, library) {
   library.def("gemm_(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()");
@@ -59,7 +55,7 @@ TORCH_LIBRARY(brorl, library) {
 
 TORCH_LIBRARY_IMPL(brorl, CPU, library) {
   BRORL_IMPLEMENT(library)
-  library.impl("sample_tokens", &brorl::sample_tokens_cpu);
+  library.impl("sample_tokens", &brorl::sample_tokens);
   library.impl("decode_attention_", &brorl::decode_attention_);
   library.impl("add_rms_norm_", &brorl::add_rms_norm_);
   library.impl("rms_norm", &brorl::rms_norm);
@@ -74,19 +70,8 @@ TORCH_LIBRARY_IMPL(brorl, CPU, library) {
 #ifdef BRORL_CUDA
 TORCH_LIBRARY_IMPL(brorl, CUDA, library) {
   BRORL_IMPLEMENT(library)
-  library.impl("sample_tokens", &brorl::sample_tokens_cuda);
-  library.impl("decode_attention_", &brorl::decode_attention_cuda_);
 }
 #endif
-
-namespace {
-
-std::array<uint32_t, 4> philox_words(uint64_t key, std::array<uint32_t, 4> counter) {
-  const brorl::PhiloxWords words = brorl::philox(key, {{counter[0], counter[1], counter[2], counter[3]}});
-  return {words.x[0], words.x[1], words.x[2], words.x[3]};
-}
-
-}  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #ifdef BRORL_CUDA
@@ -97,7 +82,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("processor") = BRORL_PROCESSOR;
   module.attr("torch") = BRORL_TORCH;
   module.def("has_bfloat16_kernel", &brorl::has_bfloat16_kernel);
-  // For tests: what the sampler draws from.
-  module.def("philox", &philox_words, "Four words of Philox4x32-10 for a key of 64 bits and a counter of four words.");
+  // Tests compare it with megatron_brorl/ops/philox.py.
   module.def("philox_uniform", &brorl::philox_uniform, "The number in (0, 1) for (key, index, position).");
 }

@@ -1,7 +1,7 @@
-"""What mkdocs.yml asks of the pages: README.md is the home page, three pages are made of the program's own tables, and
-links to files outside docs/ must exist.
+"""The hook of mkdocs.yml: README.md becomes the home page, and three pages are generated from the program's tables.
 
-The site has no such files, so that a link to one becomes its path in the repository.
+A link to a file outside docs/ becomes its path in the repository, because the site does not have it; a file that does
+not exist is an error.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron_brorl.config.schema import json_schema, keys
 from megatron_brorl.tracking import metric_docs
 
 ROOT = Path(__file__).resolve().parent.parent
-# Code, in which nothing is a link, or a link to a file.
+# A piece of code, which is left alone, or a link to a file.
 LINK = re.compile(r"^```.*?^```|`[^`\n]+`(?!\])|(?<!!)\[([^\]]+)\]\((?![a-z]+:|#)([^)#\s]+)(?:#[^)]*)?\)", re.S | re.M)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are no files of docs/."""
+    """Add the generated pages."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     made = {
         "index.md": re.sub(r"\]\(docs/", "](", readme),
@@ -38,7 +38,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def configuration() -> str:
-    """Every key of a run's TOML file, section by section."""
+    """Return the page of all keys of a run's TOML file."""
     lines = [
         "# Configuration",
         "",
@@ -46,25 +46,18 @@ def configuration() -> str:
         "editors.",
     ]
     for name in json_schema()["properties"]:
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            section_description(name),
-            "",
-            "| key | type | default | bound | meaning |",
-            "|---|---|---|---|---|",
-        ]
+        rows = []
         for path, key in keys().items():
             if path.partition(".")[0] == name:
                 default = f"`{written(key['default'])}`" if "default" in key else ""
                 cells = (f"`{path}`", type_text(key), default, ", ".join(bounds(key)), description(path))
-                lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+                rows.append([cell.replace("|", "\\|") for cell in cells])
+        lines += _section(name, section_description(name), ["key", "type", "default", "bound", "meaning"], rows)
     return "\n".join(lines) + "\n"
 
 
 def coming_from() -> str:
-    """Answer each key of other trainers with ours and, where a value is not taken over as it is, the conversion."""
+    """Return the page of the keys of other trainers, each with our key and the conversion of its value."""
     lines = [
         "# Coming from TRL, verl or NeMo RL",
         "",
@@ -73,9 +66,8 @@ def coming_from() -> str:
         "optimizer steps per step, and micro-batches are measured in tokens.",
     ]
     for trainer, table in FOREIGN_KEYS.items():
-        lines += ["", f"## {trainer}", "", f"| {trainer} | here |", "|---|---|"]
-        for theirs, answer in table.items():
-            lines.append(f"| `{theirs}` | {answer} |")
+        rows = [[f"`{theirs}`", answer] for theirs, answer in table.items()]
+        lines += _section(trainer, "", [trainer, "here"], rows)
     return "\n".join(lines) + "\n"
 
 
@@ -93,14 +85,20 @@ def metrics() -> str:
     for section in metric_docs.sections():
         under = " Under `time`." if section.file == "time" else ""
         group = f" Group `{section.group}`." if section.group else ""
-        lines += ["", f"## {section.title}", "", section.about + under + group, ""]
-        lines += ["| metric | unit | meaning | bad values |", "|---|---|---|---|"]
-        lines += [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.bad} |" for m in section.metrics]
+        rows = [[f"`{m.name}`", m.unit, m.meaning, m.bad] for m in section.metrics]
+        about = section.about + under + group
+        lines += _section(section.title, about, ["metric", "unit", "meaning", "bad values"], rows)
     return "\n".join(lines) + "\n"
 
 
+def _section(title: str, about: str, head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a heading, a text and a table."""
+    table = [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
+    return ["", f"## {title}", "", *([about, ""] if about else []), *table]
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links out of docs/ as paths; raises PluginError where there is no such file."""
+    """Replace links out of docs/ by paths. Raises PluginError where a file does not exist."""
     folder = ROOT if page.file.src_uri == "index.md" else (ROOT / "docs" / page.file.src_uri).parent
 
     def inside(match: re.Match[str]) -> str:
@@ -116,8 +114,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _joined(page: str, target: str) -> str:
-    """A link's target as seen from docs/."""
-    base = (ROOT / "docs" / page).parent / target
-    resolved = base.resolve()
+    """Return a link's target relative to docs/; "" where it is outside."""
     docs = ROOT / "docs"
-    return resolved.relative_to(docs).as_posix() if resolved.is_relative_to(docs) else ""
+    path = (docs / page).parent.joinpath(target).resolve()
+    return path.relative_to(docs).as_posix() if path.is_relative_to(docs) else ""

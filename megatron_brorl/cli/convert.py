@@ -1,9 +1,10 @@
-"""`brorl convert`: checkpoints between Hugging Face directories and Megatron distributed checkpoints."""
+"""`brorl convert`: checkpoints between formats and layouts; `brorl quantize`: quantised checkpoints by ModelOpt."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import dataclasses
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,105 +14,124 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.outputs import check_output, holds
 
 if TYPE_CHECKING:
-    from megatron_brorl.model_shape import ModelShape
     from megatron_brorl.progress import Progress
 
-_DESCRIPTION = """\
+FORMATS = {"fp8": "FP8_DEFAULT_CFG", "int4": "INT4_AWQ_CFG"}  # ModelOpt's names
+
+_CONVERT = """\
 Convert checkpoints between Hugging Face directories and Megatron distributed checkpoints.
 
     brorl convert to-megatron HF_DIR CHECKPOINT --tensor 2 --pipeline 2
     brorl convert to-hf CHECKPOINT HF_DIR
-    brorl convert to-hf runs/x/checkpoints/step_00000100 HF_DIR --config runs/x/model
-    brorl convert to-hf runs/x/checkpoints/best HF_DIR --config runs/x/model           (or latest)
+    brorl convert to-hf runs/x/checkpoints/best HF_DIR --config runs/x/model           (or latest, step_00000100)
     brorl convert to-megatron CHECKPOINT OTHER --tensor 4 --pipeline 1
 
-In fp32, fp16 or bf16; the types and bits of the weights are kept. One tensor is in memory at a time. The output is
-written aside and renamed: where it exists, it is complete. --verify compares the logits of input and output, each
-computed by its own library in float32, and takes the memory of one such model. Convert only Megatron checkpoints that
-you trust: their index is a pickle. Exit code 0: done; 2: not, with one line that says why."""
+Weights in fp32, fp16 or bf16 keep their types and bits; one tensor is in memory at a time. The output is written aside
+and renamed: if it exists, it is complete. --verify compares the float32 logits of input and output, each computed by
+its own library, and needs the memory of one such model. Convert only Megatron checkpoints that you trust: the format
+contains pickles."""
+
+_QUANTIZE = """\
+Quantise a model by ModelOpt (pip install 'megatron-brorl[quantize]').
+
+    brorl quantize evaluate MODEL PROMPTS.jsonl --format fp8
+    brorl quantize export   MODEL PROMPTS.jsonl OUT --format fp8
+
+PROMPTS.jsonl: rows with "prompt", a text; the first --calibrate of them calibrate the scales.
+`evaluate` computes with fake-quantised weights and activations, and prints the change of next-token distributions.
+`export` writes a unified Hugging Face checkpoint. Its activation scales are fixed: for a policy that is being trained
+set engine.quantization = "fp8", whose scales are sent with the weights. TensorRT-LLM was not run on these files."""
 
 
-def add_command(commands: Any) -> None:
-    """Add it to the parser."""
+def add_commands(commands: Any) -> None:
+    """Add `brorl convert` and `brorl quantize` to the parser."""
     convert = commands.add_parser(
         "convert",
         help="checkpoints between Hugging Face directories and Megatron's distributed ones",
-        description=_DESCRIPTION,
+        description=_CONVERT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     directions = convert.add_subparsers(dest="direction", required=True, metavar="to-megatron | to-hf")
-
-    # A Megatron checkpoint is cut as it is asked for; a Hugging Face directory is not.
-    text = "from a Hugging Face directory or a Megatron checkpoint of another layout"
-    megatron = directions.add_parser("to-megatron", help=text, description=text)
-    _add_places(megatron)
-    megatron.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks to cut it for (%(default)s)")
-    megatron.add_argument("--pipeline", type=int, default=1, help="pipeline stages to cut it for (%(default)s)")
-
-    # What it was cut for makes no difference on the way back.
-    text = "from a Megatron checkpoint of any layout"
-    _add_places(directions.add_parser("to-hf", help=text, description=text))
+    for name, text in [
+        ("to-megatron", "from a Hugging Face directory or a Megatron checkpoint of another layout"),
+        ("to-hf", "from a Megatron checkpoint of any layout"),
+    ]:
+        command = directions.add_parser(name, help=text, description=text)
+        command.add_argument("source", type=Path)
+        command.add_argument("target", type=Path, help="directory to write")
+        text = "Hugging Face directory with config.json, for a checkpoint of a run"
+        command.add_argument("--config", type=Path, help=text)
+        command.add_argument("--verify", action="store_true", help="compare the logits of input and output")
+        command.add_argument("--overwrite", action="store_true", help="replace an existing target")
+        if name == "to-megatron":
+            command.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
+            command.add_argument("--pipeline", type=int, default=1, help="pipeline stages (%(default)s)")
     convert.set_defaults(command=_convert)
 
-
-def _add_places(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", type=Path)
-    command.add_argument("target", type=Path, help="directory to write")
-    command.add_argument(
-        "--config", type=Path, help="Hugging Face directory with config.json, for a checkpoint without one"
+    quantize = commands.add_parser(
+        "quantize",
+        help="effect of quantised rollouts, and quantised checkpoints",
+        description=_QUANTIZE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--verify", action="store_true", help="compare the logits of input and output")
-    command.add_argument("--overwrite", action="store_true", help="replace the target where it exists")
+    actions = quantize.add_subparsers(required=True, dest="action", metavar="evaluate | export")
+    for name, text in [("evaluate", "print the change of distributions"), ("export", "write a quantised checkpoint")]:
+        command = actions.add_parser(name, help=text, description=text)
+        command.add_argument("model", type=Path, help="Hugging Face directory")
+        command.add_argument("prompts", type=Path, help='JSONL rows with "prompt"')
+        if name == "export":
+            command.add_argument("out", type=Path, help="folder to write")
+        command.add_argument("--format", choices=list(FORMATS), default="fp8")
+        command.add_argument("--calibrate", type=int, default=32, help="number of prompts (%(default)s)")
+    quantize.set_defaults(command=_quantize)
 
 
 def _convert(args: argparse.Namespace) -> int:
-    try:
-        convert(args)
-    except KeyboardInterrupt:
-        print("brorl: stopped; nothing was left behind", file=sys.stderr)
-        return 130
+    convert(args)
     return 0
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Do what the options of `brorl convert` ask for. Raises UserError before anything is written."""
+    """Carry out `brorl convert`. Raises UserError."""
     from megatron_brorl.checkpoints import convert, folders
     from megatron_brorl.checkpoints.megatron_format import METADATA
     from megatron_brorl.progress import progress
 
-    # What is asked for, as far as it can be told without reading.
     args.source = folders.resolve(args.source)
-    _refuse(args)
+    _check_target(args)
     to_hf = args.direction == "to-hf"
     layout: tuple[int, ...] = () if to_hf else (args.tensor, args.pipeline)
     if layout and min(layout) < 1:
         raise UserError(f"--tensor {args.tensor} --pipeline {args.pipeline}: must be at least 1")
 
-    # The source says of what kind it is.
     megatron = to_hf or (args.source / METADATA).is_file()
     source, shape, companions = (
         convert.open_megatron(args.source, args.config) if megatron else convert.open_hf(args.source)
     )
     begun = time.monotonic()
     with progress(shape.layers + 2, "convert", True) as p:
-        # Checked before it is renamed into its place.
-        verification = (lambda written: _verify(args, shape, written, p)) if args.verify else None
+
+        def verify(written: Path) -> None:
+            gap = convert.verify(args.source, written, shape, args.target)
+            p.note(f"{args.target}: logits equal those of {args.source} within {gap:.2e}")
+
         write: Callable[..., int] = convert.to_hf if to_hf else convert.to_megatron
-        size = write(source, shape, companions, args.target, *layout, _report(shape.layers + 2, p), verification)
+        check = verify if args.verify else None
+        size = write(source, shape, companions, args.target, *layout, _report(shape.layers + 2, p), check)
     print(f"{args.target}: {size:,} bytes of weights in {time.monotonic() - begun:.1f} s")
 
 
-def _refuse(args: argparse.Namespace) -> None:
-    """Raise UserError where the target would replace something that is to stay."""
+def _check_target(args: argparse.Namespace) -> None:
+    """Raise UserError if the target would replace something that has to stay."""
     check_output(args.target, [("the source", args.source), *([("--config", args.config)] if args.config else [])])
     if args.target.exists() and holds(args.source, args.target):
-        raise UserError(f"{args.target}: is a part of the source, {args.source}; name another place to write to")
+        raise UserError(f"{args.target}: is a part of the source, {args.source}; name another target")
     if args.target.exists() and not args.overwrite:
         raise UserError(f"{args.target}: exists; give another target or --overwrite")
 
 
 def _report(steps: int, p: Progress) -> Callable[[int, int, str], None]:
-    """Tells one step per layer, and one each before and after them."""
+    """Return a function that shows one step per layer, and one each before and after the layers."""
     seen: set[str] = set()
 
     def report(done: int, total: int, name: str) -> None:
@@ -123,9 +143,15 @@ def _report(steps: int, p: Progress) -> Callable[[int, int, str], None]:
     return report
 
 
-def _verify(args: argparse.Namespace, shape: ModelShape, written: Path, p: Progress) -> None:
-    """Raise UserError unless what was written has the logits of the source."""
-    from megatron_brorl.checkpoints.convert import verify
+def _quantize(args: argparse.Namespace) -> int:
+    if args.calibrate < 1:
+        raise UserError(f"--calibrate {args.calibrate}: must be at least 1")
+    from megatron_brorl.checkpoints import quantized
 
-    gap = verify(args.source, written, shape, args.target)
-    p.note(f"{args.target}: logits equal those of {args.source} within {gap:.2e}")
+    given = (args.model, args.prompts, FORMATS[args.format], args.calibrate)
+    if args.action == "export":
+        count = quantized.export(*given, args.out)
+        print(f"{args.out}: {args.format}, calibrated on {count} prompts")
+    else:
+        print(json.dumps({"format": args.format, **dataclasses.asdict(quantized.evaluate(*given))}))
+    return 0

@@ -1,4 +1,4 @@
-"""The commands around evaluation: `brorl evaluate` with its options, and `brorl compare`."""
+"""`brorl evaluate` and `brorl compare`."""
 
 from __future__ import annotations
 
@@ -16,42 +16,17 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.progress import Progress, progress
 
 if TYPE_CHECKING:  # they import torch, which the other commands here do without
-    from megatron_brorl.cli.build import Session
+    from megatron_brorl.cli.session import Session
     from megatron_brorl.train.groups import Outcomes
     from megatron_brorl.types import OpenGroup, ScoredRollout
 
 ANSWERS = "evaluation.jsonl"
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Options of `brorl evaluate`, each of which stands for a key of [evaluate]."""
-    command.add_argument("--samples", type=int, metavar="K", help="samples per prompt (evaluate.samples)")
-    command.add_argument("--pass-at", metavar="K,K", help="k of pass@k, for example 1,8,64 (evaluate.pass_at)")
-    command.add_argument(
-        "--benchmark",
-        action="append",
-        metavar="[NAME=]FILE",
-        help="JSONL or Parquet; again for more (evaluate.benchmarks)",
-    )
-
-
-def overrides(args: argparse.Namespace) -> list[str]:
-    """What the options say, as overrides of the configuration."""
-    found = []
-    if args.samples is not None:
-        found.append(f"evaluate.samples={args.samples}")
-    if args.pass_at is not None:
-        found.append(f"evaluate.pass_at=[{args.pass_at}]")
-    if args.benchmark:
-        found.append(f"evaluate.benchmarks={json.dumps(args.benchmark)}")
-    return found
-
-
 def evaluate(args: argparse.Namespace) -> int:
-    """Sample, score and write evaluation.json, .jsonl (one line per prompt), .md and .png into run.dir."""
+    """Sample and score, and write evaluation.json, .jsonl (one line per prompt), .md and .png to run.dir."""
     from megatron_brorl.algo.estimators import widest
-    from megatron_brorl.cli.build import Session
-    from megatron_brorl.cli.references import check
+    from megatron_brorl.cli.session import Session
     from megatron_brorl.report.comparison import evaluation_markdown, plot_evaluation
     from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
@@ -59,46 +34,37 @@ def evaluate(args: argparse.Namespace) -> int:
 
     config = load(args.config, args.overrides)
     with Session(config, benchmarks=True) as session:
-        # What there is to ask, told before the model is loaded.
         names = session.benchmarks
         if not names:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
-        # A verifier that cannot judge the benchmarks ends the command before a model is loaded.
-        check(session, [prompt for part in names.values() for prompt in part])
-        # The model goes to the engine as it would between two steps of training.
-        rollouts = session.rollouts()  # engine and verifiers
+        session.check_verifiers([prompt for part in names.values() for prompt in part])
+        rollouts = session.rollouts()
         refit(session.worker(None), rollouts.engine, 0)
 
-        # Sample every benchmark; the whole and its parts are summed up alike.
         e, r = config.evaluate, config.rollout
         sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
-        # Count samples for the progress line.
-        asked = e.samples * sum(map(len, names.values()))
-        with progress(-(-asked // session.grid.world), "evaluate", session.is_main_rank) as p:  # stderr
+        count = -(-e.samples * sum(map(len, names.values())) // session.grid.world)
+        with progress(count, "evaluate", session.is_main_rank) as p:
             p.note(session.report)
-            ended = _Ended(p, -(-asked // session.grid.world))
-            answers = {
-                n: sample_answers(
-                    rollouts, of, e.samples, sampling, on_end=ended, see=functools.partial(_tell, session, p, n)
-                )
-                for n, of in names.items()
-            }
-        every = [a for part in answers.values() for a in part]  # answers of all benchmarks
+            ended = _Counter(p, count)
+            answers = {}
+            for name, prompts in names.items():
+                show = functools.partial(_show, session, p, name)
+                answers[name] = sample_answers(rollouts, prompts, e.samples, sampling, on_end=ended, see=show)
+        every = [a for part in answers.values() for a in part]
         whole = sum_up(every, sum(map(len, names.values())), e, rollouts.seed)
 
-        # The whole at the top level, each benchmark beneath by its name.
         result = {
             **whole.as_dict(),
             "benchmarks": {n: sum_up(answers[n], len(names[n]), e, rollouts.seed).as_dict() for n in names},
             "mean_of_benchmarks": mean_over(list(answers.values()), e, rollouts.seed),
             "model": config.model.path,
-            # Two evaluations have the same prompts only if these agree too.
+            # Two evaluations have the same prompts only if these are equal.
             "chat_template_kwargs": config.data.chat_template_kwargs,
             "template_date": str(session.template_date) if session.template_date else None,
             "sampling": {"temperature": e.temperature, "top_p": e.top_p, "top_k": e.top_k, "max_tokens": r.max_tokens},
         }
 
-        # Files first: they are there whatever becomes of the figure.
         if session.is_main_rank:
             lines = [{"benchmark": name, **a.as_dict()} for name, part in answers.items() for a in part]
             write_text(session.dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines))
@@ -107,23 +73,21 @@ def evaluate(args: argparse.Namespace) -> int:
             write_text(session.dir / "evaluation.md", table)
             figure = plot_evaluation(result, session.dir / "evaluation.png")
 
-            # What a person reads.
             p, k = result["pass_at_1"], widest(result["pass_at_k"])
             more = f"   pass@{k[0]} {k[1]:.4f}" if k else ""
             print(f"pass@1 {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
-            # With rewards of 0 and 1 it is pass@1, and would be told twice.
             r = result["mean_reward"]
             if r["mean"] != p["mean"]:
                 print(f"mean reward {r['mean']:.4g}  95% interval {r['low']:.4g} to {r['high']:.4g}")
             print(table)
-            if whole.lost:  # rollouts that never came back
+            if whole.lost:
                 print(whole.remark())
             print(f"written to {session.dir / 'evaluation.json'}, {ANSWERS}, evaluation.md and {figure.name}")
     return 0
 
 
-class _Ended:
-    """Tells of samples that end, twenty times from the first to the last."""
+class _Counter:
+    """Counts samples that end, and updates the progress twenty times."""
 
     def __init__(self, shown: Progress, total: int) -> None:
         self._shown, self._total, self._done = shown, total, 0
@@ -134,7 +98,7 @@ class _Ended:
             self._shown.update(self._done, {})
 
 
-def _tell(
+def _show(
     session: Session,
     shown: Progress,
     name: str,
@@ -157,19 +121,15 @@ def add_compare(commands: Any) -> None:
     command.add_argument("before", metavar="A", type=Path, help="run.dir of an evaluation")
     command.add_argument("after", metavar="B", type=Path, help="another, of the same prompts")
     command.add_argument("--out", type=Path, help="where compare.json, .md and .png go (default: B)")
-    command.add_argument("--resamples", type=int, default=10_000, help="of the bootstrap (%(default)s)")
-    command.add_argument("--seed", type=int, default=0, help="of the bootstrap (%(default)s)")
     command.set_defaults(command=_compare, name="compare")
 
 
 def _compare(args: argparse.Namespace) -> int:
     from megatron_brorl.report.comparison import compare, markdown, plot_comparison, read_answers
 
-    if args.resamples < 1:
-        raise UserError(f"--resamples {args.resamples}: must be at least 1")
     out = args.out or args.after
 
-    # Ids tell which prompt a line is about, but not which date its chat template wrote.
+    # Equal ids of prompts do not show different dates of the chat template.
     dates = [_template_date(directory) for directory in (args.before, args.after)]
     if dates[0] != dates[1]:
         names = " and ".join(
@@ -177,7 +137,7 @@ def _compare(args: argparse.Namespace) -> int:
         )
         print(f"warning: the chat template wrote other dates: {names}; the prompts differ", file=sys.stderr)
     before, after = (read_answers(directory.absolute() / ANSWERS) for directory in (args.before, args.after))
-    result = compare(before, after, str(args.before), str(args.after), args.resamples, args.seed)
+    result = compare(before, after, str(args.before), str(args.after))
 
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "compare.json", result)
@@ -191,7 +151,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _template_date(directory: Path) -> str | None:
-    """Return the date that an evaluation's chat template wrote; None where none is known."""
+    """Return the date that an evaluation's chat template wrote, or None."""
     try:
         found = json.loads((directory / "evaluation.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

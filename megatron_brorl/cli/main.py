@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ from megatron_brorl.cli import convert as convert_cli
 from megatron_brorl.cli import data as data_cli
 from megatron_brorl.cli import evaluate as evaluate_cli
 from megatron_brorl.cli import metrics as metrics_cli
-from megatron_brorl.cli import quantize as quantize_cli
 from megatron_brorl.cli import rollouts as rollouts_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.cli.finished import finished
@@ -106,10 +106,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     # Later overrides replace earlier ones, so that options come last.
     if rest:
         args.overrides += rest
-    if getattr(args, "flags", None):
-        args.overrides += args.flags
-    if args.command is evaluate_cli.evaluate:
-        args.overrides += evaluate_cli.overrides(args)
+    if getattr(args, "benchmark", None):
+        args.overrides.append(f"evaluate.benchmarks={json.dumps(args.benchmark)}")
     return args
 
 
@@ -131,47 +129,31 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--processes", type=int, default=0, help="start this many ranks here; leave it out under torchrun or Slurm"
         )
-        # Their one source of settings, and what replaces single ones.
         command.add_argument("config", help="TOML file")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace single values")
-        # Options that stand for a key of the configuration.
         if name == "train":
-            command.add_argument(
-                "--verify-reshard",
-                dest="flags",
-                action="append_const",
-                const="train.verify_reshard=always",
-                help="after each refit, compare the engine's log-probs with the actor's (config: train.verify_reshard)",
-            )
-            text = "check all that the run needs, forward and backward pass included, and leave nothing behind"
+            text = "check everything that the run needs, including a forward and backward pass, and write nothing"
             command.add_argument("--dry-run", action="store_true", help=text)
-        # Its own options become overrides too, in _parse.
         if name == "evaluate":
-            evaluate_cli.add_options(command)
-        command.set_defaults(command=function, name=name)  # `name`: what a launcher's ranks are started with
+            text = "JSONL or Parquet, may be repeated (evaluate.benchmarks)"
+            command.add_argument("--benchmark", action="append", metavar="[NAME=]FILE", help=text)
+        command.set_defaults(command=function, name=name)
 
-    # Commands of one process, around what those left behind.
+    # Commands of one process.
     _add_report(commands)  # brorl report
     evaluate_cli.add_compare(commands)  # brorl compare
     rollouts_cli.add_command(commands)  # brorl rollouts
     metrics_cli.add_command(commands)  # brorl metrics
-
-    # Checkpoints, between libraries and number formats.
-    convert_cli.add_command(commands)
-    quantize_cli.add_command(commands)
-
-    # The configuration, the data, the machine, and the theory.
+    convert_cli.add_commands(commands)  # brorl convert, brorl quantize
     config_cli.add_commands(commands)  # brorl init, brorl config
     data_cli.add_commands(commands)  # brorl data prepare
-    text = (
-        "what this machine has of what a run needs, and what to do about the rest; exit code 1 where no run could begin"
-    )
+    text = "check this machine, and plan the memory of a run; exit code 1 if no run could start"
     doctor = commands.add_parser("doctor", help=text, description=text)
-    doctor.add_argument("config", nargs="?", help="TOML file of a run whose memory is planned too")
+    doctor.add_argument("config", nargs="?", help="TOML file of a run whose memory is planned")
     doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace single values")
-    doctor.add_argument("--ranks", type=int, default=0, help="of the run; left out: one per GPU of this machine")
-    doctor.add_argument("--ranks-per-node", type=int, default=0, help="left out: as many as there are, at most 8")
-    doctor.add_argument("--gpu-gib", type=float, default=0, help="memory of a GPU of another machine")
+    doctor.add_argument("--ranks", type=int, default=0, help="of the run (one per GPU of this machine)")
+    doctor.add_argument("--ranks-per-node", type=int, default=0, help="of the run (at most 8)")
+    doctor.add_argument("--gpu-gib", type=float, default=0, help="memory of a GPU, to plan for another machine")
     doctor.set_defaults(command=_doctor)
     theory_cli.add_commands(commands)  # brorl simulate, brorl pass-rates
     return parser
@@ -206,10 +188,12 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from megatron_brorl.cli.doctor import examine, plan_of, report
+    from megatron_brorl.cli.preflight import examine, report
 
     lines, status = report(examine())
     print("\n".join(lines))
     if args.config:
-        print("\n".join(plan_of(args)))  # what does not fit ends it in one line
+        from megatron_brorl.cli.memory_plan import plan_of
+
+        print("\n".join(plan_of(args)))
     return status

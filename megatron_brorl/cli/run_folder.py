@@ -1,29 +1,41 @@
-"""run.dir: taken by one run alone, looked at without touching it, and the room that a run takes on its disk."""
+"""run.dir: its lock, its disk space, the date of its chat template, and what a resumed run may change."""
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import errno
 import fcntl
+import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints.training import WRITING_MARGIN
+from megatron_brorl.cli.memory_plan import amount, training_parts
+from megatron_brorl.config.rules import may_change
 from megatron_brorl.config.schema import Config
-from megatron_brorl.errors import UserError
+from megatron_brorl.data.source import TEMPLATE_DATE
+from megatron_brorl.errors import UserError, shown
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models.gpt import DTYPES
-from megatron_brorl.models.memory import amount, training_parts
+from megatron_brorl.parallel import collectives
 from megatron_brorl.train.record import MAX_TOKENS
 
 LOCK = ".lock"
-_RECORD_BYTES = 16  # of one that people can read, at most: log-probability, entropy, text
+_RECORD_BYTES = 16  # of a token in run.dir/rollouts, at most: log-probability, entropy, text
+
+Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as in JSON
+Changes = dict[str, tuple[Any, Any]]  # section.key -> values before and now
+# Further sections of a fingerprint: the model's shape, and the SHA-256 of the user's own verifiers and of the data.
+_SHAPE, _VERIFIERS, _INPUTS = "shape", "own_verifiers", "inputs"
 
 
 def take(directory: Path) -> TextIO:
-    """Lock it for this process, and make it where it is not there. Raises UserError where that cannot be."""
+    """Lock run.dir for this process, and make it if necessary. Raises UserError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         handle = open(directory / LOCK, "w")  # noqa: SIM115  held until the process ends
@@ -34,69 +46,154 @@ def take(directory: Path) -> TextIO:
 
 
 def look(directory: Path) -> str:
-    """Whether `take` would do, in words, and nothing is changed. Raises UserError where it would not."""
-    there = _nearest(directory)
+    """Check whether `take` would succeed, without changing anything. Raises UserError."""
+    existing = _nearest(directory)
     try:
-        # What root may do says nothing of a disk that is mounted to be read.
-        if os.statvfs(there).f_flag & os.ST_RDONLY:
+        # os.access says nothing about a read-only file system.
+        if os.statvfs(existing).f_flag & os.ST_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        if not there.is_dir():
+        if not existing.is_dir():
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(there, os.W_OK | os.X_OK):
+        if not os.access(existing, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         if (directory / LOCK).exists():
-            with open(directory / LOCK) as handle:  # its lock ends with it
+            with open(directory / LOCK) as handle:  # closing it releases the lock
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         raise _refused(directory, e) from None
-    return f"{directory} can be written" + ("" if there == directory else f" (to be made in {there})")
+    return f"{directory} can be written" + ("" if existing == directory else f" (to be made in {existing})")
+
+
+def _refused(directory: Path, error: OSError) -> UserError:
+    reason = f"cannot be written: {error.strerror}; make it a writable folder"
+    if isinstance(error, BlockingIOError):
+        reason = "another run is writing there; choose another run.dir"
+    return UserError(f"run.dir = {directory}: {reason}")
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Of one checkpoint: weights, Adam's moments and masters, of the critic too."""
+    """Return the size of a checkpoint: weights, Adam's moments and masters, also of critic and reference."""
     parts = training_parts(shape, 0, 1, 1, DTYPES[config.model.dtype])
     models = 2 if config.algo.advantage == "gae" else 1
     reference = parts["weights"] if config.algo.kl_coef else 0
     return models * (parts["weights"] + parts["optimizer"]) + reference
 
 
-def room_of(config: Config, shape: ModelShape, directory: Path) -> str:
-    """What a run takes on the disk and what is free, in words. Raises UserError where it would not fit.
+def disk_line(config: Config, shape: ModelShape, directory: Path) -> str:
+    """Return the disk space that a run needs, in words. Raises UserError if it is not there.
 
-    Checkpoints: train.keep_checkpoints, the best (train.keep_best) and the one that is written before the oldest goes,
-    less those that are there. The rollouts that people can read are named beside it.
+    The run needs the model and its checkpoints: train.keep_checkpoints, the best one (train.keep_best) and the one
+    that is written before the oldest is deleted, less those that exist. The rollout log is reported only.
     """
     t, r = config.train, config.rollout
-    # Of tensors, with what is written around them.
     one = int(checkpoint_bytes(config, shape) * WRITING_MARGIN)
-    model = training_parts(shape, 0, 1, 1, DTYPES[config.model.dtype])["weights"]  # run.dir/model
+    model = training_parts(shape, 0, 1, 1, DTYPES[config.model.dtype])["weights"]
 
-    # At most as many checkpoints as are written at all, and never fewer than the next one.
+    # At most as many checkpoints as are written at all, and at least the next one.
     written = -(-t.steps // t.checkpoint_every) if t.checkpoint_every else 1
     most = min(t.keep_checkpoints + 1 + bool(t.keep_best), max(written, 1) + bool(t.keep_best))
-    there = len(folders.by_step(directory / "checkpoints"))
-    checkpoints = one * max(most - there, 1)
-
-    shown = min(MAX_TOKENS, config.run.record_groups * r.n * r.max_tokens) * _RECORD_BYTES
-
-    # Refused for what it takes in any case: few responses are as long as they may be.
-    need, free = checkpoints + model, shutil.disk_usage(_nearest(directory)).free
+    existing = len(folders.by_step(directory / "checkpoints"))
+    need, free = one * max(most - existing, 1) + model, shutil.disk_usage(_nearest(directory)).free
+    log = min(MAX_TOKENS, config.run.record_groups * r.n * r.max_tokens) * _RECORD_BYTES
     parts = f"checkpoints of {amount(one)}, {amount(model)} of the model"
     if need > free:
         raise UserError(
             f"run.dir = {directory}: needs {amount(need)} ({parts}) and {amount(free)} are free: free some, lower "
             "train.keep_checkpoints, or choose another run.dir"
         )
-    return f"{amount(need)} of {amount(free)} that are free ({parts}); each step keeps up to {amount(shown)} to read"
+    return f"{amount(need)} of {amount(free)} that are free ({parts}), and up to {amount(log)} of rollouts per step"
 
 
 def _nearest(path: Path) -> Path:
-    """The path itself, or the folder around it that is there."""
+    """Return the path, or its nearest parent that exists."""
     return next(p for p in (path, *path.parents) if p.exists())
 
 
-def _refused(directory: Path, error: OSError) -> UserError:
-    why = f"cannot be written: {error.strerror}; make it a writable folder"
-    if isinstance(error, BlockingIOError):
-        why = "another run is writing there; choose another run.dir"
-    return UserError(f"run.dir = {directory}: {why}")
+def template_date(directory: Path) -> datetime.date | None:
+    """Return the date that chat templates of this run.dir write into prompts, or None before the first start.
+
+    Templates such as Llama 3's write today's date. A run that is resumed on another day, and an evaluation in the same
+    run.dir, use the date of the first start. Raises UserError if the file holds no date, else OSError.
+    """
+    path = directory / TEMPLATE_DATE
+    try:
+        return datetime.date.fromisoformat(path.read_text(encoding="utf-8").strip())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        raise UserError(f"{path}: must hold a date such as 2026-01-31; delete it to take today's date") from None
+
+
+def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank: bool) -> None:
+    """Write the date of this start if the template uses one; a collective. Raises UserError."""
+    if date is None:
+        return
+    path, dates = directory / TEMPLATE_DATE, sorted(set(collectives.all_gather_text(str(date))))
+    if len(dates) > 1:  # midnight came between two ranks
+        raise UserError(f"{path}: ranks started on different days, {' and '.join(dates)}: start again")
+    if is_main_rank:
+        try:
+            path.write_text(f"{date}\n", encoding="utf-8")
+        except OSError as e:
+            raise UserError(f"{path}: cannot be written: {e.strerror}") from None
+
+
+def fingerprint(
+    config: Config, shape: ModelShape, own_verifiers: Mapping[str, str], inputs: Mapping[str, str] | None = None
+) -> Fingerprint:
+    """Return the configuration of a run and the hashes of what it reads, for its checkpoints.
+
+    own_verifiers: the SHA-256 of the file of each verifier of the user, by name. inputs: the SHA-256 of "tokenizer",
+    "train" and "held_out" (Sources.digests), and the date of the chat template.
+    """
+    kept = dataclasses.asdict(config)
+    kept |= {_SHAPE: dataclasses.asdict(shape), _VERIFIERS: dict(own_verifiers), _INPUTS: dict(inputs or {})}
+    # Through JSON, so that tuples equal the lists of a checkpoint.
+    plain: Fingerprint = json.loads(json.dumps(kept))
+    return plain
+
+
+def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> Changes:
+    """Return the keys in which a checkpoint (`where`) and this run differ.
+
+    Raises UserError naming the first one that must not change (config.rules), with both values.
+    """
+    if not (isinstance(saved, dict) and all(isinstance(values, dict) for values in saved.values())):
+        raise UserError(f"{where}: its fingerprint is malformed; delete it to continue from an older checkpoint")
+
+    changes: Changes = {}
+    for section, values in current.items():
+        before = saved.get(section, {})
+        fixed = section in (_SHAPE, _VERIFIERS, _INPUTS)
+        for key, new in values.items():
+            old, path = before.get(key), f"{section}.{key}"
+            if key in before and old == new:
+                continue
+            # Without the key, another version wrote the checkpoint.
+            if fixed or key not in before or not may_change(path, old, new, saved.get("rollout", {})):
+                raise UserError(
+                    f"{where}: was written with {_difference(section, key, old, new)}, or start a new run with another "
+                    "run.dir or train.resume=never"
+                )
+            changes[path] = (old, new)
+    return changes
+
+
+def change_line(changes: Changes) -> str:
+    """Return the changes in words: "optim.lr = 1e-06 -> 5e-07, ..."."""
+    return ", ".join(f"{path} = {shown(old)} -> {shown(new)}" for path, (old, new) in changes.items())
+
+
+def _difference(section: str, key: str, old: Any, new: Any) -> str:
+    hashes = f"(sha256 {str(old)[:12]}, now {str(new)[:12]})"
+    if section == _VERIFIERS:
+        return f"another file of verifier {key} {hashes}: restore it"
+    if section == _INPUTS and key == TEMPLATE_DATE:
+        return f"the date {old} in the prompts' chat template, now {new}: write {old} into run.dir/{key}"
+    if section == _INPUTS and key == "tokenizer":
+        return f"other tokenizer files in model.path {hashes}: restore them"
+    if section == _INPUTS:
+        return f"other rows of data.{key} {hashes}: restore the data"
+    if section == _SHAPE:
+        return f"another model in model.path ({key} = {shown(old)}, now {shown(new)}): restore it"
+    return f"{section}.{key} = {shown(old)}, now {shown(new)}: set it back"

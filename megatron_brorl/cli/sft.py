@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from megatron_brorl.cli.build import Session
-from megatron_brorl.cli.card import of_warm_start
+from megatron_brorl.cli.session import Session
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.progress import progress
@@ -14,12 +13,12 @@ from megatron_brorl.train.sft import sft, sft_optim
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train as a configuration file says. Returns as execute."""
+    """Train by a configuration file, see `execute`."""
     return execute(load(args.config, args.overrides))
 
 
 def execute(config: Config) -> int:
-    """Train on the reference answers of the training prompts; the model goes to run.dir/model. Returns 0."""
+    """Train on the reference answers of the training prompts, and write run.dir/model. Returns 0."""
     began = time.time()
     optim = sft_optim(config.sft, config.optim)
     with Session(config) as session:
@@ -28,5 +27,6 @@ def execute(config: Config) -> int:
         with progress(config.sft.steps, "sft", session.is_main_rank) as p:
             p.note(session.report)
             sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
-        session.export(worker, of_warm_start(session, began))
+        sizes = {"optimizer steps": config.sft.steps, "examples per step": config.sft.examples_per_step}
+        session.export(worker, session.card("supervised training on solved examples", "sft", sizes, began))
     return 0

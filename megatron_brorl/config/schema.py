@@ -98,7 +98,6 @@ class Fp8Config:
         False, "Store the weights of linear layers in FP8, next to the fp32 weights of the optimizer."
     )
     bf16_layers: int = key(0, 'Layers at each end of the model that stay in bf16; 0 with recipe = "delayed".', ge=0)
-    head: Literal["none", "blockwise"] = key("none", "FP8 products of the LM head.")
 
 
 @section
@@ -188,7 +187,9 @@ class RolloutConfig:
         "Give waiting rollouts to the engine that has room (work stealing). Batches then depend on timing, so runs no "
         "longer repeat bit for bit.",
     )
-    kv_cache_mib: int = key(0, "MiB for keys and values on a rank without a GPU; 0 = half of what is free.", ge=0)
+    kv_cache_mib: int = key(
+        0, "MiB for the built-in engine's keys and values on a rank; 0 = half of what is free.", ge=0
+    )
     stop_strings: tuple[str, ...] = key((), "Strings that end a response, besides the stop tokens of the model.")
     dtype: Literal["fp32", "bf16"] = key("fp32", "Type of the engine's weights, keys and values.")
     timeout_s: float = key(

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_brorl import ranks
 from megatron_brorl.cli import train as command
 from megatron_brorl.cli.finished import finished
-from megatron_brorl.cli.program import Program
+from megatron_brorl.cli.session import Program
 from megatron_brorl.config.load import load, load_table
 from megatron_brorl.config.schema import Config
 from megatron_brorl.face.runs import RunRecord, load_run
@@ -76,7 +76,7 @@ def train(
         ranks.begin(saves=True)
     device.leave_out_compiler()
     again = f"megatron_brorl.train({'{...}' if isinstance(config, Mapping) else repr(str(config))}, ...)"
-    status = command.execute(loaded, lambda _: again, Program(reward, Callbacks(callbacks), goes_on=not launched))
+    status = command.execute(loaded, lambda _: again, Program(reward, Callbacks(callbacks), continues=not launched))
     return _came_to(Path(loaded.run.dir), finished=status == 0)
 
 

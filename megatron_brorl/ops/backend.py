@@ -90,20 +90,18 @@ class Backend(Protocol):
         """logits [B, V]; keys, index and position [B] int64 -> ids [B] int64 and their log-probabilities [B]."""
 
 
-def backend(name: str, device: torch.device, head: str = "none") -> Backend:
-    """The ops of config key ops.implementation on a device; "reference" does not load the extension.
+def backend(name: str, device: torch.device) -> Backend:
+    """Return the ops of config key ops.implementation on a device; "reference" does not load the extension.
 
-    head: config key fp8.head, of the three ops that end at logits. Raises UserError where the extension is needed and
-    does not load, or was built without kernels for the device, or where the device has no such product in FP8, and
+    Raises UserError if the extension is needed and does not load, or was built without kernels for the device, and
     ValueError for a name that no implementation has.
     """
-    fp8 = head != "none"
     if name == "reference":
         from megatron_brorl.ops.reference.backend import ReferenceBackend
 
-        return ReferenceBackend(fp8)
+        return ReferenceBackend()
     if name == "fused":
         from megatron_brorl.ops.fused.backend import FusedBackend
 
-        return FusedBackend(device, fp8)
+        return FusedBackend(device)
     raise ValueError(f'ops.implementation is {name!r}; it takes "reference" or "fused"')

@@ -37,8 +37,6 @@ class HeadNorms:
 
 
 class DecodeOps(Protocol):
-    recordable: bool  # no op waits for the device, so that a step of them can be recorded as a graph
-
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Rows, scale: float, heads: int
     ) -> Tensor:

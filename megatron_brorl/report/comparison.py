@@ -104,8 +104,8 @@ def compare(
     after: Mapping[Key, Mapping[str, Any]],
     name: str,
     other: str,
-    resamples: int,
-    seed: int,
+    resamples: int = 10_000,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Compare two evaluations over all prompts and per benchmark. Raises UserError unless the prompts are the same."""
     alone = sorted(before.keys() ^ after.keys())

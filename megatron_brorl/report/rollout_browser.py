@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
 import json
 from collections import Counter
@@ -23,7 +22,7 @@ from megatron_brorl.record.files import Moment, moments, only, read_groups, read
 from megatron_brorl.record.text import one_line, printable
 
 Row = Mapping[str, Any]  # of schema.GROUPS or schema.ROLLOUTS
-EXPORTS = (".jsonl", ".parquet", ".csv")
+EXPORTS = (".jsonl", ".parquet")
 _COLOURS = {"right": "green", "wrong": "red", "mixed": "yellow", "lost": "magenta"}
 _ANSWERS = 20  # distinct ones that are listed
 _MOST = 100  # characters of an answer
@@ -116,13 +115,8 @@ def export(recorded: Recorded, path: Path) -> int:
             pq.write_table(table, aside, compression="zstd")
         else:
             rows = [row | {"parts": dict(row["parts"] or [])} for row in table.to_pylist()]
-            with open(aside, "w", encoding="utf-8", newline="") as file:
-                if path.suffix == ".jsonl":
-                    file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                else:  # a list stands in its cell as JSON
-                    writer = csv.DictWriter(file, table.column_names)
-                    writer.writeheader()
-                    writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+            aside.write_text("".join(lines), encoding="utf-8")
         aside.replace(path)
     except OSError as e:
         raise UserError(f"{path}: cannot be written: {e.strerror}; give a file in a writable folder") from None
@@ -139,10 +133,6 @@ def _joined(recorded: Recorded) -> pa.Table:
     count = len(rollouts)
     rollouts = rollouts.add_column(0, "number", pa.array([moment.number] * count, pa.int32()))
     return rollouts.add_column(0, "kind", pa.array([moment.kind] * count, pa.string()))
-
-
-def _cell(value: object) -> object:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
 
 
 class Page:

@@ -14,11 +14,11 @@ import inspect
 import marshal
 import re
 import sys
-import textwrap
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.extract import full
@@ -30,13 +30,6 @@ OwnReward = Callable[[str, VerifierRow], Any]  # returns anything that rewards.j
 
 _NAME = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
 _TRL_PARAMETERS = {"prompts", "completions", "completion_ids"}
-
-
-class Source(NamedTuple):
-    """What a run has to know about a reward function before it starts."""
-
-    sha256: str  # of its file
-    pure: bool  # whether it has a true attribute `pure`: equal answers to a row have equal scores
 
 
 def is_custom(name: str) -> bool:
@@ -60,19 +53,22 @@ def entry(name: str) -> Entry:
     )
 
 
-def look_at(name: str) -> Source:
-    """Import the function in a worker process and check it there. Raises UserError if it cannot be used."""
+def look_at(name: str) -> tuple[str, bool]:
+    """Check a function in a worker process. Return the hash of its file, and whether it has a true attribute `pure`.
+
+    Equal answers to a row have equal scores if it is pure. Raises UserError if the function cannot be used.
+    """
     try:
-        error, *source = call_in_worker("megatron_brorl.rewards.custom:inspected", name)
+        error, sha256, pure = call_in_worker("megatron_brorl.rewards.custom:inspected", name)
     except WorkerLostError as lost:
         raise UserError(f"verifier {name}: {lost}") from None
     if error:
         raise UserError(error)
-    return Source(*source)
+    return sha256, pure
 
 
 def inspected(name: str) -> tuple[str, str, bool]:
-    """Import a function in this process. Return an error message, the hash of its file, and whether it is pure."""
+    """Return an error message and the values of `look_at`, found in this process."""
     try:
         function, module = _import(name)
         check_parameters(function, f"verifier {name}")
@@ -104,26 +100,27 @@ def check_parameters(function: Callable[..., Any], what: str) -> None:
 def sha256(function: OwnReward) -> str:
     """Return the hash of a function's source, else of its compiled code, else of its name."""
     try:
-        text = textwrap.dedent(inspect.getsource(function)).encode()
+        text = inspect.getsource(function)
     except (OSError, TypeError):
         code = getattr(function, "__code__", None)
-        name = f"{type(function).__module__}.{type(function).__qualname__}.{getattr(function, '__name__', '')}"
-        text = marshal.dumps(code) if code else name.encode()
-    return hashlib.sha256(text).hexdigest()
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        text = marshal.dumps(code).hex() if code else name
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _import(name: str) -> tuple[Callable[..., Any], ModuleType]:
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    path, function = match["module"], match["function"]
+    path, _, function = name.rpartition(":")
+    file = Path(path).absolute()
+    if path.endswith(".py") and not file.is_file():
+        where = f"no such file in {file.parent}; paths start at the working directory"
+        raise UserError(f"verifier {name}: {where}")
     try:
-        module = _module_of(Path(path)) if path.endswith(".py") else importlib.import_module(path)
-    except FileNotFoundError:
-        folder = Path(path).absolute().parent
-        raise UserError(f"verifier {name}: no such file in {folder}; paths start at the working directory") from None
+        module = _module_of(file) if path.endswith(".py") else importlib.import_module(path)
     except BaseException as e:  # A user's module may raise anything.
-        reason = " ".join(str(e).split())
-        raise UserError(f"verifier {name}: cannot be imported: {type(e).__name__}: {reason}{_line_of(e)}") from None
+        last = traceback.extract_tb(e.__traceback__)[-1]
+        line = "" if isinstance(e, SyntaxError) else f" ({Path(last.filename).name}, line {last.lineno})"
+        reason = f"{type(e).__name__}: {' '.join(str(e).split())}{line}"
+        raise UserError(f"verifier {name}: cannot be imported: {reason}") from None
 
     found = getattr(module, function, None)
     if not callable(found):
@@ -133,25 +130,12 @@ def _import(name: str) -> tuple[Callable[..., Any], ModuleType]:
 
 def _module_of(path: Path) -> ModuleType:
     """Import a file, which may import its neighbours."""
-    path = path.absolute()
-    key = f"own_verifier_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
-    if key in sys.modules:
-        return sys.modules[key]
-    source = path.read_bytes()
-    module = ModuleType(key)
-    module.__file__ = str(path)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    exec(compile(source, str(path), "exec"), module.__dict__)
-    sys.modules[key] = module
-    return module
-
-
-def _line_of(error: BaseException) -> str:
-    """Return the file and line that raised an exception; the message of a SyntaxError already has them."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or isinstance(error, SyntaxError):
-        return ""
-    return f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+    key = f"custom_reward_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    if key not in sys.modules:
+        module = ModuleType(key)
+        module.__file__ = str(path)
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+        sys.modules[key] = module
+    return sys.modules[key]

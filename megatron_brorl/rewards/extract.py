@@ -1,68 +1,74 @@
-r"""Which part of a response is the answer.
+r"""Find the answer in a response: one of these ways, or a verifier's own (verifier.Entry.find).
 
 full        the whole text
-answer_tag  what stands inside the last <answer>...</answer>
-boxed       what stands inside the only \boxed{...}; several are no answer, or a policy would learn to list guesses
-
-Verifiers choose one of these, or bring their own (verifier.Entry.find).
+answer_tag  the content of the last <answer>...</answer>
+boxed       the content of the only \boxed{...}; several are no answer, or a policy would learn to list guesses
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from megatron_brorl.rewards.verifier import Find
 
-_OPEN, _CLOSE = "<answer>", "</answer>"
-_BOXED = "\\boxed{"
-_MOST_CHARS = 1 << 20  # of a response that is looked at: ten times what a long context holds
-
-
-def after_thought(response: str) -> str:
-    """Return what follows the last </think>; the whole response where there is none."""
-    return response.rpartition("</think>")[2]
+_TAG = re.compile(r"<answer>((?:(?!<answer>|</answer>).)*)</answer>", re.DOTALL)
+_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s{0,4}\{)|\\.|[{}]", re.DOTALL)
+_MAX_RESPONSE = 1 << 20  # characters; ten times what a long context holds
 
 
 class Found(NamedTuple):
-    """The answer in a response, or why there is none."""
+    """The answer in a response, or the reason why there is none."""
 
     answer: str | None
     why: str = ""
 
 
+def after_thought(response: str) -> str:
+    """Return what follows the last </think>, or the whole response."""
+    return response.rpartition("</think>")[2]
+
+
+def tags(text: str) -> list[str]:
+    """Return the contents of <answer>...</answer>."""
+    return _TAG.findall(text) if "</answer>" in text else []
+
+
+def boxes(text: str) -> list[str]:
+    r"""Return the contents of \boxed{...} and \fbox{...} that are closed and not in another closed box."""
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return []
+    open_braces: list[int] = []  # where the content of a box starts; -1 for another brace
+    spans: list[tuple[int, int]] = []
+    for token in _BRACES.finditer(text):
+        if token["box"]:
+            open_braces.append(token.end())
+        elif token[0] == "{":
+            open_braces.append(-1)
+        elif token[0] == "}" and open_braces and (start := open_braces.pop()) >= 0:
+            while spans and spans[-1][0] > start:
+                spans.pop()
+            spans.append((start, token.start()))
+    return [text[start:end] for start, end in spans]
+
+
 def full(text: str) -> str | None:
-    """The whole text."""
+    """Return the whole text."""
     return text
 
 
 def answer_tag(text: str) -> str | None:
-    """What stands inside the last <answer>...</answer>."""
-    end = text.rfind(_CLOSE)
-    start = text.rfind(_OPEN, 0, end) if end >= 0 else -1
-    return text[start + len(_OPEN) : end] if start >= 0 else None
+    """Return the content of the last <answer>...</answer>."""
+    found = tags(text)
+    return found[-1] if found else None
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands inside the only \boxed{...}."""
-    if text.count(_BOXED) != 1:
-        return None
-
-    # To the brace that closes it.
-    start = text.index(_BOXED) + len(_BOXED)
-    depth, i = 1, start
-    while i < len(text):
-        if text[i] == "\\":
-            i += 1  # \{ and \} print a brace
-        elif text[i] == "{":
-            depth += 1
-        elif text[i] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start:i]
-        i += 1
-    return None
+    r"""Return the content of the only \boxed{...}."""
+    found = boxes(text)
+    return found[0] if len(found) == 1 and text.count("\\boxed") == 1 else None
 
 
 FINDERS: Mapping[Literal["full", "answer_tag", "boxed"], Find] = {
@@ -73,12 +79,9 @@ FINDERS: Mapping[Literal["full", "answer_tag", "boxed"], Find] = {
 
 
 def extract(text: str, find: Find, max_chars: int) -> Found:
-    """The answer without white space at its ends; none where `find` has none or it has more than `max_chars`.
-
-    A response of more than a million characters is not looked at: no honest one comes near.
-    """
-    if len(text) > _MOST_CHARS:
-        return Found(None, f"the response has more than {_MOST_CHARS} characters")
+    """Return the answer that `find` finds, without white space at its ends. A longer one than max_chars is none."""
+    if len(text) > _MAX_RESPONSE:
+        return Found(None, f"the response has more than {_MAX_RESPONSE} characters")
     answer = find(text)
     if answer is None:
         return Found(None, "no answer in the response")
@@ -89,10 +92,8 @@ def extract(text: str, find: Find, max_chars: int) -> Found:
 
 
 def code(answer: str | None) -> int:
-    """A number for an answer, below 2**52 so that float64 tables hold it; 0: no answer. Equal answers, equal codes."""
+    """Return a hash of an answer below 2**52, which float64 tables hold exactly. 0 stands for no answer."""
     if answer is None:
         return 0
-    return (
-        int.from_bytes(hashlib.blake2b(answer.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 12
-        or 1
-    )
+    digest = hashlib.blake2b(answer.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 12 or 1

@@ -12,34 +12,17 @@ import functools
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import (
-    choice_verifier,
-    code,
-    custom,
-    exact,
-    extract,
-    format,
-    gym_tasks,
-    math_verifier,
-    short_answer_verifier,
-)
+from megatron_brorl.rewards import custom, extract
 from megatron_brorl.rewards.judge import Judge, score_of
 from megatron_brorl.rewards.verifier import Entry, Score, Verifier, VerifierRow
-from megatron_brorl.rewards.verifiers import ifeval
-
-
-def _reasoning_gym() -> Verifier:
-    from megatron_brorl.rewards import gym_verifier  # The import takes a second, which only workers have to spend.
-
-    return gym_verifier.score
-
+from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, ifeval, math, short_answer
 
 ENTRIES: dict[str, Entry] = {
     "choice": Entry(
         about="multiple choice: one letter in any dress, or the text of its option",
-        load=lambda: choice_verifier.verify,
-        find=choice_verifier.find,
-        check_row=choice_verifier.check_row,
+        load=lambda: choice.verify,
+        find=choice.find,
+        check_row=choice.check_row,
         accepts_reference=True,
     ),
     "code": Entry(
@@ -73,23 +56,23 @@ ENTRIES: dict[str, Entry] = {
     ),
     "math": Entry(
         about="numbers exactly, other mathematics by sympy",
-        load=math_verifier.load,
-        find=math_verifier.find,
-        check_row=math_verifier.check_row,
+        load=math.load,
+        find=math.find,
+        check_row=math.check_row,
         accepts_reference=True,
     ),
     "reasoning_gym": Entry(
         about="the scorer of the row's reasoning-gym task",
-        load=_reasoning_gym,
+        load=gym.load,
         find=extract.answer_tag,
-        check_row=gym_tasks.check_row,
+        check_row=gym.check_row,
         accepts_reference=True,
     ),
     "short_answer": Entry(
         about="a few words, or a quantity with its unit",
-        load=lambda: short_answer_verifier.verify,
-        find=short_answer_verifier.find,
-        check_row=short_answer_verifier.check_row,
+        load=lambda: short_answer.verify,
+        find=short_answer.find,
+        check_row=short_answer.check_row,
         accepts_reference=True,
     ),
 }

@@ -3,7 +3,7 @@
 The process is started by exec, never by a plain fork. That is safe in a parent with torch threads and open sockets,
 and unlike multiprocessing's "spawn" it does not import the main module again.
 
-Calls travel as pickles. Results come back as one line of JSON each, of bounded length, because the parent must not
+Calls travel as pickles. Each result comes back as one line of JSON of bounded length, because the parent must not
 unpickle anything from a process that has handled hostile text.
 """
 
@@ -14,7 +14,6 @@ import os
 import pickle
 import select
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -22,15 +21,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-LENGTH = struct.Struct("<Q")  # bytes of the pickle that follows
-READY = "ready"  # the first line after a message: the objects of its calls exist
+from megatron_brorl.rewards.worker import READY
 
 START_S = 120.0  # for the imports that objects need
 _MAX_LINE = 1 << 16
 _EXIT_S = 10.0
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
-Call = tuple[str, tuple[Any, ...]]  # the name of an object in the worker, and the arguments it is called with
 
 
 class WorkerLostError(Exception):
@@ -59,10 +54,11 @@ class WorkerProcess:
             start_new_session=True,  # The terminal's Ctrl-C is meant for the trainer.
             bufsize=0,
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._results = self._process.stdin, self._process.stdout
-        os.set_blocking(self._requests.fileno(), False)
+        assert self._process.stdin
+        assert self._process.stdout
+        self.pid = self._process.pid
+        self._calls, self._results = self._process.stdin, self._process.stdout
+        os.set_blocking(self._calls.fileno(), False)
         self._buffer = b""
 
     def __enter__(self) -> WorkerProcess:
@@ -71,48 +67,41 @@ class WorkerProcess:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
+    def run(self, calls: Sequence[tuple[str, tuple[Any, ...]]], seconds: float) -> Iterator[Any]:
+        """Call objects, each given by its name, with arguments; yield the results in order. Raises WorkerLostError.
 
-    def run(self, calls: Sequence[Call], seconds: float) -> Iterator[Any]:
-        """Yield the result of each call, in order. Raises WorkerLostError.
-
-        seconds: the limit of each call. Objects that the calls need are made first, within START_S.
+        seconds: the limit of each call. Objects that do not exist yet are made first, within START_S.
         """
-        if self._buffer or self._readable(0):
+        if self._buffer or _ready(self._results, select.POLLIN, 0):
             raise WorkerLostError("ended, or wrote a result that nobody asked for", started=False)
-        self._send(pickle.dumps(list(calls), protocol=pickle.HIGHEST_PROTOCOL))
+        self._send(pickle.dumps(calls, protocol=pickle.HIGHEST_PROTOCOL))
         if self._receive(START_S, started=False) != READY:
             raise WorkerLostError("wrote a result that nobody asked for", started=False)
         for _ in calls:
             yield self._receive(seconds, started=True)
 
     def stop(self) -> None:
-        """Kill the process from another thread: the call that runs there raises WorkerLostError."""
+        """Kill the process from another thread, in which `run` then raises WorkerLostError."""
         self._process.kill()
 
     def close(self) -> None:
         """Kill the process and everything that it has started."""
         if self._process.returncode is None:  # Only then is the process id certainly still its own.
             try:
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:
                 self._process.kill()
             self._process.wait()
-        for file in (self._requests, self._results, self._stderr):
+        for file in (self._calls, self._results, self._stderr):
             file.close()
 
     def _send(self, message: bytes) -> None:
-        unsent = memoryview(LENGTH.pack(len(message)) + message)
-        pipe, end = select.poll(), time.monotonic() + START_S
-        pipe.register(self._requests, select.POLLOUT)
+        unsent, end = memoryview(message), time.monotonic() + START_S
         while unsent:
-            if not pipe.poll(1000 * max(0.0, end - time.monotonic())):
+            if not _ready(self._calls, select.POLLOUT, end - time.monotonic()):
                 raise WorkerLostError(f"no answer in {START_S:g} s", started=False, timed_out=True)
             try:
-                unsent = unsent[os.write(self._requests.fileno(), unsent) :]
+                unsent = unsent[os.write(self._calls.fileno(), unsent) :]
             except BrokenPipeError:
                 raise WorkerLostError(self._failure(), started=False) from None
 
@@ -121,7 +110,7 @@ class WorkerProcess:
         while b"\n" not in self._buffer:
             if len(self._buffer) > _MAX_LINE:
                 raise WorkerLostError("wrote a result that is too long", started)
-            if not self._readable(end - time.monotonic()):
+            if not _ready(self._results, select.POLLIN, end - time.monotonic()):
                 raise WorkerLostError(f"no answer in {seconds:g} s", started, timed_out=True)
             data = os.read(self._results.fileno(), _MAX_LINE)
             if not data:
@@ -132,11 +121,6 @@ class WorkerProcess:
             return json.loads(line)
         except (ValueError, RecursionError):
             raise WorkerLostError("wrote a result that is not JSON", started) from None
-
-    def _readable(self, seconds: float) -> bool:
-        pipe = select.poll()
-        pipe.register(self._results, select.POLLIN)
-        return bool(pipe.poll(1000 * max(0.0, seconds)))
 
     def _failure(self) -> str:
         """Return the last line on stderr of a process that ended by itself, or how it ended."""
@@ -151,11 +135,16 @@ class WorkerProcess:
         return lines[-1] if lines else f"exit code {code}"
 
 
-def call_in_worker(function: str, *arguments: Any, seconds: float = START_S) -> Any:
+def call_in_worker(function: str, *arguments: Any) -> Any:
     """Return what "module:function" returns in a worker process of its own. Raises WorkerLostError."""
     with WorkerProcess("megatron_brorl.rewards.worker:load") as worker:
-        (result,) = worker.run([(function, arguments)], seconds)
-    return result
+        return next(worker.run([(function, arguments)], START_S))
+
+
+def _ready(file: Any, event: int, seconds: float) -> bool:
+    pipe = select.poll()
+    pipe.register(file, event)
+    return bool(pipe.poll(1000 * max(0.0, seconds)))
 
 
 def _environment() -> dict[str, str]:
@@ -163,7 +152,7 @@ def _environment() -> dict[str, str]:
     seed = os.environ.get("PYTHONHASHSEED", "")
     return {
         **os.environ,
-        **dict.fromkeys(_ONE_THREAD, "1"),
+        **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
         "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
         "PYTHONSAFEPATH": "1",
         "PYTHONHASHSEED": seed if seed.isdigit() else "0",

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from queue import SimpleQueue
 
 import torch
@@ -121,20 +120,16 @@ class Watchdog:
 
     def _name_missing(self, call: _Call, seconds: float, then: str) -> int:
         asked, missing = call.missing()
-        count = sum(map(len, missing))
-        places = [
-            f"prompt {request.prompt.id}: {'sibling' if len(siblings) == 1 else 'siblings'} {_ranges(siblings)}"
-            for request, siblings in zip(asked, missing, strict=True)
-            if siblings
-        ]
-        more = [f"and {len(places) - _NAMED} more"] if len(places) > _NAMED else []
+        places = [f"{n} of prompt {r.prompt.id}" for r, n in zip(asked, missing, strict=True) if n]
+        if len(places) > _NAMED:
+            places[_NAMED:] = [f"and {len(places) - _NAMED} more"]
         text = (
-            f"rank {self.rank}: {count} of {sum(r.n for r in asked)} rollouts have not ended after "
-            f"{seconds:g} s (rollout.timeout_s = {self.timeout_s:g}), {then}: {'; '.join(places[:_NAMED] + more)}"
+            f"rank {self.rank}: {sum(missing)} of {sum(r.n for r in asked)} rollouts have not ended after "
+            f"{seconds:g} s (rollout.timeout_s = {self.timeout_s:g}), {then}: {'; '.join(places)}"
         )
         with contextlib.suppress(OSError):  # nobody reads the pipe any more
             print(text, file=sys.stderr, flush=True)
-        return count
+        return sum(missing)
 
 
 class _Call:
@@ -200,13 +195,10 @@ class _Call:
             self._error = self._error or e
         self.done.set()
 
-    def missing(self) -> tuple[list[Request], list[list[int]]]:
-        """The requests so far, and the siblings of each that have not ended, in order."""
+    def missing(self) -> tuple[list[Request], list[int]]:
+        """Return the requests so far, and how many siblings of each have not ended."""
         with self._lock:
-            return list(self.requests), [
-                [i for i in range(r.first, r.first + r.n) if i not in found]
-                for r, found in zip(self.requests, self._found, strict=True)
-            ]
+            return list(self.requests), [r.n - len(f) for r, f in zip(self.requests, self._found, strict=True)]
 
     def result(self, late: int) -> GenerationResult:
         if self._error is not None:
@@ -222,10 +214,3 @@ def _serve(engine: RolloutEngine, calls: SimpleQueue[_Call], where: torch.device
         torch.cuda.set_device(where)  # every thread begins at device 0
     while True:
         calls.get().run(engine)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """3, 40-44 for 3, 40, 41, 42, 43, 44."""
-    starts = [i for i, (a, b) in enumerate(pairwise(numbers), start=1) if b != a + 1]
-    runs = pairwise([0, *starts, len(numbers)])
-    return ", ".join(str(numbers[a]) if b == a + 1 else f"{numbers[a]}-{numbers[b - 1]}" for a, b in runs)

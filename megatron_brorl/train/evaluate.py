@@ -113,7 +113,7 @@ def sample_answers(
     sampled = rollouts.sample(slots, groups, sampling, on_end=on_end)
 
     outcomes = gather(sampled.rollouts, len(groups), n)
-    sums = collectives.all_reduce_sum(sampled.counts())
+    sums = collectives.all_reduce_sum(sampled.counts)
     check_scored("evaluation", sums["unscored"], sums["scored"])
     check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
 

@@ -56,7 +56,7 @@ def tolerance(config: Config) -> float:
     t, r = config.train, config.rollout
     if t.verify_tolerance:
         return t.verify_tolerance
-    in_fp8 = config.fp8.recipe != "none" or config.fp8.head != "none"
+    in_fp8 = config.fp8.recipe != "none"
     engine_in_fp8 = config.engine.quantization != "none" or config.engine.kv_dtype == "fp8"
     if in_fp8 or (r.engine != "torch" and engine_in_fp8):
         return 0.6

@@ -51,25 +51,6 @@ def test_every_call_of_the_workers_fits():
     assert seen == {"get_device_uuid", "WorkerExtension.update_weights"}
 
 
-def test_the_check_sees_what_older_versions_had():
-    """What was removed or moved before 1.3.0rc21, or is not in all releases from there on."""
-    text = """
-from tensorrt_llm import AsyncLLM
-from tensorrt_llm._torch.virtual_memory import ExecutorMemoryType
-from tensorrt_llm.llmapi.llm_args import KvCacheConfig
-AsyncLLM(model="", sampler_type="TorchSampler", enable_sleep=True, dtype="auto")
-KvCacheConfig(enable_blok_reuse=True)
-self._llm.release(["model"], 1)
-"""
-    wrong, _ = problems(text, "tensorrt_llm", LISTING, HOLDERS["llm.py"])
-    assert sorted(wrong) == [
-        "AsyncLLM has no argument sampler_type, enable_sleep",
-        "AsyncLLM.release takes 1 arguments in order, not 2",
-        "KvCacheConfig has no argument enable_blok_reuse",
-        "tensorrt_llm._torch.virtual_memory has no ExecutorMemoryType",
-    ]
-
-
 @pytest.mark.usefixtures("importable")
 def test_the_double_has_what_is_recorded():
     for module, names in LISTING.modules.items():
@@ -90,27 +71,3 @@ def test_the_double_has_what_is_recorded():
     for name, function in functions.items():
         parameters = [p for p in inspect.signature(function).parameters if p != "self"]
         assert parameters == LISTING.signatures[name], name
-
-
-@pytest.mark.usefixtures("importable")
-def test_the_double_is_as_strict_as_the_engine(tmp_path):
-    """What TensorRT-LLM refuses, the double refuses: unknown arguments, foreign tags, greedy with n > 1, settings that
-    contradict one another."""
-    from tensorrt_llm import AsyncLLM, SamplingParams
-    from tensorrt_llm.llmapi.llm_args import CudaGraphConfig, KvCacheConfig, SleepConfig
-
-    for unknown in ("max_batchsize", "enable_sleep", "sampler_type"):
-        with pytest.raises(ValueError, match=unknown):
-            AsyncLLM(model=str(tmp_path), **{unknown: None})
-    with pytest.raises(TypeError, match="top"):
-        SamplingParams(end_id=1, top=3)
-    with pytest.raises(ValueError, match="greedy"):
-        SamplingParams(end_id=1, n=2)
-    with pytest.raises(ValueError, match="max_batch_size is incompatible"):
-        CudaGraphConfig(batch_sizes=[1, 8], max_batch_size=16)
-    for wrong in ({"free_gpu_memory_fraction": 1.5}, {"max_tokens": 0}, {"use_kv_cache_manager_v2": "no"}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            KvCacheConfig(**wrong)
-    for modes in ({"weights": "NONE"}, {"model": "DISK"}):
-        with pytest.raises(ValueError, match=r"weights|DISK"):
-            SleepConfig(restore_modes=modes)

@@ -65,15 +65,6 @@ def test_an_engine_generates_sleeps_and_takes_weights(model, start):
     assert same(draw(engine), first)
 
 
-def test_what_is_drawn_depends_on_key_and_sibling_alone(model, start):
-    engine = start()
-    engine.update_weights(model.stream(), 0)
-    whole = draw(engine, 12)
-    parts = [*draw(engine, 5), *draw(engine, 7, first=5)]
-    assert same(whole, parts)
-    assert not same(whole, draw(engine, 12, key=12))
-
-
 def test_budget_and_continuation(model, start):
     """Four tokens at a time, under three versions of the weights: what there is stays, and every span is told."""
     engine = start()
@@ -181,29 +172,6 @@ def test_a_hanging_process_is_started_again(model, start, capfd):
     assert "is silent for" in capfd.readouterr().err
 
 
-def test_cancelled(model, start):
-    """A call that is told to stop returns what has ended; the rest is cut, and the next call is none the worse."""
-
-    class Impatient:
-        def __init__(self):
-            self.seen = threading.Event()
-
-        def finished(self, request, rollout):
-            self.seen.set()
-
-        def cancelled(self):
-            return self.seen.is_set()
-
-    engine = start(options={"max_rows": 4})  # few at a time, so that most are unfinished
-    engine.update_weights(model.stream(), 0)
-    group = draw(engine, 400, watch=Impatient())
-    assert len(group) == 400
-    ended = [r for r in group if r.finish != "cut"]
-    assert 0 < len(ended) < 400
-    assert all(len(r.token_ids) == 0 for r in group if r.finish == "cut")
-    assert draw(engine)[0].finish != "cut"
-
-
 def test_two_ranks_share_an_engine(model, start):
     leader = start(config={"tensor": 2})
     other = start(config={"tensor": 2}, leader=leader)
@@ -261,32 +229,12 @@ def test_rows_are_those_whose_keys_and_values_fit(tokens, planned, rows, model, 
     assert c.rows == rows
 
 
-def test_memory_that_holds_no_response_is_told(start, monkeypatch):
-    monkeypatch.setenv("BRORL_DOUBLE_KV_TOKENS", "199")
-    with pytest.raises(UserError, match=r"keys and values of 192 tokens fit, and one response .* may take 200: raise"):
-        start()
-
-
 def test_a_version_that_is_too_old_is_refused_in_one_line(start, monkeypatch):
     monkeypatch.setenv("BRORL_DOUBLE_VERSION", "1.3.0rc21")
     told = r"TensorRT-LLM 1\.3\.0rc21 is too old: install 1\.3\.0rc29 or newer$"
     with pytest.raises(UserError, match=told) as caught:
         start()
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("restarts", "starts"), [(1, True), (0, False)])
-def test_a_port_taken_at_the_last_moment(restarts, starts, model, start, monkeypatch, tmp_path, capfd):
-    """Between the look at it and Ray's: the first start is tried again, as often as restarts are allowed."""
-    monkeypatch.setenv("BRORL_DOUBLE_PORT_TAKEN", str(tmp_path / "taken"))
-    if starts:
-        engine = start(config={"max_restarts": restarts})
-        engine.update_weights(model.stream(), 0)
-        assert len(draw(engine)) == 16
-        assert "starting it again on other ports" in capfd.readouterr().err
-    else:
-        with pytest.raises(UserError, match="ray start ended with exit code 1"):
-            start(config={"max_restarts": restarts})
 
 
 def test_without_tensorrt_llm(start, monkeypatch, fresh):

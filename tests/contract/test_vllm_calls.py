@@ -48,27 +48,6 @@ def test_every_call_of_the_workers_fits():
     }
 
 
-def test_the_check_sees_what_is_wrong():
-    text = """
-from vllm import SamplingParams, TokenPrompt
-from vllm.nowhere import Anything
-from vllm.sampling_params import RequestOutputKind
-SamplingParams(temprature=1.0)
-RequestOutputKind.FINAL
-self._llm.sleep(1, "abort", 3)
-self._llm.sleeps()
-"""
-    wrong, _ = problems(text, "vllm", LISTING, {"self._llm": "AsyncLLM"})
-    assert sorted(wrong) == [
-        "AsyncLLM.sleep takes 2 arguments in order, not 3",
-        "AsyncLLM.sleeps is not in vLLM 0.33.0",
-        "RequestOutputKind has no FINAL",
-        "SamplingParams has no argument temprature",
-        "vllm has no TokenPrompt",
-        "vllm.nowhere has no Anything",
-    ]
-
-
 @pytest.fixture
 def given(tmp_path, monkeypatch):
     """Return what vLLM is told on a GPU, without vLLM."""

@@ -21,7 +21,6 @@ import pytest
 from e2e.runs import ENVIRONMENT, rows
 
 from megatron_brorl.config.load import load
-from megatron_brorl.train.learning_rate import scaled
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "brorl_1.5b.sh"
@@ -242,13 +241,3 @@ def test_half_a_container_is_refused(told, tmp_path):
     assert done.returncode == 2
     assert f"run.sh: CONTAINER={told[0]} CONTAINER_IMAGE={told[1]}: give both" in done.stderr
     assert len(log_of(log)) == 1  # the job; no step began
-
-
-def test_the_recipe_is_the_paper_s():
-    """B1 table 1 and its rule for the learning rate: eight times the samples, sqrt(8) times the rate."""
-    config = load(ROOT / "examples" / "brorl_1.5b.toml")
-    assert (config.rollout.n, config.rollout.prompts, config.model.context) == (512, 128, 16384)
-    asked = config.rollout.n * config.rollout.prompts  # and refills keep as many
-    assert scaled(config.optim, 0, asked).lr == pytest.approx(1e-6 * (512 * 128 / (16 * 512)) ** 0.5, rel=1e-3)
-    assert config.rollout.max_num_seqs * 64 == config.rollout.n * config.rollout.prompts
-    assert config.rollout.max_tokens + 1024 == config.model.context

@@ -83,13 +83,14 @@ def test_a_run_listens_on_loopback_dies_as_one_and_goes_on(config, init, tmp_pat
     # From the first process to a step that is saved.
     run = begin(*command, **environment)
     found = watch(run, (tmp_path / "checkpoints" / "latest").exists)
-    assert found == {"127.0.0.1"}
+    assert found
+    assert all(ipaddress.ip_address(address).is_loopback for address in found)
 
     # The launcher alone is killed: ranks, engines and scoring processes follow, and nobody holds the lock.
+    watch(run, lambda: len(processes(run)) >= 6)  # launcher, ranks, their scoring processes, the engine
     family = processes(run)
-    assert len(family) >= 6  # launcher, ranks, their scoring processes, the engine
     run.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while left := [p for p in family if alive(p)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

@@ -151,32 +151,3 @@ def test_a_preempted_job_saves_waits_and_goes_on(slurm, sbatch, repository):
     until(lambda: len(rows(run)) > saved, repository)
     assert "resumed from" in output(repository)
     slurm.command("scancel", job)
-
-
-def test_a_job_that_has_no_time_for_a_step_saves_and_ends_as_if_it_had(slurm, sbatch, repository):
-    """A minute for thousands of steps; the requeued job has two more to do, and more time. SIGCONT asks for nothing."""
-    # One task, of characters that the small model's tokenizer has met, with credit for answers that are right in part.
-    small = "{min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1}"
-    job = ("--signal=CONT@1", "examples/slurm/preemptible.sbatch", "--smoke")  # its own signal comes after each step
-    task = f'data.tasks=[{{name = "chain_sum", config = {small}}}]'
-    script = repository / SCRIPT
-    text = script.read_text()
-    script.write_text(text.replace("train.steps=2 ", "train.steps=5000 "))
-    number = sbatch("--time=1", *job, task, "run.dir=runs/short")
-    short, whole = repository / "runs" / "short", repository / "runs" / "whole"
-    until(lambda: "Restarts=1" in slurm.command("scontrol", "show", "job", number).stdout, repository)
-    assert "the job ends at" in output(repository)
-    assert f"the state is saved; job {number} goes back to the queue" in output(repository)
-    saved = len(rows(short))
-    assert (short / "checkpoints" / "latest").read_text().strip() == f"step_{saved:08d}"
-
-    # What a job runs is read when it starts; Slurm would wait two minutes.
-    script.write_text(text.replace("train.steps=1 ", f"train.steps={saved + 2} "))
-    slurm.command("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=60")
-    until(lambda: "JobState=COMPLETED" in slurm.command("scontrol", "show", "job", number).stdout, repository)
-    sbatch("--wait", "--time=60", *job, task, "run.dir=runs/whole")
-    assert len(rows(whole)) == saved + 2
-    assert sum(row["updates"] for row in rows(whole)) >= saved
-    assert rows(short) == rows(whole)
-    models = [(run / "model" / "model.safetensors").read_bytes() for run in (short, whole)]
-    assert models[0] == models[1]

@@ -178,13 +178,7 @@ void fail(const char* what, Place place) {
   _longjmp(host, 1);
 }
 
-bool meet_block(bool vote, Place place) {
-  uint64_t& votes = of_block.values[(of_block.round + 1) % 2][1];
-  if (of_block.waiting.empty()) votes = 0;
-  votes |= vote;
-  meet(of_block, size, 0, place);
-  return votes != 0;
-}
+void meet_block(Place place) { meet(of_block, size, 0, place); }
 
 const uint64_t* meet_warp(unsigned mask, uint64_t value, Place place) {
   const unsigned lane = threadIdx.x % kLanes;

@@ -31,8 +31,8 @@ bool running();
 // Called by a thread of a kernel: it ends the launch.
 [[noreturn]] void fail(const char* what, Place place);
 
-// Wait for all threads of the block; whether any of them said `vote`.
-bool meet_block(bool vote, Place place);
+// Wait for all threads of the block.
+void meet_block(Place place);
 
 // Wait for the lanes in the mask; the 32 values that they brought, until the warp meets again.
 const uint64_t* meet_warp(unsigned mask, uint64_t value, Place place);

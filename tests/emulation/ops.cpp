@@ -1,12 +1,10 @@
 // csrc's side of torch once more, with BRORL_CUDA, for tensors of the emulated device: in one piece, which compiles in a
 // third of the time.
 #include "common/gemm.h"
-#include "decoding/decode_attention.cpp"
 #include "policy/advantages.cpp"
 #include "policy/ppo_tokens.cpp"
 #include "policy/softmax.cpp"
 #include "policy/value_loss.cpp"
-#include "sampling/sample_tokens.cpp"
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/from_blob.h>
@@ -36,6 +34,4 @@ void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accum
 
 TORCH_LIBRARY_IMPL(brorl, PrivateUse1, library) {
   BRORL_IMPLEMENT(library)
-  library.impl("sample_tokens", &brorl::sample_tokens_cuda);
-  library.impl("decode_attention_", &brorl::decode_attention_cuda_);
 }

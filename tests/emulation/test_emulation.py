@@ -31,9 +31,7 @@ def cases(csrc: Path, file: str, *which: str) -> subprocess.CompletedProcess[str
     [
         "test_advantages_cuda.py",
         "test_value_loss_cuda.py",
-        "test_decode_cuda.py",
         pytest.param("test_linear_ppo_loss_cuda.py", marks=pytest.mark.slow),
-        pytest.param("test_sample_tokens_cuda.py", marks=pytest.mark.slow),
     ],
 )
 def test_the_cases_of_a_gpu(file):

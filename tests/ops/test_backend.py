@@ -14,7 +14,7 @@ import torch
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused import native, processor
-from megatron_brorl.ops.fused.decode import KernelDecode
+from megatron_brorl.ops.reference.decode import ReferenceDecode
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -60,9 +60,8 @@ def test_fused_on_a_gpu_needs_kernels_for_it(monkeypatch):
     monkeypatch.setattr(native, "CUDA", True)
     on_gpu, plain = backend("fused", CUDA), backend("reference", CUDA)
     assert not on_gpu.fused_layers
-    assert type(on_gpu.decode) is KernelDecode  # csrc's attention over pages
-    assert on_gpu.decode.recordable
-    assert not plain.decode.recordable
+    assert type(on_gpu.decode) is ReferenceDecode
+    assert on_gpu.sample_tokens is plain.sample_tokens
 
 
 def test_an_unknown_name():

@@ -60,20 +60,6 @@ def test_add_norm_and_silu_mul(width, dtype, ops):
     assert torch.allclose(ops.silu_mul(gate_up).double(), expected, rtol=2 * TOLERANCE[dtype], atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_opcheck(dtype):
-    case = make(4, dtype, with_norms=True)
-    case.keys.nan_to_num_(), case.values.nan_to_num_()  # opcheck compares what is left in memory
-    r, n = case.rows, case.norms
-    assert n is not None
-    out = torch.zeros(len(case.qkv), case.heads * case.dim, dtype=dtype)
-    places = (r.tables, r.lengths, r.prompt_tables, r.prompt_lengths, r.prompts)
-    args = (case.qkv, n.q, n.k, EPS, r.cos, r.sin, case.keys, case.values, *places, 0.3, out)
-    torch.library.opcheck(torch.ops.brorl.decode_attention_.default, args)
-    x = torch.randn(3, 20).to(dtype)
-    torch.library.opcheck(torch.ops.brorl.add_rms_norm_.default, (x, x.clone(), x[0].clone(), EPS, torch.zeros_like(x)))
-
-
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tables": torch.full((5, 13), 99, dtype=torch.int32)}, IndexError, r"tables\[0, 0\] is 99 of "),
     ({"lengths": torch.tensor([1, 2, 3, 4, 0])}, ValueError, r"lengths\[4\] is 0"),

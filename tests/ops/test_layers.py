@@ -238,23 +238,6 @@ def test_results_do_not_depend_on_threads():
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    x, weight, c = torch.randn(3, 20).to(dtype), torch.randn(20).to(dtype), torch.randn(3, 2, dtype=wide)
-    b = torch.ops.brorl
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (b.rms_norm, (x, weight, EPS)),
-        (b.rms_norm_gradient, (x, x.clone(), weight, torch.rand(3, dtype=wide))),
-        (b.silu_mul, (x,)),
-        (b.rms_norm_gradient_, (x.clone(), x, weight, torch.rand(3, dtype=wide))),
-        (b.silu_mul_gradient_, (x[:, :10].contiguous(), x)),
-        (b.rotate_, (x.view(3, 5, 1, 4), c, c.clone(), True)),
-    ]
-    for op, arguments in calls:
-        torch.library.opcheck(op.default, arguments)
-
-
 X = torch.ones(3, 4)
 
 

@@ -137,14 +137,6 @@ def test_results_do_not_depend_on_threads():
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-def test_opcheck():
-    segments = table([(3, (2, 1))])
-    qkv, _ = inputs(6, 1, 2, 16, seed=4)
-    torch.library.opcheck(OPS.segment_attention.default, (qkv, segments, 0.2))
-    out, sums = OPS.segment_attention(qkv, segments, 0.2)
-    torch.library.opcheck(OPS.segment_attention_gradient.default, (out.clone(), qkv, out, sums, segments, 0.2))
-
-
 X = torch.zeros(4, 2, 3, 16)
 
 

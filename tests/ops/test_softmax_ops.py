@@ -12,23 +12,6 @@ from megatron_brorl.ops.fused.softmax import Shard
 OPS = torch.ops.brorl
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("entropy", [True, False])
-def test_opcheck(dtype, entropy):
-    logits, ids = torch.randn(5, 9, dtype=dtype), torch.arange(5)
-    torch.library.opcheck(OPS.softmax_statistics.default, (logits, ids, 2, 0.7))
-    statistics = OPS.softmax_statistics(logits, ids, 2, 0.7)
-    upstream = torch.randn(5, dtype=dtype)
-    rest = (ids, statistics, upstream, upstream if entropy else None, 2, 0.7)
-    torch.library.opcheck(OPS.softmax_gradient_.default, (logits.clone(), *rest, False))
-    vectors = [torch.randn(5, dtype=dtype) for _ in range(5)]
-    old, anchor = (vectors[0], vectors[1]) if entropy else (None, None)
-    settings = ("clip", [0.8, 1.3, 0.0], 2.0, 0.1 if entropy else 0.0, "k3", 0.0)
-    torch.library.opcheck(OPS.ppo_tokens.default, (*vectors[:2], old, vectors[2], anchor, *vectors[3:], *settings))
-    a, b = torch.randn(5, 3, dtype=dtype), torch.randn(3, 4, dtype=dtype)
-    torch.library.opcheck(OPS.gemm_.default, (torch.zeros(5, 4, dtype=dtype), a, b, entropy))
-
-
 SIZES = [
     (5, 7, 3),
     (1, 1, 1),

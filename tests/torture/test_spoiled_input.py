@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
-from megatron_brorl.cli.fingerprint import check_fingerprint, fingerprint
+from megatron_brorl.cli.run_folder import check_fingerprint, fingerprint
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.prompts import Verifiers, read_rows

@@ -15,17 +15,12 @@ from gpu_stages.common import ROOT, Job, Row, attempt, failed, has, judged, left
 
 TORCH = ((2, 6), (2, 13))  # releases that csrc is made for, both included
 OPS_ON_CPU = ["tests/ops/test_value_loss.py", "tests/ops/test_advantages.py"]  # of the dry mode
-CASES = Path(__file__).with_name("kernel_cases.py")
-TOOLS = ("memcheck", "racecheck")
-FOUND = 86  # exit code for what a sanitizer finds
 
 
 def run(job: Job) -> Iterator[Row]:
     """The rows of this stage."""
-    nvcc, sanitizer = _cuda_program("nvcc"), _cuda_program("compute-sanitizer")
+    nvcc = _cuda_program("nvcc")
     yield ok("nvcc", version=_release(nvcc)) if nvcc else missing("nvcc", "install the CUDA toolkit, or set CUDA_HOME")
-    if not sanitizer:
-        yield missing("compute-sanitizer", "it comes with the CUDA toolkit")
 
     # The tests need the extension, and nobody else builds it.
     if job.dry:
@@ -34,15 +29,6 @@ def run(job: Job) -> Iterator[Row]:
         yield attempt("build of csrc with CUDA", lambda: _build(nvcc))
     what = f"tests of the ops on {job.device}"
     yield attempt(what, lambda: _tests(what, job)) if has("pytest") else missing(what, "pip install pytest")
-
-    # Sanitizers look at kernels alone, of which a CPU has none; the cases themselves are run in any case.
-    yield attempt("one case of each kernel", lambda: _cases("one case of each kernel", [], job))
-    for tool in TOOLS:
-        if sanitizer and not job.dry:
-            command = [sanitizer, "--tool", tool, "--kernel-name", "kns=brorl", "--error-exitcode", str(FOUND)]
-            yield attempt(tool, lambda tool=tool, command=command: _cases(tool, command, job))  # type: ignore[misc]
-        elif sanitizer:
-            yield left_out(tool, "dry mode")
 
 
 def _cuda_program(name: str) -> str | None:
@@ -89,20 +75,3 @@ def _tests(what: str, job: Job) -> Row:
     # Tests that are skipped show nothing of a kernel.
     wrong = "" if not done.returncode and count.get("passed") else said[-1]
     return judged(what, wrong, passed=count.get("passed", 0), skipped=count.get("skipped", 0))
-
-
-def _cases(what: str, under: list[str], job: Job) -> Row:
-    """kernel_cases.py, which says the name of each case before it runs it; `under` stands before the command."""
-    # Every tensor has an allocation of its own then, so that a sanitizer sees where it ends.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    begun = time.perf_counter()
-    command = [*under, sys.executable, str(CASES), job.device]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    begun_cases = re.findall(r"^case (.+)$", done.stdout, re.M)
-
-    said = [line for line in (done.stdout + done.stderr).splitlines() if "SUMMARY" in line]
-    last = f" in {begun_cases[-1]}" if begun_cases else ""
-    why = " ".join(said) or (done.stderr.strip().splitlines() or ["no output"])[-1]
-    wrong = f"exit code {done.returncode}{last}: {why}" if done.returncode else ""
-    figures = {"said": " ".join(said)} if said else {}
-    return judged(what, wrong, cases=len(begun_cases), seconds=time.perf_counter() - begun, **figures)

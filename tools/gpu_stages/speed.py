@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from bench_common import DTYPES
 from bench_ops import IMPLEMENTATIONS, LIMITS, Inputs, make_inputs
-from bench_sampler import SETTINGS, implementations
 
-from gpu_stages import decoding
 from gpu_stages.common import Job, Row, apart, attempt, has, judged, left_out, missing, ok, peak_mib, seconds
 from gpu_stages.roofline import device_name, mfu
 
 LENGTH = 512
 LOSS = {"cuda": (32768, 1536, 151936), "cpu": (256, 64, 1031)}  # T, H, V
-DRAW = {"cuda": (512, 151936), "cpu": (16, 1031)}  # rows, V
 COMPARED = ("fused", "compile_chunked", "liger_like")  # of bench_ops.IMPLEMENTATIONS
 NEEDS_COMPILER = ("compile_chunked",)
 GAP = {"bf16": 0.02, "fp32": 1e-4}  # of two ways to one loss; in bf16 the others round their logits
@@ -26,11 +22,6 @@ GAP = {"bf16": 0.02, "fp32": 1e-4}  # of two ways to one loss; in bf16 the other
 def run(job: Job) -> Iterator[Row]:
     """The rows of this stage."""
     yield from _losses(job)
-    for setting in SETTINGS:
-        what = f"sample_tokens{setting}"
-        yield attempt(what, partial(_draw, what, setting, job))
-    what = "decode attention"
-    yield attempt(what, partial(decoding.row, what, job))
 
 
 def _losses(job: Job) -> Iterator[Row]:
@@ -108,21 +99,3 @@ def _liger(what: str, inputs: Inputs, products: float, job: Job) -> Row:
 
     taken = seconds(once, job.device)
     return ok(what, **_figures(taken, products, job), **{"extra MiB": peak_mib(once, job.device)})
-
-
-def _draw(what: str, setting: str, job: Job) -> Row:
-    """A draw for every row, against torch's own ways and against reading the logits once."""
-    rows, vocab = DRAW[job.device]
-    logits = 2 * torch.randn(rows, vocab, device=job.device, dtype=DTYPES["fp32"])
-    inputs = (logits, torch.full((rows,), 7, device=job.device), torch.arange(rows, device=job.device))
-    calls = implementations(*SETTINGS[setting])
-    drawn = {name: calls[name](*inputs) for name in ("fused", "reference")}
-
-    # Both draw by the same keys, so that they differ only where a number lies on a step of the distribution.
-    same = float((drawn["fused"].cpu() == drawn["reference"].cpu()).float().mean())
-    wrong = "" if same >= 0.97 else f"{1 - same:.1%} of the tokens are others than the reference's"
-    times: dict[str, Callable[[], Any]] = {name: partial(call, *inputs) for name, call in calls.items()}
-    taken = {name: seconds(call, job.device) for name, call in times.items()}
-    ratios = {f"{name} over fused": taken[name] / taken["fused"] for name in ("reference", "multinomial")}
-    figures = {"ms": 1000 * taken["fused"], "over one read": taken["fused"] / taken["read"], **ratios}
-    return judged(what, wrong, rows=rows, V=vocab, **figures)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from megatron_brorl.ops.dtypes import compute_dtype
 from megatron_brorl.ops.fused import native  # noqa: F401  loads the ops
 from megatron_brorl.ops.fused.softmax import gemm_
 
@@ -179,42 +178,3 @@ class _SegmentAttention(torch.autograd.Function):
         of_qkv = torch.ops.brorl.segment_attention_gradient(upstream[0].contiguous(), *saved, ctx.scale)
         torch.ops.brorl.rotate_(of_qkv[:, :, :-1], cos, sin, True)
         return of_qkv, None, None, None, None
-
-
-@torch.library.register_fake("brorl::rms_norm")
-def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(len(x), dtype=compute_dtype(x.dtype))
-
-
-@torch.library.register_fake("brorl::rms_norm_gradient")
-@torch.library.register_fake("brorl::rms_norm_gradient_")
-def _rms_norm_gradient_fake(gradient: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-@torch.library.register_fake("brorl::silu_mul")
-def _silu_mul_fake(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-
-
-@torch.library.register_fake("brorl::silu_mul_gradient_")
-def _silu_mul_gradient_fake(gradient: Tensor, gate_up: Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("brorl::rotate_")
-def _rotate_fake(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
-    return None
-
-
-@torch.library.register_fake("brorl::segment_attention")
-def _segment_attention_fake(qkv: Tensor, segments: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    tokens, kv_heads, heads, d = qkv.shape
-    return qkv.new_empty(tokens, kv_heads, heads - 2, d), qkv.new_empty(tokens, kv_heads, heads - 2)
-
-
-@torch.library.register_fake("brorl::segment_attention_gradient")
-def _segment_attention_gradient_fake(
-    gradient: Tensor, qkv: Tensor, out: Tensor, log_sums: Tensor, segments: Tensor, scale: float
-) -> Tensor:
-    return torch.empty_like(qkv)

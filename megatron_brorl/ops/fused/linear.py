@@ -22,7 +22,6 @@ from torch import Tensor
 from megatron_brorl.algo.loss import MAXIMA, SUMS, PolicyLoss, PolicyTokens, policy_loss
 from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.ops.dtypes import compute_dtype
-from megatron_brorl.ops.fused.head_product import head_product
 from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.fused.softmax import Shard, gemm_, merged, ppo_tokens, softmax_gradient_, softmax_statistics
 
@@ -40,17 +39,16 @@ def linear_log_probs(
     temperature: float,
     group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
-    fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As reference.linear_log_probs, with one chunk of logits held at a time; formed again on the way back.
 
     hidden [R, H] and weight [V, H] are both float32, bfloat16 or float64; products accumulate in at least float32. Rows
     of weight at and beyond `vocab` are padding, without probability and gradient. With a group, hidden and ids are the
     same on all its ranks, weight is this rank's shard [V/tp, H], and the gradient of hidden is summed over the group.
-    fp8: head_product says what is rounded then. Raises ValueError for a shape, value or device, TypeError for a dtype,
-    and on a CPU, where looking costs no waiting, IndexError for an id outside the vocabulary.
+    Raises ValueError for a shape, value or device, TypeError for a dtype, and on a CPU IndexError for an id outside the
+    vocabulary (on a GPU this check would wait for the device).
     """
-    shard = _checked("linear_log_probs", hidden, weight, ids, temperature, group, vocab, fp8)
+    shard = _checked("linear_log_probs", hidden, weight, ids, temperature, group, vocab)
     log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, shard)
     return log_probs, entropy
 
@@ -64,15 +62,14 @@ def linear_ppo_loss(
     temperature: float,
     group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
-    fp8: bool = False,
 ) -> PolicyLoss:
     """As reference.linear_ppo_loss: a scalar; matrices, group, vocab and errors as in linear_log_probs.
 
-    The log-probabilities are bitwise those of linear_log_probs on the same rows, in FP8 too. With ratio = "token" the
+    The log-probabilities are bitwise those of linear_log_probs on the same rows. With ratio = "token" the
     gradients are found on the way forward and only scaled on the way back, in place: a second backward pass through one
     result raises RuntimeError.
     """
-    shard = _checked("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab, fp8)
+    shard = _checked("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
     _check_tokens(tokens, hidden)
     if settings.ratio == "sequence":
         log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, shard)
@@ -82,10 +79,10 @@ def linear_ppo_loss(
     return PolicyLoss(loss, log_probs, entropy, *_figures(columns, entropy, tokens.weights))
 
 
-def linear_logits(hidden: Tensor, weight: Tensor, fp8: bool = False) -> Tensor:
-    """As reference.linear_logits: [K, H] and [V, H] -> [K, V]; not differentiable."""
+def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return logits [K, V] of hidden [K, H] and weight [V, H], as reference.linear_logits; not differentiable."""
     logits = hidden.new_empty(len(hidden), len(weight), dtype=compute_dtype(hidden.dtype))
-    head_product(weight, fp8)(logits, hidden)
+    gemm_(logits, hidden, weight.t(), accumulate=False)
     return logits
 
 
@@ -97,7 +94,6 @@ def _checked(
     temperature: float,
     group: dist.ProcessGroup | None,
     vocab: int | None,
-    fp8: bool,
 ) -> Shard:
     """The shard of this rank, of arguments that fit; see linear_log_probs for what is raised."""
     # Shapes, dtypes and settings.
@@ -136,7 +132,7 @@ def _checked(
     start = rank * len(weight)
     # Padding ends the last shards, of which one may hold nothing else.
     live = min(max(vocab - start, 0), len(weight))
-    return Shard(start, live, temperature, group if ranks > 1 else None, fp8)
+    return Shard(start, live, temperature, group if ranks > 1 else None)
 
 
 def _check_tokens(tokens: PolicyTokens, hidden: Tensor) -> None:
@@ -189,11 +185,10 @@ def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> Iterat
     fitting = CHUNK_BYTES // (len(weight) * compute.itemsize)
     size = min(len(hidden), max(FEWEST_ROWS, min(fitting, CHUNK_ROWS[hidden.device.type])))
     buffer = hidden.new_empty((size, shard.live), dtype=compute)
-    product = head_product(weight[: shard.live], shard.fp8)  # a weight is rounded to FP8 once for all chunks
     for begin in range(0, len(hidden), max(size, 1)):
         rows = slice(begin, min(begin + size, len(hidden)))
         h, t, logits = hidden[rows], ids[rows], buffer[: rows.stop - begin]
-        product(logits, h)
+        gemm_(logits, h, weight[: shard.live].t(), accumulate=False)
         yield _Chunk(rows, h, t, logits, merged(softmax_statistics(logits, t, shard), shard))
 
 

@@ -1,7 +1,4 @@
-"""The keyed sampler of csrc/sampling with types: arguments and results of ops.reference.sampling.sample_tokens.
-
-Importing this file loads the extension and completes the op's registration.
-"""
+"""The keyed sampler by csrc/cpu/sample_tokens.*, on CPUs."""
 
 from __future__ import annotations
 
@@ -25,19 +22,10 @@ def sample_tokens(
     logits [B, V] float32 or bfloat16, whose rows may lie apart; keys (63 bits), index and position (32 bits) [B] int64.
     Returns ids [B] int64 and their log-probabilities [B] float32 in nats under the distribution they were drawn from.
     A row depends neither on its neighbours nor on the number of threads. An id can differ from the reference's where
-    the uniform falls within float32 rounding of a step of the CDF. -inf masks a token. A row with NaN or +inf, or with
-    nothing above -inf, raises ValueError on the CPU; on CUDA, where finding out would wait for the device, it gets
-    id -1 and log-probability NaN. Raises ValueError for a shape, value or device, TypeError for a dtype.
+    the uniform falls within float32 rounding of a step of the CDF. -inf masks a token. Raises ValueError for a row with
+    NaN or +inf or with nothing above -inf, and for a shape, value or device that does not fit; TypeError for a dtype.
     """
     check_devices("sample_tokens", logits, keys, index, position)
     with torch.no_grad():
         ids, log_probs = torch.ops.brorl.sample_tokens(logits, keys, index, position, temperature, top_p, top_k)
     return ids, log_probs
-
-
-@torch.library.register_fake("brorl::sample_tokens")
-def _sample_tokens_fake(
-    logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, temperature: float, top_p: float, top_k: int
-) -> tuple[Tensor, Tensor]:
-    rows = logits.shape[0]
-    return keys.new_empty(rows), logits.new_empty(rows, dtype=torch.float32)

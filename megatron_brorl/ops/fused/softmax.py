@@ -12,8 +12,6 @@ from megatron_brorl.algo.loss import PolicyTokens
 from megatron_brorl.algo.policy_losses import PolicyLossSettings, policy_loss_entry
 from megatron_brorl.ops.fused import native
 
-TOKEN_COLUMNS = 8  # of ppo_tokens: those of algo.loss.SUMS before "entropy"
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -23,7 +21,6 @@ class Shard:
     live: int  # its logits; the rows of the LM head beyond are padding
     temperature: float
     group: dist.ProcessGroup | None  # the ranks that hold the vocabulary together; None: this one holds all of it
-    fp8: bool = False  # whether the product to logits is in FP8
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
@@ -74,7 +71,10 @@ def softmax_gradient_(
 def ppo_tokens(
     log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settings: PolicyLossSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients [R] of the policy loss in log-probability and entropy, and its columns [R, TOKEN_COLUMNS]."""
+    """Return the gradients [R] of the policy loss in log-probability and entropy, and the columns [R, 8].
+
+    The columns are those of algo.loss.SUMS before "entropy".
+    """
     first, second, columns = torch.ops.brorl.ppo_tokens(
         log_probs,
         entropy,
@@ -91,33 +91,3 @@ def ppo_tokens(
         settings.entropy_coef,
     )
     return first, second, columns
-
-
-@torch.library.register_fake("brorl::gemm_")
-def _gemm_fake(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    return None
-
-
-@torch.library.register_fake("brorl::softmax_statistics")
-def _softmax_statistics_fake(logits: Tensor, ids: Tensor, start: int, temperature: float) -> Tensor:
-    return logits.new_empty((logits.shape[0], 4), dtype=torch.float64)
-
-
-@torch.library.register_fake("brorl::softmax_gradient_")
-def _softmax_gradient_fake(
-    logits: Tensor,
-    ids: Tensor,
-    statistics: Tensor,
-    log_prob_gradient: Tensor,
-    entropy_gradient: Tensor | None,
-    start: int,
-    temperature: float,
-    narrow: bool,
-) -> None:
-    return None
-
-
-@torch.library.register_fake("brorl::ppo_tokens")
-def _ppo_tokens_fake(log_probs: Tensor, entropy: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    columns = log_probs.new_empty((log_probs.shape[0], TOKEN_COLUMNS))
-    return torch.empty_like(log_probs), torch.empty_like(log_probs), columns

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from megatron_brorl.algo import advantage
 from megatron_brorl.ops.reference import advantages, linear, sampling, value
 from megatron_brorl.ops.reference.decode import ReferenceDecode
 
 
 class ReferenceBackend:
-    """The definitions, each in a file of this room or of algo/."""
+    """The definitions, each in a file of this folder or of algo/."""
 
     fused_layers = False
 
+    linear_log_probs = staticmethod(linear.linear_log_probs)
+    linear_ppo_loss = staticmethod(linear.linear_ppo_loss)
+    linear_logits = staticmethod(linear.linear_logits)
     value_loss = staticmethod(value.value_loss)
     gae = staticmethod(advantages.gae)
     group_advantages = staticmethod(advantages.group_advantages)
@@ -21,9 +22,5 @@ class ReferenceBackend:
     whiten = staticmethod(advantage.whiten)
     sample_tokens = staticmethod(sampling.sample_tokens)
 
-    def __init__(self, fp8: bool = False) -> None:
-        """fp8: the logits are those of FP8, rounded and then multiplied, on any device."""
-        self.linear_log_probs = partial(linear.linear_log_probs, fp8=fp8)
-        self.linear_ppo_loss = partial(linear.linear_ppo_loss, fp8=fp8)
-        self.linear_logits = partial(linear.linear_logits, fp8=fp8)
+    def __init__(self) -> None:
         self.decode = ReferenceDecode()

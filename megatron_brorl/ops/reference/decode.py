@@ -15,8 +15,6 @@ GATHERED = 1 << 26  # keys gathered at a time, in numbers, so that N = 512 long 
 class ReferenceDecode:
     """See ops.decode.DecodeOps; gathers every row's pages, the prompt's too."""
 
-    recordable = False
-
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Rows, scale: float, heads: int
     ) -> Tensor:

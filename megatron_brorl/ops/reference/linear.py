@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_brorl.algo.loss import PolicyLoss, PolicyTokens, policy_loss
 from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.ops.dtypes import compute_dtype
-from megatron_brorl.ops.fp8_blocks import BLOCK, rounded
 
 CHUNK_BYTES = 64 << 20  # of logits held at a time
 
@@ -28,7 +27,6 @@ def linear_log_probs(
     temperature: float,
     group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
-    fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of ids and entropy of softmax(hidden @ weight.T / temperature) at each row.
 
@@ -36,15 +34,11 @@ def linear_log_probs(
     probability; ids [R] int64 below `vocab`. With a group, hidden and ids are the same on all its ranks, weight is this
     rank's shard [V/tp, H], and the gradient of hidden is summed over the group. Returns two [R] tensors in the compute
     dtype, in nats, both differentiable.
-
-    fp8: the logits are those of hidden rounded to FP8 per 1 x 128 and of weight per 128 x 128, from its first row on
-    (ops.fp8_blocks), their product in the compute dtype. The gradient takes the rounding for the identity: its products
-    are with hidden and weight themselves.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     vocab = len(weight) * ranks if vocab is None else vocab
     shared = group if ranks > 1 else None
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, vocab, temperature, shared, fp8)
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, vocab, temperature, shared)
     return log_probs, entropy
 
 
@@ -57,21 +51,18 @@ def linear_ppo_loss(
     temperature: float,
     group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
-    fp8: bool = False,
 ) -> PolicyLoss:
     """The policy loss of algo.loss.policy_loss, where formula and figures are explained, from the hidden states on.
 
     hidden [R, H], weight [V, H], ids [R], group and vocab as in linear_log_probs; the tensors of tokens are [R] in the
     compute dtype.
     """
-    return policy_loss(*linear_log_probs(hidden, weight, ids, temperature, group, vocab, fp8), tokens, settings)
+    return policy_loss(*linear_log_probs(hidden, weight, ids, temperature, group, vocab), tokens, settings)
 
 
-def linear_logits(hidden: Tensor, weight: Tensor, fp8: bool = False) -> Tensor:
-    """hidden [K, H] @ weight [V, H]^T, [K, V] in the compute dtype; fp8 as in linear_log_probs."""
+def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return hidden [K, H] @ weight [V, H]^T, [K, V] in the compute dtype."""
     compute = compute_dtype(hidden.dtype)
-    if fp8:
-        hidden, weight = rounded(hidden, 1), rounded(weight, BLOCK)
     return hidden.to(compute) @ weight.to(compute).t()
 
 
@@ -85,7 +76,6 @@ class _LinearLogProbs(torch.autograd.Function):
         vocab: int,
         temperature: float,
         group: dist.ProcessGroup | None,
-        fp8: bool,
     ) -> tuple[Tensor, Tensor]:
         # This rank's part of the vocabulary: `live` tokens from `start` on, and then padding.
         start = 0 if group is None else dist.get_rank(group) * weight.shape[0]
@@ -93,10 +83,10 @@ class _LinearLogProbs(torch.autograd.Function):
         # Rows of a chunk, by the size of float32 logits; the same on all ranks, which exchange sums chunk by chunk.
         rows = max(1, CHUNK_BYTES // (4 * max(weight.shape[0], 1)))
         log_probs, entropies, log_norms = [], [], []
-        head = rounded(weight[:live], BLOCK) if fp8 else weight[:live]
+        head = weight[:live]
         for h, t in zip(hidden.split(rows), ids.split(rows), strict=True):
             # The largest logit of all ranks, so that no exponential overflows.
-            logits = _scaled_logits(h, head, temperature, fp8)
+            logits = _scaled_logits(h, head, temperature)
             peak = logits.max(dim=-1).values if live else logits.new_full((len(h),), float("-inf"))
             _reduce(peak, dist.ReduceOp.MAX, group)
 
@@ -123,23 +113,23 @@ class _LinearLogProbs(torch.autograd.Function):
         empty = hidden.new_zeros(0, dtype=compute_dtype(hidden.dtype))
         log_prob, entropy, log_norm = (torch.cat(x) if x else empty for x in (log_probs, entropies, log_norms))
         ctx.save_for_backward(hidden, weight, ids, log_norm, entropy)
-        ctx.settings = (start, live, rows, temperature, group, fp8)
+        ctx.settings = (start, live, rows, temperature, group)
         return log_prob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         hidden, weight, ids, log_norm, entropy = ctx.saved_tensors
-        start, live, rows, temperature, group, fp8 = ctx.settings
+        start, live, rows, temperature, group = ctx.settings
 
         # Sums over chunks, in the compute dtype.
         grad_hidden = torch.zeros_like(hidden, dtype=compute_dtype(hidden.dtype))
         grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight.dtype))
         # Rows without a gradient are left out, not multiplied by 0: what they hold may be NaN.
         counted = ((grads[0] != 0) | (grads[1] != 0)).nonzero().squeeze(-1)
-        head = rounded(weight[:live], BLOCK) if fp8 else weight[:live]
+        head = weight[:live]
         for chunk in counted.split(rows) if live else ():
             h = hidden[chunk]
-            log_p = _scaled_logits(h, head, temperature, fp8) - log_norm[chunk].unsqueeze(-1)
+            log_p = _scaled_logits(h, head, temperature) - log_norm[chunk].unsqueeze(-1)
 
             # d log p(t) / d logits = onehot(t) - p and dH / d logits = -p (log p + H), then through the temperature.
             upstream, of_entropy = (g[chunk].unsqueeze(-1) for g in grads)
@@ -157,13 +147,11 @@ class _LinearLogProbs(torch.autograd.Function):
 
         # Each rank has what its own tokens add to hidden states; its rows of the weight are its alone.
         _reduce(grad_hidden, dist.ReduceOp.SUM, group)
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *(None,) * 5
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *(None,) * 4
 
 
-def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float, fp8: bool) -> Tensor:
-    """[rows, H] and [V, H], which FP8 has rounded already -> logits over temperature [rows, V] in the compute dtype."""
-    if fp8:
-        return linear_logits(rounded(hidden, 1), head) / temperature  # sums of FP8 products are float32
+def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+    """Return the logits of hidden [rows, H] and head [V, H] over temperature, [rows, V] in the compute dtype."""
     return (hidden @ head.t()).to(compute_dtype(hidden.dtype)) / temperature
 
 

@@ -8,7 +8,7 @@ import sys
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.sandbox import isolation, seccomp
-from megatron_brorl.rewards.sandbox.limits import Limits
+from megatron_brorl.rewards.sandbox.isolation import Limits
 from megatron_brorl.rewards.sandbox.process import Ended, SandboxError, SandboxProcess
 
 KEY = "reward.unsandboxed"

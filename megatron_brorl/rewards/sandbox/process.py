@@ -13,9 +13,9 @@ import time
 from types import TracebackType
 from typing import Any
 
-from megatron_brorl.rewards.sandbox import isolation, seccomp, user
+from megatron_brorl.rewards.sandbox import isolation, seccomp
 from megatron_brorl.rewards.sandbox.inside import codec
-from megatron_brorl.rewards.sandbox.limits import Limits
+from megatron_brorl.rewards.sandbox.isolation import Limits
 
 _START_S = 20.0
 _CHUNK = 1 << 16
@@ -125,7 +125,7 @@ class SandboxProcess:
     def _order(self) -> dict[str, Any]:
         limits = self._limits
         return {
-            "user": user.INSIDE if self._isolated and os.geteuid() == 0 else None,
+            "user": isolation.USER if self._isolated and os.geteuid() == 0 else None,
             "test_seconds": limits.test_seconds,
             "output_bytes": limits.output_bytes,
             "limits": {

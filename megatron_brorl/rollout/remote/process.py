@@ -33,10 +33,6 @@ _SILENT_S = 1.5  # without a heartbeat, after which the engine is greeted again:
 # Workers of an engine would take themselves for ranks of the trainer's launcher.
 _MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", LAUNCHER, "OMP_NUM_THREADS")
-# The words of a process that may start on other ports.
-_PORT_TAKEN = re.compile(
-    r"address already in use|EADDRINUSE|failed to bind|port \S+ (is )?(already )?(in use|taken)", re.I
-)
 # Python's multiprocessing names its shared memory and the semaphores of spawned processes so.
 _SHARED = ("psm_*", "sem.mp-*")
 # By inode: the maker of a semaphore has it mapped by another name, which is gone.
@@ -183,7 +179,6 @@ class EngineProcess:
         kind = ENGINES[options.engine]
         self.log = log
         self._killed = False
-        self._from = log.stat().st_size if log.exists() else 0  # Before it stands the output of other processes.
 
         # A killed process leaves its socket behind.
         (folder / "socket").unlink(missing_ok=True)
@@ -219,14 +214,6 @@ class EngineProcess:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return f"engine process {self.pid} ended ({how}); {self.log}: {lines[-1] if lines else 'empty'}"
 
-    def port_taken(self) -> bool:
-        """Return whether the process ended because another program had a port that it needs."""
-        if self._process.poll() is None:
-            return False
-        with open(self.log, "rb") as log:
-            log.seek(self._from)
-            return bool(_PORT_TAKEN.search(log.read().decode(errors="replace")))
-
     def kill(self) -> None:
         """End it and its children, which may outlive it."""
         if not self._killed:
@@ -257,7 +244,11 @@ class Supervisor:
         # The watch begins when the process is up: then those that wait for it hear of its end in time.
         self._link = Link(address(folder))
         self._process = self._start()
-        self.capabilities = self._first()
+        try:
+            self._wait()
+        except EngineError as e:
+            self._process.kill()
+            raise UserError(f"{self.options.key}: {e}") from None
         self._thread = threading.Thread(target=self._watch, name="engine supervisor", daemon=True)
         self._thread.start()
 
@@ -342,24 +333,7 @@ class Supervisor:
     def _start(self) -> EngineProcess:
         return EngineProcess(self.settings.python or sys.executable, self.folder, self.options, self.devices, self.log)
 
-    def _first(self) -> Capabilities:
-        """Wait for the first process.
-
-        It is started again only where another program took a port: other failures would come again.
-        """
-        for tries_left in range(self.settings.max_restarts, -1, -1):
-            try:
-                return self._wait()
-            except EngineError as e:
-                again = tries_left and self._process.port_taken()
-                self._process.kill()
-                if not again:
-                    raise UserError(f"{self.options.key}: {e}") from None
-                _say(f"{e}; starting it again on other ports")
-                self._process = self._start()
-        raise AssertionError("the last try returns or raises")
-
-    def _wait(self) -> Capabilities:
+    def _wait(self) -> None:
         """Wait until the process answers."""
         self._link.renew()
         deadline = time.monotonic() + self.settings.start_timeout_s
@@ -373,7 +347,6 @@ class Supervisor:
                     f"engine process {self.pid} did not answer within engine.start_timeout_s = "
                     f"{self.settings.start_timeout_s:g} s; see {self.log}"
                 )
-        return self._link.capabilities
 
     def _watch(self) -> None:
         while not self._closing.wait(_POLL_S):

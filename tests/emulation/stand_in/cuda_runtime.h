@@ -3,7 +3,6 @@
 
 #include <math.h>  // not <cmath>: kernels say exp, and mean that of their type
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -22,11 +21,8 @@ using cudaStream_t = CUstream_st*;
 using emulation::blockIdx;
 using emulation::threadIdx;
 using emulation::Place;
-using std::max;
-using std::min;
 
-inline void __syncthreads(Place place = Place::here()) { emulation::meet_block(0, place); }
-inline int __syncthreads_or(int x, Place place = Place::here()) { return emulation::meet_block(x != 0, place); }
+inline void __syncthreads(Place place = Place::here()) { emulation::meet_block(place); }
 
 namespace emulation {
 
@@ -48,42 +44,12 @@ inline unsigned lane() { return threadIdx.x % 32; }
 }  // namespace emulation
 
 template <typename T>
-T __shfl_sync(unsigned mask, T x, int lane, Place place = Place::here()) {
-  return emulation::shuffle(mask, x, unsigned(lane) % 32, place);
-}
-
-template <typename T>
-T __shfl_xor_sync(unsigned mask, T x, int other, Place place = Place::here()) {
-  return emulation::shuffle(mask, x, emulation::lane() ^ unsigned(other), place);
-}
-
-template <typename T>
 T __shfl_down_sync(unsigned mask, T x, unsigned step, Place place = Place::here()) {
   return emulation::shuffle(mask, x, emulation::lane() + step, place);
 }
-
-inline unsigned __ballot_sync(unsigned mask, int x, Place place = Place::here()) {
-  const uint64_t* const of_lanes = emulation::meet_warp(mask, x != 0, place);
-  unsigned result = 0;
-  for (unsigned i = 0; i < 32; ++i) result |= (mask >> i & 1) && of_lanes[i] ? 1u << i : 0;
-  return result;
-}
-
-inline int __all_sync(unsigned mask, int x, Place place = Place::here()) {
-  return __ballot_sync(mask, x, place) == mask;
-}
-
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline unsigned long long __float2ull_rn(float x) { return (unsigned long long)llrintf(x); }  // below 2^63
 
 inline unsigned __float_as_uint(float x) {
   unsigned bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
-}
-
-inline float __uint_as_float(unsigned bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
 }

@@ -11,25 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_brorl.checkpoints import folders, writer
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.training import BackgroundSaver
-from megatron_brorl.config.schema import OptimConfig
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.ops.backend import backend
-from megatron_brorl.train.worker import StageOptions, Worker
 
 SOON = timedelta(seconds=60)
-
-
-@pytest.fixture(scope="module")
-def part(processes, model):
-    options = StageOptions(100, backend("fused", torch.device("cpu")))
-    worker = Worker(read_shape(model[0]), processes, options, OptimConfig())
-    worker.load_hf(model[0])
-    return checkpoint.Part("", worker.actor, worker.optimizer)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A disk that takes no more, or never took anything: the run is told, nothing half-written stays, and it can go on."""
+"""A disk that refuses reads or writes: an error of one line, nothing half-written stays, and the run can continue."""
 
 from __future__ import annotations
 
@@ -14,24 +14,11 @@ import torch
 
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.ops.backend import backend
-from megatron_brorl.train.worker import StageOptions, Worker
-
-
-@pytest.fixture(scope="module")
-def worker(processes, model):
-    options = StageOptions(100, backend("fused", torch.device("cpu")))
-    made = Worker(read_shape(model[0]), processes, options, OptimConfig())
-    made.load_hf(model[0])
-    return made
 
 
 @pytest.fixture
-def save(worker, tmp_path):
-    part = checkpoint.Part("", worker.actor, worker.optimizer)
+def save(part, tmp_path):
     return lambda step: checkpoint.save(tmp_path, step, [part], {}, 2)
 
 
@@ -45,10 +32,10 @@ def fails(save, step: int, root: Path, reason: str) -> None:
     assert sorted(p.name for p in root.iterdir()) == before
 
 
-def test_no_room(save, tmp_path, monkeypatch, worker):
+def test_no_room(save, tmp_path, monkeypatch, part):
     save(1)
     usage = shutil.disk_usage(tmp_path)
-    held = sum(p.numel() * p.element_size() for p in worker.actor.parameters())
+    held = sum(p.numel() * p.element_size() for p in part.module.parameters())
 
     with monkeypatch.context() as m:
         m.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=held - 1))
@@ -72,7 +59,7 @@ def test_full_while_a_file_is_written(save, tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", [".metadata", "run.json", "manifest.json"])
-def test_what_the_disk_does_not_give_back_is_not_called_damaged(save, worker, tmp_path, monkeypatch, capfd, name):
+def test_what_the_disk_does_not_give_back_is_not_called_damaged(save, part, tmp_path, monkeypatch, capfd, name):
     """Nobody is told to delete a checkpoint that nothing is known of."""
     directory = save(1)
     call = io.open
@@ -84,7 +71,7 @@ def test_what_the_disk_does_not_give_back_is_not_called_damaged(save, worker, tm
 
     def read():
         found = checkpoint.find(tmp_path) if name == "manifest.json" else directory
-        checkpoint.load(found, [checkpoint.Part("", worker.actor, worker.optimizer)])
+        checkpoint.load(found, [part])
 
     with monkeypatch.context() as m:
         for module in (builtins, io):

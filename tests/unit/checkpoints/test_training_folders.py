@@ -7,26 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.ops.backend import backend
-from megatron_brorl.train.worker import StageOptions, Worker
 
 NAMES = ["step_best", "step_00000009.bak", "step_9", "step_000000009"]
-
-
-@pytest.fixture(scope="module")
-def part(processes, model):
-    worker = Worker(
-        read_shape(model[0]), processes, StageOptions(100, backend("fused", torch.device("cpu"))), OptimConfig()
-    )
-    worker.load_hf(model[0])
-    return checkpoint.Part("", worker.actor, worker.optimizer)
 
 
 @pytest.fixture
@@ -152,9 +138,3 @@ def test_a_pointer_to_something_else_is_named(save, tmp_path):
     (tmp_path / "latest").write_text("step_best\n")
     with pytest.raises(UserError, match=r"latest: says 'step_best', which is no checkpoint's name; delete it"):
         checkpoint.find(tmp_path)
-
-
-def test_nothing_is_found_where_nothing_was_saved(tmp_path):
-    assert checkpoint.find(tmp_path / "nowhere") is None
-    (tmp_path / "step_best").mkdir()
-    assert checkpoint.find(tmp_path) is None

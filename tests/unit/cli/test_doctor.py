@@ -1,4 +1,4 @@
-"""brorl doctor, and the container whose health check it is."""
+"""`brorl doctor`, and the container whose health check it is."""
 
 from __future__ import annotations
 
@@ -15,28 +15,35 @@ import pytest
 import torch
 from random_model import qwen2_config
 
-from megatron_brorl.cli import doctor, main
+from megatron_brorl.cli import main, preflight
+from megatron_brorl.cli.memory_plan import plan_of
+from megatron_brorl.cli.preflight import Finding
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.fused import processor
 from megatron_brorl.rewards.sandbox import isolation, probe
+from megatron_brorl.rollout.registry import ENGINES
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
-def test_this_machine_is_well_and_a_bad_one_is_told():
-    lines, status = doctor.report(doctor.examine())
+def test_this_machine_passes_and_problems_are_marked():
+    lines, status = preflight.report(preflight.examine())
     assert status == 0, lines
     assert any(torch.__version__ in line for line in lines)
-    found = [doctor.Finding("a", "1"), doctor.Finding("b", "2", "mend it"), doctor.Finding("c", "3", "get it", False)]
-    lines, status = doctor.report(found)
+    found = [
+        Finding("a", "1"),
+        Finding("b", "2", "fix it"),
+        Finding("c", "3", "get it", False),
+    ]
+    lines, status = preflight.report(found)
     assert status == 1
     assert [line.split(maxsplit=2) for line in lines] == [
         ["ok", "a", "1"],
-        ["BAD", "b", "2: mend it"],
+        ["BAD", "b", "2: fix it"],
         ["note", "c", "3: get it"],
     ]
-    assert doctor.report(found[::2])[1] == 0
+    assert preflight.report(found[::2])[1] == 0
 
 
 def small(name, **amounts):
@@ -44,7 +51,7 @@ def small(name, **amounts):
 
     def plant(monkeypatch):
         usage = shutil.disk_usage("/")._replace(**amounts)
-        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: name == "gpu")
 
     return plant
@@ -57,10 +64,10 @@ def version(found):
     def plant(monkeypatch):
         def look(package):
             if found is None:
-                raise doctor.metadata.PackageNotFoundError(package)
+                raise preflight.metadata.PackageNotFoundError(package)
             return found
 
-        monkeypatch.setattr(doctor.metadata, "version", look)
+        monkeypatch.setattr(preflight.metadata, "version", look)
 
     return plant
 
@@ -84,55 +91,69 @@ def no_kernels(monkeypatch):
     ("plant", "check", "mark", "remedy"),
     [
         (lambda m: m.setattr(torch, "__version__", "2.4.1+cpu"), "_torch", "BAD", 'pip install "torch>=2.6"'),
-        (version("0.14.0"), "_megatron", "BAD", f'pip install "megatron-core=={MEGATRON}.*"'),
         (version("0.17.1"), "_megatron", "BAD", f'pip install "megatron-core=={MEGATRON}.*"'),
         (version(None), "_megatron", "BAD", f'pip install "megatron-core=={MEGATRON}.*"'),
-        (no_kernels, "extension", "BAD", "pip install . in the checkout"),
+        (no_kernels, "csrc", "BAD", "pip install . in the checkout"),
         (small("cpu", free=10 << 20), "_disk", "BAD", "give a run.dir on a larger disk"),
         (small("gpu", total=64 << 20), "_shared_memory", "BAD", "docker run --shm-size=16g"),
         (small("cpu", total=64 << 20), "_shared_memory", "note", "docker run --shm-size=16g"),
-        (lambda m: m.setattr(doctor.os.path, "isdir", lambda _: False), "_shared_memory", "note", "mount one"),
-        (lambda m: m.setattr(doctor.resource, "getrlimit", lambda _: (256, 256)), "_files", "note", "ulimit -n 1024"),
+        (
+            lambda m: m.setattr(preflight.resource, "getrlimit", lambda _: (256, 256)),
+            "_open_files",
+            "note",
+            "ulimit -n 1024",
+        ),
         (lambda m: m.setattr(isolation, "found", lambda: None), "_sandbox", "note", "apt-get install bubblewrap"),
-        (lambda m: m.setattr(shutil, "which", lambda _: "/bin/smi"), "_devices", "BAD", "install a torch with CUDA"),
+        (lambda m: m.setattr(shutil, "which", lambda _: "/bin/smi"), "_gpus", "BAD", "install a torch with CUDA"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_fault_is_told_with_its_remedy(plant, check, mark, remedy, monkeypatch):
-    """One line, which is BAD only where no run could begin."""
-    if torch.cuda.is_available() and check in ("_devices", "_shared_memory"):
+def test_a_problem_is_reported_with_its_remedy(plant, check, mark, remedy, monkeypatch):
+    if torch.cuda.is_available() and check in ("_gpus", "_shared_memory"):
         pytest.skip("there is a GPU")
     probe.problem.cache_clear()
     with monkeypatch.context() as patched:
         plant(patched)
-        [line], status = doctor.report([getattr(doctor, check)()])
+        [line], status = preflight.report([getattr(preflight, check)()])
     probe.problem.cache_clear()
     assert line.startswith(mark)
     assert remedy in line.partition(": ")[2]
     assert status == (mark == "BAD")
 
 
-def test_tensorrt_llm_without_ray_is_told(monkeypatch):
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
-    monkeypatch.setattr(doctor.metadata, "version", lambda _: "1.3.0rc29")
-    assert doctor._remote_engine("trtllm") == doctor.Finding(
-        "TensorRT-LLM", "1.3.0rc29", "Ray starts its workers and is not here: pip install ray", stops=False
-    )
+@pytest.mark.parametrize(
+    ("engine", "answer", "remedy"),
+    [
+        ("trtllm", ({"tensorrt_llm": True, "ray": False}, "1.3.0rc29"), "Ray starts its workers and is not here"),
+        ("vllm", ({"vllm": True}, "0.31.0"), "vLLM 0.31.0 is too old: install 0.32 or newer"),
+        ("vllm", ({"vllm": False}, ""), ""),
+    ],
+)
+def test_problems_of_an_engine_stop_no_run(monkeypatch, engine, answer, remedy):
+    monkeypatch.setattr(preflight, "ask_engine", lambda kind, python: answer)
+    found = preflight._installed_engine(ENGINES[engine])
+    assert found.remedy.startswith(remedy)
+    assert bool(found.remedy) == bool(remedy)
+    assert preflight.report([found])[1] == 0
 
 
-def test_a_vllm_that_is_too_old_is_told(monkeypatch):
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(doctor.metadata, "version", lambda _: "0.31.0")
-    remedy = "vLLM 0.31.0 is too old: install 0.32 or newer"
-    assert doctor._remote_engine("vllm") == doctor.Finding("vLLM", "0.31.0", remedy, stops=False)
+def test_the_built_in_engine_is_slow_on_a_gpu(monkeypatch):
+    assert not preflight._built_in_engine().remedy or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert 'it is slow there; set rollout.engine = "vllm" or "trtllm"' in preflight._built_in_engine().remedy
+
+
+def test_only_torch_is_needed_to_import_the_checks():
+    code = "import sys, megatron_brorl.cli.preflight; assert not {'megatron', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def doctor_of(config: Path, *options: str) -> list[str]:
-    return doctor.plan_of(main._parse(["doctor", str(config), *options]))
+    return plan_of(main._parse(["doctor", str(config), *options]))
 
 
 def test_the_plan_of_a_configuration(tmp_path, monkeypatch):
-    """The 1.5B example on 64 GPUs of 80 GiB, by another machine; and what this machine would need for it."""
+    """The 1.5B example on 64 GPUs of 80 GiB of another machine, and on this machine."""
     sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 131072}
     (tmp_path / "config.json").write_text(json.dumps({**qwen2_config(**sizes), "tie_word_embeddings": False}))
     example, model = ROOT / "examples" / "brorl_1.5b.toml", f"model.path={tmp_path}"
@@ -143,7 +164,7 @@ def test_the_plan_of_a_configuration(tmp_path, monkeypatch):
     assert "engine's weights 3.3 GiB" in generating
     assert keys.endswith("148 rollouts of 16384 tokens at a time")
     assert node.startswith("memory of a node: 6.6 GiB shared")
-    assert node.endswith("55.4 GiB of what is offloaded")
+    assert node.endswith("55.4 GiB of offloaded states")
     with pytest.raises(UserError, match=r"training needs about .* GiB on a GPU, which has 12\.0 GiB"):
         doctor_of(example, model, "--ranks", "64", "--gpu-gib", "12")
     with pytest.raises(UserError, match="does not divide 3 ranks"):
@@ -156,11 +177,11 @@ def test_the_plan_of_a_configuration(tmp_path, monkeypatch):
         doctor_of(example, model)
     (rank, node) = doctor_of(example, model, "rollout.engine=torch", "train.tokens_per_micro_batch=1")
     assert rank.startswith("memory of a rank, training: 33.1 GiB (weights 3.3 GiB, optimizer 19.9 GiB")
-    assert node == "memory of a node: 26.5 GiB of what is offloaded"
+    assert node == "memory of a node: 26.5 GiB of offloaded states"
 
 
 def files(root: Path, folder: str = ".") -> set[Path]:
-    """What is no result of running or building."""
+    """Return the files that neither running nor building makes."""
     found = {p.relative_to(root) for p in (root / folder).rglob("*") if p.is_file()}
     return {p for p in found if "__pycache__" not in p.parts and p.suffix != ".so"}
 
@@ -172,7 +193,7 @@ def test_dockerfile_passes_hadolint():
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_what_is_copied_is_there_and_is_a_package(tmp_path):
+def test_the_files_copied_into_the_image_build_the_package(tmp_path):
     """The COPY steps in a folder of their own; then the packaging that pip starts with."""
     ignored = (ROOT / ".dockerignore").read_text().split()
     for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.M):
@@ -186,7 +207,7 @@ def test_what_is_copied_is_there_and_is_a_package(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
-    # Every file of the package, whatever its kind, and the torch that it was compiled against.
+    # Every file of the package, and the torch that it was compiled against.
     assert files(tmp_path / "wheel") == files(ROOT, "megatron_brorl")
     assert Path("megatron_brorl/py.typed") in files(tmp_path / "wheel")
     asked = (tmp_path / "megatron_brorl.egg-info" / "requires.txt").read_text().splitlines()
@@ -194,7 +215,6 @@ def test_what_is_copied_is_there_and_is_a_package(tmp_path):
 
 
 def test_versions_of_the_image_are_kept():
-    """The pattern that picks the constraints out of pip freeze."""
     pattern = re.search(r"grep -iE '([^']+)'", DOCKERFILE)
     assert pattern
     kept = ["torch==2.9.1", "numpy==1.26.4", "transformers==4.57.3", "transformer_engine_torch==2.9.0", "triton==3.5.1"]

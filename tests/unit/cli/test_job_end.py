@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_brorl.cli.job_end import SLURM_END, JobEnd
+from megatron_brorl.cli.session import SLURM_END, JobEnd
 from megatron_brorl.errors import UserError
 
 

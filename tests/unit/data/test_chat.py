@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from unit.data.test_tokenizers import CHAT, make_hf
+from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.prompts import read_rows, render
-from megatron_brorl.data.source import load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 
@@ -80,14 +79,11 @@ def test_what_a_template_refuses_is_told_with_the_row(directory: Path, tmp_path:
 
 BAD: dict[str, tuple[Any, str]] = {
     "empty": ([], "prompt must be a string or a list of messages that is not empty"),
-    "text": (["x"], 'prompt[0] must be {"role": "...", "content": "..."}'),
     "misspelt": ([{"role": "user", "contents": "x"}], "prompt[0] must be"),
-    "more keys": ([{**TURNS[0], "name": "x"}], "prompt[0] must be"),
     "content type": ([{"role": "user", "content": 3}], "prompt[0] must be"),
     "role": ([{"role": "human", "content": "x"}], "prompt[0]: unknown role 'human'; known: system, user, assistant"),
     "late system": ([TURNS[0], SYSTEM, TURNS[2]], "prompt[1]: a system message may only come first"),
     "ends with the assistant twice": ([*TURNS[:2], TURNS[1]], "the last message of a prompt must be the user's"),
-    "ends with nothing": ([{"role": "user", "content": " "}], "the last message of a prompt must be the user's"),
     "surrogate": ([{"role": "user", "content": "\ud800"}], "prompt has half of a surrogate pair"),
 }
 
@@ -103,12 +99,3 @@ def test_malformed_messages_are_named_with_their_row(tmp_path: Path, kind: str) 
     assert str(e.value).startswith(f"{path}:2: ")
     assert message in str(e.value)
     assert "\n" not in str(e.value)
-
-
-def test_a_run_reads_conversations(tmp_path: Path) -> None:
-    path = tmp_path / "f.jsonl"
-    path.write_text(json.dumps({"prompt": TURNS, "answer": "20"}) + "\n")
-    tokenizer = load_tokenizer(make_hf(tmp_path / "hf", chat_template=CHAT))
-    (prompt,) = load_sources(DataConfig(train=(str(path),), chat=True), tokenizer, 100, 0).train.take(0, 1)
-    assert prompt.text == "<|user|>12 + 7?</s><|user|>19</s><|user|>plus 1 </s><|assistant|>"
-    assert list(prompt.token_ids) == tokenizer.apply_chat(TURNS)[1]

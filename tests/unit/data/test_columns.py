@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from megatron_brorl.config.schema import ColumnsConfig
 from megatron_brorl.data.columns import guess
 from megatron_brorl.data.prompts import read_rows
-from megatron_brorl.data.sft_rows import sft_examples
 from megatron_brorl.errors import UserError
-from megatron_brorl.types import Prompt
 
 GSM8K = {"question": "Ann has 3 nuts and gets 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}
 VERL = {
@@ -55,13 +51,6 @@ def test_columns(tmp_path, raw, columns, answer, target):
     assert (row.prompt, row.answer, row.target) == ("x", answer, target)
 
 
-def test_columns_of_parquet(tmp_path):
-    path = tmp_path / "f.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL]), path)
-    (row,) = read_rows(path, columns=ColumnsConfig(answer="reward_model.ground_truth"))
-    assert (row.prompt, row.answer) == (VERL["prompt"], "4")
-
-
 def test_a_conversation_that_ends_with_its_answer(tmp_path):
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
     (row,) = read(tmp_path, {"messages": turns, "id": 7}, prompt="messages")
@@ -73,11 +62,7 @@ def test_a_conversation_that_ends_with_its_answer(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "columns", "message"),
     [
-        (
-            GSM8K,
-            {"prompt": "problem"},
-            "data.columns.prompt = 'problem': there is no such column, only question",
-        ),
+        (GSM8K, {"prompt": "problem"}, "data.columns.prompt = 'problem': there is no such column, only question"),
         (GSM8K, {"prompt": "question", "answer_regex": "@(.+)"}, "f.jsonl:1: the answer has no match of data.columns"),
         (GSM8K, {"prompt": "question", "answer_regex": "("}, "data.columns.answer_regex '(': not a regular expression"),
         (GSM8K, {}, "unknown key 'question'; known: prompt, answer, target, verifier, id, metadata; put the rest in"),
@@ -94,18 +79,6 @@ def test_mistakes_name_the_row(tmp_path, raw, columns, message):
     with pytest.raises(UserError) as caught:
         read(tmp_path, raw, **columns)
     assert message in str(caught.value)
-
-
-def test_the_target_is_imitated_and_not_the_answer():
-    class Letters:
-        eos_id = 0
-
-        def encode(self, text):
-            return [ord(c) for c in text]
-
-    prompts = [Prompt("a", "x", (1,), "7", "exact", target="so 7"), Prompt("b", "x", (1,), "8", "exact")]
-    found = [response for _, response in sft_examples(prompts, Letters())]
-    assert found == [[*map(ord, "so 7"), 0], [ord("8"), 0]]
 
 
 @pytest.mark.parametrize(

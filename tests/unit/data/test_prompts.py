@@ -11,7 +11,7 @@ import sentencepiece
 import tokenizers
 
 from megatron_brorl.config.schema import DataConfig, TaskConfig
-from megatron_brorl.data.prompts import Row, Verifiers, check_round_trip, read_rows, tokenize
+from megatron_brorl.data.prompts import Row, check_round_trip, read_rows, tokenize
 from megatron_brorl.data.source import load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
@@ -46,49 +46,20 @@ def test_a_row_in_full(tmp_path: Path) -> None:
     ]
 
 
-def test_bom_crlf_blank_lines_and_line_separators_inside_text(tmp_path: Path) -> None:
-    path = tmp_path / "f.jsonl"
-    inner = '{"prompt": "a\u2028b\u0085c", "answer": "é"}'.encode()
-    path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n  \n" + inner + b"\r\n" + GOOD)  # no newline at the end
-    rows = read_rows(path)
-    assert [(r.where, r.prompt, r.answer) for r in rows] == [
-        (f"{path}:1", "1+1", "2"),
-        (f"{path}:4", "a\u2028b\u0085c", "é"),
-        (f"{path}:5", "1+1", "2"),
-    ]
-
-
 BAD: dict[str, tuple[bytes, str]] = {
     "broken": (b'{"prompt": "x"', "not valid JSON: Expecting"),
-    "two objects": (GOOD + GOOD, "not valid JSON: Extra data"),
     "list": (b"[1]", "a row must be an object"),
-    "null": (b"null", "a row must be an object"),
     "no prompt": (b'{"answer": "2"}', "prompt must be a string that is not empty, not null"),
-    "empty prompt": (b'{"prompt": " ", "answer": "2"}', "prompt must be a string that is not empty"),
-    "number as prompt": (b'{"prompt": 3, "answer": "2"}', "prompt must be a string that is not empty, not 3"),
     "number as answer": (b'{"prompt": "x", "answer": 42}', "answer must be a string or null, not 42; put it in quotes"),
-    "NaN answer": (b'{"prompt": "x", "answer": NaN}', "answer must be a string or null, not NaN"),
     "infinity": (b'{"prompt": "x", "answer": "1", "metadata": {"a": [Infinity]}}', "NaN or infinite"),
-    "overflow": (b'{"prompt": "x", "answer": "1", "metadata": {"a": 1e999}}', "NaN or infinite"),
-    "huge integer": (b'{"prompt": "x", "metadata": {"a": ' + b"9" * 5000 + b"}}", "not valid JSON"),
     "deep": (b"[" * 100_000, "not valid JSON"),
     "latin-1": ('{"prompt": "caf\xe9", "answer": "1"}'.encode("latin-1"), "not UTF-8 (byte 16 of the row)"),
     "half a surrogate": (b'{"prompt": "\\ud800", "answer": "1"}', "prompt has half of a surrogate pair"),
     "no answer": (b'{"prompt": "x"}', 'verifier "exact" compares with the answer'),
     "misspelt": (b'{"prompt": "x", "anwser": "1"}', "unknown key 'anwser'; known: prompt, answer"),
     "unknown verifier": (b'{"prompt": "x", "verifier": "maths"}', "no verifier is called 'maths'; did you mean math?"),
-    "dotted verifier": (b'{"prompt": "x", "verifier": "os:system"}', "no verifier is called 'os:system'"),
-    "verifier type": (b'{"prompt": "x", "verifier": 1}', "verifier must be a string, not 1"),
-    "id type": (b'{"prompt": "x", "answer": "1", "id": 7}', "id must be a string that is not empty, not 7"),
-    "empty id": (b'{"prompt": "x", "answer": "1", "id": ""}', "id must be a string that is not empty"),
     "taken id": (b'{"prompt": "x", "answer": "1", "id": "first"}', "id 'first' is taken by"),
     "metadata type": (b'{"prompt": "x", "answer": "1", "metadata": "m"}', 'metadata must be an object, not "m"'),
-    "refused task": (
-        json.dumps(
-            {"prompt": "x", "verifier": "reasoning_gym", "metadata": {"source_dataset": "simple_integration"}}
-        ).encode(),
-        "task 'simple_integration' is refused: its scorer executes the answer",
-    ),
     "no entry": (
         json.dumps({"prompt": "x", "verifier": "reasoning_gym", "metadata": {"source_dataset": "gcd"}}).encode(),
         "needs metadata.entry",
@@ -115,27 +86,6 @@ def test_metadata_may_be_deep(tmp_path: Path) -> None:
     assert len(read_rows(write(tmp_path / "f.jsonl", row % b"1"))) == 1
     with pytest.raises(UserError, match="NaN or infinite"):
         read_rows(write(tmp_path / "g.jsonl", row % b"1e999"))
-
-
-def test_a_large_row_is_fine(tmp_path: Path) -> None:
-    path = write(tmp_path / "f.jsonl", json.dumps({"prompt": "x" * 10_000_000, "answer": "1"}).encode())
-    assert len(read_rows(path)[0].prompt) == 10_000_000
-
-
-def test_files_that_are_not_there_or_of_another_kind(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").mkdir()
-    (tmp_path / "bad.parquet").write_bytes(b"not parquet")
-    for name, message in (
-        ("none.jsonl", "no such data file"),
-        ("none.parquet", "no such data file"),
-        ("d.jsonl", "cannot be read"),
-        ("bad.parquet", "not a valid .parquet file"),
-        ("f.txt", "unknown kind of data file; use .jsonl, .json, .parquet, .csv"),
-    ):
-        with pytest.raises(UserError) as e:
-            read_rows(tmp_path / name)
-        assert str(e.value).startswith(f"{tmp_path / name}: {message}")
-        assert "\n" not in str(e.value)
 
 
 def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -181,12 +131,6 @@ def test_tokenize_applies_the_template(tokenizer: Tokenizer) -> None:
     assert (prompt.id, prompt.answer, prompt.verifier, prompt.metadata) == ("id", "2", "exact", {"a": 1})
 
 
-def test_braces_in_a_prompt_are_text(tmp_path: Path) -> None:
-    tokenizer = train_sentencepiece(["{}x:{prompt}"] * 20, tmp_path, 64)
-    (prompt,) = tokenize([row("{x}{prompt}")], tokenizer, DataConfig(template="{}:{prompt}"), 100)
-    assert prompt.text == "{}:{x}{prompt}"
-
-
 def test_prompts_that_do_not_fit_are_errors(tokenizer: Tokenizer) -> None:
     length = len(tokenizer.encode("12+34"))
     assert len(tokenize([row("12+34")], tokenizer, DataConfig(), length)) == 1
@@ -197,21 +141,6 @@ def test_prompts_that_do_not_fit_are_errors(tokenizer: Tokenizer) -> None:
         tokenize([row("1+ü")], tokenizer, DataConfig(), 100)
     with pytest.raises(UserError, match="no chat template"):
         tokenize([row("1+1")], tokenizer, DataConfig(chat=True), 100)
-
-
-def test_rows_that_name_no_verifier_have_the_default(tmp_path: Path) -> None:
-    row = b'{"prompt": "1+1", "verifier": "exact", "answer": "2"}'
-    path = write(tmp_path / "f.jsonl", b'{"prompt": "1+1"}', row)
-    rows = read_rows(path, Verifiers("my_rewards.py:score"))
-    assert [r.verifier for r in rows] == ["my_rewards.py:score", "exact"]  # one's own asks for no answer
-    with pytest.raises(UserError, match=r'f\.jsonl:1: verifier "exact" compares with the answer'):
-        read_rows(path, Verifiers("exact"))
-
-
-def test_an_unknown_verifier_gets_a_close_one(tmp_path: Path) -> None:
-    path = write(tmp_path / "f.jsonl", b'{"prompt": "1+1", "answer": "2", "verifier": "exat"}')
-    with pytest.raises(UserError, match=r"f\.jsonl:1: no verifier is called 'exat'; did you mean exact\?"):
-        read_rows(path)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.prompts import render
-from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 
@@ -144,14 +144,6 @@ def test_the_tiny_model_s_tokenizer_is_read_as_it_was_trained(init, tmp_path):
     assert theirs.decode(ids) == "12, 18="
 
 
-def test_code_of_an_export_may_be_trusted_or_not(init, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
-    expected = load_tokenizer(init).encode("12, 18=")
-    for trusted in (None, False, True):
-        theirs = AutoTokenizer.from_pretrained(str(init), local_files_only=True, trust_remote_code=trusted)
-        assert theirs("12, 18=").input_ids == expected
-
-
 MODELS = {
     "small": {},
     "bytes": {"byte_fallback": True},
@@ -239,31 +231,6 @@ def test_an_export_says_when_to_stop(init, tmp_path):
         export(init, tmp_path / "out").joinpath("generation_config.json").read_bytes()
         == (init / "generation_config.json").read_bytes()
     )
-
-
-def test_what_has_no_tokenizer_gets_none(tmp_path, capfd):
-    tiny.make_model(tmp_path / "in", "llama", True)
-    (tmp_path / "in/generation_config.json").unlink()
-    capfd.readouterr()
-    export(tmp_path / "in", tmp_path / "out")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
-    assert capfd.readouterr().err == ""
-
-
-def test_an_export_without_an_end_of_sequence_says_so(tmp_path, capfd):
-    model = model_around(train(tmp_path / "spm", eos_id=-1), "llama", tmp_path / "in")
-    capfd.readouterr()
-    export(model, tmp_path / "out")
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == 2
-    assert all("the tokenizer has no end-of-sequence token" in line for line in told)
-    assert told[1].startswith("warning: no generation_config.json written: ")
-
-
-def test_a_tokenizer_by_itself_needs_no_model(tmp_path):
-    train_sentencepiece(CORPUS, tmp_path, 300)
-    hugging_face.complete(tmp_path, tmp_path)
-    assert_same(tmp_path)
 
 
 def test_a_conversion_back_is_an_export_too(tmp_path):

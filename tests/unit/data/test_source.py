@@ -56,22 +56,6 @@ def test_every_epoch_is_a_permutation_of_its_own() -> None:
     assert len(first) > 10  # whoever comes first changes
 
 
-def test_steps_cross_epochs() -> None:
-    source = FileSource(prompts(7), seed=3)
-    flat = [i for step in range(21) for i in ids(source.take(5 * step, 5))]
-    assert flat == [i for epoch in range(15) for i in ids(source.take(7 * epoch, 7))]
-    assert set(Counter(flat).values()) == {15}
-    assert sorted(Counter(ids(FileSource(prompts(3), 0).take(0, 9))).values()) == [3, 3, 3]  # a step of three epochs
-
-
-def test_a_step_is_a_pure_function_of_its_number() -> None:
-    source = FileSource(prompts(7), seed=3)
-    for step in range(5):
-        source.take(4 * step, 4)
-    assert source.take(20, 4) == FileSource(prompts(7), seed=3).take(20, 4)
-    assert source.take(20, 4) != FileSource(prompts(7), seed=4).take(20, 4)
-
-
 def test_the_order_is_pinned() -> None:
     """A resumed run must see the order it began with, whatever was upgraded in between."""
     assert ids(FileSource(prompts(6), seed=0).take(0, 12)) == list("135402354210")
@@ -125,14 +109,6 @@ def test_mixtures(tmp_path: Path, tokenizer: Tokenizer) -> None:
         f"data.held_out: 5 prompts from {files[2]}",
         "data.held_out: 5 of 5 prompts also occur in data.mixture",
     ]
-
-
-def test_a_source_has_a_verifier_for_rows_that_name_none(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2", "answer": "2", "verifier": "exact"}\n')
-    mixture = (MixtureConfig(files=(str(path),), weight=1, verifier="format"),)
-    sources = load_sources(DataConfig(mixture=mixture), tokenizer, 100, 0)
-    assert {p.text: p.verifier for p in sources.train.take(0, 2)} == {"1": "format", "2": "exact"}
 
 
 def test_mistakes_in_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -222,13 +198,6 @@ def test_shares_are_exact_at_every_multiple_and_near_in_between(weights: list[in
             assert abs(had[i] - Fraction(p * w, total)) <= Fraction(1, 2) + Fraction(k * w, 2 * total)
             if p % total == 0:
                 assert had[i] == p * w // total
-
-
-def test_far_places_repeat_near_ones() -> None:
-    weights = whole_weights([0.4, 0.123456789, 0.2])
-    far = 10**12 * sum(weights)
-    expected = [MixturePlace(s, position + 10**12 * weights[s]) for s, position in mixture_places(weights, 0, 50)]
-    assert mixture_places(weights, far, 50) == expected
 
 
 def test_sources_of_a_mixture_have_epochs_of_their_own_and_can_be_resumed() -> None:

@@ -20,19 +20,14 @@ ABSENT = object()
 # (eos_token_id of config.json, content of generation_config.json): ids that transformers stops at, by hand.
 CASES: dict[str, tuple[Any, dict[str, Any] | None, set[int]]] = {
     "an id": (40, None, {40}),
-    "the tokenizer's id": (EOS, None, {EOS}),
     "a list": ([40, 42], None, {40, 42}),
     "a list with the tokenizer's": ([EOS, 42], None, {EOS, 42}),
-    "a list of one": ([42], None, {42}),
-    "an empty list": ([], None, set()),
     "null": (None, None, set()),
     "missing": (ABSENT, None, set()),
-    "both files": ([40, 42], {"eos_token_id": 41}, {41}),
     "both files, lists": ([40, 42], {"eos_token_id": [EOS, 41]}, {EOS, 41}),
     "a generation config without the key": ([40, 42], {"temperature": 0.5}, set()),
     "a generation config with null": ([40, 42], {"eos_token_id": None, "top_k": 5}, set()),
     "a generation config alone": (ABSENT, {"eos_token_id": [41, 40]}, {40, 41}),
-    "zero": (0, None, {0}),
 }
 
 
@@ -60,9 +55,7 @@ def resolved(directory: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_responses_end_where_transformers_stops_and_at_the_tokenizer_s_eos(
-    made: Path, tmp_path: Path, name: str
-) -> None:
+def test_responses_end_where_transformers_stops_and_at_eos(made: Path, tmp_path: Path, name: str) -> None:
     config, generation, expected = CASES[name]
     arrange(made, config, generation)
     tokenizer = load_tokenizer(made)
@@ -81,10 +74,10 @@ def test_responses_end_where_transformers_stops_and_at_the_tokenizer_s_eos(
     assert set(stop_ids(tmp_path / "out", tokenizer)) == expected | {EOS}
 
 
-@pytest.mark.parametrize("given", ["2", 2.0, True, [2, "3"], [[2]], -1, {"id": 2}])
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_what_is_no_id_is_refused(made: Path, file: str, given: object) -> None:
-    arrange(made, given, None if file == "config.json" else {"eos_token_id": given})
-    with pytest.raises(UserError) as e:
-        stop_ids(made, load_tokenizer(made))
-    assert str(e.value).startswith(f"{made / file}: eos_token_id = ")
+@pytest.mark.parametrize("given", ["2", True, [2, "3"], -1])
+def test_other_values_than_ids_are_refused(made: Path, given: object) -> None:
+    for file, generation in (("config.json", None), ("generation_config.json", {"eos_token_id": given})):
+        arrange(made, given, generation)
+        with pytest.raises(UserError) as e:
+            stop_ids(made, load_tokenizer(made))
+        assert str(e.value).startswith(f"{made / file}: eos_token_id = ")

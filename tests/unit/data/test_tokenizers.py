@@ -57,39 +57,9 @@ def test_sentencepiece_round_trip_with_bytes(tmp_path: Path) -> None:
     tokenizer = train_sentencepiece([*SUMS, "hello </s> world"], tmp_path, 600)
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-        assert tokenizer.encode_prompt(text) == tokenizer.encode(text)  # no BOS of its own accord
+        assert tokenizer.encode_prompt(text) == tokenizer.encode(text)
+        assert not {1, 2, 3} & set(tokenizer.encode(text))  # "</s>" in a text is not a special token.
     assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2, 3)
-
-
-def test_small_sentencepiece_model(tmp_path: Path) -> None:
-    tokenizer = train_sentencepiece(SUMS, tmp_path, 64)
-    assert tokenizer.vocab_size <= 64
-    for text in [*SUMS, " 1", "1 ", "1  +  1"]:
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert not {0, 1, 2, 3} & set(ids)
-    assert len(tokenizer.encode("1234567890")) == 10  # every digit by itself
-    assert tokenizer.unk_id in tokenizer.encode("1 + x")
-
-
-def test_every_character_of_the_texts_gets_a_token(tmp_path: Path) -> None:
-    texts = ["\n", "a\n", "\tb", " c ", "é\r\n", "x\u2028y"]
-    tokenizer = train_sentencepiece(texts, tmp_path, 64)
-    for text in texts:
-        assert tokenizer.unk_id not in tokenizer.encode(text)
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_special_tokens_in_a_text_are_plain_text(tmp_path: Path) -> None:
-    spm = train_sentencepiece([*SUMS, "</s><s><pad>"], tmp_path / "spm", 600)
-    hf = load_tokenizer(make_hf(tmp_path / "hf"))
-    for tokenizer in (spm, hf):
-        for text in ("</s>", "1</s>2", "<s><s>"):
-            ids = tokenizer.encode(text)
-            assert tokenizer.eos_id not in ids
-            assert tokenizer.bos_id not in ids
-            assert tokenizer.encode_prompt(text) == ids
-            assert tokenizer.decode(ids) == text
 
 
 def make_tags(directory: Path, special: bool) -> Path:
@@ -170,22 +140,6 @@ def test_training_is_deterministic(tmp_path: Path) -> None:
     for name in "ab":
         train_sentencepiece(SUMS, tmp_path / name, 64)
     assert (tmp_path / "a/tokenizer.model").read_bytes() == (tmp_path / "b/tokenizer.model").read_bytes()
-
-
-def test_training_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train_sentencepiece(SUMS, tmp_path, 64)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_transformers_reads_what_we_train(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    ours = train_sentencepiece(SUMS, tmp_path, 64)
-    theirs = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
-    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.bos_id, ours.pad_id)
-    assert len(theirs) == ours.vocab_size
-    for text in ("12 + 7 = 19", " 1", "1  +  1"):
-        assert theirs(text).input_ids == ours.encode(text)
 
 
 def test_impossible_training_is_an_error_in_one_line(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from e2e.runs import brorl
 from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl import StopTraining, UserError, train
-from megatron_brorl.cli import template_date
+from megatron_brorl.cli import run_folder
 from megatron_brorl.data import tokenizers
+from megatron_brorl.data.source import TEMPLATE_DATE
 
 TEMPLATE = (
     "{{ strftime_now('%d %b %Y') }}{% if not enable_thinking %} /no_think{% endif %} "
@@ -91,7 +92,7 @@ def test_a_run_goes_on_and_is_evaluated_with_the_date_of_its_first_start(config,
     for step in (0, 1):
         prompts = resumed.groups(step)["prompt"].to_pylist()
         assert all(prompt.startswith("31 Jan 2026 /no_think ") for prompt in prompts if prompt)
-    assert (tmp_path / "parts" / template_date.FILE).read_text() == "2026-01-31\n"
+    assert (tmp_path / "parts" / TEMPLATE_DATE).read_text() == "2026-01-31\n"
 
     # An evaluation in the same folder has the same prompts, one elsewhere those of today; both say so.
     verifier = "data.verifier=exact"
@@ -107,12 +108,12 @@ def test_a_run_goes_on_and_is_evaluated_with_the_date_of_its_first_start(config,
     assert "warning: the chat template wrote other dates: 2026-01-31 in" in compared.stderr
 
     # Without its date the run is another one; a run that starts anew takes today's.
-    (tmp_path / "parts" / template_date.FILE).unlink()
+    (tmp_path / "parts" / TEMPLATE_DATE).unlink()
     with pytest.raises(UserError, match=r"the date 2026-01-31 .*now 2026-02-01: write 2026-01-31 into run\.dir/"):
         train(config, overrides=[*parts, "train.steps=3"], reward=even)
-    (tmp_path / "parts" / template_date.FILE).write_text("2026-01-31\n")
+    (tmp_path / "parts" / TEMPLATE_DATE).write_text("2026-01-31\n")
     train(config, overrides=[*parts, "train.resume=never", "train.steps=1"], reward=even)
-    assert (tmp_path / "parts" / template_date.FILE).read_text() == "2026-02-01\n"
+    assert (tmp_path / "parts" / TEMPLATE_DATE).read_text() == "2026-02-01\n"
 
 
 def test_other_variables_are_another_run(config, tmp_path):
@@ -123,22 +124,22 @@ def test_other_variables_are_another_run(config, tmp_path):
 
 
 def test_a_file_without_a_date_is_an_error(tmp_path):
-    assert template_date.stored(tmp_path) is None
-    (tmp_path / template_date.FILE).write_text("2026-01-31\n")
-    assert template_date.stored(tmp_path) == FIRST
+    assert run_folder.template_date(tmp_path) is None
+    (tmp_path / TEMPLATE_DATE).write_text("2026-01-31\n")
+    assert run_folder.template_date(tmp_path) == FIRST
     for wrong in (b"", b"yesterday", b"31.1.2026", b"\xff"):
-        (tmp_path / template_date.FILE).write_bytes(wrong)
+        (tmp_path / TEMPLATE_DATE).write_bytes(wrong)
         with pytest.raises(UserError, match=rf"^{tmp_path}/template_date: must hold a date"):
-            template_date.stored(tmp_path)
+            run_folder.template_date(tmp_path)
 
 
 def test_ranks_that_start_on_two_days_do_not_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(template_date.collectives, "all_gather_text", lambda text: [text, str(NEXT)])
+    monkeypatch.setattr(run_folder.collectives, "all_gather_text", lambda text: [text, str(NEXT)])
     with pytest.raises(UserError, match="ranks started on different days, 2026-01-31 and 2026-02-01"):
-        template_date.keep(tmp_path, FIRST, True)
+        run_folder.keep_template_date(tmp_path, FIRST, True)
     assert not list(tmp_path.iterdir())
-    template_date.keep(tmp_path, None, True)
-    template_date.keep(tmp_path, NEXT, False)
+    run_folder.keep_template_date(tmp_path, None, True)
+    run_folder.keep_template_date(tmp_path, NEXT, False)
     assert not list(tmp_path.iterdir())
-    template_date.keep(tmp_path, NEXT, True)
-    assert template_date.stored(tmp_path) == NEXT
+    run_folder.keep_template_date(tmp_path, NEXT, True)
+    assert run_folder.template_date(tmp_path) == NEXT

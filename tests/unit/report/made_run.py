@@ -77,6 +77,51 @@ def make_run(
     return folder
 
 
+def rollout(group: int, prompt: str, sibling: int, answer: str | None, right: bool, **own: Any) -> dict[str, Any]:
+    """Return a row of schema.ROLLOUTS; own: columns that differ."""
+    return {
+        "group": group,
+        "prompt_id": prompt,
+        "sibling": sibling,
+        "text": f"it is {answer}",
+        "answer": answer,
+        "reward": float(right),
+        "right": right,
+        "score": float(right),
+        "parts": [("form", 0.5)],
+        "reason": "right" if right else f"{answer} is not it",
+        "status": "ok" if answer else "no_answer",
+        "finish": "stop",
+        "tokens": 3,
+        "versions": [{"version": 4, "tokens": 3}],
+        "advantage": None,
+        "token_ids": [5, 6, 2],
+        "log_probs": [-1.5, -0.25, 0.0],
+        **own,
+    }
+
+
+def group(number: int, rollouts: list[dict[str, Any]], recorded: int, **own: Any) -> dict[str, Any]:
+    """Return the row of schema.GROUPS of these rollouts, of which some are recorded; own: columns that differ."""
+    right, n, prompt = sum(r["right"] for r in rollouts), len(rollouts), rollouts[0]["prompt_id"]
+    return {
+        "group": number,
+        "prompt_id": prompt,
+        "verifier": "exact",
+        "rollouts": n,
+        "right": right,
+        "distinct": len({r["answer"] for r in rollouts}),
+        "reward": right / n,
+        "tokens": 3.0,
+        "outcome": {0: "wrong", n: "right"}.get(right, "mixed"),
+        "trained": 0 < right < n,
+        "recorded": recorded,
+        "prompt": f"what is\n{prompt}?" if recorded else None,
+        "reference": "7" if recorded else None,
+        **own,
+    }
+
+
 def _write(
     folder: Path,
     moment: Moment,
@@ -90,52 +135,22 @@ def _write(
     """first: groups of which rollouts are recorded; None: all. mean: reward, a tenth more or less by turns."""
     groups, rollouts = [], []
     for g, (name, right) in enumerate(zip(names, rights.tolist(), strict=True)):
-        read = first is None or g < first
         own = [_rollout(g, name, i, 5 * i % n < right, moment) for i in range(n)]  # not the first ones alone
-        rollouts += own[:whole] if read else []
-        groups.append(
-            {
-                "group": g,
-                "prompt_id": name,
-                "verifier": TASKS[g % 2],
-                "rollouts": n,
-                "right": right,
-                "distinct": len({r["answer"] for r in own}),
-                "reward": right / n if mean is None else mean + 0.1 * (-1) ** g,
-                "tokens": 3.0,
-                "outcome": {0: "wrong", n: "right"}.get(right, "mixed"),
-                "trained": moment.kind == "step" and 0 < right < n,
-                "recorded": whole if read else 0,
-                "prompt": f"what is {name}?" if read else None,
-                "reference": "7" if read else None,
-            }
-        )
+        recorded = whole if first is None or g < first else 0
+        rollouts += own[:recorded]
+        reward = right / n if mean is None else mean + 0.1 * (-1) ** g
+        trained = moment.kind == "step" and 0 < right < n
+        groups.append(group(g, own, recorded, verifier=TASKS[g % 2], reward=reward, trained=trained))
     files.write_groups(folder / "rollouts", moment, pa.Table.from_pylist(groups, GROUPS))
     files.write_rollouts(folder / "rollouts", moment, 0, pa.Table.from_pylist(rollouts, ROLLOUTS))
 
 
-def _rollout(group: int, name: str, sibling: int, right: bool, moment: Moment) -> dict[str, Any]:
+def _rollout(number: int, name: str, sibling: int, right: bool, moment: Moment) -> dict[str, Any]:
     answer = "7" if right else f"{sibling % 3}" if sibling % 4 else None
+    advantage = None if moment.kind == "evaluation" else (0.8 if right else -0.4) / (number + 1)
     text = f"\U0001f600 it is {answer}" if sibling % 2 else f"{HOSTILE} {answer}"
-    return {
-        "group": group,
-        "prompt_id": name,
-        "sibling": sibling,
-        "text": text,
-        "answer": answer,
-        "reward": float(right),
-        "right": right,
-        "score": float(right),
-        "parts": [("form", 0.5)],
-        "reason": "right" if right else f"{answer} is <i>not</i> it",
-        "status": "ok" if answer else "no_answer",
-        "finish": "stop",
-        "tokens": 4,
-        "versions": [{"version": moment.number, "tokens": 4}],
-        "advantage": None if moment.kind == "evaluation" else (0.8 if right else -0.4) / (group + 1),
-        "token_ids": [5, 6, 7, 2],
-        "log_probs": [-0.01, -1.5, -4.75, -0.2],
-    }
+    reason = "right" if right else f"{answer} is <i>not</i> it"
+    return rollout(number, name, sibling, answer, right, text=text, reason=reason, advantage=advantage)
 
 
 def _metrics(step: int, rights: Any, n: int, pass_at_1: float | None) -> dict[str, float]:

@@ -35,7 +35,7 @@ def found(rows, config=Config(), before=HELD_OUT, after=HELD_OUT, differ=True): 
 
 def test_a_run_that_learns_has_none():
     assert found([{}, {"kept_share": 0.0, "reward": 0.0}]) == {}
-    # Nothing is correct, and rewards differ: without dynamic sampling, too, that is a signal.
+    # Rewards that differ are a signal even if nothing is correct.
     assert found([{"kept_share": 1.0, "reward": -0.5}]) == {}
     assert found([{"kept_share": 1.0, "reward": 0.0}]) == {}  # as +1 and -1 come to
 

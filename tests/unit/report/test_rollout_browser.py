@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from made_run import group, rollout
 from rich.console import Console
 
 from megatron_brorl.cli.main import main
@@ -22,47 +22,21 @@ LAST = Moment("evaluation", 4)
 ASKED = {"a": ["7*", "7*", "7*"], "b": ["1", "2*", "1"], "c": [None, "9", "9"]}
 
 
-def rollout(group: int, prompt: str, sibling: int, answer: str | None) -> dict[str, object]:
-    right = bool(answer) and answer.endswith("*")
-    own = answer.rstrip("*") if answer else None
-    return {
-        "group": group,
-        "prompt_id": prompt,
-        "sibling": sibling,
-        "text": f"so [b]it[/b] is {own}\x1b[31m" if own else "I do not KNOW\nthat",
-        "answer": own,
-        "reward": float(right),
-        "right": right,
-        "score": float(right),
-        "parts": [("form", 0.5)],
-        "reason": "right" if right else f"{own} is not it",
-        "status": "ok" if own else "no_answer",
-        "finish": "stop" if own else "length",
-        "tokens": 3,
-        "versions": [{"version": 4, "tokens": 3}],
-        "advantage": 0.25 if right else None,
-        "token_ids": [5, 6, 2],
-        "log_probs": [-1.5, -0.25, 0.0],
-    }
+def made(group: int, prompt: str, answers: list[str | None]) -> list[dict[str, object]]:
+    """Return the rollouts of a group."""
+    found = []
+    for i, answer in enumerate(answers):
+        right, own = bool(answer) and answer.endswith("*"), answer.rstrip("*") if answer else None
+        text = f"so [b]it[/b] is {own}\x1b[31m" if own else "I do not KNOW\nthat"
+        more = {"text": text, "finish": "stop" if own else "length", "advantage": 0.25 if right else None}
+        found.append(rollout(group, prompt, i, own, right, **more))
+    return found
 
 
-def group(number: int, prompt: str, answers: list[str | None], recorded: int = 3) -> dict[str, object]:
-    right = sum(bool(a) and a.endswith("*") for a in answers)
-    return {
-        "group": number,
-        "prompt_id": prompt,
-        "verifier": "exact",
-        "rollouts": 3,
-        "right": right,
-        "distinct": len(set(answers)),
-        "reward": right / 3,
-        "tokens": 3.0,
-        "outcome": {0: "wrong", 3: "right"}.get(right, "mixed"),
-        "trained": right in (1, 2),
-        "recorded": recorded,
-        "prompt": f"what is\n{prompt}?" if recorded else None,
-        "reference": "7" if recorded else None,
-    }
+def write(folder, moment, groups, rollouts, ranks):
+    files.write_groups(folder, moment, pa.Table.from_pylist(groups, GROUPS))
+    for rank in range(ranks):
+        files.write_rollouts(folder, moment, rank, pa.Table.from_pylist(rollouts[rank::ranks], ROLLOUTS))
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +45,12 @@ def run(tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     folder = run / "rollouts"
     folder.mkdir()
+    asked = [made(g, p, own) for g, (p, own) in enumerate(ASKED.items())]
+    groups = [group(g, own, 3) for g, own in enumerate(asked)]
     for moment in (Moment("evaluation", 0), LAST):
-        rows = [rollout(g, p, i, a) for g, (p, own) in enumerate(ASKED.items()) for i, a in enumerate(own)]
-        table = [group(g, p, own) for g, (p, own) in enumerate(ASKED.items())]
-        files.write_groups(folder, moment, pa.Table.from_pylist(table, GROUPS))
-        for rank in range(2):
-            files.write_rollouts(folder, moment, rank, pa.Table.from_pylist(rows[rank::2], ROLLOUTS))
-    table = [group(0, "t/0", ["1*", "1", "2"]), group(3, "t/3", ["8", "8", "8"], recorded=0)]
-    rows = [rollout(0, "t/0", i, a) for i, a in enumerate(["1*", "1", "2"])]
-    files.write_groups(folder, Moment("step", 2), pa.Table.from_pylist(table, GROUPS))
-    files.write_rollouts(folder, Moment("step", 2), 0, pa.Table.from_pylist(rows, ROLLOUTS))
+        write(folder, moment, groups, [r for own in asked for r in own], ranks=2)
+    first, second = made(0, "t/0", ["1*", "1", "2"]), made(3, "t/3", ["8", "8", "8"])
+    write(folder, Moment("step", 2), [group(0, first, 3, distinct=3), group(3, second, 0)], first, ranks=1)
     return run
 
 
@@ -148,9 +118,9 @@ def test_one_prompt(ask):
     ],
 )
 def test_filters_and_exports(ask, tmp_path, options, left):
-    """The three export formats hold the rollouts that pass, as they were recorded."""
-    wanted = [rollout("abc".index(s[0]), s[0], int(s[1]), ASKED[s[0]][int(s[1])]) for s in left.split()]
-    for ending in ("jsonl", "parquet", "csv"):
+    """Both export formats hold the rollouts that pass, as they were recorded."""
+    wanted = [made("abc".index(s[0]), s[0], ASKED[s[0]])[int(s[1])] for s in left.split()]
+    for ending in ("jsonl", "parquet"):
         path = tmp_path / f"x.{ending}"
         assert ask(*options, "--export", path) == [f"{len(wanted)} rollouts of evaluation 4 written to {path}"]
     lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
@@ -165,10 +135,6 @@ def test_filters_and_exports(ask, tmp_path, options, left):
             "parts": {"form": 0.5},
         }
     assert [row | {"parts": dict(row["parts"])} for row in pq.read_table(tmp_path / "x.parquet").to_pylist()] == lines
-    with open(tmp_path / "x.csv", newline="") as file:
-        cells = list(csv.DictReader(file))
-    assert [(c["text"], c["answer"]) for c in cells] == [(line["text"], line["answer"] or "") for line in lines]
-    assert [json.loads(c["parts"]) for c in cells] == [line["parts"] for line in lines]
 
 
 def test_a_terminal_shows_a_right_and_a_wrong_response_side_by_side(run):
@@ -189,9 +155,9 @@ def test_a_terminal_shows_a_right_and_a_wrong_response_side_by_side(run):
         (["--prompt", "bb"], "nothing is recorded of prompt 'bb'; the nearest id is b"),
         (["--evaluation", 0, "--prompt", "t/0"], "evaluation 0 has no prompt 't/0' that passes the filters"),
         (["--limit", -1], "--limit -1: must not be negative"),
-        (["--export", "x.txt"], "x.txt: can be exported as .jsonl, .parquet, .csv"),
-        (["--contains", "nobody says", "--export", "x.csv"], "x.csv: nothing to export"),
-        (["--export", "RUN/rollouts/x.csv"], "is the run's own; name another place"),
+        (["--export", "x.txt"], "x.txt: can be exported as .jsonl, .parquet"),
+        (["--contains", "nobody says", "--export", "x.jsonl"], "x.jsonl: nothing to export"),
+        (["--export", "RUN/rollouts/x.jsonl"], "is the run's own; name another place"),
     ],
 )
 def test_an_error_of_the_user_is_one_line(ask, run, tmp_path, monkeypatch, options, said):

@@ -4,8 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_brorl.rewards.plain_number import equal, plain_number, units_clash
-from megatron_brorl.rewards.units import unit
+from megatron_brorl.rewards.plain_number import equal, plain_number, unit, units_clash
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import gym_tasks, gym_verifier, worker_process
+from megatron_brorl.rewards import worker_process
 from megatron_brorl.rewards.custom import IN_PROCESS
 from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.verifiers import gym
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt, Verdict
 
@@ -109,10 +110,10 @@ HARD = [("prime_factorization", "banana"), ("prime_factorization", "2 x 3"), ("g
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "answer"), HARD)
 def test_an_answer_on_which_an_allowed_scorer_raises_is_wrong(task: str, answer: str) -> None:
-    entry = json.loads(json.dumps(gym_tasks.create(task, 11, {}, "test")[5]))
+    entry = json.loads(json.dumps(gym.create(task, 11, {}, "test")[5]))
     metadata = {"source_dataset": task, "entry": entry}
     with pytest.raises((ValueError, KeyError, TypeError)) as error:  # of the library itself
-        gym_verifier.score(answer, VerifierRow(id="p", prompt="t", answer=entry["answer"], metadata=metadata))
+        gym.score(answer, VerifierRow(id="p", prompt="t", answer=entry["answer"], metadata=metadata))
     with RewardPool(1, 20.0) as pool:
         asked = Prompt("p", "t", (1,), entry["answer"], "reasoning_gym", metadata)
         verdicts = pool.score([ScoreRequest(asked, a) for a in (answer, entry["answer"])])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import replace
 
 import fakes
 import pytest
@@ -15,10 +14,9 @@ from megatron_brorl.algo.estimators import Interval
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.folders import Best
-from megatron_brorl.config.schema import TrainConfig
 from megatron_brorl.train.console import evaluation_metrics
 from megatron_brorl.train.evaluate import Evaluation
-from megatron_brorl.train.keep_best import keep_last, new_best
+from megatron_brorl.train.keep_best import keep_last
 
 ROWS = {"rollout": {"n": 4, "prompts": 2}, "theory": {"every": 0}}
 
@@ -66,13 +64,6 @@ def test_the_best_stays_beside_the_newest(processes, model, tmp_path, at_once):
     # An evaluation belongs to the weights that it was made of.
     assert checkpoint.read_run(tmp_path / "checkpoints" / "step_00000003")["step"] == 3
     assert (tmp_path / "checkpoints" / "best").read_text() == "step_00000003\npass_at_1 0.5\n"
-
-
-def test_off_by_default(processes, model, tmp_path):
-    assert TrainConfig().keep_best == ""
-    trainer = trainer_of(model, processes, tmp_path, of(0.5, 0.25, 0.125), keep_best="")
-    assert not run_to(trainer, 3)
-    assert there(tmp_path) == ({"step_00000003"}, 3, None)
 
 
 @pytest.mark.parametrize(("figure", "expected"), [("pass_at_1", 2), ("pass_at_k", 1)])
@@ -164,19 +155,6 @@ def test_the_evaluation_at_the_end_counts(processes, model, tmp_path):
     assert there(tmp_path) == ({"step_00000003", "step_00000004"}, 4, Best(3, "pass_at_1", 0.75))
 
 
-def test_another_figure_begins_anew_and_spares_what_was_kept(processes, model, tmp_path):
-    trainer = trainer_of(model, processes, tmp_path, of(0.5, 0.25))
-    assert not run_to(trainer, 2)
-    other = trainer_of(model, processes, tmp_path, of(0, 0, 0.125), keep_best="pass_at_k")
-    other.restore(checkpoint.find(tmp_path / "checkpoints"))
-    assert other.state.best is None
-    assert new_best(other.config, replace(other.state, step=3), evaluation_metrics(evaluation(0.125)))
-    off = trainer_of(model, processes, tmp_path, {3: evaluation(0.0)}, keep_best="")
-    off.restore(checkpoint.find(tmp_path / "checkpoints"))
-    assert not run_to(off, 3)
-    assert there(tmp_path) == ({"step_00000001", "step_00000003"}, 3, Best(1, "pass_at_1", 0.5))
-
-
 def made(root, step, **run):
     folder = root / f"step_{step:08d}"
     folder.mkdir(parents=True)
@@ -211,9 +189,3 @@ def test_rotation_spares_what_the_pointer_names(tmp_path):
     (tmp_path / "best").write_text("step_0000002\n")  # a name that no checkpoint has
     folders.rotate(tmp_path, 5, 2)
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["step_00000004", "step_00000005"]
-
-
-def test_a_figure_that_is_no_number_is_never_the_best():
-    assert not Best(1, "pass_at_1", float("nan")).beats(None)
-    assert Best(1, "pass_at_1", 0.0).beats(None)
-    assert not Best(2, "pass_at_1", 0.0).beats(Best(1, "pass_at_1", 0.0))

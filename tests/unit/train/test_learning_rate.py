@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import fakes
 import pytest
 import torch
 from dist.steps import _Silent, configured, make_trainer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import (
     get_constant_schedule_with_warmup,
     get_cosine_with_min_lr_schedule_with_warmup,
@@ -19,9 +17,7 @@ from transformers import (
 from unit.train.test_finite import Sums
 from unit.train.test_updates_counted import Pool
 
-from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import OptimConfig, SftConfig
-from megatron_brorl.errors import UserError
 from megatron_brorl.train.learning_rate import learning_rate, scaled
 from megatron_brorl.train.sft import sft, sft_optim
 
@@ -77,29 +73,6 @@ def test_the_decay_is_that_of_transformers(schedule, ratio, steps, warmup):
     found = [learning_rate(optim, i) for i in range(steps + 1)]
     assert found[warmup:] == pytest.approx(expected[warmup:], rel=1e-12, abs=1e-18)
     assert found[:warmup] == pytest.approx(expected[1 : warmup + 1], rel=1e-12)
-
-
-@pytest.mark.parametrize("warmup", [0, 5])
-@pytest.mark.parametrize(("schedule", "ratio"), [("constant", 0.0), ("linear", 0.2), ("cosine", 0.1)])
-def test_the_decay_is_that_of_megatron(schedule, ratio, warmup):
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-4)
-    others = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 0, "wd_incr_style": "constant"}
-    theirs = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=3e-4,
-        min_lr=ratio * 3e-4,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=30,
-        lr_decay_style=schedule,
-        **others,
-    )
-    optim = OptimConfig(3e-4, warmup_steps=warmup, lr_schedule=schedule, lr_decay_steps=30, min_lr_ratio=ratio)
-    for update in range(40):
-        expected = theirs.get_lr({})
-        if update >= warmup:
-            assert learning_rate(optim, update) == pytest.approx(expected, rel=1e-12)
-        theirs.step(1)
 
 
 def test_the_floor_follows_the_size_of_the_batch():
@@ -164,12 +137,6 @@ def test_actor_and_critic_decay_over_what_each_of_them_does(processes, model):
     assert [lr for _, lr in found] == pytest.approx(critic, rel=1e-12)
 
 
-def test_a_given_length_counts_before_the_run_s(processes, model):
-    changes = {"optim": {"lr": 1e-3, "lr_schedule": "linear", "lr_decay_steps": 4}}
-    found = last_rates(trainer_of(model, processes, changes), (True,) * 3)
-    assert [lr for lr, _ in found] == pytest.approx([0.75e-3, 0.25e-3, 0], rel=1e-12)
-
-
 def test_supervised_training_follows_the_schedule_over_its_steps(processes, model, monkeypatch):
     monkeypatch.setattr("megatron_brorl.train.sft.WARMUP_STEPS", 1)
     config = SftConfig(steps=5, examples_per_step=4, lr=1e-3)
@@ -182,41 +149,3 @@ def test_supervised_training_follows_the_schedule_over_its_steps(processes, mode
 
     sft(trainer_of(model, processes, {}).worker, Sums(), Sums(), config, optim, Rows(), _Silent())
     assert rows == pytest.approx([1e-3, 1e-3, 0.875e-3, 0.75e-3, 0.625e-3], rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ("[optim]\nmin_lr_ratio = 0.1", "optim.min_lr_ratio = 0.1"),
-        ("[optim]\nlr_decay_steps = 100", "optim.lr_decay_steps = 100"),
-        ("[optim]\nlr_schedule = 'linear'\nlr_decay_steps = 10\nwarmup_steps = 10", "optim.lr_decay_steps = 10"),
-        (
-            "[algo]\nadvantage = 'gae'\n[critic]\nlr_warmup_steps = 20\n"
-            "[optim]\nlr_schedule = 'cosine'\nlr_decay_steps = 10",
-            "optim.lr_decay_steps = 10",
-        ),
-        ("[optim]\nlr_schedule = 'cosine'\nmin_lr_ratio = 1.5", "optim.min_lr_ratio = 1.5"),
-        ("[optim]\nlr_schedule = 'cosine'\nmin_lr_ratio = -0.1", "optim.min_lr_ratio = -0.1"),
-        ("[optim]\nlr_schedule = 'wsd'", "optim.lr_schedule"),
-        ("[optim]\nlr_scheduler_type = 'cosine'", "optim.lr_schedule"),
-        ("[optim]\nwarmup_ratio = 0.1", "optim.warmup_steps"),
-        ("[actor_rollout_ref.actor.optim]\nlr_warmup_steps_ratio = 0.1", "optim.warmup_steps"),
-        ("[actor_rollout_ref.actor.optim]\nwarmup_style = 'cosine'", "optim.lr_schedule"),
-        ("[policy.megatron_cfg.scheduler]\nlr_decay_iters = 100", "optim.lr_decay_steps"),
-        ("[policy.megatron_cfg.scheduler]\nlr_decay_style = 'cosine'", "optim.lr_schedule"),
-    ],
-)
-def test_mistakes_name_file_and_key(tmp_path, text, key):
-    path = Path(tmp_path / "run.toml")
-    path.write_text(text + "\n")
-    with pytest.raises(UserError) as caught:
-        load(path)
-    assert str(path) in str(caught.value)
-    assert key in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_what_a_schedule_may_have(tmp_path):
-    path = Path(tmp_path / "run.toml")
-    path.write_text("[optim]\nlr_schedule = 'cosine'\nwarmup_steps = 320\n[train]\nsteps = 2\n")
-    assert load(path).optim.lr_decay_steps == 0  # a trial of two steps, shorter than the warm-up

@@ -6,7 +6,6 @@ import warnings
 from dataclasses import replace
 
 import fakes
-import numpy as np
 import pytest
 import torch
 from dist.steps import configured, make_trainer
@@ -17,10 +16,8 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.ops.reference.sampling import sample_tokens
-from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.sampler import open_groups, requests
-from megatron_brorl.train.evaluate import sample_answers
 
 SEED = 3  # of dist.steps.BASE
 TOKENS = 12
@@ -47,14 +44,6 @@ def test_no_two_groups_of_a_run_draw_the_same(rows, prompts):
             repeats += prompts - len(seen)
         assert len(set(drawn)) == len(drawn)
     assert repeats >= 5
-
-
-def test_an_id_cannot_pose_as_another_occurrence():
-    """Ids are a user's text and may hold what separates the parts of a key."""
-    names = ["a", "a", "a", "int:1\0str:a", "a\0int:1", "1\0str:a"]
-    prompts = [replace(fakes.prompts(1)[0], id=name) for name in names]
-    asked, _ = requests([(g, 0) for g in range(len(names))], open_groups(prompts, 0), {}, 0)
-    assert len({r.key for r in asked}) == len(names)
 
 
 def trainer_of(model, processes, tmp_path, rows, **rollout):
@@ -102,24 +91,6 @@ def test_steps_with_repeated_prompts_are_trained_and_resumed(processes, model, t
     assert all(
         torch.equal(a, b) for (_, a), (_, b) in zip(whole.worker.hf_tensors(), second.worker.hf_tensors(), strict=True)
     )
-
-
-def rate(key: int, samples: int) -> float:
-    """Share of right responses of a stream."""
-    rows = fakes.draws(key, range(samples), TOKENS)
-    return float(np.mean([fakes.STOP in r and sum(r[: r.index(fakes.STOP)]) % 2 == 0 for r in rows]))
-
-
-def test_evaluations_tell_groups_of_one_prompt_apart(processes, model, tmp_path):
-    trainer = trainer_of(model, processes, tmp_path, 3)
-    trainer.refit()
-    a, b = fakes.prompts(2)
-    sampling = Sampling(1.0, 1.0, 0, TOKENS, (fakes.STOP,))
-    found = sample_answers(trainer.rollouts, [a, b, a], 40, sampling, "s")
-    keys = [stream_key(SEED, "s", "p/0"), stream_key(SEED, "s", "p/1"), stream_key(SEED, "s", 1, "p/0")]
-    assert [(x.prompt.id, x.place) for x in found] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
-    assert [x.right / x.samples for x in found] == [rate(key, 40) for key in keys]
-    assert found[0].right != found[2].right
 
 
 def test_an_engine_that_repeats_itself_is_named(processes, model):

@@ -14,12 +14,8 @@ BEFORE = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8, "clip_grad": 1.0}
 @pytest.mark.parametrize(
     "after",
     [
-        {"lr": 1e-4},
-        {"eps": 1e-2},
-        {"weight_decay": 0.5},
-        {"lr_schedule": "linear", "min_lr_ratio": 0.5},
-        {"warmup_steps": 8},
-        {"clip_grad": 1e-3},
+        {"lr_schedule": "linear", "min_lr_ratio": 0.5, "clip_grad": 1e-3},
+        {"warmup_steps": 8, "weight_decay": 0.5},
         {"lr": 3e-4, "eps": 1e-4, "weight_decay": 0.0},
     ],
     ids=str,

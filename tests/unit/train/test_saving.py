@@ -6,16 +6,13 @@ import errno
 import json
 import os
 import threading
-from types import SimpleNamespace
 
 import fakes
 import pytest
 from dist.steps import _Silent, configured, make_trainer
 
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.checkpoints.training import BackgroundSaver, Save
-from megatron_brorl.metrics import MetricsWriter, read_metrics
-from megatron_brorl.train import run
+from megatron_brorl.checkpoints.training import Save
 
 SMALL = {"rollout": {"n": 4, "prompts": 2}, "theory": {"every": 0}}
 
@@ -68,49 +65,20 @@ def test_the_last_one_is_waited_for_and_the_others_are_not(processes, model, tmp
     assert steps(tmp_path) == ["latest", "step_00000002", "step_00000003"]
 
 
-def test_the_key_makes_the_run_wait(processes, model, tmp_path, writes):
-    assert trainer_of(model, processes, tmp_path, steps=2, checkpoint_async=False).run(None, _Silent(), lambda: False)
-    assert writes.seen == [(1, True), (2, True)]
-
-
 def test_a_stop_waits_for_what_is_under_way_and_saves(processes, model, tmp_path, writes):
     """Asked after the second step, while the first one's checkpoint is held up."""
-    writes.before[1] = lambda: threading.Event().wait(0.3)
+    asked = threading.Event()
+    writes.before[1] = asked.wait
     trainer = trainer_of(model, processes, tmp_path, steps=9)
-    assert not trainer.run(None, _Silent(), lambda: trainer.state.step == 2)
+
+    def stop():
+        if trainer.state.step == 2:
+            asked.set()
+        return asked.is_set()
+
+    assert not trainer.run(None, _Silent(), stop)
     assert writes.seen == [(1, False), (2, True)]
     assert checkpoint.find(tmp_path / "checkpoints").name == "step_00000002"
-
-
-def test_a_second_one_waits_and_says_how_long(processes, model, tmp_path, monkeypatch):
-    """By a clock on which taking the state takes 2 s and every wait 5 s, told with the step that follows."""
-    clock, events, make, settle, write = [100.0], [], checkpoint.plan, BackgroundSaver.settle, Save.write
-
-    def planned(*arguments):
-        clock[0] += 2.0
-        return make(*arguments)
-
-    def settled(self):
-        clock[0] += 5.0 if self.under_way else 0.0
-        settle(self)
-
-    def written(self, group=None):
-        events.append(("begins", self.target.name))
-        write(self, group)
-        events.append(("ends", self.target.name))
-
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0))
-    monkeypatch.setattr(checkpoint, "plan", planned)
-    monkeypatch.setattr(BackgroundSaver, "settle", settled)
-    monkeypatch.setattr(Save, "write", written)
-    writer = MetricsWriter(tmp_path)
-    assert trainer_of(model, processes, tmp_path, steps=4).run(writer, _Silent(), lambda: False)
-    writer.close()
-
-    times = [row["time"] for row in read_metrics(tmp_path / "metrics.jsonl")]
-    assert [t["checkpoint"] for t in times] == [0, 2, 2, 2]
-    assert [t["checkpoint_wait"] for t in times] == [0, 0, 5, 5]
-    assert events == [(what, f"step_{step:08d}") for step in (1, 2, 3, 4) for what in ("begins", "ends")]
 
 
 def test_what_the_disk_refused_meanwhile_is_made_up_for(processes, model, tmp_path, writes, monkeypatch):
@@ -137,10 +105,11 @@ def test_what_the_disk_refused_meanwhile_is_made_up_for(processes, model, tmp_pa
 
 
 def test_an_error_waits_for_what_is_under_way(processes, model, tmp_path, writes):
-    writes.before[2] = lambda: threading.Event().wait(0.3)
+    failed = threading.Event()
+    writes.before[2] = failed.wait
     trainer = trainer_of(model, processes, tmp_path, steps=9)
     step = trainer.train_step
-    trainer.train_step = lambda: step() if trainer.state.step < 2 else 1 / 0
+    trainer.train_step = lambda: step() if trainer.state.step < 2 else (failed.set(), 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.run(None, _Silent(), lambda: False)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000002\n"

@@ -28,9 +28,6 @@ BATCHES = {
     "all right": ["right"] * 3,
     "all wrong": ["wrong"] * 3,
     "continuous": ["share", "right", "share"],
-    "continuous and binary": ["share", "even", "wrong"],
-    "none is right, all differ": ["half", "half", "wrong"],
-    "negative": ["signed", "even", "signed"],
     "below 0 and above 1": ["wide", "right", "wide"],
     "some are NaN": ["holes", "even", "right"],
     "a group is NaN": ["even", "nan", "even"],
@@ -147,26 +144,8 @@ def test_exceptions_on_answers_are_counted_zeros_and_told_once(processes, pool, 
     assert console_line(0, values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
     trainer.train_step()
     said = [line for line in capfd.readouterr().err.splitlines() if "verifier" in line]
-    what = "verifier picky raised on an answer, which scores 0 (figure verdict_errors)"
+    what = "verifier picky raised on an answer, which scores 0 (metric verdict_errors)"
     assert said == [f"{what}: ZeroDivisionError: division by zero"]
-
-
-def test_a_task_whose_scorer_raises_on_words_does_not_end_the_run(processes, model):
-    """prime_factorization, and a policy that has not learned the form of an answer yet: all of its responses raise."""
-    entry = {"question": "6", "answer": "2 \u00d7 3", "metadata": {"number": 6, "factors": [2, 3]}}
-    with RewardPool(1, 20.0) as pool:
-        trainer = trainer_of(model, processes, pool, ["reasoning_gym"] * 3, {})
-        data = {"source_dataset": "prime_factorization", "entry": entry}
-        source = trainer.train_source
-        source.prompts = [replace(p, answer=entry["answer"], metadata=data) for p in source.prompts]
-        trainer.rollouts = replace(trainer.rollouts, tokenizer=Words())
-        values, _ = trainer.train_step()
-    assert (values["verdict_errors"], values["unscored_share"], values["reward"]) == (3 * N, 0.0, 0.0)
-
-
-class Words:
-    def decode(self, ids):
-        return "factors " + " ".join(map(str, ids))
 
 
 def test_a_verifier_that_raises_on_the_reference_too_ends_the_run(processes, pool, model, capfd):
@@ -182,18 +161,7 @@ def test_a_verifier_that_raises_on_the_reference_too_ends_the_run(processes, poo
         trainer.evaluate(p)
 
 
-def test_strict_rewards_take_nan_for_wrong(processes, pool, model):
-    """reward.strict = true: partial credit and NaN are both 0, and only the latter is unscored."""
-    reward = {"strict": True, "cut_off_factor": 1.0}
-    trainer = trainer_of(model, processes, pool, ["holes", "share", "wrong"], {"reward": reward})
-    values, _ = trainer.train_step()
-    groups, holes = groups_of(trainer.config.run.seed, ["holes", "share", "wrong"])
-    right = sum(r >= 1 for g in groups for r in g[2])
-    assert values["reward"] == pytest.approx(right / (3 * N))
-    assert values["unscored_share"] == holes / (3 * N)
-
-
-@pytest.mark.parametrize("correct_at", [0.5, 1.0, 3.5, -2.5])
+@pytest.mark.parametrize("correct_at", [0.5, 3.5])
 def test_what_counts_as_correct_follows_the_key(processes, pool, model, correct_at):
     """In pass@1, in the groups' shares and in the boost of correct responses; rewards themselves stay as they are."""
     changes = {"reward": {"correct_at": correct_at, "cut_off_factor": 1.0}}
@@ -221,15 +189,3 @@ def test_what_counts_as_correct_follows_the_key(processes, pool, model, correct_
     told = evaluation_line(found.as_dict())
     assert f"mean reward {found.mean_reward.mean:.4g} (95% interval {found.mean_reward.low:.4g} to " in told
     assert evaluation_metrics(found)["held_out_reward"] == found.mean_reward.mean
-
-
-def test_rewards_of_right_and_wrong_are_not_told_twice(processes, pool, model):
-    """None of three prompts is right: the share of right prompts may be as large as 1 - 0.025^(1/3)."""
-    trainer = trainer_of(model, processes, pool, ["wrong"] * 3, {})
-    trainer.held_out = trainer.train_source.prompts
-    trainer.train_step()
-    with progress(1, "train", False) as p:
-        found = trainer.evaluate(p)
-    assert (found.pass_at_1.low, found.pass_at_1.high) == (0.0, pytest.approx(1 - 0.025 ** (1 / 3)))
-    assert found.mean_reward == found.pass_at_1
-    assert "reward" not in evaluation_line(found.as_dict())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from megatron_brorl.parallel import collectives
 from megatron_brorl.timeline import Timeline
 from megatron_brorl.train.trace import write_trace
@@ -53,8 +51,3 @@ def test_a_full_disk_ends_nothing(processes, tmp_path, capfd):
     (tmp_path / "traces").write_text("a file where the folder should be")
     write_trace(tmp_path / "traces" / "step_000001.json", recorded(*range(6)), 0, 0.0)
     assert "this trace is missing" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("line", ["", "x", "sieben", "acht Bts", "größer", '[{"a": 1.5}]'])
-def test_lines_of_text_arrive(processes, line):
-    assert collectives.all_gather_text(line) == [line]

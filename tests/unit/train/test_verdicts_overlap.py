@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,50 +104,6 @@ def test_what_ended_early_is_judged_before_generation_ends(processes, pool, mode
     np.testing.assert_equal(values | {"verdict_hit_share": 0.0}, expected)  # bit for bit; nan where it is unknown
     for (name, a), (_, b) in zip(trainer.worker.hf_tensors(), again.worker.hf_tensors(), strict=True):
         assert torch.equal(a, b), name
-
-
-SECONDS, WORKERS, VERDICT = 10.0, 2, 0.1
-
-
-class Judges(fakes.Pool):
-    """Two workers in virtual time: a verdict takes one of them a tenth of a second."""
-
-    def __init__(self):
-        self.now, self.free, self.asked = 0.0, [0.0] * WORKERS, threading.Semaphore(0)
-
-    def submit(self, request):
-        if request.answer is not None:
-            begun = max(self.now, min(self.free))
-            self.free[self.free.index(min(self.free))] = begun + VERDICT
-        self.asked.release()
-        return super().submit(request)
-
-
-@dataclass
-class Ticking(fakes.Engine):
-    """Ten seconds of generation: a rollout ends with the tick of its last token; time waits until that was heard."""
-
-    judges: Judges | None = None
-
-    def generate(self, requests, sampling, watch=None, supply=None):
-        groups = super().generate(requests, sampling, _Deaf())
-        ends = sorted((len(r.token_ids), i, r.index, r) for i, rollouts in enumerate(groups) for r in rollouts)
-        for tokens, request, _, rollout in ends:
-            self.judges.now = SECONDS * tokens / TOKENS
-            watch.finished(request, rollout)
-            assert self.judges.asked.acquire(timeout=60)
-        return groups
-
-
-def test_verdicts_are_done_when_generation_is(processes, model, tmp_path):
-    """64 verdicts of 0.1 s by two workers beside 10 s of generation: the last one is under 0.5 s late."""
-    judges = Judges()
-    trainer = trainer_of(model, processes, judges, Ticking(judges=judges), tmp_path / "log")
-    values, _ = trainer.train_step()
-    stopped = round(2 * N * (1 - values["cut_off_share"]))
-    assert judges.now == SECONDS
-    assert sum(judges.free) >= stopped * VERDICT > 1.0
-    assert max(judges.free) < SECONDS + 0.5
 
 
 def test_workers_that_cannot_start_end_generation_too(processes, model, tmp_path):

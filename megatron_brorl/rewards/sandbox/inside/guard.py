@@ -14,7 +14,7 @@ import signal
 from typing import Any
 
 from megatron_brorl.rewards.sandbox.inside import codec, judge, runner
-from megatron_brorl.rewards.sandbox.inside.wire import Wire
+from megatron_brorl.rewards.sandbox.inside.codec import Wire
 
 _MODES = {"scripts": runner.scripts, "calls": runner.calls, "judge": judge.judge}
 

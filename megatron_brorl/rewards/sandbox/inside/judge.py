@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_brorl.rewards.sandbox.inside import codec
-from megatron_brorl.rewards.sandbox.inside.wire import Wire
+from megatron_brorl.rewards.sandbox.inside.codec import Wire
 
 # What a program may raise in a test. StopIteration is not among them: it would end a loop of the test early.
 _RAISED: dict[str, type[Exception]] = {

@@ -83,11 +83,7 @@ METADATA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         eurus({"fn_name": "add", "inputs": [[1, [2]], ["x"]], "outputs": [[[1, 2]], [None]]}),
         {"function": "add", "tests": CALLS},
     ),
-    (
-        "humaneval",
-        HUMANEVAL,
-        {"function": "twice", "asserts": [f"{HUMANEVAL['test'].strip()}\n\ncheck(twice)"]},
-    ),
+    ("humaneval", HUMANEVAL, {"function": "twice", "asserts": [f"{HUMANEVAL['test'].strip()}\n\ncheck(twice)"]}),
     ("mbpp", MBPP, {"function": "larger", "asserts": MBPP["test_list"], "setup": "x = 1"}),
     ("ifeval", IFEVAL, {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": None}]}),
 ]

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import attacks
 
-from megatron_brorl.rewards.sandbox import probe, user
+from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rewards.sandbox.inside import codec
-from megatron_brorl.rewards.sandbox.limits import Limits
+from megatron_brorl.rewards.sandbox.isolation import Limits
 from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox
 
 NEEDS = pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))
@@ -147,7 +147,7 @@ def test_a_program_is_nobody_with_no_rights(tmp_path: Path) -> None:
     )
     found = LONG.run(program, "")
     # _LINUX_CAPABILITY_VERSION_3: effective and permitted. 39: PR_GET_NO_NEW_PRIVS, so that exec brings none.
-    assert found.stdout == f"{user.INSIDE} {user.INSIDE} {user.INSIDE} {[0, 0]} 1 {[]}\n", found
+    assert found.stdout == f"{isolation.USER} {isolation.USER} {isolation.USER} {[0, 0]} 1 {[]}\n", found
 
 
 @NEEDS
@@ -166,7 +166,7 @@ def test_a_killed_scoring_process_leaves_no_sandbox(tmp_path: Path) -> None:
     """Not even when it could not say goodbye."""
     code = (
         "from megatron_brorl.rewards.sandbox.run import Sandbox\n"
-        "from megatron_brorl.rewards.sandbox.limits import Limits\nprint('+', flush=True)\n"
+        "from megatron_brorl.rewards.sandbox.isolation import Limits\nprint('+', flush=True)\n"
         "Sandbox(True, Limits(seconds=600.0, test_seconds=600.0)).run('import time; time.sleep(600)', '')"
     )
     before = children()

@@ -16,11 +16,8 @@ from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.fused import sampling as fused_sampling
 from megatron_brorl.ops.fused.decode import FusedDecode
-from megatron_brorl.ops.reference import sampling
-from megatron_brorl.ops.reference.decode import ReferenceDecode
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.native.stopping import Stops
 from megatron_brorl.types import Prompt
 
 SIZE, PADDED = 512, 576
@@ -77,26 +74,10 @@ def test_ids_that_the_tokenizer_does_not_have_decode_to_nothing(padded):
     assert tokenizer.decode([SIZE]) == tokenizer.decode([PADDED - 1, SIZE]) == ""
 
 
-def test_stop_strings_are_found_around_such_ids(padded):
-    _, tokenizer, _, _ = padded
-    a, b = (tokenizer.encode("x" + c)[-1] for c in "ab")
-    tokens = torch.tensor([[a, SIZE, SIZE + 1, b, SIZE, 0], [SIZE, a, a, SIZE, PADDED - 1, SIZE]])
-    stops = Stops((), ("ab",), tokenizer.decode)
-    hits = [
-        stops.hit(tokens[:, i], torch.arange(2), tokens, torch.full((2,), i + 1)).tolist()
-        for i in range(tokens.shape[1] - 1)
-    ]
-    assert hits == [[False, False], [False, False], [False, False], [True, False], [False, False]]
-
-
-@pytest.mark.parametrize("implementation", ["reference", "fused"])
-def test_the_engine_samples_them_with_the_models_probabilities(padded, implementation):
+def test_the_engine_samples_them_with_the_models_probabilities(padded):
     """Log-probs are those of transformers' softmax over the whole vocabulary; what is padded stops nothing."""
     directory, tokenizer, decode, module = padded
-    fused = implementation == "fused"
-    sample, ops = (
-        (fused_sampling.sample_tokens, FusedDecode()) if fused else (sampling.sample_tokens, ReferenceDecode())
-    )
+    sample, ops = fused_sampling.sample_tokens, FusedDecode()
     shape = read_shape(directory)
     names = hf_shapes(shape)
     cpu = torch.device("cpu")

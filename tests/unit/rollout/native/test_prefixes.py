@@ -15,7 +15,7 @@ from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native import decoder
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.native.pages import BLOCK, PagePool, Prefixes, page_bytes, pages_for
+from megatron_brorl.rollout.native.pages import BLOCK, PagePool, Prefixes, pages_for
 from megatron_brorl.types import Prompt
 
 COUNTS = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5]
@@ -132,16 +132,3 @@ def test_rows_that_go_on_use_what_is_there(model):
     assert engine.kv_usage().prompt_found == 128  # the second prompt's
     for (a,), (b,) in zip(whole, on, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
-
-
-def test_short_memory_changes_nothing_but_what_is_found(model):
-    asked = [Request(p, 3, 6) for p in instruction((150, 170, 131, 215), 130)]
-    sampling = Sampling(0.0, 1.0, 0, 40, ())
-    ample = engine_of(model)
-    short = engine_of(model, memory=24 * page_bytes(ample.shape, torch.float32))
-    for a, b in zip(ample.generate(asked, sampling), short.generate(asked, sampling), strict=True):
-        assert [r.token_ids.tolist() for r in a] == [r.token_ids.tolist() for r in b]
-    pool = short._pool
-    assert pool.free == pool.size  # all rows and prompts have left
-    with torch.inference_mode():  # as its tensors were made
-        assert sorted(pool.take(pool.size).tolist()) == list(range(pool.size))

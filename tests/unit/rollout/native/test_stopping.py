@@ -16,37 +16,20 @@ from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
 from megatron_brorl.rollout.native.stopping import Stops
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<|im_end|>", "<pad>"]
-WORDS = [
-    "the",
-    "answer",
-    "is",
-    "step",
-    "so",
-    "User",
-    "done",
-    "stop",
-    "ab",
-    "abc",
-    "12",
-    "7",
-    "naïve",
-    "да",
-    "привет",
-    "你好",
-    "答案",
-]
+WORDS = ["the", "answer", "is", "step", "so", "User", "done", "stop", "ab", "abc", "12", "7"]
+WORDS += ["naïve", "да", "привет", "你好", "答案"]
 STRINGS = [
     "\n", "\n\n", " ", "  ", " the", "the ", " answer ", "\nUser:", "User: ", "Answer: ", "a", "ab", "ba", "aba", "12",
     "你好", "答案是四二", "你好你好你好", "龘靐齉爩", "привет", "двенадцатьбук", "да ", " да", "é", "naïve", "ü ",
     "🙂", "🙂🙃😀😁", "👩‍👩‍👧", " 🙂 ", "a🙂b", "</answer>", "<|im_end|>", "</think>\n", " </answer>", "<pad>",
-    "</s>", "x</answer>y", "the answer is 42.", "Final answer: the number of steps is 12, so stop here", "#", "##",
+    "</s>", "x</answer>y", "the answer is 42.", "Final answer: the number of steps is 12, so stop here",
 ]  # fmt: skip
 PAIRS = [("ab", "abc"), ("b", "aab"), ("the ", "the answer"), ("🙂", "🙂🙃"), ("</answer>", "\n"), ("答", "案是")]
 
 
 def texts():
     draw = random.Random(0)
-    return [" ".join(draw.choices([*WORDS, "User:\n", "Answer: 42.", "aba", "##"], k=8)) for _ in range(300)]
+    return [" ".join(draw.choices([*WORDS, "User:\n", "Answer: 42.", "aba"], k=8)) for _ in range(300)]
 
 
 def save(directory, inner, **settings):
@@ -86,48 +69,9 @@ def llama(directory):
     return save(directory, inner, unk_token="<unk>")
 
 
-def word_piece(directory):
-    """The decoder puts spaces between words, and none before a piece that begins with ##."""
-    characters = sorted(set("".join(STRINGS)) - {" ", "\n"})
-    vocab = ["[UNK]", "<s>", "</s>", *TAGS, *WORDS, *characters, *(f"##{c}" for c in characters), "##b##", "##er"]
-    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(vocab))}
-    inner = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-    inner.add_special_tokens(["[UNK]", "<s>", "</s>", *TAGS])
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=True)
-    return save(directory, inner, unk_token="[UNK]")
-
-
-def suffixed(directory):
-    """A word ends with </w>, which is a space where another token follows."""
-    inner = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.WhitespaceSplit(), decoders.BPEDecoder(suffix="</w>")
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<unk>", "<s>", "</s>", *TAGS],
-        end_of_word_suffix="</w>",
-        show_progress=False,
-    )
-    inner.train_from_iterator([*texts(), *STRINGS], trainer)
-    return save(directory, inner, unk_token="<unk>")
-
-
-def metaspace(directory):
-    pieces = ["▁", *(f"▁{w}" for w in WORDS), *sorted(set("".join(STRINGS)) - {" "}), "▁▁", "er▁the"]
-    vocab = {p: i for i, p in enumerate(dict.fromkeys(["<unk>", "<s>", "</s>", *TAGS, *pieces]))}
-    inner = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
-    inner.add_special_tokens(["<unk>", "<s>", "</s>", *TAGS])
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    return save(directory, inner, unk_token="<unk>")
-
-
 def pieces(directory):
     """sentencepiece as this project trains it."""
     return train_sentencepiece(texts(), directory, 600)
-
-
-def few_pieces(directory):
-    """The same without byte pieces."""
-    return train_sentencepiece([*texts(), *STRINGS], directory, 300)
 
 
 def own_pieces(directory):
@@ -147,7 +91,7 @@ def own_pieces(directory):
     return load_tokenizer(directory)
 
 
-KINDS = [byte_level, llama, word_piece, suffixed, metaspace, pieces, few_pieces, own_pieces]
+KINDS = [byte_level, llama, pieces, own_pieces]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda make: make.__name__)

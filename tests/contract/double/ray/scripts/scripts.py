@@ -1,16 +1,13 @@
 """`ray start`, as far as an engine's leaf uses it: options are checked, ports are bound, and it blocks until it ends.
 
-Its options are those of Ray 2.53. BRORL_DOUBLE_PORT_TAKEN=FILE: the first time a port is taken; FILE is made then.
+Its options are those of Ray 2.53.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
-import os
 import signal
 import socket
-from pathlib import Path
 
 
 def main() -> None:
@@ -28,10 +25,6 @@ def main() -> None:
         start.add_argument(f"--{name}", type=int)
     args = vars(parser.parse_args())
 
-    taken = os.environ.get("BRORL_DOUBLE_PORT_TAKEN")
-    if taken and not Path(taken).exists():
-        Path(taken).touch()
-        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     held = []
     for name in names:
         s = socket.socket()

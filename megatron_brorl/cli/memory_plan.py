@@ -1,0 +1,258 @@
+"""Memory of a run in both phases of a step, worked out before anything is built.
+
+A rank trains and generates on one GPU in turn. While it trains, its engine has released all of its memory; while the
+engine generates, gradients are dropped, and train.offload moves weights and optimizer to host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatron_brorl.config.load import load
+from megatron_brorl.config.schema import Config
+from megatron_brorl.data.hub import model_directory
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import ModelShape, read_shape
+from megatron_brorl.models.gpt import DTYPES
+from megatron_brorl.models.hf_names import entries, hf_shapes
+from megatron_brorl.reshard.layout import local_shape
+from megatron_brorl.rollout.registry import ENGINES
+from megatron_brorl.rollout.remote.weights_send import as_is, in_fp8_blocks, layout
+from megatron_brorl.train.setup import context
+
+GIB = 2**30
+Parts = Mapping[str, int]  # bytes by what they are for
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a run."""
+
+    ranks: int
+    ranks_per_node: int
+    gpu: int  # bytes of a GPU, or 0 for ranks on CPUs
+    here: bool = True  # this machine is one of them, so that its host memory counts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes on a GPU in both phases, and in host memory."""
+
+    training: Parts
+    generation: Parts  # without keys and values; only the trainer's with the built-in engine
+    offloaded: int  # of a rank, while the engine generates
+    shared: int = 0  # of a node, in shared memory: the weights in use and those of an update
+    kv_per_token: int = 0  # on each GPU of an engine; 0 for the built-in engine
+    fraction: float = 0.0  # of the remaining memory, for keys and values
+    context: int = 0  # prompt + response tokens at most
+
+    def kv_tokens(self, gpu: int) -> int:
+        """Return the number of tokens whose keys and values fit on a GPU of so many bytes."""
+        free = gpu - sum(self.generation.values())
+        return max(0, int(free * self.fraction) // self.kv_per_token) if self.kv_per_token else 0
+
+    def rows(self, gpu: int) -> int:
+        """Return the number of the longest responses, with prompts, that fit together."""
+        return self.kv_tokens(gpu) // self.context if self.context else 0
+
+
+def training_parts(
+    shape: ModelShape, stage: int, tensor: int, pipeline: int, dtype: torch.dtype, shards: int = 1
+) -> Parts:
+    """Return the bytes of a rank's weights, fp32 gradients, and Adam's moments with fp32 masters of other weights.
+
+    shards: ranks over which ZeRO-1 cuts moments and masters (Rajbhandari et al. 2020, section 5.1).
+    """
+    table = entries(shape, pipeline)
+    count = sum(math.prod(local_shape(e, tensor)) for e in table if e.stage == stage)
+    if shape.tied and stage == pipeline - 1 > 0:
+        count += math.prod(local_shape(table[0], tensor))  # the last stage's copy of the embedding
+    masters = 0 if dtype == torch.float32 else 4
+    return {
+        "weights": count * dtype.itemsize,
+        "gradients": count * 4,
+        "optimizer": count * (8 + masters) // shards,
+    }
+
+
+def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int) -> int:
+    """Return an estimate of the activations that the backward pass of a micro-batch needs.
+
+    Per token and layer, in elements: the inputs of both norms and of both parts (4 H), queries, keys, values and the
+    output of attention (2 Q + 2 K), gate, up and their product (3 F), of which tensor parallelism cuts all but the
+    first. With recomputation: the input of each layer, and all of one layer. A stage has one micro-batch in flight for
+    itself and for each following stage.
+    """
+    p, q, k = config.parallel, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    whole = 4 * shape.hidden + (2 * q + 2 * k + 3 * shape.ffn) // p.tensor
+    layers, flying = shape.layers // p.pipeline, p.pipeline - stage
+    per_token = flying * layers * shape.hidden + whole if config.train.recompute == "full" else flying * layers * whole
+    return tokens * per_token * DTYPES[config.model.dtype].itemsize
+
+
+def micro_batch_tokens(config: Config, on_gpu: bool) -> int:
+    """Return train.tokens_per_micro_batch, or its default."""
+    return config.train.tokens_per_micro_batch or (16384 if on_gpu else 2048)
+
+
+def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int = 0) -> Plan:
+    """Return the plan of a rank of a pipeline stage. Raises UserError if [parallel] does not fit the ranks."""
+    p, offload = config.parallel, config.train.offload
+    of_a_model = p.tensor * p.pipeline
+    if machines.ranks % (of_a_model * p.context):
+        raise UserError(
+            f"parallel.tensor x parallel.pipeline x parallel.context = {of_a_model * p.context} does not divide "
+            f"{machines.ranks} ranks"
+        )
+    shards = machines.ranks // of_a_model if p.distributed_optimizer else 1
+    parts = training_parts(shape, stage, p.tensor, p.pipeline, DTYPES[config.model.dtype], shards)
+    models = {"": parts} | ({"critic's ": parts} if config.algo.advantage == "gae" else {})
+
+    # While the engine generates, gradients are dropped, and the rest stays or moves to the host.
+    staying = {f"{of}{name}": x for of, own in models.items() for name, x in own.items() if name != "gradients"}
+    staying |= {"reference": parts["weights"]} if config.algo.kl_coef > 0 else {}
+    gradients = {f"{of}gradients": own["gradients"] for of, own in models.items()}
+    activations = activation_bytes(config, shape, micro_batch_tokens(config, bool(machines.gpu)), stage)
+    training = {**staying, **gradients, "activations (estimate)": activations}
+    offloaded = sum(staying.values()) if offload else 0
+    left = {} if offload else {f"trainer's {name}": x for name, x in staying.items()}
+
+    # The built-in engine uses the free memory.
+    if config.rollout.engine not in ENGINES:
+        return Plan(training, left, offloaded)
+
+    # TensorRT-LLM's sampler has a table of log-probs for the longest response of every row.
+    e, dtype, length = config.engine, DTYPES[config.rollout.dtype], context(config, shape)
+    fp8 = ENGINES[config.rollout.engine].takes_fp8_blocks and e.quantization == "fp8"
+    sent = layout(hf_shapes(shape), dtype, in_fp8_blocks if fp8 else as_is)[1]
+    table = 4 * config.rollout.max_num_seqs * length
+    heads = -(-shape.kv_heads // e.tensor)
+    return Plan(
+        training=training,
+        generation={**left, "engine's weights": sent // e.tensor, "table of log-probs": table},
+        offloaded=offloaded,
+        shared=2 * sent,
+        kv_per_token=2 * shape.layers * heads * shape.head_dim * (1 if e.kv_dtype == "fp8" else dtype.itemsize),
+        fraction=e.memory_fraction,
+        context=length,
+    )
+
+
+def lines(plan: Plan, gpu: int, ranks_per_node: int) -> list[str]:
+    """Return the plan in words. gpu: bytes of a GPU, or 0 for ranks on CPUs."""
+    found = []
+    if gpu:
+        kv = {"keys and values": plan.kv_tokens(gpu) * plan.kv_per_token} if plan.kv_per_token else {}
+        for phase, parts in (("training", plan.training), ("generating", {**plan.generation, **kv})):
+            found.append(f"memory of a GPU, {phase}: {amount(sum(parts.values()))} of {amount(gpu)} ({_each(parts)})")
+    else:
+        found.append(f"memory of a rank, training: {amount(sum(plan.training.values()))} ({_each(plan.training)})")
+
+    if gpu and plan.kv_per_token:
+        found.append(
+            f"keys and values: {plan.kv_per_token / 1024:g} KiB a token on each GPU, {plan.kv_tokens(gpu)} tokens, "
+            f"{plan.rows(gpu)} rollouts of {plan.context} tokens at a time"
+        )
+
+    shared = [f"{amount(plan.shared)} shared (weights in use and those of an update)"] if plan.shared else []
+    moved = [f"{amount(plan.offloaded * ranks_per_node)} of offloaded states"] if plan.offloaded else []
+    return [*found, f"memory of a node: {', '.join(shared + moved)}"] if shared or moved else found
+
+
+def _each(parts: Parts) -> str:
+    return ", ".join(f"{name} {amount(x)}" for name, x in parts.items())
+
+
+def check_plan(plan: Plan, gpu: int, host: int, shared: int, ranks_per_node: int, folder: str) -> None:
+    """Raise UserError if the plan does not fit.
+
+    gpu: bytes of a GPU, or 0. host, shared: bytes of a node's memory, and of the file system of `folder`.
+    """
+    need = sum(plan.training.values())
+    if gpu and need > gpu:
+        raise UserError(
+            f"training needs about {amount(need)} on a GPU, which has {amount(gpu)}: lower "
+            "train.tokens_per_micro_batch, set train.recompute, or raise parallel.tensor or parallel.pipeline"
+        )
+
+    # The longest response must fit, or it could never end.
+    if gpu and plan.kv_per_token and not plan.rows(gpu):
+        raise UserError(
+            f"while an engine generates, {plan.kv_tokens(gpu)} tokens of keys and values fit on a GPU and one response "
+            f"with its prompt may take {plan.context}: set train.offload = true, or lower rollout.max_tokens"
+        )
+
+    if plan.shared > shared:
+        raise UserError(
+            f"{folder} has room for {amount(shared)} and a node needs {amount(plan.shared)}, the weights in use and "
+            f"those of an update: docker run --shm-size={math.ceil(plan.shared / GIB)}g, or name another folder in "
+            "memory"
+        )
+    # Without GPUs, everything is in host memory anyway.
+    whole = plan.offloaded * ranks_per_node + plan.shared
+    if gpu and whole > host:
+        raise UserError(
+            f"a node needs {amount(whole)} of host memory for train.offload and for the engine's weights, and has "
+            f"{amount(host)}: set train.offload = false, or parallel.distributed_optimizer = true"
+        )
+
+
+def amount(count: int) -> str:
+    """Return bytes in words."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def gpu_bytes() -> int:
+    """Return the memory of this machine's smallest GPU, or 0."""
+    if not torch.cuda.is_available():
+        return 0
+    return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+
+
+def plan_run(config: Config, shape: ModelShape, machines: Machines) -> tuple[Plan, list[str]]:
+    """Return the plan of the largest pipeline stage, and its lines to print. Raises UserError if it does not fit."""
+    plans = [plan_stage(config, shape, machines, stage) for stage in range(config.parallel.pipeline)]
+    found = max(plans, key=lambda x: sum(x.training.values()))
+    host = psutil.virtual_memory().total
+
+    folder = config.engine.shared_memory if found.shared else ""
+    look = machines.here and folder and Path(folder).is_dir()
+    check_plan(
+        found,
+        gpu=machines.gpu,
+        host=host if machines.here else sys.maxsize,
+        shared=shutil.disk_usage(folder).total if look else sys.maxsize,
+        ranks_per_node=machines.ranks_per_node,
+        folder=folder,
+    )
+    return found, lines(found, machines.gpu, machines.ranks_per_node)
+
+
+def check_host(plan: Plan, machines: Machines) -> None:
+    """Raise UserError if ranks on CPUs need more memory for training than this machine has."""
+    need, have = sum(plan.training.values()) * machines.ranks_per_node, psutil.virtual_memory().total
+    if not machines.gpu and need > have:
+        raise UserError(
+            f"training needs about {amount(need)} of memory for {machines.ranks_per_node} ranks here, and there "
+            f"are {amount(have)}: lower train.tokens_per_micro_batch, or take a smaller model or a GPU"
+        )
+
+
+def plan_of(args: argparse.Namespace) -> list[str]:
+    """Return the plan of `brorl doctor CONFIG` in lines. Raises UserError if it does not fit."""
+    config = load(args.config, args.overrides)
+    if args.ranks < 0 or args.ranks_per_node < 0 or args.gpu_gib < 0:
+        raise UserError("brorl doctor: --ranks, --ranks-per-node and --gpu-gib must not be negative")
+    ranks = args.ranks or torch.cuda.device_count() or 1
+    gpu = int(args.gpu_gib * GIB) or gpu_bytes()
+    machines = Machines(ranks, min(args.ranks_per_node or 8, ranks), gpu, here=not args.gpu_gib)
+    return plan_run(config, read_shape(model_directory(config.model.path)), machines)[1]

@@ -1,0 +1,426 @@
+"""The objects of a command on this rank: built from the configuration, and closed in order at its end."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import sys
+import time
+import typing
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch.distributed as dist
+
+from megatron_brorl import ranks
+from megatron_brorl.checkpoints import hugging_face
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.checkpoints.model_card import Base, Training, model_card
+from megatron_brorl.cli import memory_plan, run_folder
+from megatron_brorl.cli.run_folder import Fingerprint
+from megatron_brorl.config.schema import Config, OptimConfig
+from megatron_brorl.data.hub import model_directory
+from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
+from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
+from megatron_brorl.errors import UserError
+from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.model_shape import read_shape
+from megatron_brorl.models import fp8
+from megatron_brorl.models.gpt import ATTENTION_ALONE, DTYPES
+from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.ops.backend import backend
+from megatron_brorl.parallel import collectives, device, grid, network
+from megatron_brorl.record import files as record_files
+from megatron_brorl.rewards import custom
+from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references, check_verifiers
+from megatron_brorl.rewards.sandbox import probe
+from megatron_brorl.rewards.worker_pool import RewardPool
+from megatron_brorl.rollout.engine import RolloutEngine
+from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
+from megatron_brorl.rollout.work_stealing import WorkStealing
+from megatron_brorl.timeline import dump_stacks_after
+from megatron_brorl.tracking.trackers import check_installed, open_trackers
+from megatron_brorl.train.callbacks import Callbacks
+from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.record import Recorder
+from megatron_brorl.train.rollouts import Rollouts
+from megatron_brorl.train.setup import context
+from megatron_brorl.train.update import critic_optim
+from megatron_brorl.train.worker import StageOptions, Worker
+from megatron_brorl.types import Prompt
+
+AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a Python program adds to a command that it runs."""
+
+    reward: custom.OwnReward | None = None  # scores rows whose verifier is custom.IN_PROCESS
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    continues: bool = False  # after an error, so that the session must release its resources
+    tell: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
+
+
+class Session:
+    """Grid, model shape, tokenizer and prompts of a command, and the engines and workers that it starts."""
+
+    sources: Sources  # not set if benchmarks are evaluated
+    benchmarks: dict[str, list[Prompt]]  # prompts of `brorl evaluate`, by name
+    report: str  # what was read, from data.source
+
+    def __init__(self, config: Config, benchmarks: bool = False, program: Program | None = None) -> None:
+        """benchmarks: read the files of evaluate.benchmarks, if there are any, instead of training data."""
+        self.base = config.model.path  # as the user names it
+        self.program = program = program or Program()
+        model = str(model_directory(config.model.path))  # in the hub's cache for a name of the hub
+        self.config = config = replace(config, model=replace(config.model, path=model))
+        self.dir = Path(config.run.dir).absolute()
+
+        # A new run takes today's date for the chat template.
+        self.shape = read_shape(config.model.path)
+        today = None if config.train.resume == "never" and not benchmarks else run_folder.template_date(self.dir)
+        self.tokenizer = load_tokenizer(Path(config.model.path), today)
+        self.template_date = self.tokenizer.template_date if config.data.chat else None
+        if self.tokenizer.vocab_size > self.shape.vocab:
+            raise UserError(
+                f"{config.model.path}: the tokenizer has {self.tokenizer.vocab_size} tokens, config.json's vocab_size "
+                f"is {self.shape.vocab}: tokenizer and model do not belong together"
+            )
+        self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
+        program.tell("tokenizer", self._tokenizer_line())
+
+        # Checked before data is read, which may take long.
+        check_installed(() if benchmarks else config.run.log)
+        self.ops = backend(config.ops.implementation, device.default_device())
+        fp8.check(config.fp8, self.shape, config.parallel.tensor)
+
+        # Prompts that leave room for a response.
+        limit = context(config, self.shape) - config.rollout.max_tokens
+        if benchmarks and config.evaluate.benchmarks:
+            files = config.evaluate.benchmarks
+            self.benchmarks, self.report = load_benchmarks(files, config.data, self.tokenizer, limit, config.reward)
+            verifiers = {prompt.verifier for prompts in self.benchmarks.values() for prompt in prompts}
+        else:
+            self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed, config.reward)
+            verifiers = set(self.sources.verifiers)
+            self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
+            self.report = self.sources.report
+        self._verifiers = verifiers
+        program.tell("data", self.report)
+
+        # Join the other ranks last, so that an error above ends each of them at once.
+        self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
+        self.is_main_rank = self.grid.rank == 0  # it alone writes files and prints
+        program.tell("ranks", self.grid.line())
+        self.job_end, self.stopped_by = JobEnd(), ""
+        self._kv_tokens = 0  # room for keys and values, set by `preflight`; 0 = as many as fit
+        self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse order
+
+    def __enter__(self) -> Session:
+        self._lock()
+        # Before the others' wait for a rank that hangs ends.
+        dump_stacks_after(0.8 * self.config.parallel.timeout_s)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        dump_stacks_after(0.0)
+        if error is not None:
+            self.grid.name_missing(error)
+            if not self.program.continues:
+                return  # the process ends
+        for close in reversed(self._closing):
+            close()
+
+    def _lock(self) -> None:
+        """Raise UserError on all ranks if another run writes to run.dir."""
+        handle = self.together(lambda: run_folder.take(self.dir) if self.is_main_rank else None)
+        if handle:
+            self._closing.append(handle.close)
+        self.together(lambda: run_folder.keep_template_date(self.dir, self.template_date, self.is_main_rank))
+
+    def together(self, look: Callable[[], T]) -> T:
+        """Return the result of `look` on this rank. Raises the UserError of the first rank with one, on all ranks."""
+        found, refused = None, ""
+        try:
+            found = look()
+        except UserError as e:
+            refused = str(e)
+        for text in filter(None, collectives.all_gather_text(refused)):
+            raise UserError(text)
+        return typing.cast(T, found)
+
+    def preflight(self) -> None:
+        """Plan memory and disk space, and print the plan; a collective. Raises UserError if something does not fit."""
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        machines = memory_plan.Machines(self.grid.world, per_node, memory_plan.gpu_bytes())
+        plan, lines = memory_plan.plan_run(self.config, self.shape, machines)
+        self._kv_tokens = plan.kv_tokens(machines.gpu)
+        self.together(lambda: memory_plan.check_host(plan, machines))
+        room = self.together(lambda: run_folder.disk_line(self.config, self.shape, self.dir))
+        if self.is_main_rank:
+            print("\n".join(lines), flush=True)
+        self.program.tell("disk", room)
+
+    def check_verifiers(self, prompts: Sequence[Prompt]) -> str:
+        """Let the verifiers score reference answers, and return the result in words; a collective.
+
+        Warnings go to stderr. Raises UserError, on all ranks, if a verifier fails.
+        """
+
+        def look() -> str:
+            if not self.is_main_rank:
+                return ""
+            found, warnings = check_references(self.pool, prompts, self.config.reward)
+            for warning in warnings:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
+            return found
+
+        return self.together(look)
+
+    def _tokenizer_line(self) -> str:
+        """Return the tokenizer in words: its size, its stop tokens, and whether it has a chat template."""
+        try:
+            self.tokenizer.apply_chat([{"role": "user", "content": "hello"}], self.config.data.chat_template_kwargs)
+            chat = "a chat template"
+        except UserError:
+            chat = "no chat template"
+        stops = ", ".join(map(str, self.stop_ids))
+        return f"{self.tokenizer.vocab_size} tokens, {chat}, responses end at {stops}"
+
+    def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
+        """Return the model with the weights of model.path. optim: None for a model that is not trained."""
+        return self._filled(kind(self.shape, self.grid, self._stage_options(), optim))
+
+    def critic(self) -> CriticWorker | None:
+        """Return the critic with the weights of model.path, or None if algo.advantage needs none."""
+        c = self.config
+        if c.algo.advantage != "gae":
+            return None
+        optim = critic_optim(c.critic, c.optim)
+        return self._filled(CriticWorker(self.shape, self.grid, self._stage_options(), optim))
+
+    def _stage_options(self) -> StageOptions:
+        c = self.config
+        return StageOptions(
+            tokens_per_micro_batch=memory_plan.micro_batch_tokens(c, device.on_gpu()),
+            dtype=DTYPES[c.model.dtype],
+            ops=self.ops,
+            share_prompt=c.train.share_prompt,
+            recompute=c.train.recompute == "full",
+            offload=c.train.offload,
+            distributed_optimizer=c.parallel.distributed_optimizer,
+            overlap=c.parallel.overlap,
+            fields={**fp8.settings(c.fp8), **(ATTENTION_ALONE if c.train.recompute == "attention" else {})},
+        )
+
+    def _filled(self, stage: AnyStage) -> AnyStage:
+        """Load the weights of model.path. Raises UserError if one is not finite."""
+        path = self.config.model.path
+        stage.load_hf(path)
+        stage.require_finite(f"model.path = {path}", "give a model whose training did not diverge")
+        return stage
+
+    @functools.cached_property
+    def started_verifiers(self) -> CheckedVerifiers:
+        """The user's own verifiers. Raises UserError if one cannot be used."""
+        reward = self.program.reward
+        started = check_verifiers(self._verifiers - ({custom.IN_PROCESS} if reward else set()), self.config.reward)
+        if reward:
+            started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: custom.sha256(reward)})
+        if started.unsandboxed and self.is_main_rank:
+            print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
+        return started
+
+    def fingerprint(self) -> Fingerprint:
+        """Return what a resumed run must have in common with the run of its checkpoint."""
+        return run_folder.fingerprint(self.config, self.shape, self.started_verifiers.sha256, self.inputs())
+
+    def inputs(self) -> dict[str, str]:
+        """Return the SHA-256 of the tokenizer and the data, see Sources.digests."""
+        return self.sources.digests(Path(self.config.model.path), self.template_date)
+
+    def rollouts(self) -> Rollouts:
+        """Return the engine and the reward workers, which end with the session."""
+        c = self.config
+        engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
+        watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
+
+        return Rollouts(
+            engine=watchdog,
+            pool=self.pool,
+            tokenizer=self.tokenizer,
+            reward=c.reward,
+            seed=c.run.seed,
+            grid=self.grid,
+            max_lost_share=c.rollout.max_lost_share,
+            work_stealing=WorkStealing(network.shared_store()) if c.rollout.pull else None,
+        )
+
+    @functools.cached_property
+    def pool(self) -> RewardPool:
+        """The reward workers, which end with the session."""
+        c = self.config.reward
+        impure = self.started_verifiers.impure
+        pool = RewardPool(c.workers, c.timeout_s, impure=impure, function=self.program.reward)
+        self._closing.append(pool.close)
+        return pool
+
+    def _torch_engine(self) -> RolloutEngine:
+        c = self.config
+        return TorchEngine(
+            shape=self.shape,
+            names=hf_shapes(self.shape),
+            device=device.default_device(),
+            dtype=DTYPES[c.rollout.dtype],
+            max_rows=c.rollout.max_num_seqs,
+            sample=self.ops.sample_tokens,
+            ops=self.ops.decode,
+            memory=c.rollout.kv_cache_mib * 2**20,
+            decode=self.tokenizer.decode_all,
+        )
+
+    def _remote_engine(self) -> RolloutEngine:
+        from megatron_brorl.rollout.remote.engine import join
+
+        c = self.config
+        engine = join(
+            c,
+            names=hf_shapes(self.shape),
+            context=context(c, self.shape),
+            vocab=self.shape.vocab,
+            stop_ids=self.stop_ids,
+            kv_tokens=self._kv_tokens,
+            decode=self.tokenizer.decode_all,
+        )
+        self._closing.append(engine.close)
+        return engine
+
+    def newest_checkpoint(self) -> Path | None:
+        """Return the checkpoint to continue from, or None. With train.resume = "never", rename older checkpoints."""
+        root = self.dir / "checkpoints"
+        if self.config.train.resume == "auto":
+            return checkpoint.find(root)
+        if self.is_main_rank and root.exists():
+            number = 1
+            while (aside := root.with_name(f"checkpoints.{number}")).exists():
+                number += 1
+            root.rename(aside)
+
+        dist.barrier()
+        return None
+
+    def writer(self, resume_step: int | None) -> MetricsWriter | None:
+        """Return the writer of metrics on the main rank. resume_step: see metrics.Lines."""
+        if not self.is_main_rank:
+            return None
+        trackers = open_trackers(self.config.run.log, self.dir, resume_step, asdict(self.config))
+        writer = MetricsWriter(self.dir, trackers, resume_step)
+        self._closing.append(writer.close)
+        return writer
+
+    def recorder(self, resume_step: int | None) -> Recorder:
+        """Return the writer of run.dir/rollouts. resume_step: see record.files.begin."""
+        folder = self.dir / record_files.FOLDER
+        if self.is_main_rank:
+            record_files.begin(folder, resume_step)
+        return Recorder(folder, self.config, self.tokenizer.decode, self.stop_ids, self.grid.rank)
+
+    def stop_requested(self, save_s: float = 0.0) -> bool:
+        """Return whether to save and stop, the same on all ranks, and set `stopped_by`; called between steps.
+
+        save_s: see JobEnd.step_fits.
+        """
+        own = {
+            "signal": ranks.stop_requested(),
+            "late": not self.job_end.step_fits(save_s),
+            "told": self.program.callbacks.stop,
+        }
+        found = collectives.all_reduce_max({k: float(v) for k, v in own.items()})
+        if found["signal"]:
+            self.stopped_by = "stopped by a signal"
+        elif found["told"]:
+            self.stopped_by = "stopped by a callback"
+        elif found["late"]:
+            end = time.strftime("%H:%M:%S", time.localtime(self.job_end.at))
+            self.stopped_by = f"the job ends at {end}, and a step takes up to {self.job_end.step_s():.0f} s"
+        return any(found.values())
+
+    def export(self, worker: Worker, card: Training) -> bool:
+        """Write run.dir/model, a Hugging Face directory, and return on the main rank whether the weights changed.
+
+        Raises UserError if a weight is not finite.
+        """
+        worker.require_finite("the trained model", f"{self.dir / 'model'} is not written; lower the learning rate")
+        tensors, differs = worker.hf_tensors(), False
+        if self.is_main_rank:
+            dtype = str(worker.options.dtype).removeprefix("torch.")
+            text, source = model_card(card), self.config.model.path
+            differs = hugging_face.save(tensors, source, self.dir / "model", dtype, text)
+        else:
+            for _ in tensors:
+                pass
+        dist.barrier()
+        return differs
+
+    def card(self, how: str, tag: str, sizes: Mapping[str, int], began: float) -> Training:
+        """Return the content of the exported model's card, see model_card.Training."""
+        c = self.config
+        return Training(
+            run=self.dir.name,
+            how=how,
+            tag=tag,
+            base=Base.of(self.base, Path(c.model.path)),
+            sizes=[(name, str(value)) for name, value in sizes.items()],
+            files=self.sources.files,
+            tasks=[task.name for task in c.data.tasks],
+            began=began,
+        )
+
+    def peak_rss_mib(self) -> float:
+        """Return the sum of the ranks' peak resident memory and of their children's own memory."""
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        # A forked process shares most of its pages with its parent.
+        children = sum(p.memory_full_info().uss for p in psutil.Process().children(recursive=True)) / 2**20
+        return collectives.all_reduce_sum({"mib": own + children})["mib"]
+
+
+SLURM_END = "SLURM_JOB_END_TIME"  # Unix time, in the environment of a job's steps
+_STEPS = 5  # that are looked back on, because evaluations and checkpoints make some longer
+
+
+class JobEnd:
+    """The end of a job that a scheduler has set: a step that would not be done by then is not started."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """Raises UserError if the time in the environment is not a number."""
+        slurm = os.environ.get(SLURM_END, "")
+        try:
+            self.at = float(slurm or 0)  # 0 = never
+        except ValueError:
+            raise UserError(f"{SLURM_END} = {slurm}: must be a Unix time; unset it") from None
+        self._clock = clock
+        self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds
+        self._asked: float | None = None
+
+    def step_fits(self, save_s: float = 0.0) -> bool:
+        """Return whether a step as long as the longest of the last ones ends before the job; called once per step.
+
+        save_s: seconds of saving after it, which the steps so far do not include.
+        """
+        now = self._clock()
+        if self._asked is not None:
+            self._steps.append(now - self._asked)
+        self._asked = now
+        return not self.at or now + self.step_s() + save_s < self.at
+
+    def step_s(self) -> float:
+        """Return the seconds of the longest of the last steps, or 0 before the second one."""
+        return max(self._steps, default=0.0)

@@ -1,0 +1,127 @@
+r"""Verifier `choice`: multiple choice, the answer is one letter in whatever dress, or the text of its option.
+
+`B`, `(B)`, `B.`, `**B**`, `\boxed{\text{B}}`, `Option B`, `The answer is (b)`, `B. Paris` and, with
+metadata.choices, `Paris`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.answer_text import plain_text, quote, tidy
+from megatron_brorl.rewards.final_answer import final_or_bare_answer, places
+from megatron_brorl.rewards.verifier import Score, VerifierRow
+
+_LETTERS = "ABCDEFGHIJ"
+_MAX_CHARS = 200  # a longer response is not a bare answer
+# A letter between brackets or before a stop, in either case; a capital alone at the end or before a reason.
+_DRESSED = re.compile(
+    r"(?:(?:the )?(?:option|choice|letter|answer)\s*:?\s*)?"
+    r"(?:[(\[]\s*(?P<a>[A-Ja-j])\s*[)\]][.:]?|(?P<b>[A-Ja-j])\s*[).:](?!\w)|(?P<c>[A-J])(?=\s*[,;-]|\s*$)|(?P<d>[a-j])$)",
+    re.IGNORECASE,
+)
+_BARE_WORD = re.compile(
+    r"(?:(?:the )?(?:option|choice|letter|answer)\s*:?\s*)?([A-J])(?:\s+(?![=<>+*/^])(?P<text>.*))?$", re.DOTALL
+)
+_REASON = re.compile(r"[,;]?\s*\b(?:because|since|as|which|for the reason|due to)\b.*", re.IGNORECASE | re.DOTALL)
+_SEVERAL = re.compile(r"(?:\b(?:[A-J]{1,5}|[a-j]|(?i:and|or|not|both|either|neither|nor|options?|choices?))\b|[\W_])+")
+_OTHER = re.compile(r"[(\[]\s*([A-Ja-j])\s*[)\]]|(?<![\w'])([B-HJ])(?![\w'])|(?<![\w'])([AI])(?=\s*(?:[.,;:)]|$))")
+
+
+def find(response: str) -> str | None:
+    """The answer that a response says; the whole response where it is one short line."""
+    return final_or_bare_answer(response, same, _MAX_CHARS, _names_options)
+
+
+def same(a: str, b: str) -> bool:
+    """Whether two places of a response say one answer: one letter, or one text."""
+    x, y = letter(a), letter(b)
+    return x == y if x or y else plain_text(a).casefold() == plain_text(b).casefold()
+
+
+def letter(text: str) -> str:
+    """The letter that a text is, as a capital, without what stands behind it; "" where it is none, or several."""
+    return _read(text)[0]
+
+
+def check_row(row: VerifierRow, where: str) -> None:
+    """The reference must be a letter, of an option if there are metadata.choices."""
+    choices = _choices(row, where)
+    reference = row["answer"] or ""
+    right = _chosen(reference, choices)[0]
+    if not right:
+        raise UserError(f'{where}: verifier "choice" needs answer, a letter from A to J; {quote(reference)!r} is none')
+    if choices and _LETTERS.index(right) >= len(choices):
+        raise UserError(f"{where}: answer is {right}, but metadata.choices has {len(choices)} options")
+
+
+def verify(answer: str, row: VerifierRow) -> Score:
+    """1 for the reference's letter, and for the text of its option where metadata.choices has the texts."""
+    choices = row["metadata"].get("choices") or ()
+    right = _chosen(row["answer"] or "", choices)[0]
+
+    # Several places may say it, and all must agree.
+    texts = [_normal(choice) for choice in choices]
+    said = places(answer, lambda text: _names_options(text) or _normal(text) in texts) or [answer]
+    chosen = [_chosen(text, choices) for text in said]
+    letters = sorted({one for one, _ in chosen})
+    if len(letters) > 1 and "" not in letters:
+        return Score(0.0, f"no answer: several letters, {' and '.join(letters)}")
+    given, why = chosen[-1]
+    if len(letters) > 1 or not given:
+        return Score(0.0, why or f"no answer: {quote(said[-1])} is no single letter")
+    return Score(1.0) if given == right else Score(0.0, f"{given} is not {right}")
+
+
+def _chosen(text: str, choices: Sequence[str]) -> tuple[str, str]:
+    """The letter of an answer, or "" and why not. A letter that stands before another option's text is none."""
+    options = [_normal(choice) for choice in choices]
+    whole = _normal(text)
+    if options.count(whole) == 1:
+        return _LETTERS[options.index(whole)], ""
+    found, behind = _read(text)
+    if found and behind and _normal(behind) in options:
+        other = _LETTERS[options.index(_normal(behind))]
+        if other != found:
+            return "", f"no answer: {found}, but with the text of {other}"
+    return found, ""
+
+
+def _names_options(text: str) -> bool:
+    """Whether a text is one option's letter, or several: `42` is none, and hides no other answer."""
+    return len(text) <= _MAX_CHARS and bool(letter(text) or _SEVERAL.fullmatch(tidy(text)))
+
+
+def _read(text: str) -> tuple[str, str]:
+    """The letter at the head of a text and what follows it; "" unless the rest names no other letter."""
+    text = _REASON.sub("", " ".join(tidy(text).split()))
+    dressed = _DRESSED.match(text)
+    if dressed:
+        found, behind = next(part for part in dressed.groups() if part).upper(), text[dressed.end() :]
+    else:
+        bare = _BARE_WORD.match(text)
+        if not bare or (bare["text"] and bare[1] in "AI"):  # "A dog" is no option A
+            return "", ""
+        found, behind = bare[1].upper(), bare["text"] or ""
+    others = {next(part for part in match.groups() if part).upper() for match in _OTHER.finditer(behind)}
+    return (found, behind.strip()) if others <= {found} else ("", "")
+
+
+def _normal(text: str) -> str:
+    return plain_text(text).casefold()
+
+
+def _choices(row: VerifierRow, where: str) -> list[str]:
+    choices: Any = row["metadata"].get("choices")
+    if choices is None:
+        return []
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+        raise UserError(
+            f"{where}: metadata.choices must be a list of texts, the options from A on, not {choices!r:.60}"
+        )
+    if not 2 <= len(choices) <= len(_LETTERS):
+        raise UserError(f"{where}: metadata.choices has {len(choices)} options; 2 to {len(_LETTERS)} have letters")
+    return choices

@@ -1,0 +1,206 @@
+"""Programs, by the share of their tests that they pass. docs/sandbox.md has the forms of a row's tests.
+
+    stdin/stdout  {"tests": [{"input": "1 2", "output": "3"}, ...], "tolerance": 1e-6?}
+    function      {"function": "add", "tests": [{"args": [1, 2], "kwargs": {}?, "expected": 3}, ...], "tolerance"?}
+    asserts       {"function": "add", "asserts": ["assert add(1, 2) == 3", ...] or one text, "setup": "import math"?}
+
+Expected results stay in the scoring process, or for asserts in a sandbox that the program is not in.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.extract import after_thought
+from megatron_brorl.rewards.sandbox import isolation, probe
+from megatron_brorl.rewards.sandbox.inside import codec
+from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox
+from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
+from megatron_brorl.rewards.verifiers import code_blocks
+
+_WRONG = Outcome("error", "wrong result")
+
+
+def load() -> Verifier:
+    """The verifier; UserError where programs cannot be isolated and the user has not said that they need not be."""
+    sandbox = Sandbox(probe.require('verifier "code"'), isolation.limits())
+    return lambda answer, row: score(answer, row, sandbox)
+
+
+def score(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
+    """Return the share of the row's tests that the program passes. answer: a program, or what `find` found."""
+    metadata = row["metadata"]
+    has_input = any((test.get("input") or "").strip() for test in metadata.get("tests") or ())
+    program = code_blocks.program(answer, metadata.get("function"), has_input)
+    if program is None:
+        return Score(0.0, "no closed block of Python", {"tests": 0.0})
+    outcomes = _outcomes(program, metadata, sandbox)
+    passed = sum(outcome.status == "ok" for outcome in outcomes)
+    share = passed / len(outcomes)
+    reason = ""
+    for number, outcome in enumerate(outcomes, 1):
+        if outcome.status != "ok":
+            reason = f"{passed} of {len(outcomes)} tests; test {number}: {outcome.reason or outcome.status}"
+            break
+    return Score(share, reason, {"tests": share})
+
+
+def find(text: str) -> str | None:
+    """Return the only block after the thought, or the text from the first block to the last; None: there is none.
+
+    Which of several blocks is the program depends on the row: `score` chooses.
+    """
+    text = after_thought(text)
+    return None if text.lstrip().startswith("<think>") else code_blocks.blocks_of(text)
+
+
+def check_row(row: VerifierRow, where: str) -> None:
+    """Raise UserError unless the row has tests in one of the three forms."""
+    metadata = row["metadata"]
+    language = metadata.get("language", "python")
+    if language != "python":
+        raise UserError(f'{where}: verifier "code" knows no language {language!r}; metadata.language must be "python"')
+
+    # How outputs are compared, and what is called.
+    tolerance = metadata.get("tolerance", 0)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
+        raise UserError(f"{where}: metadata.tolerance = {tolerance!r}: must be a number in [0, 1)")
+    function = metadata.get("function")
+    if function is not None and not (isinstance(function, str) and _is_name(function)):
+        raise UserError(f"{where}: metadata.function = {function!r}: must be the name of a function")
+
+    # Exactly one form.
+    if "asserts" in metadata:
+        _check_asserts(metadata, where)
+        return
+    tests = metadata.get("tests")
+    if not isinstance(tests, list) or not tests:
+        raise UserError(f'{where}: verifier "code" needs metadata.tests, a list of tests, or metadata.asserts')
+    for number, test in enumerate(tests):
+        _check_test(test, function is not None, f"{where}: metadata.tests[{number}]")
+
+
+def _check_asserts(metadata: Mapping[str, Any], where: str) -> None:
+    if "tests" in metadata:
+        raise UserError(f"{where}: metadata has both tests and asserts; keep one of them")
+    if metadata.get("function") is None:
+        raise UserError(f"{where}: metadata.asserts needs metadata.function, the name that they call")
+    texts = _texts(metadata["asserts"])
+    if not texts or not all(isinstance(text, str) for text in (*texts, metadata.get("setup", ""))):
+        raise UserError(f"{where}: metadata.asserts must be a text or a list of texts, metadata.setup a text")
+
+    # One without an assertion would be passed by anything.
+    for text in (metadata.get("setup", ""), *texts):
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError) as e:
+            raise UserError(f"{where}: metadata.asserts is not Python: {e}") from None
+        if text in texts and not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+            raise UserError(f"{where}: metadata.asserts: {text[:60]!r} asserts nothing; give each text an assert")
+
+
+def _check_test(test: Any, of_function: bool, where: str) -> None:
+    if not isinstance(test, dict):
+        raise UserError(f"{where}: must be an object, not {type(test).__name__}")
+    if not of_function:
+        if not isinstance(test.get("input"), str) or not isinstance(test.get("output"), str):
+            raise UserError(f"{where}: needs the texts input and output (or name metadata.function)")
+        return
+    kwargs = test.get("kwargs", {})
+    if not isinstance(test.get("args"), list) or not isinstance(kwargs, dict) or "expected" not in test:
+        raise UserError(f"{where}: needs args, a list, and expected; kwargs is an object")
+    try:
+        codec.decode([test["args"], kwargs, test["expected"]])
+    except codec.Unencodable as e:
+        raise UserError(f"{where}: {e}") from None
+
+
+def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Sequence[Outcome]:
+    """One per test; ok: passed."""
+    function, tolerance = metadata.get("function"), float(metadata.get("tolerance", 0))
+    if "asserts" in metadata:
+        return sandbox.asserts(program, function or "", metadata.get("setup", ""), _texts(metadata["asserts"]))
+    tests = metadata["tests"]
+    if function is None:
+        outcomes = sandbox.scripts(program, [test["input"] for test in tests])
+        right = [same_text(o.stdout, t["output"], tolerance) for o, t in zip(outcomes, tests, strict=True)]
+    else:
+        outcomes = sandbox.calls(program, function, tests)
+        expected = [codec.decode(test["expected"]) for test in tests]
+        right = [same_value(o.value, e, tolerance) for o, e in zip(outcomes, expected, strict=True)]
+    return [_WRONG if o.status == "ok" and not r else o for o, r in zip(outcomes, right, strict=True)]
+
+
+def same_text(got: str, expected: str, tolerance: float = 0.0) -> bool:
+    """Compare two outputs by lines and words; the amount of white space and trailing empty lines are ignored.
+
+    Words that are numbers may differ by the tolerance, absolute or relative to the expected number.
+    """
+    return same_value(_words(got), _words(expected), tolerance, words=True)
+
+
+def same_value(got: Any, expected: Any, tolerance: float = 0.0, words: bool = False) -> bool:
+    """Compare two values, strictly: True is not 1, and a list is not a set. A tuple is accepted for an expected list.
+
+    words: with a tolerance, texts are also compared as numbers.
+    """
+    if isinstance(expected, (list, tuple)):
+        kinds = (list, tuple) if isinstance(expected, list) else (tuple,)
+        if not isinstance(got, kinds) or len(got) != len(expected):
+            return False
+        return all(same_value(g, e, tolerance, words) for g, e in zip(got, expected, strict=True))
+    if isinstance(expected, dict):
+        if not isinstance(got, dict) or _kinds(got) != _kinds(expected):
+            return False
+        return all(same_value(got[key], expected[key], tolerance, words) for key in expected)
+    if isinstance(expected, (set, frozenset)):
+        return isinstance(got, (set, frozenset)) and _kinds(got) == _kinds(expected)
+
+    # Numbers are compared by value, so that 2 equals 2.0, and everything else by type and value.
+    if words and tolerance and isinstance(got, str) and got != expected:
+        return _near(_number(got), _number(expected), tolerance)
+    if _is_number(got) and _is_number(expected):
+        return bool(got == expected) or _near(got, expected, tolerance) or (got != got and expected != expected)
+    return type(got) is type(expected) and bool(got == expected)
+
+
+def _words(text: str) -> list[list[str]]:
+    lines = [line.split() for line in text.splitlines()]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _kinds(values: Any) -> set[Any]:
+    """Return the members, each marked so that True differs from 1."""
+    return {(isinstance(value, bool), value) for value in values}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word) if "_" not in word else math.nan
+    except ValueError:
+        return math.nan
+
+
+def _near(got: Any, expected: Any, tolerance: float) -> bool:
+    try:
+        return bool(tolerance and abs(got - expected) <= tolerance * max(1.0, abs(expected)))
+    except OverflowError:
+        return False
+
+
+def _texts(asserts: Any) -> list[Any]:
+    return asserts if isinstance(asserts, list) else [asserts]
+
+
+def _is_name(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))

@@ -1,0 +1,225 @@
+"""The verifier "reasoning_gym", and the tasks of reasoning-gym that may be trained on.
+
+A scorer runs on text that a policy under optimization wrote. It must not execute that text, spend minutes or gigabytes
+on it, or accept a wrong answer. The source of every `score_answer` of the version below was read, and each was tried
+with hostile and with almost right answers. A task that a later version adds is refused until that has been repeated.
+
+Some allowed scorers call eval or sympy.parse_expr. Their answers must match a form in which nothing can be called, no
+name has a meaning and no number can grow: brackets hold literals, and the only powers are of one letter to two digits.
+"""
+
+from __future__ import annotations
+
+import decimal
+import difflib
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
+
+PARTIAL_CREDIT_CAP = 0.98
+CHECKED_VERSION = "0.1.25"
+
+_EXECUTES = "its scorer executes the answer as Python code (eval or sympy.parse_expr)"
+_WORK = "a short answer makes its scorer work for minutes or fill the memory"
+_TUPLES = "its scorer compares with Python tuples, which do not survive JSON"
+_FINITE = "its items are a finite list made in advance, not an endless stream"
+
+REFUSED: Mapping[str, str] = {
+    "intermediate_integration": f"{_EXECUTES}, and nested powers never return",
+    "puzzle24": "its scorer does not ask for the numbers of the item: any four that make 24 score 1.0",
+    "simple_integration": f"{_EXECUTES}, and nested powers never return",
+    "number_sorting": "its scorer takes numbers that are off by one",
+    "coin_flip": f"{_WORK} (1e99999999)",
+    "propositional_logic": f"{_WORK} (a truth table over 30 made-up variables)",
+    "rubiks_cube": f"{_WORK} (R99999999)",
+    "rush_hour": f"{_WORK} (A+99999999999)",
+    "complex_arithmetic": "its scorer gives 1.0 to the answer nan",
+    "figlet_font": "its scorer gives 1.0 for ten matching letters, however long the word is",
+    "game_of_life_halting": "its scorer gives 1.0 to any answer at all where the truth is True",
+    "letter_jumble": "its scorer ignores whatever follows the right words",
+    "sokoban": "its scorer reads every R, L, U and D of any text as a move, and an echoed question can score 1.0",
+    "word_sorting": "its scorer ignores whatever follows the right words",
+    "pool_matrix": "making its items reseeds NumPy's global random generator",
+    "arc_agi": _TUPLES,
+    "rearc": _TUPLES,
+    "acre": _FINITE,
+    "gsm_symbolic": _FINITE,
+    "list_functions": _FINITE,
+    "word_ladder": _FINITE,
+    "composite": "it is a mixture: list its parts as separate tasks with weights",
+}
+
+_NUMBER = r"-?\d{1,9}(?!\d)"
+_LISTED = rf"(?:{_NUMBER}|[\s,\[\]])*"
+_TERM = r"[a-z](?:\s*\*\*\s*\d{1,2}(?!\d|\s*\*\*))?(?![a-z(])"
+_FACTOR = r"\d{1,18}(?![\da-z]|\s*\*\*)"  # no letter may follow, because 1e99999999 is a number in Python
+
+# Forms of answers with the most characters, far more than a right answer has. Any other text scores 0 unseen.
+_ANSWERS: Mapping[str, tuple[int, re.Pattern[str]]] = {
+    "binary_matrix": (4096, re.compile(_LISTED)),
+    "spiral_matrix": (4096, re.compile(_LISTED)),
+    "n_queens": (4096, re.compile(r"[_Q\s,\[\]\"']*")),
+    "string_insertion": (1024, re.compile(r"[A-E\s,\[\]\"']*")),
+    "countdown": (200, re.compile(r"(?:\d{1,6}(?!\d)|\*(?!\s*\*)|[\s+\-/()])*")),
+    "polynomial_multiplication": (2048, re.compile(rf"(?:{_TERM}|{_FACTOR}|\*(?!\s*\*)|[\s+\-])*")),
+    "bitwise_arithmetic": (64, re.compile(r"\s*-?0x[0-9a-f]{1,32}\s*", re.IGNORECASE)),
+}
+EXECUTING = frozenset(_ANSWERS)  # tasks whose scorers execute the answer
+
+_BITS = re.compile(r"(?:0x[0-9a-f]{1,16}|<<|>>|\*(?!\s*\*)|[\s+\-()&|^~])*")
+
+# The part of a row's item that the scorer executes too, and its form.
+_ROWS: Mapping[str, tuple[Callable[[Mapping[str, Any]], object], re.Pattern[str]]] = {
+    "polynomial_multiplication": (lambda item: item["answer"], _ANSWERS["polynomial_multiplication"][1]),
+    "bitwise_arithmetic": (
+        lambda item: item["metadata"].get("problem"),
+        _BITS,
+    ),
+}
+
+HASH_DEPENDENT = frozenset(["isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"])
+
+# fmt: off
+ALLOWED = HASH_DEPENDENT | EXECUTING | {
+    "ab", "advanced_geometry", "aiw", "arc_1d", "base_conversion",
+    "basic_arithmetic", "bf", "binary_alternation", "boxnet", "caesar_cipher",
+    "calendar_arithmetic", "chain_sum", "circuit_logic", "codeio", "color_cube_rotation",
+    "count_bits", "count_primes", "course_schedule", "cryptarithm", "decimal_arithmetic",
+    "decimal_chain_sum", "dice", "emoji_mystery", "family_relationships", "fraction_simplification",
+    "futoshiki", "game_of_life", "gcd", "graph_color", "group_anagrams",
+    "jugs", "kakurasu", "knights_knaves", "largest_island", "lcm",
+    "leg_counting", "letter_counting", "mahjong_puzzle", "manipulate_matrix", "maze",
+    "mini_sudoku", "modulo_grid", "needle_haystack", "number_filtering", "number_format",
+    "number_sequence", "palindrome_generation", "palindrome_partitioning", "path_star", "polynomial_equations",
+    "power_function", "prime_factorization", "products", "quantum_lock",
+    "rectangle_count", "rotate_matrix", "rotten_oranges", "self_reference", "sentence_reordering",
+    "shortest_path", "simple_equations", "simple_geometry", "spell_backward", "string_manipulation",
+    "string_splitting", "string_synthesis", "sudoku", "survo", "syllogism",
+    "time_intervals", "tower_of_hanoi", "tsumego", "word_sequence_reversal", "zebra_puzzles",
+}
+# fmt: on
+
+
+def load() -> Verifier:
+    """Import the library, which takes a second, and return the verifier."""
+    import reasoning_gym  # noqa: F401
+
+    return score
+
+
+def score(answer: str, row: VerifierRow) -> Score:
+    """Return the library's score for the item metadata["entry"] of the task metadata["source_dataset"].
+
+    Partial credit is capped, because one wrong cell of a hundred scores 0.99 in the library, which is not right.
+    """
+    metadata = row["metadata"]
+    task, config = metadata["source_dataset"], metadata.get("config")
+    if not harmless(task, answer):
+        return Score(0.0, f"not of the form of task {task}")
+    if (problem := row_problem(task, metadata["entry"])) is not None:
+        raise UserError(problem)
+    scorer = _scorer(task, json.dumps(config, sort_keys=True) if config else "{}")
+    with decimal.localcontext(decimal.DefaultContext):  # Some tasks set the precision.
+        value = scorer(answer, metadata["entry"])
+    if value == 1:
+        return Score(1.0)
+    capped = PARTIAL_CREDIT_CAP if PARTIAL_CREDIT_CAP < value < 1 else value
+    return Score(capped, "wrong" if value == 0 else f"partly right, says task {task}")
+
+
+@functools.lru_cache(maxsize=128)
+def _scorer(name: str, config: str) -> Callable[[str, Mapping[str, Any]], float]:
+    scorer: Callable[[str, Mapping[str, Any]], float] = create(name, 0, json.loads(config), "reward").score_answer
+    return scorer
+
+
+def check_task(name: str, where: str) -> None:
+    """Raise UserError unless the task may be used; `where` is the key or row that names it."""
+    if name in REFUSED:
+        raise UserError(f"{where}: reasoning-gym task {name!r} is refused: {REFUSED[name]}; choose another task")
+    if name not in ALLOWED:
+        close = difflib.get_close_matches(name, sorted(ALLOWED), n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(ALLOWED))}"
+        raise UserError(f"{where}: no checked reasoning-gym task is called {name!r}; {hint}")
+    if name in HASH_DEPENDENT and not os.environ.get("PYTHONHASHSEED", "").isdigit():
+        raise UserError(
+            f"{where}: the items of reasoning-gym task {name!r} depend on Python's string hashing; "
+            "start with PYTHONHASHSEED=0 in the environment of every process, or choose another task"
+        )
+
+
+def check_row(row: VerifierRow, where: str) -> None:
+    """Raise UserError unless the metadata of a data row name one allowed task and hold its item."""
+    metadata = row["metadata"]
+    name, entry, config = metadata.get("source_dataset"), metadata.get("entry"), metadata.get("config", {})
+    if not isinstance(name, str):
+        raise UserError(f'{where}: verifier "reasoning_gym" needs metadata.source_dataset, the name of the task')
+    check_task(name, where)
+    if not isinstance(entry, dict) or not isinstance(entry.get("metadata"), dict) or "answer" not in entry:
+        raise UserError(
+            f'{where}: verifier "reasoning_gym" needs metadata.entry, the item with its question, answer and metadata'
+        )
+    inner = entry["metadata"].get("source_dataset", name)
+    if inner != name:
+        raise UserError(f"{where}: metadata.source_dataset is {name!r} but the entry is of {inner!r}; make them agree")
+    problem = row_problem(name, entry)
+    if problem:
+        raise UserError(f"{where}: {problem}; make the row again")
+    if not isinstance(config, dict):
+        raise UserError(f"{where}: metadata.config must be an object, not {config!r}; leave it out for the defaults")
+
+
+def create(name: str, seed: int, config: Mapping[str, Any], where: str) -> Any:
+    """Return the reasoning-gym data set of an allowed task."""
+    check_task(name, where)
+
+    installed = metadata.version("reasoning-gym")
+    if installed != CHECKED_VERSION:
+        raise UserError(
+            f"{where}: reasoning-gym {installed} is installed, but only the scorers of {CHECKED_VERSION} were checked; "
+            f"pip install reasoning-gym=={CHECKED_VERSION}"
+        )
+
+    from reasoning_gym.factory import DATASETS  # The import takes a second, which runs on files need not spend.
+
+    reserved = [key for key in ("seed", "size") if key in config]
+    if reserved:
+        raise UserError(
+            f"{where}: task {name!r}: {reserved[0]} is set by this program; remove it from the task's config"
+        )
+
+    dataset_class, config_class = DATASETS[name]
+    try:
+        built = config_class(seed=seed, **config)  # raises TypeError for unknown keys
+        if hasattr(built, "validate"):
+            built.validate()  # by assertions
+        return dataset_class(config=built)
+    except (TypeError, ValueError, AssertionError, KeyError) as e:
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise UserError(f"{where}: task {name!r} does not accept its config {dict(config)!r}: {reason}") from None
+
+
+def harmless(task: str, answer: str) -> bool:
+    """Return whether the scorer of this task may see this answer."""
+    if task not in _ANSWERS:
+        return True
+    longest, form = _ANSWERS[task]
+    return len(answer) <= longest and form.fullmatch(answer) is not None
+
+
+def row_problem(task: str, entry: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the part of an item that the scorer of this task executes; None if nothing is."""
+    if task not in _ROWS:
+        return None
+    part, form = _ROWS[task]
+    text = part(entry)
+    if isinstance(text, str) and form.fullmatch(text):
+        return None
+    return f"metadata.entry has {str(text)[:60]!r} where task {task!r} makes an expression"

@@ -1,0 +1,129 @@
+"""The plan of a GPU's and a node's memory against bytes counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from random_model import qwen2_config
+
+from megatron_brorl.cli import memory_plan as memory
+from megatron_brorl.config.load import load_table
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import parse_shape
+
+# DeepSeek-R1-Distill-Qwen-1.5B. Per layer: queries, keys and values 2048 x 1536 with their bias, output 1536 x 1536,
+# MLP 3 x 1536 x 8960, two norms; twice the vocabulary; the last norm.
+SIZES = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 131072}
+SHAPE = replace(parse_shape(qwen2_config(**SIZES), "test"), tied=False)
+LAYER = 2048 * 1536 + 2048 + 1536 * 1536 + 3 * 1536 * 8960 + 2 * 1536
+EMBEDDING = 151936 * 1536
+WEIGHTS = 28 * LAYER + 2 * EMBEDDING + 1536  # 1.78 billion
+H100 = 80 * 2**30
+
+TABLES = {
+    "model": {"path": "model", "dtype": "bf16", "context": 16384},
+    "rollout": {"engine": "trtllm", "dtype": "bf16", "max_num_seqs": 1024},
+    "engine": {"memory_fraction": 0.85},
+    "train": {"tokens_per_micro_batch": 32768, "recompute": "full", "offload": True},
+}
+
+
+def plan_of(ranks=1, stage=0, **changes):
+    """Return the plan with other values of some keys."""
+    tables = {name: {**TABLES.get(name, {}), **changes.get(name, {})} for name in {*TABLES, *changes}}
+    config = load_table(tables, "test", ())
+    return memory.plan_stage(config, SHAPE, memory.Machines(ranks, 8, H100), stage)
+
+
+def test_the_1_5b_model_on_one_gpu():
+    plan = plan_of()
+    assert WEIGHTS == 1_777_088_000
+    activations = 32768 * 2 * (28 * 1536 + 4 * 1536 + 2 * 1536 + 2 * 256 + 3 * 8960)
+    assert plan.training == {
+        "weights": 2 * WEIGHTS,
+        "optimizer": 12 * WEIGHTS,
+        "gradients": 4 * WEIGHTS,
+        "activations (estimate)": activations,
+    }
+    assert plan.generation == {"engine's weights": 2 * WEIGHTS, "table of log-probs": 4 * 1024 * 16384}
+    assert plan.offloaded == 14 * WEIGHTS
+    assert plan.shared == 4 * WEIGHTS
+    assert plan.kv_per_token == 28 * 1024
+    assert plan.kv_tokens(H100) == int(0.85 * (H100 - 2 * WEIGHTS - 2**26)) // 28672 == 2_439_186
+    assert plan.rows(H100) == 148
+    (training, generating, keys, node) = memory.lines(plan, H100, 8)
+    assert training.startswith("memory of a GPU, training: 34.7 GiB of 80.0 GiB (weights 3.3 GiB, optimizer 19.9 GiB")
+    assert "keys and values 65.1 GiB" in generating
+    assert keys == (
+        "keys and values: 28 KiB a token on each GPU, 2439186 tokens, 148 rollouts of 16384 tokens at a time"
+    )
+    assert node.startswith("memory of a node: 6.6 GiB shared")
+    assert "185.4 GiB of offloaded states" in node
+
+
+def test_a_rank_of_tensor_2_pipeline_2_data_4():
+    """Halves of every matrix, whole norms, half of the layers; ZeRO-1 over four ranks; an engine on two GPUs."""
+    half = 1024 * 1536 + 1024 + 768 * 1536 + 3 * 1536 * 4480 + 2 * 1536
+    first = 14 * half + EMBEDDING // 2
+    changes = {
+        "parallel": {"tensor": 2, "pipeline": 2, "distributed_optimizer": True},
+        "train": {"tokens_per_micro_batch": 1000, "recompute": "none", "offload": False},
+        "rollout": {"max_num_seqs": 8, "max_tokens": 500},
+        "model": {"context": 1000},
+        "engine": {"tensor": 2},
+    }
+    plan = plan_of(16, **changes)
+    whole = 4 * 1536 + (2 * 1536 + 2 * 256 + 3 * 8960) // 2
+    assert plan.training == {
+        "weights": 2 * first,
+        "optimizer": 3 * first,
+        "gradients": 4 * first,
+        "activations (estimate)": 1000 * 2 * 2 * 14 * whole,  # two micro-batches in flight
+    }
+    assert plan.generation == {
+        "trainer's weights": 2 * first,
+        "trainer's optimizer": 3 * first,
+        "engine's weights": WEIGHTS,
+        "table of log-probs": 32_000,
+    }
+    assert (plan.offloaded, plan.kv_per_token) == (0, 14 * 1024)
+    last = plan_of(16, stage=1, **changes).training
+    assert last["weights"] == 2 * (first + 1536)  # and the last norm
+    assert last["activations (estimate)"] == 1000 * 2 * 14 * whole
+
+
+def test_a_critic_and_a_reference_come_on_top():
+    algo = {"advantage": "gae", "kl_coef": 0.1}
+    plan = plan_of(algo=algo, model={"dtype": "fp32"}, engine={"kv_dtype": "fp8"})
+    assert plan.training["critic's optimizer"] == plan.training["optimizer"] == 8 * WEIGHTS
+    assert plan.training["reference"] == 4 * WEIGHTS
+    assert plan.offloaded == (2 * (4 + 8) + 4) * WEIGHTS
+    assert plan.kv_per_token == 14 * 1024
+
+
+def test_fp8_weights_take_half_and_their_scales():
+    scales = 28 * 4 * (12 * 12 + 2 * 2 * 12 + 12 * 12 + 3 * 12 * 70)
+    linears = 28 * (2048 * 1536 + 1536 * 1536 + 3 * 1536 * 8960)
+    sent = plan_of(engine={"quantization": "fp8"}).generation["engine's weights"]
+    assert sent == pytest.approx(2 * WEIGHTS - linears + scales, abs=64 * 28 * 7)
+
+
+def test_a_plan_that_does_not_fit_is_refused_in_one_line():
+    plan = plan_of()
+    shared = 16 * 2**30
+    memory.check_plan(plan, H100, 2**40, shared, 8, "/dev/shm")
+    for arguments, message in [
+        ((30 * 2**30, 2**40, shared), r"about 34\.7 GiB on a GPU, which has 30\.0 GiB: lower train\.tokens_per_micro"),
+        ((H100, 2**37, shared), r"needs 192\.0 GiB of host memory .* has 128\.0 GiB: set train\.offload = false"),
+        ((H100, 2**40, 2**30), r"/dev/shm has room for 1\.0 GiB and a node needs 6\.6 GiB, .* --shm-size=7g"),
+    ]:
+        with pytest.raises(UserError, match=message) as caught:
+            memory.check_plan(plan, *arguments, 8, "/dev/shm")
+        assert "\n" not in str(caught.value)
+
+    # Without offload the optimizer stays beside the engine.
+    staying = plan_of(train={"offload": False, "tokens_per_micro_batch": 1}, model={"context": 131_072})
+    message = r"\d+ tokens of keys and values fit .* may take 131072: set train\.offload = true"
+    with pytest.raises(UserError, match=message):
+        memory.check_plan(staying, 30 * 2**30, 2**40, shared, 8, "/dev/shm")

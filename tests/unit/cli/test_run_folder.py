@@ -1,0 +1,159 @@
+"""What a resumed run may change, and what it must share with the run that it continues."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_brorl.cli.run_folder import change_line, check_fingerprint, fingerprint
+from megatron_brorl.config.load import load_table
+from megatron_brorl.config.rules import fixed_keys
+from megatron_brorl.config.schema import Config
+from megatron_brorl.errors import UserError
+from megatron_brorl.model_shape import ModelShape
+
+WHERE = Path("runs/x/checkpoints/step_00000003")
+SHAPE = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
+INPUTS = {"tokenizer": "a" * 64, "train": "b" * 64, "held_out": "c" * 64}
+
+# Whole sections whose keys may all change: none of them is in the data, the model or what a checkpoint holds.
+FREE_SECTIONS = "parallel fp8 engine shaping critic reference ops train theory sft"
+FIXED = {
+    "run": "seed",
+    "model": "dtype",
+    "rollout": "max_tokens stop_strings partial_tokens refills",
+    "algo": "gamma",
+    "optim": "betas",
+    "evaluate": "temperature top_p top_k",
+}
+FREE = {"data": "train held_out", "reward": "workers timeout_s unsandboxed"}
+
+
+def of(table):
+    return fingerprint(load_table(table, "the table"), SHAPE, {}, INPUTS)
+
+
+def changes(before, after):
+    """From the first start's table to the second one's; through JSON, as a checkpoint has it."""
+    return check_fingerprint(json.loads(json.dumps(of(before))), of(after), WHERE)
+
+
+def test_every_key_is_fixed_or_may_change():
+    """The list is written out here a second time: a key that is added must be put on one side."""
+    expected = set()
+    for section in (f.name for f in dataclasses.fields(Config)):
+        names = {f.name for f in dataclasses.fields(getattr(Config(), section))}
+        if section in FREE:
+            names -= set(FREE[section].split())
+        elif section in FIXED:
+            names = set(FIXED[section].split())
+        else:
+            assert section in FREE_SECTIONS.split(), section
+            names = set()
+        expected |= {f"{section}.{name}" for name in names}
+    assert fixed_keys() == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({}, {"optim": {"lr": 2e-6}}, {"optim.lr": (1e-6, 2e-6)}),
+        (
+            {"optim": {"lr_schedule": "cosine"}, "train": {"steps": 100}},
+            {"optim": {"lr_schedule": "cosine", "min_lr_ratio": 0.1}, "train": {"steps": 200}},
+            {"optim.min_lr_ratio": (0.0, 0.1), "train.steps": (100, 200)},
+        ),
+        ({}, {"algo": {"advantage": "grpo"}}, {"algo.advantage": ("reinforce_pp_baseline", "grpo")}),
+        ({"algo": {"kl_coef": 0.1}}, {"algo": {"kl_coef": 0.01}}, {"algo.kl_coef": (0.1, 0.01)}),
+        ({}, {"rollout": {"n": 64}}, {"rollout.n": (512, 64)}),
+        (
+            {},
+            {"rollout": {"engine": "vllm", "dtype": "bf16"}},
+            {"rollout.engine": ("torch", "vllm"), "rollout.dtype": ("fp32", "bf16")},
+        ),
+        (
+            {"data": {"train": ["a.jsonl"]}},
+            {"data": {"train": ["b.jsonl"]}},
+            {"data.train": (["a.jsonl"], ["b.jsonl"])},
+        ),
+        ({}, {"reward": {"workers": 4}}, {"reward.workers": (2, 4)}),
+        ({}, {"parallel": {"tensor": 2}}, {"parallel.tensor": (1, 2)}),
+        ({}, {}, {}),
+    ],
+)
+def test_what_may_change_is_told(before, after, expected):
+    found = changes(before, after)
+    assert found == expected
+    line = change_line(found)
+    assert line.count(" -> ") == len(expected)
+    assert all(f"{path} = {old!r} -> {new!r}" in line for path, (old, new) in expected.items())
+
+
+WAITING = {"partial_tokens": 512}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key"),
+    [
+        ({}, {"run": {"seed": 1}}, "run.seed = 0, now 1"),
+        ({}, {"model": {"dtype": "bf16"}}, "model.dtype = 'fp32', now 'bf16'"),
+        ({}, {"data": {"template": "Q {prompt}"}}, "data.template = "),
+        ({}, {"reward": {"cut_off_factor": 0.5}}, "reward.cut_off_factor = 0.0, now 0.5"),
+        ({}, {"rollout": {"max_tokens": 2048}}, "rollout.max_tokens = 1024, now 2048"),
+        ({}, {"rollout": {"partial_tokens": 512}}, "rollout.partial_tokens = 0, now 512"),
+        ({"rollout": WAITING}, {"rollout": {**WAITING, "n": 64}}, "rollout.n = 512, now 64"),
+        ({"rollout": WAITING}, {"rollout": {**WAITING, "top_p": 0.9}}, "rollout.top_p = 1.0, now 0.9"),
+        (
+            {"rollout": {"refills": 1}},
+            {"rollout": {"refills": 1, "temperature": 0.5}},
+            "rollout.temperature = 1.0, now 0.5",
+        ),
+        ({}, {"algo": {"advantage": "gae"}}, "algo.advantage = 'reinforce_pp_baseline', now 'gae'"),
+        ({"algo": {"advantage": "gae"}}, {"algo": {"advantage": "gae", "gamma": 0.9}}, "algo.gamma = 1.0, now 0.9"),
+        ({}, {"algo": {"kl_coef": 0.1}}, "algo.kl_coef = 0.0, now 0.1"),
+        ({}, {"optim": {"betas": [0.9, 0.95]}}, "optim.betas = [0.9, 0.999], now [0.9, 0.95]"),
+        ({}, {"evaluate": {"temperature": 1.0}}, "evaluate.temperature = 0.6, now 1.0"),
+    ],
+)
+def test_what_must_stay_is_refused(before, after, key):
+    with pytest.raises(UserError) as caught:
+        changes(before, {**after, "optim": {**after.get("optim", {}), "lr": 1e-5}})
+    said = str(caught.value)
+    assert said.startswith(f"{WHERE}: was written with {key}")
+    assert "\n" not in said
+
+
+def test_another_model_is_refused():
+    before, now = of({}), fingerprint(Config(), dataclasses.replace(SHAPE, heads=8), {}, INPUTS)
+    with pytest.raises(UserError, match=r"was written with another model in model\.path \(heads = 1, now 8\)"):
+        check_fingerprint(before, now, WHERE)
+
+
+def test_another_file_of_a_verifier_is_refused():
+    before, now = (fingerprint(Config(), SHAPE, {"mine.py:score": x * 64}, INPUTS) for x in "ab")
+    assert check_fingerprint(before, before, WHERE) == {}
+    with pytest.raises(UserError) as error:
+        check_fingerprint(before, now, WHERE)
+    assert str(error.value) == (
+        f"{WHERE}: was written with another file of verifier mine.py:score (sha256 aaaaaaaaaaaa, now bbbbbbbbbbbb): "
+        "restore it, or start a new run with another run.dir or train.resume=never"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "what"), [("tokenizer", r"other tokenizer files in model\.path"), ("train", r"other rows of data\.train")]
+)
+def test_other_rows_and_another_tokenizer_are_another_run(key, what):
+    before = fingerprint(Config(), SHAPE, {}, {**INPUTS, key: "d" * 64})
+    with pytest.raises(UserError, match=what + r" \(sha256 dddddddddddd, now "):
+        check_fingerprint(before, of({}), WHERE)
+
+
+def test_a_checkpoint_that_does_not_say_a_key_is_of_another_version():
+    before = of({})
+    del before["optim"]["lr_schedule"]
+    with pytest.raises(UserError, match=r"was written with optim\.lr_schedule = None, now 'constant'"):
+        check_fingerprint(before, of({}), WHERE)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.verifiers.choice import check_row, find, verify
+
+DRESSES = ["{}", "({})", "{}.", "{})", "**{}**", r"\boxed{{{}}}", r"\boxed{{\text{{({})}}}}", "Answer: {}", "[{}]",
+           "The answer is ({}).", "The answer is **{}**.", "Option {}", "<answer>{}</answer>", "${}$",
+           "The correct answer is {} because B and C fail."]  # fmt: skip
+CHOICES = ["London", "Paris", "a dog", "12 m"]
+
+
+def row(reference, **metadata):
+    return {"id": "0", "prompt": "", "answer": reference, "metadata": metadata}
+
+
+def reward(response, to):
+    answer = find(response)
+    return 0.0 if answer is None else verify(answer, to).reward
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+def test_a_letter_in_any_dress_is_that_letter_and_no_other(dress):
+    for given, right in itertools.product("ABCDJ", repeat=2):
+        assert reward(dress.format(given), row(right)) == (given == right)
+        assert reward(dress.format(given), row(f"({right.lower()})")) == (given == right)
+
+
+def test_small_letters_count_in_dress_or_alone():
+    assert reward("The answer is (b).", row("B")) == reward("b", row("B")) == 1
+    assert reward("a dog", row("A")) == 0
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["B or C", "A, B, C, D", "(A)(B)(C)(D)", r"\boxed{A} \boxed{B}", "The answer is B, not C", "A/B", "A B", "BA",
+     "I like B", "Banana", "", "K", "The answer is A dog", "B" * 5000, "The answer is A. The answer is B."],
+)  # fmt: skip
+def test_several_letters_and_none_are_no_answer(response):
+    for right in "ABCD":
+        assert reward(response, row(right)) == 0
+
+
+def test_the_text_of_an_option():
+    to = row("B", choices=CHOICES)
+    assert reward("The answer is Paris.", to) == reward(r"\boxed{B. Paris}", to) == reward("paris", to) == 1
+    assert reward("London", to) == reward("The answer is Rome.", to) == 0
+    assert verify("B. London", to).reason == "no answer: B, but with the text of A"
+    assert reward(r"\boxed{12\text{ m}}", row("D", choices=CHOICES)) == 1
+    assert verify("A", to).reason == "A is not B"
+
+
+@pytest.mark.parametrize(
+    ("reference", "metadata", "what"),
+    [
+        (None, {}, "needs answer"),
+        ("Q", {}, "is none"),
+        ("A or B", {}, "is none"),
+        ("D", {"choices": ["x", "y"]}, "has 2 options"),
+        ("A", {"choices": "xy"}, "must be a list"),
+        ("A", {"choices": ["x"]}, "2 to 10"),
+    ],
+)
+def test_rows_are_checked(reference, metadata, what):
+    with pytest.raises(UserError, match=f"a:1: .*{what}"):
+        check_row(row(reference, **metadata), "a:1")
+    check_row(row("(b)", choices=CHOICES), "a:1")

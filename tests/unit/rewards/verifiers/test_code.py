@@ -1,0 +1,237 @@
+"""Programs and their tests: right ones are paid in full, others by the share they pass, and tricks nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import code_problems
+import pytest
+from code_problems import Problem
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.sandbox import isolation, probe
+from megatron_brorl.rewards.sandbox.isolation import Limits
+from megatron_brorl.rewards.sandbox.run import Sandbox
+from megatron_brorl.rewards.verifier import Score, VerifierRow
+from megatron_brorl.rewards.verifiers import code
+from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
+from megatron_brorl.types import Prompt
+
+NEEDS = pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))
+LONG = Sandbox(True, Limits(seconds=40.0, test_seconds=10.0))
+SHORT = Sandbox(True, Limits(seconds=40.0, test_seconds=0.7))
+ADD = {"function": "add", "tests": [{"args": [i, i + 4711], "expected": 2 * i + 4711} for i in range(3)]}
+ADD_ASSERTS = {"function": "add", "asserts": [f"assert add({i}, {i + 4711}) == {2 * i + 4711}" for i in range(3)]}
+ADD_SCRIPT = {"tests": [{"input": f"{i} {i + 4711}\n", "output": f"{2 * i + 4711}\n"} for i in range(3)]}
+
+
+def row(metadata: dict[str, Any]) -> VerifierRow:
+    return {"id": "1", "prompt": "", "answer": None, "metadata": metadata}
+
+
+def score(answer: str, metadata: dict[str, Any], sandbox: Sandbox = LONG) -> Score:
+    code.check_row(row(metadata), "f.jsonl:1")
+    return code.score(answer, row(metadata), sandbox)
+
+
+@NEEDS
+@pytest.mark.parametrize("problem", [*code_problems.SCRIPTS, *code_problems.FUNCTIONS, *code_problems.ASSERTS])
+def test_right_wrong_and_partly_right_programs(problem: Problem) -> None:
+    assert score(problem.right, problem.metadata) == (1.0, "", {"tests": 1.0})
+    assert score(problem.part, problem.metadata).reward == problem.share
+    assert score(problem.wrong, problem.metadata, SHORT).reward == 0.0  # One of the wrong programs does not end.
+
+
+@NEEDS
+def test_programs_are_judged_in_worker_processes() -> None:
+    """From responses to verdicts, by the names of rows: sandboxes start beside a limit of memory and a deadline."""
+    kinds = (code_problems.SCRIPTS[0], code_problems.FUNCTIONS[0], code_problems.ASSERTS[0])
+    requests, expected = [], []
+    for i, problem in enumerate(kinds):
+        prompt = Prompt(f"p{i}", "", (1,), None, "code", problem.metadata)
+        for program, reward in ((problem.right, 1.0), (problem.wrong, 0.0), (problem.part, problem.share)):
+            requests.append(ScoreRequest(prompt, code.find(f"So:\n```python\n{program}\n```\nDone.")))
+            expected.append(reward)
+    with RewardPool(1, 60.0) as pool:
+        verdicts = pool.score(requests)
+    assert [(v.status, v.reward) for v in verdicts] == [("ok", reward) for reward in expected]
+    assert all(v.reason for v in verdicts if v.reward < 1)
+
+
+# What reinforcement learning has found elsewhere, in forms that make sense for a function.
+HACKS = {
+    "hard exit at import": "import os; os._exit(0)",
+    "hard exit in the function": "import os\ndef add(a, b): os._exit(0)",
+    "equal to all": "class A:\n    def __eq__(self, o): return True\ndef add(a, b): return A()",
+    "an int equal to all": "class A(int):\n    def __eq__(self, o): return True\n    __hash__ = int.__hash__\n"
+    "def add(a, b): return A(0)",
+    "atexit": "import atexit, os; atexit.register(os._exit, 0)\ndef add(a, b): raise ValueError",
+    "excepthook": "import sys, os; sys.excepthook = lambda *a: os._exit(0)\ndef add(a, b): raise ValueError",
+    "timer": "import threading, os; threading.Timer(0.05, os._exit, (0,)).start()\ndef add(a, b):\n while True: pass",
+    "expected values of the callers": "import sys\ndef add(a, b):\n f = sys._getframe()\n while f:\n"
+    "  for k, v in f.f_locals.items():\n   if 'expected' in k: return v\n  f = f.f_back",
+    "all tests passed": "print('ALL TESTS PASSED'); print('{\"passed\": true}')\ndef add(a, b): return None",
+    "forged answers": "import os\nfor fd in range(3, 20):\n"
+    '    try: os.write(fd, b\'{"passed": true, "why": ""}\\n\' * 9)\n'
+    "    except OSError: pass\ndef add(a, b): return None",
+    "forged results": "import os\nfor fd in range(3, 20):\n"
+    '    try: os.write(fd, b\'{"status": "ok", "why": "", "stdout": "", "result": "0"}\\n\' * 9)\n'
+    "    except OSError: pass\ndef add(a, b): return None",
+    "patched json": "import json\njson.dumps = lambda *a: 'true'\ndef add(a, b): return None",
+    "ends the loop of a test": "def add(a, b): raise StopIteration",
+    "a list of guesses": "def add(a, b): return list(range(5000))",
+    "no such function": "def sub(a, b): return a - b",
+    "syntax": "def add(a, b) return a + b",
+    "null byte": "def add(a, b): return a + b\0",
+    "deep nesting": "x = " + "(" * 1000 + ")" * 1000 + "\ndef add(a, b): return a + b",
+    "empty": "",
+}
+
+
+@NEEDS
+@pytest.mark.parametrize("name", HACKS)
+def test_no_hack_is_paid(name: str) -> None:
+    for metadata in (ADD, ADD_ASSERTS):
+        found = score(HACKS[name], metadata, SHORT)
+        assert found.reward == 0.0
+        assert found.reason.startswith("0 of 3 tests; test 1: ")
+    assert score(HACKS[name], ADD_SCRIPT, SHORT).reward == 0.0
+
+
+@NEEDS
+def test_the_end_of_a_loop_cannot_be_faked_by_an_exception() -> None:
+    """all(map(f, xs)) would be true if f's StopIteration reached it."""
+    metadata = {"function": "f", "asserts": "assert all(map(f, [1, 2, 3]))"}
+    assert score("def f(x): raise StopIteration", metadata).reward == 0.0
+    assert score("def f(x): return True", metadata).reward == 1.0
+
+
+@NEEDS
+def test_exceptions_that_a_test_asks_for_arrive() -> None:
+    test = "try:\n    f(0)\nexcept ZeroDivisionError:\n    raised = True\nassert raised"
+    metadata = {"function": "f", "asserts": [test]}
+    assert score("def f(x): return 1 / x", metadata).reward == 1.0
+    assert score("def f(x): raise ValueError", metadata).reward == 0.0
+
+
+@NEEDS
+def test_a_check_function_and_setup_as_in_humaneval_and_mbpp() -> None:
+    check = "def check(candidate):\n    assert math.isclose(candidate(4), 2)\n    assert candidate(9) == 3"
+    metadata = {"function": "root", "asserts": check, "setup": "import math"}
+    assert score("def root(x): return x ** 0.5", metadata).reward == 1.0
+    assert score("def root(x): return 2", metadata).reward == 0.0
+
+
+@NEEDS
+def test_methods_keyword_arguments_and_tolerance() -> None:
+    tests = [
+        {"args": [1], "kwargs": {"by": 2}, "expected": 0.5},
+        {"args": [1], "kwargs": {"by": 3}, "expected": 0.3333},
+    ]
+    metadata = {"function": "Solution.div", "tests": tests}
+    program = "class Solution:\n    def div(self, a, by): return a / by"
+    assert score(program, metadata).reward == 0.5
+    assert score(program, {**metadata, "tolerance": 1e-3}).reward == 1.0
+
+
+@NEEDS
+def test_one_endless_test_costs_only_itself_and_the_whole_has_a_deadline() -> None:
+    program = "n = int(input().split()[0])\nwhile n == 1: pass\nprint(2 * n + 4711)"
+    found = score(program, ADD_SCRIPT, SHORT)
+    assert found.reward == pytest.approx(2 / 3)
+    assert found.reason == "2 of 3 tests; test 2: out of time"
+    tight = Sandbox(True, Limits(seconds=0.8, test_seconds=30.0))
+    assert score("while True: pass", ADD_SCRIPT, tight).reason == "0 of 3 tests; test 1: out of time"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "needs metadata.tests"),
+        ({"tests": []}, "needs metadata.tests"),
+        ({"tests": [{"input": "1"}]}, r"metadata.tests\[0\]: needs the texts input and output"),
+        ({"tests": [3]}, r"metadata.tests\[0\]: must be an object, not int"),
+        ({"function": "f", "tests": [{"args": 1, "expected": 2}]}, "needs args, a list, and expected"),
+        ({"function": "f", "tests": [{"args": [{"!": "os", "v": 1}], "expected": 2}]}, "no value has the form"),
+        ({"function": "a b", "tests": [{"args": [], "expected": 2}]}, "must be the name of a function"),
+        ({"asserts": ["assert f()"]}, "needs metadata.function"),
+        ({"function": "f", "asserts": []}, "must be a text or a list of texts"),
+        ({"function": "f", "asserts": ["f()"]}, "asserts nothing"),
+        ({"function": "f", "asserts": ["assert f("]}, "is not Python"),
+        ({"function": "f", "asserts": ["assert f()"], "tests": []}, "both tests and asserts"),
+        ({**ADD, "language": "cobol"}, "knows no language 'cobol'"),
+        ({**ADD, "tolerance": -1}, "metadata.tolerance = -1"),
+    ],
+)
+def test_rows_without_usable_tests_are_refused(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"^f\.jsonl:1: .*{message}") as e:
+        code.check_row(row(metadata), "f.jsonl:1")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "tolerance", "same"),
+    [
+        ("1 2\n", "1  2", 0.0, True),
+        ("1\n2\n\n\n", "1\n2", 0.0, True),
+        ("1 2", "1\n2", 0.0, False),
+        ("0.3333", "0.33333", 0.0, False),
+        ("0.3333", "0.33333", 1e-3, True),
+        ("nan", "1", 0.5, False),
+        ("1_0", "10", 0.5, False),
+        ("inf", "1", 0.5, False),
+        ("x 1.0", "x 1", 1e-9, True),
+        ("y 1.0", "x 1", 1e-9, False),
+    ],
+)
+def test_texts_are_compared_by_their_words(got: str, expected: str, tolerance: float, same: bool) -> None:
+    assert code.same_text(got, expected, tolerance) is same
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "same"),
+    [
+        (2, 2.0, True),
+        (True, 1, False),
+        (1, True, False),
+        ([True], [1], False),
+        ((1, 2), [1, 2], True),
+        ([1, 2], (1, 2), False),
+        ({1: [2]}, {1: (2,)}, False),
+        ({1: (2,)}, {1: [2]}, True),
+        ({True}, {1}, False),
+        ({1, 2}, {2, 1}, True),
+        ("1", 1, False),
+        (float("nan"), float("nan"), True),
+        (None, False, False),
+        ([], {}, False),
+    ],
+)
+def test_values_are_compared_by_type_and_value(got: object, expected: object, same: bool) -> None:
+    assert code.same_value(got, expected) is same
+
+
+def test_without_isolation_it_refuses_to_start_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(isolation.UNSANDBOXED, raising=False)
+    monkeypatch.setattr(probe, "problem", lambda: "bubblewrap is missing; install it (apt-get install bubblewrap)")
+    with pytest.raises(UserError, match=r"^x: bubblewrap is missing; install it .*; or set reward\.unsandboxed = true"):
+        probe.require("x")
+    with pytest.raises(UserError, match=r'^verifier "code": bubblewrap is missing'):
+        code.load()
+    monkeypatch.setenv(isolation.UNSANDBOXED, "1")
+    verify = code.load()
+    assert verify("def add(a, b): return a + b", row(ADD)).reward == 1.0
+    assert verify("def add(a, b): return a", row(ADD)).reward == 0.0
+
+
+def test_a_bubblewrap_that_cannot_make_a_sandbox_is_found_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    fake = tmp_path / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    probe.problem.cache_clear()
+    try:
+        assert "No permissions to create new namespace; permit user namespaces" in (probe.problem() or "")
+    finally:
+        monkeypatch.undo()
+        probe.problem.cache_clear()

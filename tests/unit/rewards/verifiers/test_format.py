@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.verifier import Score, VerifierRow
+from megatron_brorl.rewards.verifiers.format import check_row, format_, skeleton
+
+
+def row(**metadata: object) -> VerifierRow:
+    return VerifierRow(id="r", prompt="?", answer=None, metadata=metadata)
+
+
+OUT = "tags out of order, empty, or text outside them"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("<think>a</think><answer>4</answer>", ""),
+        ("<think> a < b </think>\n <answer>x <y> z</answer>\n", ""),
+        ("<think>a <b>c</b></think><answer><b></answer>", ""),
+        ("<think></think><answer>4</answer>", OUT),
+        ("<think>a</think><answer> \n</answer>", OUT),
+        ("Well: <think>a</think><answer>4</answer>", OUT),
+        ("<think>a</think> so <answer>4</answer>", OUT),
+        ("<think>a</think><answer>4</answer>!", OUT),
+        ("<answer>4</answer><think>a</think>", OUT),
+        ("<think>a<answer>4</answer></think>", OUT),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", "<answer> occurs 2 times, not once"),
+        ("<think>a<answer>4</answer>", "</think> occurs 0 times, not once"),
+        ("4", "<think> occurs 0 times, not once"),
+        ("", "<think> occurs 0 times, not once"),
+    ],
+)
+def test_think_then_answer(text: str, why: str) -> None:
+    assert format_(skeleton(text), row()) == Score(0.0 if why else 1.0, why)
+
+
+def test_tags_of_the_row() -> None:
+    assert format_(skeleton("<plan>a</plan>"), row(format_tags=["plan"])).reward == 1
+    assert format_(skeleton("<think>a</think><answer>4</answer>"), row(format_tags=["plan"])).reward == 0
+    check_row(row(format_tags=["plan", "step-2"]), "f:1")
+    for bad in ("think", [], ["a", "a"], [1], ["a b"], None):
+        with pytest.raises(UserError, match=r"^f:1: metadata\.format_tags = .*must be a list of different names"):
+            check_row(row(format_tags=bad), "f:1")
+
+
+def test_one_form_one_skeleton() -> None:
+    assert skeleton("<think>a</think> <answer>4</answer>") == "<think>.</think><answer>.</answer>"
+    assert skeleton("<think>b c</think><answer>5</answer>\n") == "<think>.</think><answer>.</answer>"
+    assert skeleton("<" * 1000 + "a" * 1000) == "."
+
+
+FULL = "<think>a</think><answer>4</answer>"
+REST = "a</think>\n<answer>4</answer>"
+ENDS = [
+    # What the prompt ends with, tags of the row, then right and wrong responses.
+    ("<|assistant|>\n<think>\n", None, [REST], [FULL, "</think><answer>4</answer>", "<answer>4</answer>", "a"]),
+    ("<|assistant|><think>", None, [REST, " b < c " + REST], [FULL, f"{REST}!", REST + REST, "<think>" + FULL]),
+    ("<think>\n\n</think>\n\n", None, ["<answer>4</answer>"], [FULL, REST, "4", "<answer></think></answer>"]),
+    ("<think>a</think>\n<answer>", None, ["4</answer>"], [FULL, REST, "<answer>4</answer>", "</answer>", "4"]),
+    ("<reasoning>\n", ["reasoning", "solution"], ["r</reasoning><solution>4</solution>"], [REST, FULL]),
+    ("<think>\n", ["answer"], ["a</think><answer>4</answer>", "<answer>4</answer>"], [FULL, "a", "a</think>4"]),
+    ("<think>\nOkay,", None, [REST, "</think><answer>4</answer>"], ["a", "<answer>4</answer>"]),
+    # The prompt mentions tags, and opens none.
+    ("as <think>...</think><answer>...</answer>", None, [FULL], [REST, "4</answer>"]),
+    ("in <think></think> and <answer></answer> tags.<|im_end|>\n<|im_start|>assistant\n", None, [FULL], [REST]),
+    ("Begin with <think>.<|im_end|>\n<|im_start|>assistant\n", None, [FULL], [REST, "</think><answer>4</answer>"]),
+    ("Is 3 <b> 4?", None, [FULL], [REST]),
+    ("", None, [FULL], [REST]),
+]
+
+
+@pytest.mark.parametrize(("end", "tags", "right", "wrong"), ENDS, ids=[end for end, *_ in ENDS])
+def test_the_form_counts_from_the_end_of_the_prompt(
+    end: str, tags: list[str] | None, right: list[str], wrong: list[str]
+) -> None:
+    for before in ("", "What is 2 + 2? ", "Write <think>a</think><answer>b</answer>. <|im_start|>"):
+        asked = VerifierRow(id="r", prompt=before + end, answer=None, metadata={"format_tags": tags} if tags else {})
+        if end == "" and before:
+            continue
+        for text in right:
+            assert format_(skeleton(text), asked) == Score(1.0), (before, text)
+        for text in wrong:
+            score = format_(skeleton(text), asked)
+            assert score.reward == 0, (before, text)
+            assert score.reason
