@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.json_files import read_object
+from megatron_brorl.files import read_object
 from megatron_brorl.record import run_record
 
 # What `brorl train` leaves at its end.

@@ -28,6 +28,7 @@ from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import rename_aside
 from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8
@@ -309,10 +310,7 @@ class Session:
         if self.config.train.resume == "auto":
             return checkpoint.find(root)
         if self.is_main_rank and root.exists():
-            number = 1
-            while (aside := root.with_name(f"checkpoints.{number}")).exists():
-                number += 1
-            root.rename(aside)
+            rename_aside(root)
 
         dist.barrier()
         return None

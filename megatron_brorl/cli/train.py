@@ -14,11 +14,11 @@ from megatron_brorl import ranks
 from megatron_brorl.algo.estimators import widest
 from megatron_brorl.checkpoints.model_card import Training
 from megatron_brorl.cli.dry_run import dry_run
-from megatron_brorl.cli.files import write_json
 from megatron_brorl.cli.run_folder import Changes, change_line, check_fingerprint
 from megatron_brorl.cli.session import Program, Session
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
+from megatron_brorl.files import write_json
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.progress import progress
 from megatron_brorl.record import run_record

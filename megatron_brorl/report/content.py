@@ -18,7 +18,7 @@ import pyarrow as pa
 from megatron_brorl.algo.estimators import RESAMPLES, SHARE, Bounds, bootstrap_mean, pass_at_k
 from megatron_brorl.algo.paired import SHARES, paired
 from megatron_brorl.errors import UserError
-from megatron_brorl.json_files import read_object
+from megatron_brorl.files import read_object
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.record import run_record
 from megatron_brorl.record.files import FOLDER, Moment, moments, prompt_order, read_groups, read_rollouts
