@@ -22,7 +22,7 @@ from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES
 from megatron_brorl.data.sentencepiece import write_tokenizer_json
 from megatron_brorl.data.tokenizers import GENERATION, Tokenizer, load_tokenizer, stop_ids, transformers_stop_ids
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.json_files import read_object
+from megatron_brorl.files import read_object
 from megatron_brorl.model_shape import CONFIG, WEIGHTS, ModelShape, read_shape
 from megatron_brorl.models import hf_names
 from megatron_brorl.parallel.grid import Grid

@@ -53,7 +53,7 @@ BASE = Config(
     rollout=RolloutConfig(n=32, prompts=4, max_tokens=12, timeout_s=60.0, max_lost_share=1.0),
     optim=OptimConfig(lr=2e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3),
     train=TrainConfig(tokens_per_micro_batch=600, checkpoint_every=0),
-    evaluate=EvaluateConfig(samples=4, bootstrap=100),
+    evaluate=EvaluateConfig(samples=4),
 )
 
 
@@ -69,7 +69,7 @@ def _options(config: Config, grid: Grid) -> StageOptions:
         DTYPES[config.model.dtype],
         share_prompt=grid.context == 1,
         distributed_optimizer=config.parallel.distributed_optimizer,
-        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap=config.parallel.overlap,
     )
 
 

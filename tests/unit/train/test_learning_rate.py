@@ -132,8 +132,9 @@ def test_actor_and_critic_decay_over_what_each_of_them_does(processes, model):
     assert [lr for _, lr in found] == pytest.approx(critic, rel=1e-12)
 
 
-def test_supervised_training_follows_the_schedule_over_its_steps(processes, model):
-    config = SftConfig(steps=5, examples_per_step=4, lr=1e-3, warmup_steps=1)
+def test_supervised_training_follows_the_schedule_over_its_steps(processes, model, monkeypatch):
+    monkeypatch.setattr("megatron_brorl.train.sft.WARMUP_STEPS", 1)
+    config = SftConfig(steps=5, examples_per_step=4, lr=1e-3)
     optim = sft_optim(config, OptimConfig(lr=7.0, lr_schedule="linear", min_lr_ratio=0.5, lr_decay_steps=99))
     rows = []
 
