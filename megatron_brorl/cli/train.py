@@ -30,7 +30,6 @@ from megatron_brorl.train.console import evaluation_line, evaluation_metrics
 from megatron_brorl.train.keep_best import keep_last
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.state import RunState, saved
 from megatron_brorl.train.training_models import TrainingModels
 
@@ -51,7 +50,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     """
     begun = time.time()  # before model and data are loaded
     with Session(config, program=program) as session:
-        trainer = build_trainer(session, config.run.started or begun)
+        trainer = build_trainer(session, begun)
 
         found, changes = session.newest_checkpoint(), Changes()
         if found:
@@ -125,7 +124,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
         stop_ids=session.stop_ids,
         fingerprint=session.fingerprint(),
         started=started,
-        state=RunState(stall=Stall(config.train.min_delta), began=started),
+        state=RunState(began=started),
         critic=models.critic,
         reference=models.reference,
     )
