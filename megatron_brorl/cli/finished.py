@@ -8,12 +8,11 @@ from pathlib import Path
 
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.json_files import read_object
+from megatron_brorl.files import read_object
 from megatron_brorl.record import run_record
 
 # What `brorl train` leaves at its end.
 _LEFT = ("summary.json", "model/config.json", "curves.png")
-_OF_THE_JOB = ("dir", "started", "ends_at")  # keys of [run]; a folder may have been moved
 
 
 def finished(config: Config) -> str:
@@ -31,10 +30,9 @@ def finished(config: Config) -> str:
     asked, recorded = json.loads(json.dumps(dataclasses.asdict(config))), run_record.read(folder).get("config")
     if not isinstance(recorded, dict) or not isinstance(recorded.get("run"), dict):
         return ""
-    # Starts of the same run may differ in these.
-    for key in _OF_THE_JOB:
-        asked["run"].pop(key, None)
-        recorded["run"].pop(key, None)
+    # The folder may have been moved.
+    asked["run"].pop("dir")
+    recorded["run"].pop("dir", None)
     if asked != recorded:
         return ""
 

@@ -21,7 +21,7 @@ from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.cli.finished import finished
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
-from megatron_brorl.outputs import check_outputs
+from megatron_brorl.files import check_outputs
 
 # What a disk, or whoever looks after it, answers; any other error of the system is a bug and keeps its traceback.
 _REFUSED = (

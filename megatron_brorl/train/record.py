@@ -26,13 +26,15 @@ from megatron_brorl.rewards.scoring import judged_when_cut_off, without_stop
 from megatron_brorl.train.groups import Outcomes, trained
 from megatron_brorl.types import OpenGroup, ScoredRollout
 
+MAX_TOKENS = 2**20  # tokens recorded per step and per evaluation
+
 
 def recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig, every: bool = False) -> Tensor:
     """Which rollouts are recorded whole, bool [groups, N]; the same on every rank.
 
     Of the closed groups the run.record_groups whose prompts' ids have the smallest hashes, so that a prompt that comes
     again is likely to be followed; of all groups with `every`. Of each the first siblings, as many as keep all of them
-    within run.record_tokens.
+    within MAX_TOKENS.
     """
     among = range(len(groups)) if every else outcomes.closed
     chosen = sorted(among, key=lambda g: (files.prompt_order(groups[g].prompt.id), g))
@@ -41,7 +43,7 @@ def recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig,
     where = torch.zeros_like(outcomes.ended)
     where[chosen] = outcomes.ended[chosen]
     tokens = (outcomes.tokens * where).sum(0).cumsum(0)  # of the siblings up to each
-    return where & (tokens <= config.record_tokens)
+    return where & (tokens <= MAX_TOKENS)
 
 
 def take_recorded(rows: Sequence[ScoredRollout], where: Tensor) -> list[ScoredRollout]:

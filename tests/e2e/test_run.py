@@ -171,7 +171,7 @@ def test_a_signal_saves_and_says_how_to_go_on(finished, config, warm, tmp_path):
 
 def test_a_job_saves_before_a_step_that_it_has_no_time_for(finished, config, warm, tmp_path):
     command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
-    done = brorl(*command, "run.ends_at=1")  # in 1970: no second step fits
+    done = brorl(*command, SLURM_JOB_END_TIME="1")  # in 1970: no second step fits
     assert done.returncode == 75, done.stderr
     assert "the job ends at" in done.stdout + done.stderr
     assert len(rows(tmp_path)) == 1
@@ -218,9 +218,9 @@ def test_a_whole_recipe_resumed(config, warm, tmp_path):
 
 
 def test_a_run_that_stalls_or_is_out_of_time_ends(config, warm, tmp_path):
-    """A margin that nothing can be above: the second evaluation ends the run; started again, it is still at its end."""
+    """The model does not change: the second evaluation ends the run; started again, it is still at its end."""
     command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path / 'stalls'}"]
-    options = ["train.patience=1", "train.min_delta=1.0", "evaluate.every=2", "train.steps=50"]
+    options = ["train.patience=1", "optim.lr=0.0", "evaluate.every=2", "train.steps=50"]
     for _ in range(2):
         done = brorl(*command, *options)
         assert done.returncode == 0, done.stderr

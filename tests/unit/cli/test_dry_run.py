@@ -53,7 +53,6 @@ workers = 1
 steps = 1
 tokens_per_micro_batch = 256
 [evaluate]
-bootstrap = 50
 """
 
 
