@@ -286,10 +286,8 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     sums.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words.write_text(json.dumps({"prompt": "abc", "answer": "cba", "id": "w"}) + "\n")
     ask = [
-        "--samples",
-        "4",
-        "--pass-at",
-        "1,4",
+        "evaluate.samples=4",
+        "evaluate.pass_at=[1,4]",
         "--benchmark",
         f"sums_of_6={sums}",
         "--benchmark",
