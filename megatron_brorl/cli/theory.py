@@ -106,10 +106,9 @@ def _pass_rates(args: argparse.Namespace) -> int:
     shares = [mixed_share(right, rollouts, n) for n in SIZES]
     table = [("N", "mixed groups", "rollouts per mixed group")]
     for n, share in zip(SIZES, shares, strict=True):
-        mark = "~" if n > rollouts.min() else ""  # extrapolated beyond the recorded rollouts
-        table.append((str(n), f"{mark}{share:.1%}", f"{n / share:.0f}" if share else "-"))
+        bounds = ("at least ", "at most ") if n > rollouts.min() else ("", "")
+        table.append((str(n), f"{bounds[0]}{share:.1%}", f"{bounds[1]}{n / share:.0f}" if share else "-"))
     print("\n".join(aligned(table)))
-    print("~ extrapolated with the observed success rate, a lower bound for prompts that are always right or wrong")
     print(f"figure   {plot_pass_rates(rates, shares, args.run / 'pass_rates.png')}")
     return 0
 

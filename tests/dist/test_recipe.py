@@ -136,7 +136,7 @@ def test_refills_and_what_is_carried_over(worlds, directory, size, parallel):
             rounds, taken, sampled = rounds + 1, taken + count, sampled + count
             kept = [g for g in pool if 0 < sum(passes(g[1], g[0], 3)) < 3]
             missing = 2 - len(kept)
-            asked, kept_lately = 0.7 * before[0] + sampled, 0.7 * before[1] + len(kept) - len(waiting)
+            asked, kept_lately = 0.5 * before[0] + sampled, 0.5 * before[1] + len(kept) - len(waiting)
             if missing <= 0:
                 break
         waiting = kept[2:]

@@ -64,13 +64,6 @@ def test_throughput_of_a_device():
     assert unknown == {name: value for name, value in got.items() if "mfu" not in name}
 
 
-def test_kv_cache_over_ranks():
-    found = figures.kv_cache(COLUMNS)
-    assert (found.pop("kv_cache/rows"), found.pop("kv_cache/prompt_hits")) == (6000 / 120, 240 / 320)
-    assert found == {"kv_cache/peak": 0.75, "kv_cache/mean": 45 / 120}
-    assert figures.kv_cache({**COLUMNS, "kv_turns": np.zeros(4)}) == {}
-
-
 def test_own_seconds_leave_the_wait_for_others_out():
     spans = [
         Span("generate", 0.0, 3.0, {"tokens": 50.0, "kv_peak": 0.5, "kv_mean": 0.25, "kv_turns": 10.0, **PROMPTS}),

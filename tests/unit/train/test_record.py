@@ -184,12 +184,3 @@ def test_an_evaluation_is_recorded_and_shown(processes, model, tmp_path):
             verdict = "wrong, cut off at rollout.max_tokens"
         assert note.splitlines()[0] == f"held-out sample {number}, prompt {prompt}: {verdict}"
         assert note.splitlines()[2].split() == ["response", *text.split()]
-
-
-def test_a_full_disk_costs_a_line(processes, model, tmp_path, capsys):
-    trainer = trainer_of(model, processes, tmp_path / "rollouts")
-    (tmp_path / "rollouts").rmdir()
-    (tmp_path / "rollouts").write_text("a file")
-    assert [trainer.train_step()[0]["rollouts"] for _ in range(2)] == [N * PROMPTS] * 2
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "warning" in line)
-    assert line.startswith(f"warning: {tmp_path / 'rollouts'}: step 0 is not recorded: ")
