@@ -221,21 +221,11 @@ def save(
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy config.json, the tokenizer and the other small files next to the weights.
-
-    Links out of the directory are not followed, except into the blobs of a hub cache.
-    """
+    """Copy config.json, the tokenizer and the other small files next to the weights."""
     for path in sorted(source.iterdir()):
         wanted = path.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not path.name.endswith(".index.json")
-        if wanted and path.is_file() and _is_within(path, source):
+        if wanted and path.is_file():
             shutil.copy2(path, target / path.name)
-
-
-def _is_within(path: Path, directory: Path) -> bool:
-    """Return whether a file's content is in the directory, or among the blobs next to a snapshot of the hub cache."""
-    home, found = directory.resolve(), path.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    return found.parent in (home, blobs)
 
 
 def complete(source: Path, target: Path) -> None:

@@ -55,18 +55,6 @@ _TEMPLATE = """---
 No held-out prompts were evaluated in this run.
 
 {% endif -%}
-## Usage
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-directory = "."  # of this file
-model = AutoModelForCausalLM.from_pretrained(directory)
-tokenizer = AutoTokenizer.from_pretrained(directory)
-```
-
-`brorl evaluate` takes the directory as `model.path`.
-
 ## Limitations
 
 * Improvements are shown for the prompts above only. Rewards come from programs, and a model can exploit their gaps.

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_brorl.checkpoints import folders
-from megatron_brorl.checkpoints.training import WRITING_MARGIN
 from megatron_brorl.cli.memory_plan import amount, training_parts
 from megatron_brorl.config.rules import may_change
 from megatron_brorl.config.schema import Config
@@ -26,6 +25,7 @@ from megatron_brorl.parallel import collectives
 from megatron_brorl.train.record import MAX_TOKENS
 
 LOCK = ".lock"
+_WRITING_MARGIN = 1.05  # file size of a checkpoint over its tensors' size, at most
 _RECORD_BYTES = 16  # of a token in run.dir/rollouts, at most: log-probability, entropy, text
 
 Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as in JSON
@@ -86,7 +86,7 @@ def disk_line(config: Config, shape: ModelShape, directory: Path) -> str:
     that is written before the oldest is deleted, less those that exist. The rollout log is reported only.
     """
     t, r = config.train, config.rollout
-    one = int(checkpoint_bytes(config, shape) * WRITING_MARGIN)
+    one = int(checkpoint_bytes(config, shape) * _WRITING_MARGIN)
     model = training_parts(shape, 0, 1, 1, DTYPES[config.model.dtype])["weights"]
 
     # At most as many checkpoints as are written at all, and at least the next one.
