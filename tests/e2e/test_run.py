@@ -285,18 +285,8 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     lines = [{"prompt": f"gcd {i},4", "answer": str(math.gcd(i, 4)), "verifier": "exact"} for i in range(1, 7)]
     sums.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words.write_text(json.dumps({"prompt": "abc", "answer": "cba", "id": "w"}) + "\n")
-    ask = [
-        "--samples",
-        "4",
-        "--pass-at",
-        "1,4",
-        "--benchmark",
-        f"sums_of_6={sums}",
-        "--benchmark",
-        words,
-        "data.train=[]",
-        "data.held_out=[]",
-    ]
+    benchmarks = f'evaluate.benchmarks=["sums_of_6={sums}", "{words}"]'
+    ask = ["evaluate.samples=4", benchmarks, "data.train=[]", "data.held_out=[]"]
     model = f"model.path={finished[0] / 'model'}"
     one = brorl("evaluate", config, model, f"run.dir={tmp_path / 'one'}", *ask, figures=True)
     assert one.returncode == 0, one.stderr
@@ -312,7 +302,7 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     ]
     result = json.loads((tmp_path / "one" / "evaluation.json").read_text())
     assert result["sampling"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "max_tokens": 6}
-    assert set(result["pass_at_k"]) == {"1", "4"}
+    assert set(result["pass_at_k"]) == {"1", "2", "4"}
     for name, count in (("sums_of_6", 6), ("words", 1)):
         mine, part = [a for a in found if a["benchmark"] == name], result["benchmarks"][name]
         assert part["prompts"] == len(mine) == count
