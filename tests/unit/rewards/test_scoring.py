@@ -165,14 +165,6 @@ def test_negative_rewards_are_asked_for_where_a_response_was_cut_off(pool: Rewar
     assert strict.counts["length"] == 3
 
 
-def test_an_answer_is_found_as_its_verifier_looks_for_it(pool: RewardPool) -> None:
-    exact = Prompt("e", "?", (1,), "<answer>3</answer>", "exact")
-    asked = responses(gym("3"), ["stop"] * 2) + responses(exact, ["stop"])
-    scores = score(asked, ["so <answer>3</answer>", "3", "<answer>3</answer>"], pool, RewardConfig())
-    assert scores.rewards.tolist() == [1.0, 0.0, 1.0]
-    assert scores.answers == ["3", None, "<answer>3</answer>"]
-
-
 def test_what_is_no_score_is_told_once_with_its_row(pool: RewardPool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(response, row): return float(response) * 2\n")
     own = Prompt("rows.jsonl:7", "?", (1,), "1", f"{tmp_path}/mine.py:score")
