@@ -97,12 +97,6 @@ def _train(config: Config) -> Iterator[Rule]:
 
 def _evaluation(config: Config) -> Iterator[Rule]:
     e = config.evaluate
-    yield (
-        "evaluate.pass_at",
-        not all(1 <= k <= e.samples for k in e.pass_at),
-        f"each must be from 1 to evaluate.samples = {e.samples}",
-    )
-
     # Every benchmark is a row of a table, by its name.
     benchmarks = [named(benchmark) for benchmark in e.benchmarks]
     names = [name for name, _ in benchmarks]

@@ -488,8 +488,7 @@ class EvaluateConfig:
     """Evaluation on held-out prompts."""
 
     every: int = key(0, "Steps from one evaluation to the next; 0 = only before and after the run.", ge=0)
-    samples: int = key(8, "Samples per held-out prompt.", ge=1)
-    pass_at: tuple[int, ...] = key((), "k of pass@k, at most `samples`; () = 1, 2, 4, ... up to it.")
+    samples: int = key(8, "Samples per held-out prompt, for pass@k of k = 1, 2, 4, ... up to it.", ge=1)
     benchmarks: tuple[str, ...] = key(
         (), 'Files of `brorl evaluate`, instead of the held-out prompts: "FILE" or "name=FILE".'
     )

@@ -205,7 +205,7 @@ def _computed(run: Run, steps: int, prompts: Mapping[Key, Asked]) -> Evaluation:
     resamples, seed = _bootstrap(run)
     asked = list(prompts.values())
     most = max(a.samples for a in asked)
-    ks = run.key("evaluate", "pass_at", ()) or [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
+    ks = [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
     passes = {}
     for k in sorted({1, *ks}):
         values = [pass_at_k(a.samples, a.right, k) for a in asked if a.samples >= k]

@@ -147,7 +147,7 @@ def sum_up(answers: Sequence[Answers], prompts: int, config: EvaluateConfig, see
     tasks: dict[str, list[float]] = {}
     for a in answers:
         tasks.setdefault(a.task, []).append(a.right / a.samples)
-    ks = config.pass_at or _powers(max(a.samples for a in answers))
+    ks = _powers(max(a.samples for a in answers))
     passes = {k: [pass_at_k(a.samples, a.right, k) for a in answers if a.samples >= k] for k in ks}
 
     # Intervals are over prompts; what was lost is what no sample came of.

@@ -30,7 +30,7 @@ RECIPES = ROOT / "examples" / "recipes"
 NOT_OF_THE_METHOD = {
     "rollout": {"engine", "max_num_seqs", "pull", "kv_cache_mib", "timeout_s", "max_lost_share"},
     "reward": {"workers", "timeout_s", "unsandboxed"},
-    "evaluate": {"pass_at", "benchmarks"},
+    "evaluate": {"benchmarks"},
 }
 SECTIONS = ("rollout", "reward", "shaping", "algo", "critic", "reference", "optim", "evaluate")
 
