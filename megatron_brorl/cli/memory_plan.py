@@ -95,7 +95,7 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int)
     p, q, k = config.parallel, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     whole = 4 * shape.hidden + (2 * q + 2 * k + 3 * shape.ffn) // p.tensor
     layers, flying = shape.layers // p.pipeline, p.pipeline - stage
-    per_token = flying * layers * shape.hidden + whole if config.train.recompute else flying * layers * whole
+    per_token = flying * layers * shape.hidden + whole if config.train.recompute == "full" else flying * layers * whole
     return tokens * per_token * DTYPES[config.model.dtype].itemsize
 
 

@@ -25,7 +25,7 @@ TABLES = {
     "model": {"path": "model", "dtype": "bf16", "context": 16384},
     "rollout": {"engine": "trtllm", "dtype": "bf16", "max_num_seqs": 1024},
     "engine": {"memory_fraction": 0.85},
-    "train": {"tokens_per_micro_batch": 32768, "recompute": True, "offload": True},
+    "train": {"tokens_per_micro_batch": 32768, "recompute": "full", "offload": True},
 }
 
 
@@ -68,7 +68,7 @@ def test_a_rank_of_tensor_2_pipeline_2_data_4():
     first = 14 * half + EMBEDDING // 2
     changes = {
         "parallel": {"tensor": 2, "pipeline": 2, "distributed_optimizer": True},
-        "train": {"tokens_per_micro_batch": 1000, "recompute": False, "offload": False},
+        "train": {"tokens_per_micro_batch": 1000, "recompute": "none", "offload": False},
         "rollout": {"max_num_seqs": 8, "max_tokens": 500},
         "model": {"context": 1000},
         "engine": {"tensor": 2},

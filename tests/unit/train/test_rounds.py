@@ -10,7 +10,7 @@ import pytest
 from megatron_brorl.config.schema import RolloutConfig
 from megatron_brorl.train.rounds import Taken, prompts_to_ask
 
-CONFIG = RolloutConfig(prompts=128, refills=4, max_oversample=4.0)
+CONFIG = RolloutConfig(prompts=128, refills=4)
 
 
 @pytest.mark.parametrize("missing", [1, 2, 17, 128])
@@ -26,8 +26,7 @@ def test_what_is_not_known_and_what_is_bounded():
     assert prompts_to_ask(128, Taken(), CONFIG) == 128
     assert prompts_to_ask(128, Taken(asked=10, kept=0), CONFIG) == 512
     assert prompts_to_ask(0, known, CONFIG) == prompts_to_ask(-3, known, CONFIG) == 1
-    for without in (RolloutConfig(prompts=128), RolloutConfig(prompts=128, refills=4, max_oversample=1.0)):
-        assert prompts_to_ask(3, known, without) == 128
+    assert prompts_to_ask(3, known, RolloutConfig(prompts=128)) == 128
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0.62, 0.62), (0.62, 0.5), (0.35, 0.65)])

@@ -138,17 +138,6 @@ def test_rows_cannot_smuggle_in_a_task(metadata: dict[str, Any], message: str) -
         gym.check_row(row(metadata), "f.jsonl:1")
 
 
-def test_scores_are_those_of_the_library_with_partial_credit_capped() -> None:
-    data = {"source_dataset": "chain_sum", "entry": ITEM}
-    assert reward("3", data) == 1.0
-    assert reward("+03.0", data) == 1.0
-    assert reward("13", data) == 0.5  # substring credit: one of two characters
-    assert reward("4", data) == 0.0
-    long = {"source_dataset": "caesar_cipher", "entry": {"answer": "A" * 199, "metadata": {}}}
-    assert reward("A" * 199, long) == 1.0
-    assert reward("A" * 199 + "B", long) == 0.98  # 199 / 200 in the library
-
-
 def test_a_scorer_is_made_with_the_config_of_its_task() -> None:
     entry = {"answer": "0.5", "metadata": {}}
     fine = {"source_dataset": "decimal_arithmetic", "entry": entry}
@@ -213,3 +202,10 @@ def test_a_row_cannot_bring_code_that_its_scorer_executes() -> None:
             gym.check_row(row(data), "f.jsonl:1")
         with pytest.raises(UserError, match="makes an expression"):
             gym.score("0x1" if part == "problem" else "1", row(data))
+
+
+def test_partial_credit_is_capped() -> None:
+    assert reward("13", {"source_dataset": "chain_sum", "entry": ITEM}) == 0.5  # one of two characters
+    long = {"source_dataset": "caesar_cipher", "entry": {"answer": "A" * 199, "metadata": {}}}
+    assert reward("A" * 199, long) == 1.0
+    assert reward("A" * 199 + "B", long) == 0.98  # 199 / 200 in the library

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_brorl.cli.main import main
+from megatron_brorl.errors import UserError
+from megatron_brorl.files import read_object, rename_aside, write_json
 
 LOG = '{"prompt_id": "1", "answer": "2", "reward": 1}\n'
 
@@ -92,3 +94,24 @@ def test_a_conversion_refuses_to_replace_what_it_reads(place, capsys):
         assert caught.value.code == 2
         assert part in capsys.readouterr().err
         assert tree(place) == before
+
+
+def test_json_has_null_for_numbers_that_are_not_finite(tmp_path):
+    write_json(tmp_path / "folder" / "x.json", {"a": [1.5, float("nan")], "b": (float("inf"),)})
+    assert read_object(tmp_path / "folder" / "x.json") == {"a": [1.5, None], "b": [None]}
+    with pytest.raises(UserError, match=r"x\.json/y\.json: cannot be written"):
+        write_json(tmp_path / "folder" / "x.json" / "y.json", {})
+
+
+@pytest.mark.parametrize(("text", "message"), [("[1]", "must hold a JSON object"), ("{", "not valid JSON")])
+def test_other_json_is_a_user_error(tmp_path, text, message):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match=rf"x\.json: {message}.*; copy it again"):
+        read_object(tmp_path / "x.json")
+
+
+def test_files_and_folders_are_renamed_to_the_first_free_number(tmp_path):
+    for name in ("metrics.jsonl", "metrics.1.jsonl", "checkpoints"):
+        (tmp_path / name).write_text("")
+    assert rename_aside(tmp_path / "metrics.jsonl") == tmp_path / "metrics.2.jsonl"
+    assert rename_aside(tmp_path / "checkpoints") == tmp_path / "checkpoints.1"
