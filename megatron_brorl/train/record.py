@@ -126,6 +126,8 @@ class Recorder:
         # Texts as the verifiers got them. Siblings repeat one another: each text is looked at once.
         seen: dict[tuple[str, bytes], tuple[str, str | None]] = {}
         worth, records = advantages.tolist(), []
+        # An evaluation does not ask the engine for log-probabilities.
+        no_log_probs = any(bool(row.rollout.log_probs.isnan().any()) for row in rows)
         for row in rows:
             ids, verifier = without_stop(row.rollout.token_ids, self.stop_ids), groups[row.group].prompt.verifier
             key = verifier, ids.numpy().tobytes()
@@ -144,25 +146,12 @@ class Recorder:
                     "text": text,
                     "answer": answer,
                     "advantage": None if own != own else own,
+                    "token_ids": row.rollout.token_ids.tolist(),
+                    "log_probs": None if no_log_probs else row.rollout.log_probs.tolist(),
                     **_columns(row),
                 }
             )
-
-        ids = torch.cat([row.rollout.token_ids for row in rows]).int()
-        log_probs = torch.cat([row.rollout.log_probs for row in rows])
-        starts = torch.tensor([0, *(len(row.rollout.token_ids) for row in rows)]).cumsum(0).int()
-        no_log_probs = bool(log_probs.isnan().any())  # nobody asked the engine for them
-
-        plain = pa.schema([field for field in ROLLOUTS if field.name not in ("token_ids", "log_probs")])
-        table = pa.Table.from_pylist(records, plain)
-        lists = [(ids, "token_ids"), (log_probs, "log_probs")]
-        for values, name in lists:
-            field = ROLLOUTS.field(name)
-            if no_log_probs and name == "log_probs":
-                table = table.append_column(field, pa.nulls(len(rows), field.type))
-            else:
-                table = table.append_column(field, pa.ListArray.from_arrays(starts.numpy(), values.numpy()))
-        return table.select(ROLLOUTS.names).cast(ROLLOUTS)
+        return pa.Table.from_pylist(records, ROLLOUTS)
 
     def _read(self, ids: list[int], verifier: str) -> tuple[str, str | None]:
         """Return the text and the answer in it; ids: without the token that ended the response."""

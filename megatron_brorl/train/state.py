@@ -76,7 +76,7 @@ def begin_save(
 ) -> checkpoint.Save:
     """Take a checkpoint of the run, to be written; a collective.
 
-    fingerprint: of cli.fingerprint. seconds: of the job so far. copy: whether the run continues before it is written.
+    fingerprint: see cli.run_folder. seconds: of the job so far. copy: whether the run continues before it is written.
     new_best: what this checkpoint is the best in, so far.
     """
     known = new_best or state.best

@@ -1,4 +1,4 @@
-"""The card of an exported model, from the command line: of a run with figures, of one without, and written again."""
+"""The model cards that `brorl train` and `brorl sft` write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = ["train.steps=1", "rollout.prompts=2", "rollout.n=16", "evaluate.every=0
 
 
 def card(run_dir) -> tuple[dict, str]:
-    """Front matter and body of the exported model's card."""
+    """Return metadata and body of the exported model's card."""
     _, front, body = (run_dir / "model" / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(front), body
 
@@ -63,7 +63,6 @@ def test_a_run_without_evaluation_has_no_figures(config, base, tmp_path):
     front, body = card(tmp_path)
     assert front["license"] == "llama3"
     assert "No held-out prompts were evaluated in this run" in body
-    assert "## Figures" not in body
     assert json.loads((tmp_path / "summary.json").read_text())["after"] is None
 
 
@@ -76,4 +75,4 @@ def test_supervised_training_has_a_card_too(warm):
         "tags": ["megatron-brorl", "sft"],
     }
     assert "| examples per step | 64 |" in body
-    assert "judged" not in body
+    assert "scored by" not in body
