@@ -2,15 +2,13 @@
 
 Rows may have any length, and memory follows the tokens alive. A beginning that prompts of a call share, such as an
 instruction, is computed once, and its pages stand in several tables. A prompt is cut into blocks of 64 tokens; a block
-is known by its tokens and the block before it. Blocks that no prompt in memory has stay until their pages are needed. A
-call begins without any, so that what it computes does not depend on the calls before it.
+is known by its tokens and the block before it, and is in memory as long as a prompt that has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import psutil
 import torch
@@ -47,10 +45,6 @@ class PagePool:
         """Free all pages."""
         # The last page that was given back is the next to be taken, because its memory is there already.
         self._free = torch.arange(self.size - 1, -1, -1, dtype=torch.int32)
-        self._clean = self.size  # how many of these hold nothing
-        # Parked pages keep their contents until they are needed, the first one first. They count as free.
-        self._parked: dict[int, tuple[Tensor, Callable[[], object]]] = {}
-        self._parkings = 0
         self.free = self.size
         # Decoding steps since, and the pages in use in them: their maximum and their sum.
         self.turns = self.most_used = self.used_sum = 0
@@ -70,37 +64,14 @@ class PagePool:
     def take(self, count: int) -> Tensor:
         """Return `count` free pages [count] int32 on the CPU."""
         assert count <= self.free
-        while self._clean < count:
-            pages, lost = self._parked.pop(next(iter(self._parked)))
-            lost()
-            self._put(pages)
-        taken = self._free[self._clean - count : self._clean].flip(0)
-        self._clean -= count
+        taken = self._free[self.free - count : self.free].flip(0)
         self.free -= count
         return taken
 
     def give(self, pages: Tensor) -> None:
         """Take pages [any number] int32 back."""
-        self._put(pages)
+        self._free[self.free : self.free + len(pages)] = pages.flip(0)
         self.free += len(pages)
-
-    def park(self, pages: Tensor, lost: Callable[[], object]) -> int:
-        """Take pages [any number] int32 back that may be asked for again; returns a name for unpark.
-
-        lost: called when they are given to others.
-        """
-        self._parkings += 1
-        self._parked[self._parkings] = pages, lost
-        self.free += len(pages)
-        return self._parkings
-
-    def unpark(self, name: int) -> None:
-        """Give parked pages out again, with their contents."""
-        self.free -= len(self._parked.pop(name)[0])
-
-    def _put(self, pages: Tensor) -> None:
-        self._free[self._clean : self._clean + len(pages)] = pages.flip(0)
-        self._clean += len(pages)
 
 
 @dataclass
@@ -109,7 +80,6 @@ class _Block:
     number: int
     pages: Tensor  # [PAGES] int32
     prompts: int = 0  # in memory that have it
-    parked: int = 0  # PagePool.park's name for its pages while there are none
 
 
 class Prefixes:
@@ -121,8 +91,8 @@ class Prefixes:
         self._made = 0
 
     def pages_needed(self, prompt: Sequence[int]) -> int:
-        """Return how many free pages the prompt needs: all but those that other prompts hold."""
-        return pages_for(len(prompt)) - PAGES * sum(block.prompts > 0 for block in self._found(prompt))
+        """Return how many free pages the prompt needs: all but those of other prompts."""
+        return pages_for(len(prompt)) - PAGES * len(self._found(prompt))
 
     def enter(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
         """Return the pages of a whole prompt [n] int32, and how many of its tokens other prompts compute.
@@ -130,10 +100,6 @@ class Prefixes:
         The last token is never among these, because the first response tokens are drawn from its hidden state.
         """
         found = self._found(prompt)
-        for block in found:
-            if not block.prompts:
-                self._pool.unpark(block.parked)
-
         # This prompt computes the other blocks, and later prompts find them.
         chain = list(found)
         for tokens in _cut(prompt)[len(found) :]:
@@ -150,12 +116,11 @@ class Prefixes:
         """Remove a prompt from memory; pages [n] int32: as enter gave them."""
         found = self._found(prompt)
         self._pool.give(pages[PAGES * len(found) :])
-
-        # The last block is parked first, and so lost first: it is useless without those before it.
-        for block in reversed(found):
+        for block in found:
             block.prompts -= 1
             if not block.prompts:
-                block.parked = self._pool.park(block.pages, partial(self._blocks.pop, block.key))
+                self._pool.give(block.pages)
+                del self._blocks[block.key]
 
     def _found(self, prompt: Sequence[int]) -> list[_Block]:
         """Return the prompt's blocks in memory, up to the first that is missing."""
