@@ -1,4 +1,4 @@
-"""The command that starts the first process of a sandbox: under bubblewrap, or bare where the user has chosen that."""
+"""The command that starts the first process of a sandbox, under bubblewrap or without isolation."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _CLONE_NEWUSER = 0x10000000
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program and all of its tests. Memory in total: at most processes * memory_mb + 2 * scratch_mb."""
+    """Limits of one program with all of its tests. Its memory is at most processes * memory_mb + 2 * scratch_mb."""
 
-    seconds: float  # for all tests together, from when the sandbox stands
+    seconds: float  # for all tests together, after the start of the sandbox
     test_seconds: float  # for one test
-    memory_mb: int = 512  # address space of a process
-    processes: int = 8  # with their threads; three are the sandbox's own
+    memory_mb: int = 512  # address space of one process
+    processes: int = 8  # including threads; the sandbox itself needs three
     output_bytes: int = 1 << 20  # of one test
     file_mb: int = 8  # the largest file
-    scratch_mb: int = 16  # /tmp, and /dev/shm as much again
+    scratch_mb: int = 16  # of /tmp, and as much again of /dev/shm
     files: int = 64  # open at a time
 
 

@@ -1,10 +1,10 @@
-"""Programs, by the share of their tests that they pass. docs/sandbox.md has the forms of a row's tests.
+"""The verifier "code": the share of its tests that a program passes. docs/sandbox.md describes the forms of tests.
 
     stdin/stdout  {"tests": [{"input": "1 2", "output": "3"}, ...], "tolerance": 1e-6?}
     function      {"function": "add", "tests": [{"args": [1, 2], "kwargs": {}?, "expected": 3}, ...], "tolerance"?}
     asserts       {"function": "add", "asserts": ["assert add(1, 2) == 3", ...] or one text, "setup": "import math"?}
 
-Expected results stay in the scoring process, or for asserts in a sandbox that the program is not in.
+Expected results stay in the worker process, or for asserts in another sandbox than the program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WRONG = Outcome("error", "wrong result")
 
 
 def load() -> Verifier:
-    """The verifier; UserError where programs cannot be isolated and the user has not said that they need not be."""
+    """Return the verifier. Raises UserError if programs cannot be isolated and reward.unsandboxed is false."""
     sandbox = Sandbox(probe.require('verifier "code"'), isolation.limits())
     return lambda answer, row: score(answer, row, sandbox)
 
@@ -65,7 +65,6 @@ def check_row(row: VerifierRow, where: str) -> None:
     if language != "python":
         raise UserError(f'{where}: verifier "code" knows no language {language!r}; metadata.language must be "python"')
 
-    # How outputs are compared, and what is called.
     tolerance = metadata.get("tolerance", 0)
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
         raise UserError(f"{where}: metadata.tolerance = {tolerance!r}: must be a number in [0, 1)")
@@ -73,7 +72,6 @@ def check_row(row: VerifierRow, where: str) -> None:
     if function is not None and not (isinstance(function, str) and _is_name(function)):
         raise UserError(f"{where}: metadata.function = {function!r}: must be the name of a function")
 
-    # Exactly one form.
     if "asserts" in metadata:
         _check_asserts(metadata, where)
         return
@@ -93,7 +91,7 @@ def _check_asserts(metadata: Mapping[str, Any], where: str) -> None:
     if not texts or not all(isinstance(text, str) for text in (*texts, metadata.get("setup", ""))):
         raise UserError(f"{where}: metadata.asserts must be a text or a list of texts, metadata.setup a text")
 
-    # One without an assertion would be passed by anything.
+    # Any program would pass a text without an assertion.
     for text in (metadata.get("setup", ""), *texts):
         try:
             tree = ast.parse(text)
@@ -120,7 +118,7 @@ def _check_test(test: Any, of_function: bool, where: str) -> None:
 
 
 def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Sequence[Outcome]:
-    """One per test; ok: passed."""
+    """Return one outcome per test; "ok" means that it passed."""
     function, tolerance = metadata.get("function"), float(metadata.get("tolerance", 0))
     if "asserts" in metadata:
         return sandbox.asserts(program, function or "", metadata.get("setup", ""), _texts(metadata["asserts"]))

@@ -45,13 +45,14 @@ def test_every_key_is_read_outside_of_the_configuration():
     assert [path for path in LEAVES if path.rpartition(".")[2] not in read] == []
 
 
-def test_every_key_is_in_an_example_or_in_a_test():
+def test_every_key_is_in_an_example_or_in_a_text():
     examples = [tomllib.loads(path.read_text(encoding="utf-8")) for path in ROOT.glob("examples/**/*.toml")]
     used = {path for table in examples for path in paths(table)}
-    tests = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py") if path != Path(__file__))
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/**/*.sh")]
+    texts = "\n".join(path.read_text(encoding="utf-8") for path in files)
 
-    def in_a_test(path: str) -> bool:
+    def in_a_text(path: str) -> bool:
         name = re.escape(path.rpartition(".")[2])
-        return re.search(rf'{re.escape(path)}\b|"{name}": |\b{name}=|\b{name} = ', tests) is not None
+        return re.search(rf'{re.escape(path)}\b|"{name}": |\b{name}=|\b{name} = ', texts) is not None
 
-    assert [path for path in LEAVES if path not in used and not in_a_test(path)] == []
+    assert [path for path in LEAVES if path not in used and not in_a_text(path)] == []

@@ -42,10 +42,13 @@ def gym(answer: str) -> Prompt:
     return Prompt(f"gym{answer}", "?", (1,), answer, "reasoning_gym", {"source_dataset": "chain_sum", "entry": entry})
 
 
-def test_strict_rewards(pool: RewardPool) -> None:
+def test_rewards_with_and_without_partial_credit(pool: RewardPool) -> None:
     exact = Prompt("e", "?", (1,), "yes", "exact")
     asked = responses(exact, ["stop", "length", "stop"]) + responses(gym("3"), ["stop", "stop", "stop", "length"])
     texts = ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"]
+    partial = score(asked, texts, pool, RewardConfig(extract="full", cut_off_factor=1.0))
+    assert partial.rewards.tolist() == [1.0, 1.0, 0.0, 1.0, 0.5, 0.0, 1.0]
+    assert partial.right == [True, True, False, True, False, False, True]
     scores = score(asked, texts, pool, RewardConfig(extract="full", strict=True))
     assert scores.rewards.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert scores.rewards.dtype == torch.float32
@@ -57,19 +60,6 @@ def test_strict_rewards(pool: RewardPool) -> None:
         **dict.fromkeys(["timeout", "error", "broken", "invalid", "crash"], 0),
     }
     assert scores.raised == {}
-
-
-def test_partial_credit(pool: RewardPool) -> None:
-    scores = score(
-        responses(gym("3"), ["stop", "stop", "length"]),
-        ["3", "13", "3"],
-        pool,
-        RewardConfig(cut_off_factor=1.0, extract="full"),
-    )
-    assert scores.rewards.tolist() == [1.0, 0.5, 1.0]
-    assert scores.right == [True, False, True]
-    assert scores.counts["ok"] == 3
-    assert scores.counts["length"] == 0
 
 
 def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:

@@ -1,7 +1,7 @@
-"""What runs a program inside the sandbox: every test in a fork of its own, with a deadline and a cap on its output.
+"""Run a program inside the sandbox: every test in a fork of its own, with a deadline and a limit on its output.
 
-The runner may be in the program's hands as soon as the program has been loaded into it. Nothing is lost by that: its
-messages are the program's results, and what they should be is known outside alone.
+A program that has been loaded may control the runner. That gains it nothing: the messages are its results, and the
+expected results are known only outside.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_brorl.rewards.sandbox.inside.fork import Fork, exit_code
 def scripts(wire: Wire, order: dict[str, Any]) -> None:
     """Run the program as a script once per request {"stdin"}."""
     code = _compiled(wire, order)
-    gc.freeze()  # a script's end collects garbage, which then passes over all that is here already
+    gc.freeze()  # The garbage collection at a script's end then skips the objects that exist now.
     while code and (line := wire.read()) is not None:
         fork = Fork(order, codec.parse(line)["stdin"].encode("utf-8", "surrogatepass"))
 
@@ -46,7 +46,7 @@ def calls(wire: Wire, order: dict[str, Any]) -> None:
     try:
         _load(code, module)
         function = _function(module, order["function"])
-    except BaseException as e:  # SystemExit too
+    except BaseException as e:  # includes SystemExit
         function = f"{type(e).__name__} while the program was loaded"
     while (line := wire.read()) is not None:
         if isinstance(function, str):
@@ -118,11 +118,11 @@ def _load(code: CodeType, module: ModuleType) -> None:
             raise
     finally:
         if os.getpid() != pid:
-            os._exit(0)  # a process that the program forked must not answer requests
+            os._exit(0)  # A process that the program forked must not answer requests.
 
 
 def _compiled(wire: Wire, order: dict[str, Any]) -> CodeType | None:
-    site.setquit()  # defines exit() and quit(), which the option -S leaves out
+    site.setquit()  # Defines exit() and quit(), which the option -S leaves out.
     try:
         return compile(order["program"], "solution.py", "exec", dont_inherit=True)
     except BaseException as e:  # SyntaxError, ValueError of null bytes, MemoryError of deep nesting
@@ -131,7 +131,7 @@ def _compiled(wire: Wire, order: dict[str, Any]) -> CodeType | None:
 
 
 def _function(module: ModuleType, name: str) -> Callable[..., Any]:
-    """The function of that name; "Class.method": of an instance made without arguments."""
+    """Return the function of that name; for "Class.method", of an instance made without arguments."""
     found: Any = module
     for part in name.split("."):
         found = getattr(found() if isinstance(found, type) else found, part)

@@ -23,14 +23,12 @@ OUT = "tags out of order, empty, or text outside them"
         ("<think></think><answer>4</answer>", OUT),
         ("<think>a</think><answer> \n</answer>", OUT),
         ("Well: <think>a</think><answer>4</answer>", OUT),
-        ("<think>a</think> so <answer>4</answer>", OUT),
         ("<think>a</think><answer>4</answer>!", OUT),
         ("<answer>4</answer><think>a</think>", OUT),
         ("<think>a<answer>4</answer></think>", OUT),
         ("<think>a</think><answer>4</answer><answer>5</answer>", "<answer> occurs 2 times, not once"),
         ("<think>a<answer>4</answer>", "</think> occurs 0 times, not once"),
         ("4", "<think> occurs 0 times, not once"),
-        ("", "<think> occurs 0 times, not once"),
     ],
 )
 def test_think_then_answer(text: str, why: str) -> None:
