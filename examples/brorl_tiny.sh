@@ -9,7 +9,6 @@ if [ -x .venv/bin/brorl ]; then PATH="$PWD/.venv/bin:$PATH"; fi
 RUN=${RUN:-runs/brorl_tiny}
 PROCESSES=${PROCESSES:-2}
 CONFIG=examples/brorl_tiny.toml
-STARTED=$(date +%s)
 
 if [ ! -f "$RUN/sft/model/config.json" ]; then
   echo "== 1/3 a random model and a tokenizer: $RUN/init"
@@ -18,4 +17,4 @@ if [ ! -f "$RUN/sft/model/config.json" ]; then
   brorl sft --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/init" run.dir="$RUN/sft" data.train_seed=3
 fi
 echo "== 3/3 BroRL: $RUN"
-exec brorl train --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/sft/model" run.dir="$RUN" run.started="$STARTED"
+exec brorl train --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/sft/model" run.dir="$RUN"

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import rename_aside
 from megatron_brorl.tracking.trackers import Tracker, tag, warn
 
 METRICS_FILE = "metrics.jsonl"
@@ -44,7 +45,8 @@ class Lines:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
-                _move_aside(path)
+                if path.exists():
+                    rename_aside(path)
             else:
                 _drop_from(path, resume_step)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115
@@ -169,15 +171,6 @@ def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
         elif number < len(lines):
             raise UserError(f'{path}:{number}: not a JSON object with an integer "step"; delete this line')
     return rows
-
-
-def _move_aside(path: Path) -> None:
-    """Rename an older file to the first free name of metrics.1.jsonl, metrics.2.jsonl, ..."""
-    if path.exists():
-        number = 1
-        while (aside := path.with_suffix(f".{number}.jsonl")).exists():
-            number += 1
-        path.rename(aside)
 
 
 def _drop_from(path: Path, step: int) -> None:

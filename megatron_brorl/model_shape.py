@@ -10,7 +10,7 @@ from typing import Any
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families import dense, gemma3, llama, qwen2, qwen3
 from megatron_brorl.families.family import ConfigJson, Dimension, ModelFamily, Requirement
-from megatron_brorl.json_files import read_object
+from megatron_brorl.files import read_object
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded

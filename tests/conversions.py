@@ -1,4 +1,4 @@
-"""Conversions as the tests ask for them, published configurations, and what a conversion allocates."""
+"""Conversions for tests, a published configuration, and the memory that a conversion allocates."""
 
 from __future__ import annotations
 
@@ -39,74 +39,28 @@ def assert_same_weights(a: Path, b: Path) -> None:
         assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
 
 
-REAL = {
-    "DeepSeek-R1-Distill-Qwen-1.5B": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "max_position_embeddings": 131072,
-        "max_window_layers": 21,
-        "num_attention_heads": 12,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 10000,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "use_mrope": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "Qwen2.5-1.5B": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "max_position_embeddings": 131072,
-        "max_window_layers": 28,
-        "num_attention_heads": 12,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 131072,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "use_mrope": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "Qwen3-1.7B": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 40960,
-        "max_window_layers": 28,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
 }
-# The published configurations with fewer and narrower parts of the same proportions.
+# Qwen2.5-1.5B with fewer and narrower layers.
 SMALLER = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 509}
 
 

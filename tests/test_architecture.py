@@ -10,8 +10,8 @@ PACKAGE = ROOT / "megatron_brorl"
 
 # A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
 FLOORS = [
-    {"errors", "types", "config", "record", "outputs", "metrics", "tracking", "progress"}
-    | {"timeline", "model_shape", "families", "ranks", "json_files"},
+    {"errors", "types", "config", "record", "files", "metrics", "tracking", "progress"}
+    | {"timeline", "model_shape", "families", "ranks"},
     {"algo", "rewards"},
     {"ops", "theory"},  # the fused ops take up formulas of algo, the theory its intervals
     {"parallel"},

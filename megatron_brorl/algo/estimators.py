@@ -10,6 +10,7 @@ import numpy as np
 
 Bounds = tuple[float, float]
 SHARE: Bounds = (0.0, 1.0)
+RESAMPLES = 2000  # of the prompts, for a bootstrap interval
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,6 @@ class PolicyLossSettings:
     entropy_coef: float = 0.0
     ratio: Literal["token", "sequence"] = "token"
     policy_loss: str = "clip"  # a name in POLICY_LOSSES
-    tau_pos: float = 1.0  # of "sapo", where the advantage is above 0
-    tau_neg: float = 1.05  # of "sapo", elsewhere
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,16 @@ def cispo(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Ob
     return Objective(value, ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))
 
 
-@_register("sapo", lambda s: (s.tau_pos, s.tau_neg))
-def sapo(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Objective:
-    """4 / tau sigmoid(tau (r - 1)) A, all [R], with tau_pos where A > 0, else tau_neg (SAPO, Gao et al. 2025).
+TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05  # temperatures of "sapo", those of the paper
 
-    A gate in place of bounds: its slope in r is 1 at r = 1 and fades on both sides.
+
+@_register("sapo", lambda _: (TAU_POSITIVE, TAU_NEGATIVE))
+def sapo(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Objective:
+    """Return 4 / tau sigmoid(tau (r - 1)) A, all [R] (SAPO, Gao et al. 2025).
+
+    tau is TAU_POSITIVE where A > 0, else TAU_NEGATIVE. The slope in r is 1 at r = 1 and decreases on both sides.
     """
-    positive, negative = ratio.new_tensor(settings.tau_pos), ratio.new_tensor(settings.tau_neg)
+    positive, negative = ratio.new_tensor(TAU_POSITIVE), ratio.new_tensor(TAU_NEGATIVE)
     tau = torch.where(advantages > 0, positive, negative)
     none = torch.zeros_like(ratio, dtype=torch.bool)
     return Objective((tau * (ratio - 1)).sigmoid() * (4 / tau) * advantages, none, none, none)

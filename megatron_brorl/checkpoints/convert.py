@@ -16,7 +16,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from megatron.core import dist_checkpointing
@@ -36,22 +35,9 @@ from megatron_brorl.reshard.layout import Entry
 COMPANIONS = "hf"  # folder of a converted Megatron checkpoint: config.json and tokenizer
 TOLERANCE = 1e-4  # of logits, relative to the largest one or absolute below 1
 FLAGS = ("--tensor", "--pipeline")
+Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint
 Check = Callable[[Path], None]
 Report = Callable[[int, int, str], None]  # (entries done, number of entries, name of the last)
-
-
-class Source(Protocol):
-    """A checkpoint that can be read tensor by tensor."""
-
-    directory: Path
-
-    def dtype(self, entry: Entry) -> torch.dtype:
-        """Return the type of an entry's tensors."""
-        ...
-
-    def read(self, entry: Entry) -> list[Tensor]:
-        """Return the full Hugging Face tensors of an entry, of the shapes that it lists."""
-        ...
 
 
 def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:

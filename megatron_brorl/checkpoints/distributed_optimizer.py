@@ -62,8 +62,8 @@ def restore(optimizer: Any, state: dict[str, Any], directory: Path) -> None:
             optimizer.load_state_dict(state)
     except AssertionError:
         raise UserError(
-            f"{directory}: the optimizer state was saved with other gradient buckets; use the saved settings of "
-            "parallel.overlap_grad_reduce and parallel.overlap_param_gather, and the saved number of ranks"
+            f"{directory}: the optimizer state was saved with other gradient buckets; use the saved parallel.overlap "
+            "and the saved number of ranks"
         ) from None
 
     # Megatron gives all parameters the same tensor, which every parameter would then increase in each step.

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_brorl.checkpoints.writer import sha256, write_verified
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.json_files import read_object
+from megatron_brorl.files import read_object, rename_aside
 
 LATEST, BEST = "latest", "best"
 MANIFEST = "manifest.json"
@@ -117,10 +117,7 @@ def make_way(target: Path, step: int) -> None:
     ours = target.is_dir() and not target.is_symlink() and stored_step(target) == step
     if ours or not (target.exists() or target.is_symlink()):
         return
-    number = 1
-    while (aside := target.with_name(f"{target.name}.{number}")).exists() or aside.is_symlink():
-        number += 1
-    target.rename(aside)
+    aside = rename_aside(target)
     print(f"warning: {target}: not a checkpoint of step {step}; renamed to {aside.name}", file=sys.stderr, flush=True)
 
 

@@ -22,7 +22,7 @@ from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES
 from megatron_brorl.data.sentencepiece import write_tokenizer_json
 from megatron_brorl.data.tokenizers import GENERATION, Tokenizer, load_tokenizer, stop_ids, transformers_stop_ids
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.json_files import read_object
+from megatron_brorl.files import read_object
 from megatron_brorl.model_shape import CONFIG, WEIGHTS, ModelShape, read_shape
 from megatron_brorl.models import hf_names
 from megatron_brorl.parallel.grid import Grid
@@ -221,21 +221,11 @@ def save(
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy config.json, the tokenizer and the other small files next to the weights.
-
-    Links out of the directory are not followed, except into the blobs of a hub cache.
-    """
+    """Copy config.json, the tokenizer and the other small files next to the weights."""
     for path in sorted(source.iterdir()):
         wanted = path.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not path.name.endswith(".index.json")
-        if wanted and path.is_file() and _is_within(path, source):
+        if wanted and path.is_file():
             shutil.copy2(path, target / path.name)
-
-
-def _is_within(path: Path, directory: Path) -> bool:
-    """Return whether a file's content is in the directory, or among the blobs next to a snapshot of the hub cache."""
-    home, found = directory.resolve(), path.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    return found.parent in (home, blobs)
 
 
 def complete(source: Path, target: Path) -> None:

@@ -5,7 +5,6 @@ It is a function of the run alone: the same run always writes the same bytes.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -56,18 +55,6 @@ _TEMPLATE = """---
 No held-out prompts were evaluated in this run.
 
 {% endif -%}
-## Usage
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-directory = "."  # of this file
-model = AutoModelForCausalLM.from_pretrained(directory)
-tokenizer = AutoTokenizer.from_pretrained(directory)
-```
-
-`brorl evaluate` takes the directory as `model.path`.
-
 ## Limitations
 
 * Improvements are shown for the prompts above only. Rewards come from programs, and a model can exploit their gaps.
@@ -108,7 +95,6 @@ class Training:
     files: Sequence[tuple[str, str, int]] = ()  # of data: key of the configuration, name, rows
     tasks: Sequence[str] = ()  # from which prompts were generated
     verifiers: Sequence[str] = ()
-    licence: str = ""  # run.license
     began: float = 0.0  # Unix time, or 0
     before: Mapping[str, Any] | None = None  # evaluations of the held-out prompts, as in summary.json
     after: Mapping[str, Any] | None = None
@@ -118,7 +104,7 @@ def model_card(t: Training) -> str:
     """Return the text of README.md."""
     from huggingface_hub import ModelCard, ModelCardData  # takes a while to import
 
-    licence: dict[str, Any] = {"license": t.licence} if t.licence else dict(t.base.licence) or {"license": "other"}
+    licence: dict[str, Any] = dict(t.base.licence) or {"license": "other"}
     data = ModelCardData(
         base_model=t.base.hub or None,
         library_name="transformers",
@@ -126,9 +112,7 @@ def model_card(t: Training) -> str:
         tags=["megatron-brorl", t.tag],
         **licence,
     )
-    began: list[tuple[str, str]] = []
-    with contextlib.suppress(OverflowError, ValueError, OSError):  # run.started may be any number
-        began = [("began", time.strftime("%Y-%m-%d (UTC)", time.gmtime(t.began)))] if t.began else []
+    began = [("began", time.strftime("%Y-%m-%d (UTC)", time.gmtime(t.began)))] if t.began else []
     trained_by = ("trained by", f"megatron-brorl {__version__}, {t.how}")
     measured = t.after or t.before
     card = ModelCard.from_template(

@@ -23,9 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import ShardedTensor, dict_utils
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -37,8 +35,6 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.models.finite import require_finite
 from megatron_brorl.models.hf_names import global_parameters
 from megatron_brorl.parallel import collectives, device
-
-WRITING_MARGIN = 1.05  # file size over tensor size, at most
 
 
 @dataclass(frozen=True)
@@ -192,7 +188,7 @@ def begin(
 
     run: JSON that read_run returns, with the step. files: this rank's own, under names that no other rank uses.
     copy: copy the state, because it may change before it is written.
-    Raises UserError if a weight is not finite, and NotWritten, on all ranks, if there is no room.
+    Raises UserError if a weight is not finite, and NotWritten, on all ranks, if the folder cannot be made.
     """
     check(parts, step)
 
@@ -202,7 +198,6 @@ def begin(
             distributed_optimizer.initialise(part.optimizer)
     stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
     states = _states(parts, stepped)
-    needed = collectives.all_reduce_sum({"bytes": _bytes(states)})["bytes"]
 
     # The folder is made before any rank takes memory for a copy.
     save = Save(root / folders.name_of(step), keep, dict(files or {}))
@@ -210,7 +205,9 @@ def begin(
         known = {**run, STEP: step, STEPPED: stepped, LAYOUT: _optimizer_layout(parts)}
         save.files[RUN] = json.dumps(known, indent=1).encode()
         with save.catch():
-            _make_folder(save.aside, needed)
+            root.mkdir(parents=True, exist_ok=True)
+            folders.remove_unfinished(root)  # a killed save may have left this very folder
+            save.aside.mkdir()
     save.agree()
 
     with device.bridge():
@@ -233,16 +230,6 @@ def save(
     return begun.target
 
 
-def _make_folder(aside: Path, needed: float) -> None:
-    """Make the folder if there is room for `needed` bytes of tensors. Raises OSError."""
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    folders.remove_unfinished(aside.parent)  # a killed save may have left this very folder
-    free = shutil.disk_usage(aside.parent).free
-    if free < needed * WRITING_MARGIN:
-        raise OSError(errno.ENOSPC, f"it needs {needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free")
-    aside.mkdir()
-
-
 def _gather(own: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
     """Return the objects of all ranks on rank 0, and None on the others."""
     world = dist.get_world_size(group)
@@ -250,19 +237,6 @@ def _gather(own: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
         return [own]
     found: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
     dist.gather_object(own, found, dst=0, group=group)
-    return found
-
-
-def _bytes(state: Any) -> float:
-    """Return the size of the tensors that this rank writes."""
-    found = 0.0
-    for value in dict_utils.nested_values(state):
-        if (
-            isinstance(value, (ShardedTensor, ShardedTensorFactory))
-            and is_main_replica(value.replica_id)
-            and value.data is not None
-        ):
-            found += value.data.numel() * value.data.element_size()
     return found
 
 

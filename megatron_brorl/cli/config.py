@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.cli.files import write_text
 from megatron_brorl.config.load import suggestion
 from megatron_brorl.config.rules import fixed_keys
 from megatron_brorl.config.schema import json_schema, keys, table_of
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import write_text
 from megatron_brorl.metrics import METRICS_FILE
 from megatron_brorl.record import run_record
 

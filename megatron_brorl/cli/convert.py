@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.outputs import check_output, holds
+from megatron_brorl.files import check_output, holds
 
 if TYPE_CHECKING:
     from megatron_brorl.progress import Progress

@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.cli.files import write_text
 from megatron_brorl.data.hub import data_file
 from megatron_brorl.data.prepare.sets import SETS, DataSet
 from megatron_brorl.errors import UserError
-from megatron_brorl.outputs import check_output
+from megatron_brorl.files import check_output, write_text
 
 CUSTOM = "custom"  # a file whose columns are named by options
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_brorl.cli.files import write_json, write_text
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import write_json, write_text
 from megatron_brorl.progress import Progress, progress
 
 if TYPE_CHECKING:  # they import torch, which the other commands here do without

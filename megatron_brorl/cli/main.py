@@ -1,4 +1,4 @@
-"""The command line: what was asked, and who does it. Commands are imported when they run, for most import torch."""
+"""The command line. Commands are imported when they run, because most import torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.cli.finished import finished
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
-from megatron_brorl.outputs import check_outputs
+from megatron_brorl.files import check_outputs
 
-# What a disk, or whoever looks after it, answers; any other error of the system is a bug and keeps its traceback.
+# Errors of disks and permissions. Any other OSError is a bug and keeps its traceback.
 _REFUSED = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE),
@@ -31,14 +31,16 @@ _REFUSED = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 75 stopped by a signal and resumable; with one line on stderr 2 for a mistake
-    of the user's or what the disk refuses, 1 for another rank that is gone. Whatever else ends it is a bug."""
-    # Each kind of end has a line and an exit code of its own.
+    """Run one command and exit.
+
+    Exit codes: 0 done, 75 stopped and resumable; with one line on stderr 2 for an error of the user or the disk, 1 if
+    another rank is gone. Any other exception is a bug.
+    """
     args = _parse(arguments)
     try:
         status = _run_ranks(args) if hasattr(args, "processes") else args.command(args)
     except UserError as e:
-        # One process per node speaks: the mistake is the same for all of its ranks.
+        # The error is the same on all ranks of a node.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"brorl: {e}", file=sys.stderr)
         status = 2
@@ -48,9 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as e:
         if e.errno not in _REFUSED:
             raise
-        # Of this rank alone: others hear of it as of a peer that is gone.
+        # The other ranks see that this one is gone.
         rank, place = os.environ.get("RANK", "0"), f"{e.filename}: " if e.filename else ""
-        print(f"brorl: rank {rank}: {place}{e.strerror}; mend that, and start the same command again", file=sys.stderr)
+        print(f"brorl: rank {rank}: {place}{e.strerror}; fix that and run the same command again", file=sys.stderr)
         status = 2
     except RuntimeError as e:
         from megatron_brorl.parallel.network import lost_peer
@@ -64,18 +66,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run_ranks(args: argparse.Namespace) -> int:
-    """A command of ranks: as one of them, or as the launcher of them all."""
-    # A mistake in it is told once, and before anything is started, imported or written.
+    """Run a command of several ranks, as one of them or as their launcher."""
+    # Errors of the configuration are reported once, before anything starts.
     config = load(args.config, args.overrides)
     check_outputs(config, args.name, args.config)
 
-    # All ranks read the same files, and the main one of them speaks.
-    if args.command is _train and not args.dry_run and (told := finished(config)):
+    if args.command is _train and not args.dry_run and (message := finished(config)):
         if os.environ.get("RANK", "0") == "0":
-            print(told)
+            print(message)
         return 0
 
-    # The launcher starts this very command as each of its ranks.
     if args.processes > 0:
         from megatron_brorl.cli.launch import launch
 
@@ -83,7 +83,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *options, *args.overrides]
         return launch(args.processes, command)
 
-    # Signals first; torch, which the command imports, takes seconds.
+    # Signal handlers come first, because importing torch takes seconds.
     ranks.begin(saves=args.command is _train)
     from megatron_brorl.parallel import device
 
@@ -93,7 +93,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Options may stand anywhere among the overrides, which argparse's subcommands alone do not allow."""
+    """Parse arguments, with options anywhere among the overrides, which argparse's subcommands do not support."""
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     if not hasattr(args, "command") and not rest:
@@ -103,7 +103,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
 
-    # Later overrides replace earlier ones, so that options come last.
     if rest:
         args.overrides += rest
     if getattr(args, "benchmark", None):
@@ -112,7 +111,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    # Commands are named by functions that import late: --help does not wait for torch.
     parser = argparse.ArgumentParser(
         prog="brorl", description="Reinforcement learning with hundreds of rollouts per prompt, on Megatron-Core."
     )

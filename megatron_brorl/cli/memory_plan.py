@@ -34,32 +34,13 @@ Parts = Mapping[str, int]  # bytes by what they are for
 
 
 @dataclass(frozen=True)
-class Training:
-    """Settings of a rank's training."""
+class Machines:
+    """The machines of a run."""
 
-    tensor: int
-    pipeline: int
-    stage: int  # of the pipeline
-    shards: int  # ranks over which ZeRO-1 cuts moments and masters
-    dtype: torch.dtype  # of weights and activations
-    tokens: int  # of a micro-batch on a rank
-    recompute: bool
-    offload: bool
-    critic: bool = False
-    reference: bool = False
-
-
-@dataclass(frozen=True)
-class Generation:
-    """Settings of an engine in its own process."""
-
-    tensor: int  # ranks that share it
-    dtype: torch.dtype
-    fp8_weights: bool
-    fp8_cache: bool
-    fraction: float  # of the remaining memory, for keys and values
-    context: int  # prompt + response tokens at most
-    rows: int  # rollouts at a time, at most
+    ranks: int
+    ranks_per_node: int
+    gpu: int  # bytes of a GPU, or 0 for ranks on CPUs
+    here: bool = True  # this machine is one of them, so that its host memory counts
 
 
 @dataclass(frozen=True)
@@ -71,8 +52,8 @@ class Plan:
     offloaded: int  # of a rank, while the engine generates
     shared: int = 0  # of a node, in shared memory: the weights in use and those of an update
     kv_per_token: int = 0  # on each GPU of an engine; 0 for the built-in engine
-    fraction: float = 0.0  # of Generation
-    context: int = 0  # of Generation
+    fraction: float = 0.0  # of the remaining memory, for keys and values
+    context: int = 0  # prompt + response tokens at most
 
     def kv_tokens(self, gpu: int) -> int:
         """Return the number of tokens whose keys and values fit on a GPU of so many bytes."""
@@ -89,7 +70,7 @@ def training_parts(
 ) -> Parts:
     """Return the bytes of a rank's weights, fp32 gradients, and Adam's moments with fp32 masters of other weights.
 
-    Arguments: see Training. shards: Rajbhandari et al. 2020, section 5.1.
+    shards: ranks over which ZeRO-1 cuts moments and masters (Rajbhandari et al. 2020, section 5.1).
     """
     table = entries(shape, pipeline)
     count = sum(math.prod(local_shape(e, tensor)) for e in table if e.stage == stage)
@@ -103,62 +84,66 @@ def training_parts(
     }
 
 
-def activation_bytes(shape: ModelShape, training: Training) -> int:
-    """Return an estimate of the activations that the backward pass needs.
+def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int) -> int:
+    """Return an estimate of the activations that the backward pass of a micro-batch needs.
 
     Per token and layer, in elements: the inputs of both norms and of both parts (4 H), queries, keys, values and the
     output of attention (2 Q + 2 K), gate, up and their product (3 F), of which tensor parallelism cuts all but the
     first. With recomputation: the input of each layer, and all of one layer. A stage has one micro-batch in flight for
     itself and for each following stage.
     """
-    q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    whole = 4 * shape.hidden + (2 * q + 2 * k + 3 * shape.ffn) // training.tensor
-    layers, flying = shape.layers // training.pipeline, training.pipeline - training.stage
-    per_token = flying * layers * shape.hidden + whole if training.recompute else flying * layers * whole
-    return training.tokens * per_token * training.dtype.itemsize
+    p, q, k = config.parallel, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    whole = 4 * shape.hidden + (2 * q + 2 * k + 3 * shape.ffn) // p.tensor
+    layers, flying = shape.layers // p.pipeline, p.pipeline - stage
+    per_token = flying * layers * shape.hidden + whole if config.train.recompute == "full" else flying * layers * whole
+    return tokens * per_token * DTYPES[config.model.dtype].itemsize
 
 
-def kv_bytes(shape: ModelShape, generation: Generation) -> int:
-    """Return the bytes of one token's keys and values on each GPU of an engine."""
-    heads = -(-shape.kv_heads // generation.tensor)
-    return 2 * shape.layers * heads * shape.head_dim * (1 if generation.fp8_cache else generation.dtype.itemsize)
+def micro_batch_tokens(config: Config, on_gpu: bool) -> int:
+    """Return train.tokens_per_micro_batch, or its default."""
+    return config.train.tokens_per_micro_batch or (16384 if on_gpu else 2048)
 
 
-def sent_bytes(shape: ModelShape, dtype: torch.dtype, fp8: bool) -> int:
-    """Return the bytes of the weights that are sent to an engine."""
-    return layout(hf_shapes(shape), dtype, in_fp8_blocks if fp8 else as_is)[1]
-
-
-def plan(shape: ModelShape, training: Training, generation: Generation | None) -> Plan:
-    """Return the plan of a rank. generation: None for the built-in engine, which uses the free memory."""
-    t = training
-    parts = training_parts(shape, t.stage, t.tensor, t.pipeline, t.dtype, t.shards)
-    models = {"": parts} | ({"critic's ": parts} if t.critic else {})
-    reference = {"reference": parts["weights"]} if t.reference else {}
+def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int = 0) -> Plan:
+    """Return the plan of a rank of a pipeline stage. Raises UserError if [parallel] does not fit the ranks."""
+    p, offload = config.parallel, config.train.offload
+    of_a_model = p.tensor * p.pipeline
+    if machines.ranks % (of_a_model * p.context):
+        raise UserError(
+            f"parallel.tensor x parallel.pipeline x parallel.context = {of_a_model * p.context} does not divide "
+            f"{machines.ranks} ranks"
+        )
+    shards = machines.ranks // of_a_model if p.distributed_optimizer else 1
+    parts = training_parts(shape, stage, p.tensor, p.pipeline, DTYPES[config.model.dtype], shards)
+    models = {"": parts} | ({"critic's ": parts} if config.algo.advantage == "gae" else {})
 
     # While the engine generates, gradients are dropped, and the rest stays or moves to the host.
     staying = {f"{of}{name}": x for of, own in models.items() for name, x in own.items() if name != "gradients"}
-    staying |= reference
+    staying |= {"reference": parts["weights"]} if config.algo.kl_coef > 0 else {}
     gradients = {f"{of}gradients": own["gradients"] for of, own in models.items()}
-    all_of_it = {**staying, **gradients, "activations (estimate)": activation_bytes(shape, t)}
-    offloaded = sum(staying.values()) if t.offload else 0
-    left = {} if t.offload else {f"trainer's {name}": x for name, x in staying.items()}
+    activations = activation_bytes(config, shape, micro_batch_tokens(config, bool(machines.gpu)), stage)
+    training = {**staying, **gradients, "activations (estimate)": activations}
+    offloaded = sum(staying.values()) if offload else 0
+    left = {} if offload else {f"trainer's {name}": x for name, x in staying.items()}
 
-    if generation is None:
-        return Plan(all_of_it, left, offloaded)
+    # The built-in engine uses the free memory.
+    if config.rollout.engine not in ENGINES:
+        return Plan(training, left, offloaded)
 
     # TensorRT-LLM's sampler has a table of log-probs for the longest response of every row.
-    g = generation
-    sent = sent_bytes(shape, g.dtype, g.fp8_weights)
-    engine = {"engine's weights": sent // g.tensor, "table of log-probs": 4 * g.rows * g.context}
+    e, dtype, length = config.engine, DTYPES[config.rollout.dtype], context(config, shape)
+    fp8 = ENGINES[config.rollout.engine].takes_fp8_blocks and e.quantization == "fp8"
+    sent = layout(hf_shapes(shape), dtype, in_fp8_blocks if fp8 else as_is)[1]
+    table = 4 * config.rollout.max_num_seqs * length
+    heads = -(-shape.kv_heads // e.tensor)
     return Plan(
-        training=all_of_it,
-        generation={**left, **engine},
+        training=training,
+        generation={**left, "engine's weights": sent // e.tensor, "table of log-probs": table},
         offloaded=offloaded,
         shared=2 * sent,
-        kv_per_token=kv_bytes(shape, g),
-        fraction=g.fraction,
-        context=g.context,
+        kv_per_token=2 * shape.layers * heads * shape.head_dim * (1 if e.kv_dtype == "fp8" else dtype.itemsize),
+        fraction=e.memory_fraction,
+        context=length,
     )
 
 
@@ -226,65 +211,11 @@ def amount(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
-@dataclass(frozen=True)
-class Machines:
-    """The machines of a run."""
-
-    ranks: int
-    ranks_per_node: int
-    gpu: int  # bytes of a GPU, or 0 for ranks on CPUs
-    here: bool = True  # this machine is one of them, so that its host memory counts
-
-
-def micro_batch_tokens(config: Config, on_gpu: bool) -> int:
-    """Return train.tokens_per_micro_batch, or its default."""
-    return config.train.tokens_per_micro_batch or (16384 if on_gpu else 2048)
-
-
 def gpu_bytes() -> int:
     """Return the memory of this machine's smallest GPU, or 0."""
     if not torch.cuda.is_available():
         return 0
     return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
-
-
-def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int = 0) -> Plan:
-    """Return the plan of a rank of a pipeline stage. Raises UserError if [parallel] does not fit the ranks."""
-    p, t, algo = config.parallel, config.train, config.algo
-    of_a_model = p.tensor * p.pipeline
-    if machines.ranks % (of_a_model * p.context):
-        raise UserError(
-            f"parallel.tensor x parallel.pipeline x parallel.context = {of_a_model * p.context} does not divide "
-            f"{machines.ranks} ranks"
-        )
-    training = Training(
-        tensor=p.tensor,
-        pipeline=p.pipeline,
-        stage=stage,
-        shards=machines.ranks // of_a_model if p.distributed_optimizer else 1,
-        dtype=DTYPES[config.model.dtype],
-        tokens=micro_batch_tokens(config, bool(machines.gpu)),
-        recompute=t.recompute,
-        offload=t.offload,
-        critic=algo.advantage == "gae",
-        reference=algo.kl_coef > 0,
-    )
-    return plan(shape, training, _generation(config, shape))
-
-
-def _generation(config: Config, shape: ModelShape) -> Generation | None:
-    if config.rollout.engine not in ENGINES:
-        return None
-    section, kind = config.engine, ENGINES[config.rollout.engine]
-    return Generation(
-        tensor=section.tensor,
-        dtype=DTYPES[config.rollout.dtype],
-        fp8_weights=kind.takes_fp8_blocks and section.quantization == "fp8",
-        fp8_cache=section.kv_dtype == "fp8",
-        fraction=section.memory_fraction,
-        context=context(config, shape),
-        rows=config.rollout.max_num_seqs,
-    )
 
 
 def plan_run(config: Config, shape: ModelShape, machines: Machines) -> tuple[Plan, list[str]]:

@@ -135,7 +135,7 @@ def _transformer_engine() -> Finding:
 
 def _built_in_engine() -> Finding:
     if not torch.cuda.is_available():
-        return Finding("built-in engine", "csrc kernels on the CPU")
+        return Finding("built-in engine", "native kernels on the CPU")
     remedy = 'it is slow there; set rollout.engine = "vllm" or "trtllm"'
     return Finding("built-in engine", "torch operations on the GPU", remedy, stops=False)
 

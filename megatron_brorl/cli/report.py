@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.algo.estimators import widest
-from megatron_brorl.cli.files import write_text
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import write_text
 from megatron_brorl.report.content import SUMMARY, read_run
 from megatron_brorl.report.page import page
 from megatron_brorl.report.plots import plot_run, plot_theory

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_brorl.checkpoints import folders
-from megatron_brorl.checkpoints.training import WRITING_MARGIN
 from megatron_brorl.cli.memory_plan import amount, training_parts
 from megatron_brorl.config.rules import may_change
 from megatron_brorl.config.schema import Config
@@ -23,15 +22,16 @@ from megatron_brorl.errors import UserError, shown
 from megatron_brorl.model_shape import ModelShape
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.parallel import collectives
+from megatron_brorl.train.record import MAX_TOKENS
 
 LOCK = ".lock"
+_WRITING_MARGIN = 1.05  # file size of a checkpoint over its tensors' size, at most
 _RECORD_BYTES = 16  # of a token in run.dir/rollouts, at most: log-probability, entropy, text
 
 Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as in JSON
 Changes = dict[str, tuple[Any, Any]]  # section.key -> values before and now
 # Further sections of a fingerprint: the model's shape, and the SHA-256 of the user's own verifiers and of the data.
 _SHAPE, _VERIFIERS, _INPUTS = "shape", "own_verifiers", "inputs"
-_OF_THE_JOB = ("started", "ends_at")  # keys of [run] that differ between the jobs of a run
 
 
 def take(directory: Path) -> TextIO:
@@ -86,7 +86,7 @@ def disk_line(config: Config, shape: ModelShape, directory: Path) -> str:
     that is written before the oldest is deleted, less those that exist. The rollout log is reported only.
     """
     t, r = config.train, config.rollout
-    one = int(checkpoint_bytes(config, shape) * WRITING_MARGIN)
+    one = int(checkpoint_bytes(config, shape) * _WRITING_MARGIN)
     model = training_parts(shape, 0, 1, 1, DTYPES[config.model.dtype])["weights"]
 
     # At most as many checkpoints as are written at all, and at least the next one.
@@ -94,7 +94,7 @@ def disk_line(config: Config, shape: ModelShape, directory: Path) -> str:
     most = min(t.keep_checkpoints + 1 + bool(t.keep_best), max(written, 1) + bool(t.keep_best))
     existing = len(folders.by_step(directory / "checkpoints"))
     need, free = one * max(most - existing, 1) + model, shutil.disk_usage(_nearest(directory)).free
-    log = min(config.run.record_tokens, config.run.record_groups * r.n * r.max_tokens) * _RECORD_BYTES
+    log = min(MAX_TOKENS, config.run.record_groups * r.n * r.max_tokens) * _RECORD_BYTES
     parts = f"checkpoints of {amount(one)}, {amount(model)} of the model"
     if need > free:
         raise UserError(
@@ -147,8 +147,6 @@ def fingerprint(
     "train" and "held_out" (Sources.digests), and the date of the chat template.
     """
     kept = dataclasses.asdict(config)
-    for key in _OF_THE_JOB:
-        del kept["run"][key]
     kept |= {_SHAPE: dataclasses.asdict(shape), _VERIFIERS: dict(own_verifiers), _INPUTS: dict(inputs or {})}
     # Through JSON, so that tuples equal the lists of a checkpoint.
     plain: Fingerprint = json.loads(json.dumps(kept))

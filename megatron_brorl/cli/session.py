@@ -28,6 +28,7 @@ from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import rename_aside
 from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8
@@ -120,7 +121,7 @@ class Session:
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # it alone writes files and prints
         program.tell("ranks", self.grid.line())
-        self.job_end, self.stopped_by = JobEnd(config.run.ends_at), ""
+        self.job_end, self.stopped_by = JobEnd(), ""
         self._kv_tokens = 0  # room for keys and values, set by `preflight`; 0 = as many as fit
         self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse order
 
@@ -214,12 +215,11 @@ class Session:
             dtype=DTYPES[c.model.dtype],
             ops=self.ops,
             share_prompt=c.train.share_prompt,
-            recompute=c.train.recompute,
+            recompute=c.train.recompute == "full",
             offload=c.train.offload,
             distributed_optimizer=c.parallel.distributed_optimizer,
-            overlap_grad_reduce=c.parallel.overlap_grad_reduce,
-            overlap_param_gather=c.parallel.overlap_param_gather,
-            fields={**fp8.settings(c.fp8), **(ATTENTION_ALONE if c.train.recompute_attention else {})},
+            overlap=c.parallel.overlap,
+            fields={**fp8.settings(c.fp8), **(ATTENTION_ALONE if c.train.recompute == "attention" else {})},
         )
 
     def _filled(self, stage: AnyStage) -> AnyStage:
@@ -310,10 +310,7 @@ class Session:
         if self.config.train.resume == "auto":
             return checkpoint.find(root)
         if self.is_main_rank and root.exists():
-            number = 1
-            while (aside := root.with_name(f"checkpoints.{number}")).exists():
-                number += 1
-            root.rename(aside)
+            rename_aside(root)
 
         dist.barrier()
         return None
@@ -382,7 +379,6 @@ class Session:
             sizes=[(name, str(value)) for name, value in sizes.items()],
             files=self.sources.files,
             tasks=[task.name for task in c.data.tasks],
-            licence=c.run.license,
             began=began,
         )
 
@@ -401,13 +397,13 @@ _STEPS = 5  # that are looked back on, because evaluations and checkpoints make 
 class JobEnd:
     """The end of a job that a scheduler has set: a step that would not be done by then is not started."""
 
-    def __init__(self, ends_at: float, clock: Callable[[], float] = time.time) -> None:
-        """ends_at: Unix time; 0: as Slurm says, or never. Raises UserError if Slurm's is no number."""
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """Raises UserError if the time in the environment is not a number."""
         slurm = os.environ.get(SLURM_END, "")
         try:
-            self.at = ends_at or float(slurm or 0)
+            self.at = float(slurm or 0)  # 0 = never
         except ValueError:
-            raise UserError(f"{SLURM_END} = {slurm}: must be a Unix time; unset it, or set run.ends_at") from None
+            raise UserError(f"{SLURM_END} = {slurm}: must be a Unix time; unset it") from None
         self._clock = clock
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds
         self._asked: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 
 from megatron_brorl.cli.session import Session
 from megatron_brorl.config.load import load
@@ -18,6 +19,7 @@ def run(args: argparse.Namespace) -> int:
 
 def execute(config: Config) -> int:
     """Train on the reference answers of the training prompts, and write run.dir/model. Returns 0."""
+    began = time.time()
     optim = sft_optim(config.sft, config.optim)
     with Session(config) as session:
         worker = session.worker(optim)
@@ -26,5 +28,5 @@ def execute(config: Config) -> int:
             p.note(session.report)
             sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
         sizes = {"optimizer steps": config.sft.steps, "examples per step": config.sft.examples_per_step}
-        session.export(worker, session.card("supervised training on solved examples", "sft", sizes, config.run.started))
+        session.export(worker, session.card("supervised training on solved examples", "sft", sizes, began))
     return 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import typing
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron_brorl.cli.files import aligned, make_folder, write_json
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import write_json
 from megatron_brorl.theory.simulate import Curves, Settings, simulate, write_csv
 
 Commands = Any  # argparse._SubParsersAction, which is private
@@ -56,7 +57,6 @@ def _simulate(args: argparse.Namespace) -> int:
         if n < 1 or seed < 0:
             raise UserError(f"--n {n} --seeds {seed}: draws must be at least 1 and seeds not negative")
 
-    make_folder(args.out)
     curves: list[Curves] = []
     quarter = max(1, settings.steps // 4)  # steps between two updates of the progress line
 
@@ -83,7 +83,7 @@ def _simulate(args: argparse.Namespace) -> int:
         s = c.summary()
         figures = f"{s['q_pos_initial']:.4f}", f"{s['q_pos_final']:.4f}", f"{s['improved_share']:.2%}"
         rows.append((str(c.n), str(c.seed), *figures, f"{s['worst_drop']:.1e}"))
-    print("\n".join(aligned(rows, right=True)))
+    print("\n".join(aligned(rows)))
     print(f"figure   {figure}")
     print(f"curves   {args.out / 'curves.csv'}")
     return 0
@@ -106,9 +106,14 @@ def _pass_rates(args: argparse.Namespace) -> int:
     shares = [mixed_share(right, rollouts, n) for n in SIZES]
     table = [("N", "mixed groups", "rollouts per mixed group")]
     for n, share in zip(SIZES, shares, strict=True):
-        mark = "~" if n > rollouts.min() else ""  # extrapolated beyond the recorded rollouts
-        table.append((str(n), f"{mark}{share:.1%}", f"{n / share:.0f}" if share else "-"))
-    print("\n".join(aligned(table, right=True)))
-    print("~ extrapolated with the observed success rate, a lower bound for prompts that are always right or wrong")
+        bounds = ("at least ", "at most ") if n > rollouts.min() else ("", "")
+        table.append((str(n), f"{bounds[0]}{share:.1%}", f"{bounds[1]}{n / share:.0f}" if share else "-"))
+    print("\n".join(aligned(table)))
     print(f"figure   {plot_pass_rates(rates, shares, args.run / 'pass_rates.png')}")
     return 0
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

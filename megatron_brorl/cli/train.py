@@ -14,11 +14,11 @@ from megatron_brorl import ranks
 from megatron_brorl.algo.estimators import widest
 from megatron_brorl.checkpoints.model_card import Training
 from megatron_brorl.cli.dry_run import dry_run
-from megatron_brorl.cli.files import write_json
 from megatron_brorl.cli.run_folder import Changes, change_line, check_fingerprint
 from megatron_brorl.cli.session import Program, Session
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
+from megatron_brorl.files import write_json
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.progress import progress
 from megatron_brorl.record import run_record
@@ -30,7 +30,6 @@ from megatron_brorl.train.console import evaluation_line, evaluation_metrics
 from megatron_brorl.train.keep_best import keep_last
 from megatron_brorl.train.loop import Trainer
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.state import RunState, saved
 from megatron_brorl.train.training_models import TrainingModels
 
@@ -51,7 +50,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     """
     begun = time.time()  # before model and data are loaded
     with Session(config, program=program) as session:
-        trainer = build_trainer(session, config.run.started or begun)
+        trainer = build_trainer(session, begun)
 
         found, changes = session.newest_checkpoint(), Changes()
         if found:
@@ -125,7 +124,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
         stop_ids=session.stop_ids,
         fingerprint=session.fingerprint(),
         started=started,
-        state=RunState(stall=Stall(config.train.min_delta), began=started),
+        state=RunState(began=started),
         critic=models.critic,
         reference=models.reference,
     )

@@ -53,7 +53,7 @@ FOREIGN_KEYS = {
         "vllm_max_model_length": "model.context",
         "peft_config": _NO_LORA,
         "bf16": 'model.dtype (true = "bf16", false = "fp32")',
-        "gradient_checkpointing": "train.recompute",
+        "gradient_checkpointing": 'train.recompute (true = "full")',
         "output_dir": "run.dir",
         "report_to": "run.log",
         "model_name_or_path": "model.path",
@@ -99,7 +99,7 @@ FOREIGN_KEYS = {
         "context_parallel_size": "parallel.context",
         "param_offload": "train.offload (with optimizer_offload)",
         "optimizer_offload": "train.offload (with param_offload)",
-        "enable_gradient_checkpointing": "train.recompute",
+        "enable_gradient_checkpointing": 'train.recompute (true = "full")',
         "gpu_memory_utilization": "engine.memory_fraction",
         "train_files": "data.train",
         "val_files": "data.held_out",
@@ -145,7 +145,7 @@ FOREIGN_KEYS = {
         "model_name": "model.path",
         "prompt_file": "data.template (the text, with {prompt} where the file has {})",
         "system_prompt_file": "data.system_prompt (the text)",
-        "activation_checkpointing": "train.recompute",
+        "activation_checkpointing": 'train.recompute (true = "full")',
     },
 }
 

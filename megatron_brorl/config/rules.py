@@ -73,11 +73,6 @@ def _parallel(config: Config) -> Iterator[Rule]:
     # Context parallelism distributes the tokens of one sequence, so no rank has a whole sequence or a whole prompt.
     yield "train.share_prompt", p.context > 1 and config.train.share_prompt, "must be false with parallel.context > 1"
     yield "algo.ratio", p.context > 1 and config.algo.ratio != "token", "must be 'token' with parallel.context > 1"
-    yield (
-        "parallel.overlap_param_gather",
-        p.overlap_param_gather and not p.distributed_optimizer,
-        "needs parallel.distributed_optimizer = true",
-    )
 
 
 def _fp8(config: Config) -> Iterator[Rule]:
@@ -97,22 +92,11 @@ def _fp8(config: Config) -> Iterator[Rule]:
 
 def _train(config: Config) -> Iterator[Rule]:
     t = config.train
-    yield (
-        "train.recompute_attention",
-        t.recompute and t.recompute_attention,
-        "train.recompute includes attention: set only one of them",
-    )
     yield "train.keep_best", bool(t.keep_best) and not config.evaluate.every, "needs evaluate.every above 0"
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:
     e = config.evaluate
-    yield (
-        "evaluate.pass_at",
-        not all(1 <= k <= e.samples for k in e.pass_at),
-        f"each must be from 1 to evaluate.samples = {e.samples}",
-    )
-
     # Every benchmark is a row of a table, by its name.
     benchmarks = [named(benchmark) for benchmark in e.benchmarks]
     names = [name for name, _ in benchmarks]
@@ -144,7 +128,7 @@ def _advantages(config: Config) -> Iterator[Rule]:
     yield (
         "rollout.n",
         n < 2 and (not gae or algo.dynamic_sampling),
-        "a group baseline, and algo.dynamic_sampling, need at least 2 rollouts per prompt",
+        "a group baseline needs at least 2 rollouts per prompt, and so does algo.dynamic_sampling",
     )
 
 
@@ -174,9 +158,9 @@ def _updates(config: Config) -> Iterator[Rule]:
         yield f"reference.{name}", bool(value) and algo.kl_coef == 0, "needs algo.kl_coef above 0"
 
     yield (
-        "algo.mismatch_high",
-        algo.mismatch_low >= algo.mismatch_high,
-        f"must be above algo.mismatch_low = {algo.mismatch_low}",
+        "algo.mismatch_bounds",
+        not 0 <= algo.mismatch_bounds[0] < algo.mismatch_bounds[1],
+        "the first must be at least 0, and the second larger",
     )
     masked, from_engine = algo.mismatch_mask != "off", algo.old_log_probs == "rollout"
     yield "algo.mismatch_mask", masked and from_engine, 'needs algo.old_log_probs = "actor" to compare with'
@@ -211,8 +195,6 @@ def _data(config: Config) -> Iterator[Rule]:
     yield "data.train", bool(data.train and data.mixture), "give either data.train or data.mixture"
     yield "data.system_prompt", bool(data.system_prompt) and not data.chat, "needs data.chat = true"
     yield "data.chat_template_kwargs", bool(data.chat_template_kwargs) and not data.chat, "needs data.chat = true"
-    # The same seed would generate the same prompts to train on and to evaluate on.
-    yield "data.held_out_seed", data.train_seed == data.held_out_seed, "must differ from data.train_seed"
     yield "data.verifier", bool(data.tasks) and data.verifier != "exact", "data.tasks have their own: leave it out"
 
 

@@ -41,13 +41,9 @@ class RunConfig:
 
     dir: str = key("runs/default", "Folder of metrics, checkpoints, plots and model/. No input may lie in it.")
     seed: int = key(0, "Seed from which the order of the data and every random stream derive.")
-    started: float = key(0.0, "Unix time at which the job began, if before this command; 0 = now.")
     record_groups: int = key(
         4, "Groups per step whose rollouts run.dir/rollouts stores with their texts; evaluations store all.", ge=0
     )
-    record_tokens: int = key(1048576, "Tokens that are stored per step and per evaluation, at most.", ge=0)
-    license: str = key("", "Licence in the card of the exported model.")
-    ends_at: float = key(0.0, "Unix time at which a scheduler ends the job; 0 = SLURM_JOB_END_TIME.", ge=0)
     log: tuple[Tracker, ...] = key(
         ("tensorboard",),
         "Trackers that receive the metrics besides metrics.jsonl, if they are installed. W&B and MLflow use the "
@@ -56,7 +52,6 @@ class RunConfig:
     trace_every: int = key(
         0, "Steps from one trace of all ranks (run.dir/traces/step_000010.json) to the next; 0 = never.", ge=0
     )
-    peak_tflops: float = key(0.0, "Dense bfloat16 TFLOP/s of a device; 0 = by its name.", ge=0)
 
 
 @section
@@ -79,8 +74,11 @@ class ParallelConfig:
     distributed_optimizer: bool = key(
         False, "Shard the optimizer over data-parallel ranks (ZeRO-1). Resume with the same tensor and pipeline sizes."
     )
-    overlap_grad_reduce: bool = key(False, "Sum gradients over ranks during the backward pass.")
-    overlap_param_gather: bool = key(False, "Gather the weights of the distributed optimizer in the forward pass.")
+    overlap: bool = key(
+        False,
+        "Overlap communication with computation: the sum of gradients with the backward pass and, with the distributed "
+        "optimizer, the gathering of weights with the forward pass.",
+    )
     timeout_s: float = key(
         600.0, "Seconds that a collective may wait; waiting for rollouts may take rollout.timeout_s more.", gt=0
     )
@@ -100,7 +98,6 @@ class Fp8Config:
         False, "Store the weights of linear layers in FP8, next to the fp32 weights of the optimizer."
     )
     bf16_layers: int = key(0, 'Layers at each end of the model that stay in bf16; 0 with recipe = "delayed".', ge=0)
-    amax_history: int = key(1024, 'Steps that recipe = "delayed" looks back.', ge=1)
 
 
 @section
@@ -157,7 +154,6 @@ class DataConfig:
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
     tasks: tuple[TaskConfig, ...] = key((), "Tasks that generate prompts, instead of files.")
     train_seed: int = key(1, "Seed of the generated training prompts.")
-    held_out_seed: int = key(2, "Seed of the generated held-out prompts.")
     held_out_prompts: int = key(512, "Held-out prompts that are generated; files are used whole.", ge=1)
     verifier: str = key("exact", 'Verifier of rows that name none; "my_rewards.py:score" is a function of your own.')
     template: str = key("{prompt}", "Text around every prompt.")
@@ -215,7 +211,6 @@ class RolloutConfig:
         "rollout.prompts groups. Surplus groups are trained on in the next step.",
         ge=0,
     )
-    max_oversample: float = key(4.0, "Prompts of a refill round, at most, in units of rollout.prompts.", ge=1, le=16)
     max_carried_steps: int = key(8, "Steps that an unfinished group is carried over, at most; then it is lost.", ge=0)
 
 
@@ -342,8 +337,6 @@ class AlgoConfig:
     eps_low: float = key(0.2, "Lower bound of the ratio is 1 - eps_low.", gt=0, lt=1)
     eps_high: float = key(0.28, "Upper bound of the ratio is 1 + eps_high.", gt=0)
     dual_clip: float = key(0.0, 'Upper bound of the ratio at negative advantages, with "clip"; 0 = none.')
-    tau_pos: float = key(1.0, 'Temperature of "sapo" at positive advantages.', gt=0)
-    tau_neg: float = key(1.05, 'Temperature of "sapo" elsewhere.', gt=0)
     ratio: Literal["token", "sequence"] = key("token", "Importance ratio per token, or per sequence (GSPO).")
     is_cap: float = key(
         2.0,
@@ -354,10 +347,9 @@ class AlgoConfig:
     mismatch_mask: Literal["off", "token", "sequence"] = key(
         "off",
         "No loss on tokens (or sequences, by the geometric mean of their tokens) whose pi_old / pi_rollout lies "
-        "outside [mismatch_low, mismatch_high]. They still count in the divisor of the loss.",
+        "outside mismatch_bounds. They still count in the divisor of the loss.",
     )
-    mismatch_low: float = key(0.5, "Lower end of the interval of mismatch_mask.", ge=0)
-    mismatch_high: float = key(5.0, "Upper end of the interval of mismatch_mask.")
+    mismatch_bounds: tuple[float, float] = key((0.5, 5.0), "Interval of mismatch_mask.")
     entropy_coef: float = key(0.0, "Coefficient of the entropy bonus in the loss.", ge=0)
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = key(
         "token_mean",
@@ -447,12 +439,12 @@ class TrainConfig:
     steps: int = key(100, "Training steps, at most.", ge=0)
     max_seconds: float = key(0.0, "Seconds of training steps after which the run ends; 0 = no limit.", ge=0)
     patience: int = key(0, "Evaluations in a row without a new best pass@1 before the run ends; 0 = never.", ge=0)
-    min_delta: float = key(0.0, "Smallest gain of pass@1 that counts for `patience`.", ge=0)
     tokens_per_micro_batch: int = key(
         0, "Tokens of a micro-batch on a rank, at most; 0 = 2,048 on a CPU, 16,384 on a GPU.", ge=0
     )
-    recompute: bool = key(False, "Recompute all activations in the backward pass.")
-    recompute_attention: bool = key(False, "Recompute only the core of attention.")
+    recompute: Literal["none", "attention", "full"] = key(
+        "none", "Activations that the backward pass recomputes: those of the core of attention, or all."
+    )
     offload: bool = key(False, "Keep weights and optimizer in host memory while the engine generates.")
     share_prompt: bool = key(True, "Let siblings share one copy of their prompt in a micro-batch if that saves 10%.")
     checkpoint_every: int = key(50, "Steps from one checkpoint to the next; 0 = only at the end.", ge=0)
@@ -489,7 +481,6 @@ class TheoryConfig:
     every: int = key(1, "Steps from one measurement to the next; 0 = never.", ge=0)
     prompts: int = key(8, "Prompts of a step that are examined token by token.", ge=1)
     positions: int = key(8, "Positions per prompt at which the whole softmax is computed; 0 = none.", ge=0)
-    max_position: int = key(32, "Tokens of a response among which positions are chosen.", ge=1)
 
 
 @section
@@ -497,15 +488,13 @@ class EvaluateConfig:
     """Evaluation on held-out prompts."""
 
     every: int = key(0, "Steps from one evaluation to the next; 0 = only before and after the run.", ge=0)
-    samples: int = key(8, "Samples per held-out prompt.", ge=1)
-    pass_at: tuple[int, ...] = key((), "k of pass@k, at most `samples`; () = 1, 2, 4, ... up to it.")
+    samples: int = key(8, "Samples per held-out prompt, for pass@k of k = 1, 2, 4, ... up to it.", ge=1)
     benchmarks: tuple[str, ...] = key(
         (), 'Files of `brorl evaluate`, instead of the held-out prompts: "FILE" or "name=FILE".'
     )
     temperature: float = key(0.6, "Sampling temperature; 0 = greedy. 0.6 is that of BroRL, appendix D.", ge=0)
     top_p: float = key(0.95, "As rollout.top_p.", gt=0, le=1)
     top_k: int = key(0, "As rollout.top_k.", ge=0)
-    bootstrap: int = key(2000, "Resamples of the prompts for the 95% interval.", ge=1)
 
 
 @section
@@ -515,8 +504,6 @@ class SftConfig:
     steps: int = key(200, "Optimizer steps.", ge=0)
     examples_per_step: int = key(256, "Examples per step, over all ranks.", ge=1)
     lr: float = key(1e-3, "Learning rate.", ge=0)
-    warmup_steps: int = key(10, "Linear warm-up, in optimizer steps.", ge=0)
-    weight_decay: float = key(0.01, "Decoupled weight decay.")
 
 
 @section

@@ -1,4 +1,4 @@
-"""Files that have other columns than this project's rows: data.columns says which is what."""
+"""Files with other columns than this project's rows, which data.columns names."""
 
 from __future__ import annotations
 
@@ -14,68 +14,45 @@ from megatron_brorl.errors import UserError
 
 KEYS = ("prompt", "answer", "target", "verifier", "id", "metadata")  # of a row
 
-# Names that published sets use, the likeliest first.
+# Names of published sets, the most likely first.
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input", "query")
 _ANSWERS = ("answer", "final_answer", "solution", "reference", "ground_truth", "reward_model.ground_truth", "label")
 
 
 def mapped(raw: Any, columns: ColumnsConfig, where: str) -> Any:
-    """A row by this project's names; as it is where no column is named.
+    """Return a row by this project's keys, or as it is if data.columns names no column.
 
-    Raises UserError where a column that is named is not there, or the answer has no match of answer_regex.
+    Raises UserError if a named column is missing, or if the answer does not match answer_regex.
     """
     if columns == ColumnsConfig() or not isinstance(raw, dict):
         return raw
     row: dict[str, Any] = {}
     for key in KEYS:
         name = getattr(columns, key)
-        # A column that is named must be in every row, if only with null; the others may be missing.
+        # A named column must be in every row, if only with null. Others may be missing.
         if name and not _has(raw, name):
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
         row[key] = _at(raw, name or key)
-
-    # Numbers are answers as they are written.
     for key in ("answer", "target", "id"):
         value = row[key]
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             row[key] = str(int(value)) if value == int(value) else str(value)
     if columns.answer_regex and isinstance(row["answer"], str):
-        found = last_match(compiled(columns.answer_regex, "data.columns.answer_regex"), row["answer"])
-        if found is None:
-            raise UserError(f"{where}: the answer has no match of data.columns.answer_regex = {columns.answer_regex!r}")
-        # The worked answer is what there is to imitate.
-        row["target"] = row["target"] if row["target"] is not None else row["answer"]
-        row["answer"] = found
+        answer = _matched(columns.answer_regex, row["answer"], where)
+        # Supervised training imitates the worked answer.
+        row |= {"answer": answer, "target": row["answer"] if row["target"] is None else row["target"]}
     return row
 
 
-def compiled(regex: str, key: str) -> re.Pattern[str]:
-    """A regular expression of the user's, whose dot is any character. Raises UserError naming `key`."""
-    try:
-        return re.compile(regex, re.DOTALL)
-    except re.error as e:
-        raise UserError(f"{key} {regex!r}: not a regular expression: {e}") from None
-
-
-def last_match(regex: re.Pattern[str], text: str) -> str | None:
-    """The first group, or all, of the last match: worked answers end with the result. None where there is none."""
-    found = list(regex.finditer(text))
-    if not found:
-        return None
-    return ((found[-1][1] if regex.groups else found[-1][0]) or "").strip()
-
-
 def guess(path: Path) -> dict[str, str]:
-    """The named columns of a file's first row that look like data.columns; none where it is in this project's form.
+    """Return data.columns for a file by the names in its first row; {} if it has this project's keys.
 
-    Raises UserError where the file cannot be read, or no column looks like a prompt.
+    Raises UserError if the file cannot be read, or if no column looks like a prompt.
     """
     number, raw = next(raw_rows(path), (0, None))
     row = parse_row(raw, f"{path.absolute()}:{number}")
     if not isinstance(row, dict):
         raise UserError(f"{path.absolute()}: has no row that is an object")
-
-    # Its own form has nothing beside its keys.
     prompt = next((name for name in _PROMPTS if _at(row, name)), None)
     if prompt is None:
         raise UserError(f"{path.absolute()}: no column looks like a prompt, only {', '.join(row)}; set data.columns")
@@ -83,15 +60,26 @@ def guess(path: Path) -> dict[str, str]:
     others = [key for key, value in row.items() if key not in KEYS and value is not None]
     if prompt == "prompt" and answer in ("", "answer") and not others:
         return {}
-
     columns = {"prompt": prompt, "answer": answer}
-    if "####" in str(_at(row, answer)):
-        columns["answer_regex"] = "#### (.+)"  # as in GSM8K
+    if "####" in str(_at(row, answer)):  # GSM8K
+        columns["answer_regex"] = "#### (.+)"
     return {key: name for key, name in columns.items() if name}
 
 
+def _matched(regex: str, text: str, where: str) -> str:
+    """Return the first group, or all, of the last match, because worked answers end with the result."""
+    try:
+        pattern = re.compile(regex, re.DOTALL)
+    except re.error as e:
+        raise UserError(f"data.columns.answer_regex {regex!r}: not a regular expression: {e}") from None
+    found = list(pattern.finditer(text))
+    if not found:
+        raise UserError(f"{where}: the answer has no match of data.columns.answer_regex = {regex!r}")
+    return ((found[-1][1] if pattern.groups else found[-1][0]) or "").strip()
+
+
 def _at(row: Mapping[str, Any], name: str) -> Any:
-    """A column, or what a column that is an object has under the rest of the name; None where there is none."""
+    """Return a column, or for "a.b" the key b of column a; None if there is none."""
     if name in row:
         return row[name]
     column, _, rest = name.partition(".")
@@ -100,10 +88,8 @@ def _at(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _has(row: Mapping[str, Any], name: str) -> bool:
-    """Whether a row has the column that _at looks for; null in the place of an object may stand for any of its keys."""
-    if name in row:
-        return True
+    """Return whether a row has a column that _at finds. Null in place of an object may stand for any of its keys."""
     column, _, rest = name.partition(".")
-    if not rest or column not in row:
-        return False
+    if name in row or not rest or column not in row:
+        return name in row
     return row[column] is None or (isinstance(row[column], Mapping) and _has(row[column], rest))

@@ -17,7 +17,7 @@ from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.prompts import Written, render
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import gym_tasks
+from megatron_brorl.rewards.verifiers import gym
 from megatron_brorl.types import Prompt
 
 _MAX_DRAWS = 1000
@@ -140,7 +140,7 @@ class _Task:
     def __init__(self, task: TaskConfig, where: str, seed: int) -> None:
         self.where, self.name, self.config = f"{where} ({task.name})", task.name, dict(task.config)
         self._regex = self._pattern(task.prompt_regex, where) if task.prompt_regex else None
-        self._items = gym_tasks.create(task.name, seed, task.config, where)
+        self._items = gym.create(task.name, seed, task.config, where)
 
     def item(self, index: int) -> tuple[str, dict[str, Any]]:
         """Return the text and the entry of an item, the entry as JSON would hold it."""

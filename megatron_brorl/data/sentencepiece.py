@@ -24,7 +24,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from megatron_brorl.data.chat import Message
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.json_files import read_object
+from megatron_brorl.files import read_object
 from megatron_brorl.model_shape import CONFIG
 
 MODEL, CONVERTED, SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"

@@ -214,7 +214,7 @@ def load_benchmarks(
 
 
 def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int) -> Sources:
-    held_out_seed = _stream_seed("held_out", config.held_out_seed)
+    held_out_seed = _stream_seed("held_out", 2)
     train_seed = _stream_seed("train", config.train_seed, seed)
     held_out = GeneratedPrompts(config, held_out_seed, tokenizer, max_prompt_tokens).held_out(config.held_out_prompts)
     excluded = frozenset(prompt.text for prompt in held_out)

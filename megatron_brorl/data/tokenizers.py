@@ -10,10 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_brorl.data.chat import DATE, Message, check_template, dated, default_template
+from megatron_brorl.data.chat import DATE, Message, check_variables, dated, default_template
 from megatron_brorl.data.sentencepiece import SentencePieceTokenizer, is_exported, train_sentencepiece
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.json_files import read_object
+from megatron_brorl.files import read_object
 from megatron_brorl.model_shape import CONFIG, refuse_gguf
 
 __all__ = ["HuggingFaceTokenizer", "Tokenizer", "load_tokenizer", "stop_ids", "train_sentencepiece"]
@@ -128,7 +128,7 @@ class HuggingFaceTokenizer:
                 f"{directory}/tokenizer.json: transformers cannot load it: {shown(e)}; copy the tokenizer files again"
             ) from None
 
-        self._checked: set[str] = set()  # variables, as JSON, with which the chat template was tried
+        self._checked: set[str] = set()  # variables, as JSON, that the chat template reads
         self.vocab_size = len(self._inner)  # Its own vocab_size leaves out added tokens.
         eos_id = self._inner.eos_token_id
         if eos_id is None:
@@ -170,12 +170,10 @@ class HuggingFaceTokenizer:
                 f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
                 "set data.chat = false or use an instruction-tuned model"
             )
-        # The template is a program, which may not end. It is tried once for each set of variables, because they decide
-        # its branches.
         key = json.dumps(variables, default=dict, sort_keys=True)
         if key not in self._checked:
             template = default_template(self._inner.chat_template, self.directory)
-            check_template(template, messages, variables, self.directory)
+            check_variables(template, variables, self.directory)
             self._checked.add(key)
 
         # Without special tokens in the messages, the text is tokenized as a whole, as in the training of the model.

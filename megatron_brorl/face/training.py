@@ -16,8 +16,8 @@ from megatron_brorl.cli.session import Program
 from megatron_brorl.config.load import load, load_table
 from megatron_brorl.config.schema import Config
 from megatron_brorl.face.runs import RunRecord, load_run
+from megatron_brorl.files import check_outputs
 from megatron_brorl.metrics import METRICS_FILE
-from megatron_brorl.outputs import check_outputs
 from megatron_brorl.parallel import device
 from megatron_brorl.rewards import custom
 from megatron_brorl.rewards.custom import OwnReward

@@ -80,7 +80,7 @@ def settings(config: Fp8Config) -> dict[str, Any]:
         "fp8": config.format,
         "fp8_recipe": config.recipe,
         "fp8_param": config.parameters,
-        "fp8_amax_history_len": config.amax_history,
+        "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
         # Data-parallel ranks may have different numbers of micro-batches, so an all-reduce over them would hang.
         "tp_only_amax_red": True,

@@ -64,13 +64,8 @@ def forward_flops(shape: ModelShape, batches: Iterable[Packed], outputs: int) ->
     return 2.0 * (layer_weights(shape) * tokens + shape.hidden * outputs * predicted) + pair_flops(shape) * pairs
 
 
-def peak_flops(tflops: float) -> float | None:
-    """Operations per second that this process's device can do at most; None where nobody knows, as on a CPU.
-
-    tflops: config key run.peak_tflops; 0 = by the device's name.
-    """
-    if tflops:
-        return tflops * 1e12
+def peak_flops() -> float | None:
+    """Return the peak operations per second of this process's device; None if it is unknown, as on a CPU."""
     return peak_of(torch.cuda.get_device_name()) if device.on_gpu() else None
 
 

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import rename_aside
 from megatron_brorl.record.schema import GROUPS, ROLLOUTS
 
 FOLDER = "rollouts"
@@ -62,10 +63,7 @@ def begin(folder: Path, resume_step: int | None) -> None:
         for path in folder.glob(".*.parquet.writing"):
             path.unlink()
         if resume_step is None and folder.exists():
-            number = 1
-            while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-                number += 1
-            folder.rename(aside)
+            rename_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
 
         # Ranks may be fewer now, and write over less than what is there.

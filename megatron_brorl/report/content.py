@@ -15,10 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from megatron_brorl.algo.estimators import SHARE, Bounds, bootstrap_mean, pass_at_k
+from megatron_brorl.algo.estimators import RESAMPLES, SHARE, Bounds, bootstrap_mean, pass_at_k
 from megatron_brorl.algo.paired import SHARES, paired
 from megatron_brorl.errors import UserError
-from megatron_brorl.json_files import read_object
+from megatron_brorl.files import read_object
 from megatron_brorl.metrics import METRICS_FILE, read_metrics
 from megatron_brorl.record import run_record
 from megatron_brorl.record.files import FOLDER, Moment, moments, prompt_order, read_groups, read_rollouts
@@ -26,7 +26,6 @@ from megatron_brorl.report.findings import verdict
 from megatron_brorl.tracking import metric_docs
 
 SUMMARY = "summary.json"
-RESAMPLES = 2000  # of the bootstrap where evaluate.bootstrap is not recorded
 MOST_POINTS = 400  # of a curve; above, each point is the mean of several steps
 MOST_MOMENTS = 400  # whose groups are read; above, as many at even distances
 MOST_CELLS = 24_000  # of a heat map
@@ -206,7 +205,7 @@ def _computed(run: Run, steps: int, prompts: Mapping[Key, Asked]) -> Evaluation:
     resamples, seed = _bootstrap(run)
     asked = list(prompts.values())
     most = max(a.samples for a in asked)
-    ks = run.key("evaluate", "pass_at", ()) or [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
+    ks = [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
     passes = {}
     for k in sorted({1, *ks}):
         values = [pass_at_k(a.samples, a.right, k) for a in asked if a.samples >= k]
@@ -309,7 +308,7 @@ def _paired(
 
 def _bootstrap(run: Run) -> tuple[int, int]:
     """Return resamples and seed of the run's own intervals, so that those of the page are the same."""
-    return int(run.key("evaluate", "bootstrap", RESAMPLES)), int(run.key("run", "seed", 0))
+    return RESAMPLES, int(run.key("run", "seed", 0))
 
 
 # Time and rollouts that a run has spent, and its generation speed.

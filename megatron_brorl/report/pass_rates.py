@@ -40,6 +40,7 @@ def plot_pass_rates(rates: Floats, shares: list[float], path: Path) -> Path:
     left, right = figure.subplots(1, 2)
     panel(left, "Success rates of prompts", "prompts", "success rate")
     left.hist(rates, bins=np.linspace(0, 1, 21).tolist(), color=BLUE)
+    left.set_xticks(np.linspace(0, 1, 6))
     panel(right, "Groups with right and wrong rollouts", "share of prompts", "N (rollouts per prompt)")
     right.plot(SIZES, shares, "o-", color=BLUE)
     right.set_xscale("log", base=2)

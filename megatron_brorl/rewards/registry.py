@@ -12,32 +12,17 @@ import functools
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import (
-    choice_verifier,
-    code,
-    custom,
-    exact,
-    extract,
-    format,
-    gym_tasks,
-)
+from megatron_brorl.rewards import custom, extract
 from megatron_brorl.rewards.judge import Judge, score_of
 from megatron_brorl.rewards.verifier import Entry, Score, Verifier, VerifierRow
-from megatron_brorl.rewards.verifiers import ifeval, math, short_answer
-
-
-def _reasoning_gym() -> Verifier:
-    from megatron_brorl.rewards import gym_verifier  # The import takes a second, which only workers have to spend.
-
-    return gym_verifier.score
-
+from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, ifeval, math, short_answer
 
 ENTRIES: dict[str, Entry] = {
     "choice": Entry(
         about="multiple choice: one letter in any dress, or the text of its option",
-        load=lambda: choice_verifier.verify,
-        find=choice_verifier.find,
-        check_row=choice_verifier.check_row,
+        load=lambda: choice.verify,
+        find=choice.find,
+        check_row=choice.check_row,
         accepts_reference=True,
     ),
     "code": Entry(
@@ -78,9 +63,9 @@ ENTRIES: dict[str, Entry] = {
     ),
     "reasoning_gym": Entry(
         about="the scorer of the row's reasoning-gym task",
-        load=_reasoning_gym,
+        load=gym.load,
         find=extract.answer_tag,
-        check_row=gym_tasks.check_row,
+        check_row=gym.check_row,
         accepts_reference=True,
     ),
     "short_answer": Entry(

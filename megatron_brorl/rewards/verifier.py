@@ -1,7 +1,7 @@
-"""What a verifier is: a function of an answer and of the row that it answers, to a score with its reason.
+"""Types of verifiers. A verifier is a function from an answer and its data row to a score.
 
-A verifier of this package is one file with such a function and one entry in registry.py, which says how the answer is
-found in a response, what a row must have and what the pool may count on.
+A verifier of this package is one file with such a function, and one entry in registry.py. The entry says how to find
+the answer in a response, how to check a row, and what the pool may assume.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MOST_REWARD = 1e30  # The limit of every number of a configuration; float32, in 
 
 
 class Score(NamedTuple):
-    """What a verifier says of an answer."""
+    """The score of an answer, as a verifier returns it."""
 
-    reward: float  # any number of at most MOST_REWARD in size; reward.correct_at says from where on it is right
-    reason: str = ""  # for a person: why not 1, in a few words
-    parts: Mapping[str, float] = MappingProxyType({})  # what the reward is made of, by name; numbers as the reward
+    reward: float  # at most MOST_REWARD in size; correct from reward.correct_at on
+    reason: str = ""  # why the reward is not 1, for a person
+    parts: Mapping[str, float] = MappingProxyType({})  # components of the reward, by name
 
 
 Verifier = Callable[[str, VerifierRow], Score]
@@ -38,13 +38,13 @@ Find = Callable[[str], str | None]  # a response's text -> the answer in it; Non
 
 @dataclass(frozen=True)
 class Entry:
-    """What the rest of the package knows of a verifier without importing it."""
+    """Properties of a verifier that are known without loading it."""
 
     about: str  # one line, for lists of verifiers
-    load: Callable[[], Verifier]  # called in a scoring process, which alone pays for the imports
+    load: Callable[[], Verifier]  # called in a worker process, which imports the libraries
     find: Find  # called in the trainer: linear in the text, executes nothing
     check_row: Callable[[VerifierRow, str], None]  # raises UserError naming `where` (file:row) and what is missing
     max_chars: int = 4096  # a longer answer scores 0 unseen
-    executes: bool = False  # it runs what the model wrote: asks for a sandbox, or reward.unsandboxed
-    accepts_reference: bool = False  # it calls the reference answer of a row right, or the row is wrong
-    foreign: bool = False  # not of this package: its rewards may be negative, and references may be no whole responses
+    executes: bool = False  # It runs programs of the model, which needs a sandbox or reward.unsandboxed.
+    accepts_reference: bool = False  # It accepts the reference answer of every correct row.
+    foreign: bool = False  # A custom function: rewards may be negative, and a reference may not be a whole response.

@@ -1,12 +1,12 @@
-"""Who samples what: the rollouts of a step over the ranks, each of which has an engine.
+"""The distribution of a step's rollouts over the ranks, each of which has an engine.
 
-The siblings of every prompt are dealt over all ranks, each of which takes a run of consecutive ones: long responses
-come by the prompt, and ranks that held whole prompts would wait for the one with the longest. Random numbers do not
-depend on who samples: they are keyed by (seed, step, prompt, sibling, position). Which replica trains on a rollout is
-decided when all lengths are known (train.assignment).
+The siblings of every prompt are dealt over all ranks, as a run of consecutive ones for each. The length of responses
+depends on the prompt, so ranks that held whole prompts would wait for the one with the longest. Random numbers do not
+depend on the rank: they are keyed by (seed, step, prompt, sibling, position). The replica that trains on a rollout is
+chosen when all lengths are known (train.assignment).
 
-A step takes a prompt more than once where it spans epochs, or where there are fewer prompts than it takes. Each time is
-a group of its own with a random stream of its own, which the occurrence names.
+A step takes a prompt more than once where it spans epochs, or where there are fewer prompts than it takes. Each
+occurrence is a group with a random stream of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Slot = tuple[int, int]  # a rollout to sample: (index of its open group, sibling
 
 
 def open_groups(prompts: Sequence[Prompt], step: int | str, start: int = 0) -> list[OpenGroup]:
-    """One group per prompt that a step takes up, in order; a pure function, so that a resumed run opens the same.
+    """Return one group per prompt that a step takes up, in order. A resumed run opens the same groups.
 
     start: where these prompts begin in the source's stream.
     """
@@ -45,13 +45,13 @@ def open_groups(prompts: Sequence[Prompt], step: int | str, start: int = 0) -> l
 
 
 def even_shares(total: int, loads: Sequence[int]) -> list[int]:
-    """How many of `total` new rows each part gets.
+    """Return how many of `total` new rows each part gets.
 
     loads: rows that each part has already. Parts end up with as even a number as new rows can make it: those that get
     any differ by one row at most, and no other has fewer.
     """
     by_load = sorted(range(len(loads)), key=lambda i: loads[i])
-    filled = len(loads)  # so many of the least loaded parts can be brought to one level
+    filled = len(loads)  # how many of the least loaded parts can be brought to one level
     while total + sum(loads[i] for i in by_load[:filled]) < filled * loads[by_load[filled - 1]]:
         filled -= 1
     chosen = sorted(by_load[:filled])
@@ -63,7 +63,7 @@ def even_shares(total: int, loads: Sequence[int]) -> list[int]:
 
 
 def deal(slots: Sequence[Slot], loads: Sequence[int]) -> list[list[Slot]]:
-    """The slots of each part: even_shares in all, and of every group a run of siblings in proportion to its share.
+    """Return the slots of each part: even_shares in all, and of every group a run of siblings in proportion.
 
     slots: in (group, sibling) order.
     """
@@ -72,7 +72,7 @@ def deal(slots: Sequence[Slot], loads: Sequence[int]) -> list[list[Slot]]:
     for _, same in groupby(slots, key=lambda slot: slot[0]):
         siblings = list(same)
 
-        # What does not divide goes to those that were passed over most so far: they have the most places left.
+        # The remainder goes to the parts that have the most places left.
         counts, rest = np.divmod(open_places * len(siblings), open_places.sum())
         counts[np.argsort(-rest, kind="stable")[: len(siblings) - counts.sum()]] += 1
         open_places -= counts
@@ -89,7 +89,7 @@ def deal(slots: Sequence[Slot], loads: Sequence[int]) -> list[list[Slot]]:
 def requests(
     slots: Sequence[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], seed: int
 ) -> tuple[list[Request], list[int]]:
-    """One request per run of consecutive siblings, and the group of each.
+    """Return one request per run of consecutive siblings, and the group of each.
 
     Keyed by (seed, step, prompt id), and by the occurrence too for all but a prompt's first group in a step.
     begun: "cut" rollouts among the slots, which go on from their tokens.

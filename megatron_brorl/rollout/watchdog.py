@@ -1,7 +1,7 @@
-"""Nothing waits for ever: an engine generates in a thread of its own, and the caller waits to a deadline.
+"""A deadline for the rollout engine, which generates in a thread of its own.
 
-Rollouts are taken as they end. Half-way to the limit those that are missing are named; at the limit the engine is told
-to stop; if it has not stopped when the grace is over it is given up, and what it had not delivered is lost.
+Rollouts are taken as they end. Half-way to the limit a message names the missing ones; at the limit the engine is told
+to stop. If it has not stopped when the grace period is over, it is given up, and what it had not delivered is lost.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from megatron_brorl.parallel import device
 from megatron_brorl.rollout.engine import KvUsage, Request, RolloutEngine, Sampling, Supply
 from megatron_brorl.types import Rollout
 
-# (index of a request, rollout that has ended): called in the thread that generates, so it must be quick.
+# (index of a request, rollout that has ended); called in the thread that generates, so it must be quick.
 Finished = Callable[[int, Rollout], None]
 
-GRACE_S = 30.0  # between "stop" and giving an engine up; a token of all rows takes far less
+GRACE_S = 30.0  # between "stop" and giving an engine up; one token of all rows takes far less
 _NAMED = 8  # prompts of late rollouts that a message names
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What came of one call of generate."""
+    """The result of one call of generate."""
 
     requests: list[Request]  # those given, then those that the engine took
     rollouts: list[list[Rollout]]  # per request, by index; what was not delivered is missing
-    late: int  # rollouts that had not ended half-way to the limit
+    late: int  # number of rollouts that had not ended half-way to the limit
 
 
 class Watchdog:
@@ -45,7 +45,7 @@ class Watchdog:
         self.engine, self.timeout_s, self.rank, self.grace_s = engine, timeout_s, rank, grace_s
         self.stuck = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
-        # A daemon, which the end of the process does not wait for; concurrent.futures would.
+        # A daemon thread, because the end of the process must not wait for it, as it does with concurrent.futures.
         self._thread = threading.Thread(
             target=_serve, args=(engine, self._calls, device.default_device()), name="rollouts", daemon=True
         )
@@ -57,65 +57,60 @@ class Watchdog:
         finished: Finished | None = None,
         supply: Supply | None = None,
     ) -> GenerationResult:
-        """What the engine made of the requests, and of what it took, within the limit; its exceptions are raised here.
+        """Return the rollouts of the requests, and of what the engine took, within timeout_s + grace_s.
 
-        finished is told of each rollout of the result that is not "cut", once and as it ends; where it raises, the
-        engine is told to stop, and the exception is raised here.
-        Ends within timeout_s + grace_s, whatever the engine does. Raises UserError where an earlier call never ended.
+        finished is called once for each rollout of the result that is not "cut", as it ends. Where it raises, the
+        engine is told to stop. Its exceptions and the engine's are raised here. Raises UserError where an earlier call
+        never ended.
         """
-        # The thread of a call that was given up is still in the engine.
+        # The thread is still in the call that was given up.
         if self.stuck:
             raise UserError(
                 f"rank {self.rank}: the rollout engine is still busy with a call that was given up: start the same "
                 "command again to go on from the last checkpoint"
             )
 
-        # Nothing to ask is nothing to wait for; the thread begins with the first call.
         call = _Call(requests, sampling, finished, supply)
         if not requests and not supply:
             return call.result(0)
         if not self._thread.is_alive():
             self._thread.start()
-        self._calls.put(call)  # the one thread that generates
+        self._calls.put(call)
 
-        # Half-way, the limit, and the end of the grace after it.
         late = 0
         if not call.done.wait(self.timeout_s / 2):
             late = self._name_missing(call, self.timeout_s / 2, "waiting")
             if not call.done.wait(self.timeout_s / 2):
                 self._name_missing(call, self.timeout_s, "telling the engine to stop")
-                call.cancel()  # the engine asks about it as it goes (Watch)
-
-                # Whether it stops is all that matters now: what it has delivered is taken in any case.
+                call.cancel()
+                # What the engine has delivered is taken in any case.
                 if not call.done.wait(self.grace_s):
-                    self.stuck = True  # for good: a thread cannot be ended from outside
+                    self.stuck = True  # for good, because a thread cannot be ended from outside
                     self._name_missing(call, self.timeout_s + self.grace_s, "the engine did not stop and is given up")
 
-        # If the engine raised in its thread, this raises the same here.
         return call.result(late)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """As RolloutEngine.update_weights, tensors [any shape]. An engine that is stuck takes no weights; it is not
-        asked again either."""
+        """See RolloutEngine; tensors [any shape]. A stuck engine takes no weights and is not asked again."""
         if self.stuck:
             self.engine.decline_weights(tensors)
         else:
             self.engine.update_weights(tensors, version)
 
     def kv_usage(self) -> KvUsage | None:
-        """As RolloutEngine.kv_usage; nobody knows of a stuck engine."""
+        """See RolloutEngine; None for a stuck engine."""
         return None if self.stuck else self.engine.kv_usage()
 
     def renew(self, why: str) -> bool:
-        """As RolloutEngine.renew."""
+        """See RolloutEngine."""
         return self.engine.renew(why)
 
     def sleep(self) -> None:
-        """As RolloutEngine.sleep; a stuck engine still uses its memory."""
+        """See RolloutEngine; a stuck engine keeps its memory."""
         (self.engine.meet if self.stuck else self.engine.sleep)()
 
     def wake(self) -> None:
-        """As RolloutEngine.wake; a stuck engine is left as it is."""
+        """See RolloutEngine; a stuck engine is left as it is."""
         (self.engine.meet if self.stuck else self.engine.wake)()
 
     def _name_missing(self, call: _Call, seconds: float, then: str) -> int:
@@ -127,13 +122,13 @@ class Watchdog:
             f"rank {self.rank}: {sum(missing)} of {sum(r.n for r in asked)} rollouts have not ended after "
             f"{seconds:g} s (rollout.timeout_s = {self.timeout_s:g}), {then}: {'; '.join(places)}"
         )
-        with contextlib.suppress(OSError):  # nobody reads the pipe any more
+        with contextlib.suppress(OSError):  # The pipe's reader is gone.
             print(text, file=sys.stderr, flush=True)
         return sum(missing)
 
 
 class _Call:
-    """One call of generate and what has come of it: a rollout.engine.Watch, and a Supply where it was given one."""
+    """One call of generate and its results so far: a rollout.engine.Watch, and a Supply where it was given one."""
 
     def __init__(
         self, requests: Sequence[Request], sampling: Sampling, tell: Finished | None, supply: Supply | None
@@ -151,7 +146,7 @@ class _Call:
         asked = self.requests[request]
         if not asked.first <= rollout.index < asked.first + asked.n:
             raise ValueError(f"the engine delivered sibling {rollout.index} of {asked.prompt.id}, which was not asked")
-        # What comes after the result was taken is lost. Under the lock, so that what is told is what is found.
+        # A rollout that comes after the result was taken is lost.
         with self._lock:
             if self._taken or rollout.index in self._found[request]:
                 return
@@ -160,7 +155,7 @@ class _Call:
                 try:
                     self._tell(request, rollout)
                 except BaseException as e:
-                    self._error = e  # not the engine's, which ends in order
+                    self._error = e
                     self.cancel()
 
     def take(self, room: int) -> list[Request]:
@@ -185,7 +180,7 @@ class _Call:
         self._cancelled.set()
 
     def run(self, engine: RolloutEngine) -> None:
-        """In the engine's thread."""
+        """Generate, in the engine's thread."""
         try:
             supply = self if self._supply else None
             for i, rollouts in enumerate(engine.generate(list(self.requests), self.sampling, self, supply)):

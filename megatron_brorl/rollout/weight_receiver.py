@@ -1,4 +1,4 @@
-"""The receiving end of a weight update: everything is staged and checked before anything is taken over."""
+"""The receiving end of a weight update, which checks the whole update before any of it is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_brorl.ops.checksum import Sealed, checksum
 
 
 class UpdateRefused(ValueError):
-    """A weight update was incomplete or damaged, in words; the engine still holds the version before it."""
+    """A weight update was incomplete or damaged. The engine still holds the version before it."""
 
 
 def receive(
@@ -29,15 +29,15 @@ def receive(
     sums: list[Tensor] = []  # expected and found, in the order of `staged`
 
     def take(name: str, tensor: Tensor, own: Tensor | None) -> None:
-        # The checksum is of what was sent; where this copy has another dtype it cannot be compared with it.
-        # A copy in any case: the stream's tensors are views of buffers that are used again.
+        # A copy in any case, because the stream's tensors are views of buffers that are used again. The checksum is of
+        # what was sent, so a copy in another dtype cannot be compared with it.
         staged[name] = tensor.detach().to(device, dtype, copy=True)
         if own is not None:
             sums.extend([own.to(device), checksum(name, staged[name] if dtype == tensor.dtype else tensor).to(device)])
 
     receive_each(tensors, names, take, staged.clear)
 
-    # Checksums are compared all at once: each comparison would wait for the device.
+    # All checksums are compared at once, because each comparison waits for the device.
     if sums:
         expected, found = torch.stack(sums).view(-1, 2).unbind(1)
         wrong = [name for name, same in zip(staged, (expected == found).tolist(), strict=True) if not same]
@@ -53,30 +53,29 @@ def receive_each(
     take: Callable[[str, Tensor, Tensor | None], None],
     drop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Give every tensor of a whole update [any shape] to `take`, with its checksum where it is Sealed: exactly those of
-    `names`, each once; either all of an update is sealed or none.
+    """Give every tensor of a whole update [any shape] to `take`, with its checksum where it is Sealed.
 
-    drop: called at the first fault, after which nothing is taken. Raises UpdateRefused naming that fault. The stream is
-    read to its end all the same, because other ranks take part in it.
+    The update must hold exactly the tensors of `names`, each once, and either all of them sealed or none. drop: called
+    at the first fault, after which nothing is taken. Raises UpdateRefused naming that fault, after the stream was read
+    to its end, because other ranks take part in it.
     """
     taken: set[str] = set()
-    sealed: bool | None = None  # whether this update is; its first pair says so
+    sealed: bool | None = None  # whether this update is sealed, as its first pair is
     fault, seen = "", 0
 
-    # The first fault ends the taking, not the reading.
     try:
         for pair in tensors:
             seen += 1
             if fault:
-                continue  # other ranks still take part in making the rest
+                continue
             name, tensor = pair
 
-            # An update that is sealed in part may have lost a checksum on the way.
+            # An update that is sealed in part has lost a checksum on the way.
             own = pair.checksum if isinstance(pair, Sealed) else None
             sealed = own is not None if sealed is None else sealed
             fault = _fault(name, tensor, names, taken, sealed == (own is not None))
             if fault:
-                drop()  # nothing of it will be used: give its memory back
+                drop()
                 continue
             taken.add(name)
             take(name, tensor, own)
@@ -84,12 +83,11 @@ def receive_each(
         what = f"{type(e).__name__}: {e}"
         raise UpdateRefused(f"weight update: broke off after {seen} of {len(names)} tensors: {what}") from e
 
-    # A stream may end early without a word.
+    # A stream may end early without an exception.
     missing = names.keys() - taken
     if not fault and missing:
         fault = f"{len(missing)} tensors missing, for example {min(missing)}"
 
-    # Only here, where the stream has been read to its end and no other rank waits for this one.
     if fault:
         raise UpdateRefused(f"weight update: {fault}")
 

@@ -15,17 +15,16 @@ def mixed_share(right: Ints, rollouts: Ints, n: int) -> float:
     """Return the mean over prompts of the probability 1 - p^n - (1 - p)^n that n rollouts are mixed.
 
     right, rollouts [P]: correct and all recorded rollouts of each prompt. For n up to a prompt's rollouts this is the
-    unbiased estimate: the share of its subsets of n rollouts that are mixed. Beyond, p = right / rollouts is inserted,
-    which counts a prompt without a single success (or failure) as never mixed.
+    unbiased estimate: the share of its subsets of n rollouts that are mixed. For larger n it is whether all of its
+    rollouts are mixed, which is a lower bound in expectation, because the recorded rollouts cannot tell a success rate
+    of 0 from a small one.
     """
     shares = [_mixed(int(r), int(m), n) for r, m in zip(right, rollouts, strict=True)]
     return float(np.mean(shares))
 
 
 def _mixed(right: int, rollouts: int, n: int) -> float:
-    if n > rollouts:
-        p = right / rollouts
-        return 1 - p**n - (1 - p) ** n
+    n = min(n, rollouts)
     # The products are C(right, n) / C(rollouts, n) and C(wrong, n) / C(rollouts, n).
     drawn, wrong = np.arange(n), rollouts - right
     all_right = np.prod(np.maximum(right - drawn, 0) / (rollouts - drawn))

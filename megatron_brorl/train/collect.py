@@ -6,6 +6,7 @@ Rollouts may be lost, and may take several steps: a group is trained on with its
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -24,7 +25,7 @@ from megatron_brorl.train.carried import Carried, carry, staleness
 from megatron_brorl.train.exchange import exchange
 from megatron_brorl.train.groups import CUT, Outcomes, gather, give_up, group_metrics, select
 from megatron_brorl.train.record import recorded, take_recorded
-from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
+from megatron_brorl.train.rollouts import Rollouts, Sampled, check_lost, check_scored
 from megatron_brorl.train.rounds import Taken, prompts_to_ask
 from megatron_brorl.types import OpenGroup, ScoredRollout
 
@@ -41,22 +42,6 @@ class Collected:
     metrics: dict[str, float]  # the same on every rank
     seconds: dict[str, float]  # of this rank, by phase
     recorded: list[ScoredRollout]  # of this rank's, those that people can read (train.record)
-
-
-@dataclass(frozen=True)
-class SampledRounds:
-    """One round of sampling and scoring, or several added up."""
-
-    rollouts: list[ScoredRollout]  # this rank's
-    counts: dict[str, float]  # of all ranks, see rollouts.Sampled.counts
-    seconds: dict[str, float]  # of this rank: "generate", "score"
-
-    def __add__(self, other: SampledRounds) -> SampledRounds:
-        return SampledRounds(
-            [*self.rollouts, *other.rollouts],
-            _added(self.counts, other.counts),
-            _added(self.seconds, other.seconds),
-        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +66,9 @@ class Collector:
         self.rollouts.pool.forget()
         # Carried groups come first: rows of the step before are numbered by their place among them.
         groups = list(carried.groups)
-        sampled, before = SampledRounds(carried.finished(), {}, {}), taken
+        rows, before = carried.finished(), taken
+        counts: defaultdict[str, float] = defaultdict(float)
+        seconds: defaultdict[str, float] = defaultdict(float)
         # With refills these have been kept; partial rollouts, whose groups have not, are sampled without.
         missing = target - len(groups)
         # All ranks see the same tables, so that they leave this loop together.
@@ -89,12 +76,16 @@ class Collector:
             prompts = self.source.take(taken.prompts, prompts_to_ask(missing, taken, c.rollout))
             groups += open_groups(prompts, taken.rounds, taken.prompts)
             taken = taken.with_round(len(prompts))
-            sampled += self._sample(carried, groups, len(prompts))
+            sampled = self._sample(carried, groups, len(prompts))
+            rows += sampled.rollouts
+            _add(counts, collectives.all_reduce_sum(sampled.counts))
+            _add(seconds, sampled.seconds)
 
             too_old = [i for i, g in enumerate(groups) if step - int(g.step) >= c.rollout.max_carried_steps]
-            outcomes, given_up = give_up(self._outcomes(sampled.rollouts, groups), too_old)
-            # Counts add up over rounds; fail here rather than train on the few that came through.
-            lost, counts = sampled.counts["lost"] + given_up, sampled.counts
+            outcomes = gather(rows, len(groups), c.rollout.n, c.shaping.repetition_ngram)
+            outcomes, given_up = give_up(outcomes, too_old)
+            # Fail here rather than train on the few that came through.
+            lost = counts["lost"] + given_up
             check_lost(f"step {step}", lost, counts["asked"], c.rollout.max_lost_share)
             check_scored(f"step {step}", counts["unscored"], counts["scored"])
 
@@ -112,8 +103,8 @@ class Collector:
         prompt_tokens = [len(g.prompt.token_ids) for g in groups]
         with span("exchange"):
             assigned = assign_rows(outcomes, prompt_tokens, c.algo, self.costs, self.grid.data)
-            exchanged = exchange(sampled.rollouts, outcomes, assigned.replica, self.grid)
-        seconds = sampled.seconds | {"exchange": time.monotonic() - begun}
+            exchanged = exchange(rows, outcomes, assigned.replica, self.grid)
+        seconds["exchange"] = time.monotonic() - begun
 
         judging, queued = self.rollouts.verdict_metrics()
         metrics = self._metrics(outcomes, counts, lost) | judging
@@ -122,27 +113,21 @@ class Collector:
             metrics |= {"prompts_sampled": counts["asked"] / c.rollout.n, "carried_groups": float(len(waiting))}
             metrics["rounds"] = float(taken.rounds - before.rounds)
         if c.rollout.partial_tokens or c.rollout.refills:
-            going = [r for r in sampled.rollouts if assigned.replica[r.group, r.rollout.index] >= 0]
+            going = [r for r in rows if assigned.replica[r.group, r.rollout.index] >= 0]
             metrics |= staleness(going, version)
 
-        # Groups that have not closed go on, those that wait among them, with this rank's rollouts.
-        # Rounds append rows; carried ones are numbered by group and sibling.
-        going_on = carry(groups, in_order(sampled.rollouts), outcomes.closed)
-        shown = take_recorded(sampled.rollouts, recorded(groups, outcomes, c.run))
-        return Collected(groups, exchanged.rows, outcomes, going_on, taken, metrics, seconds | queued, shown)
+        # Groups that have not closed continue in the next step. Rounds append rows; carried ones are in order.
+        going_on = carry(groups, in_order(rows), outcomes.closed)
+        shown = take_recorded(rows, recorded(groups, outcomes, c.run))
+        return Collected(groups, exchanged.rows, outcomes, going_on, taken, metrics, dict(seconds) | queued, shown)
 
-    def _sample(self, carried: Carried, groups: Sequence[OpenGroup], new: int) -> SampledRounds:
+    def _sample(self, carried: Carried, groups: Sequence[OpenGroup], new: int) -> Sampled:
         """Sample the carried rollouts that go on, and those of the `new` last groups."""
         c = self.config.rollout
         loads = carried.loads() if c.partial_tokens else [0] * self.grid.world
         slots = list(product(range(len(groups) - new, len(groups)), range(c.n)))
         with span("round"):
-            sampled = self.rollouts.sample(slots, groups, self.sampling, carried.begun(), loads)
-        return SampledRounds(sampled.rollouts, collectives.all_reduce_sum(sampled.counts()), sampled.seconds)
-
-    def _outcomes(self, rollouts: Sequence[ScoredRollout], groups: Sequence[OpenGroup]) -> Outcomes:
-        """What became of the rollouts so far; a collective."""
-        return gather(rollouts, len(groups), self.config.rollout.n, self.config.shaping.repetition_ngram)
+            return self.rollouts.sample(slots, groups, self.sampling, carried.begun(), loads)
 
     def _metrics(self, outcomes: Outcomes, counts: Mapping[str, float], lost: float) -> dict[str, float]:
         c = self.config.rollout
@@ -159,5 +144,6 @@ class Collector:
         return metrics
 
 
-def _added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in {**a, **b}}
+def _add(total: dict[str, float], part: Mapping[str, float]) -> None:
+    for key, value in part.items():
+        total[key] += value

@@ -30,6 +30,7 @@ from megatron_brorl.train.collect import Collected
 from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.worker import Worker
 
+MAX_POSITION = 32  # positions are among the first tokens of a response, because siblings soon diverge
 _KINDS = {
     **dict.fromkeys(("unsampled_mass", "unsampled_2", "s_r", "a2", "b2", "siblings"), "exact"),
     **dict.fromkeys(("success", "sampled", "policy_gradient"), "estimate"),
@@ -89,9 +90,9 @@ class _TokenMetrics:
         return metrics
 
     def _first_tokens(self) -> list[Tensor]:
-        """Return the first tokens of every response of each chosen group, [N, max_position], padded with -1."""
+        """Return the first tokens of every response of each chosen group, [N, MAX_POSITION], padded with -1."""
         place = {g: i for i, g in enumerate(self.chosen)}
-        depth = self.config.theory.max_position
+        depth = MAX_POSITION
         table = torch.zeros(len(self.chosen), self.collected.outcomes.state.shape[1], depth, dtype=torch.int64)
         mine = [r for r in self.collected.rollouts if r.group in place]
         if mine:

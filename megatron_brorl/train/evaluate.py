@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megatron_brorl.algo.estimators import SHARE, Bounds, Interval, bootstrap_mean, bootstrap_mean_of_means, pass_at_k
+from megatron_brorl.algo.estimators import (
+    RESAMPLES,
+    SHARE,
+    Bounds,
+    Interval,
+    bootstrap_mean,
+    bootstrap_mean_of_means,
+    pass_at_k,
+)
 from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
@@ -105,7 +113,7 @@ def sample_answers(
     sampled = rollouts.sample(slots, groups, sampling, on_end=on_end)
 
     outcomes = gather(sampled.rollouts, len(groups), n)
-    sums = collectives.all_reduce_sum(sampled.counts())
+    sums = collectives.all_reduce_sum(sampled.counts)
     check_scored("evaluation", sums["unscored"], sums["scored"])
     check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
 
@@ -139,17 +147,17 @@ def sum_up(answers: Sequence[Answers], prompts: int, config: EvaluateConfig, see
     tasks: dict[str, list[float]] = {}
     for a in answers:
         tasks.setdefault(a.task, []).append(a.right / a.samples)
-    ks = config.pass_at or _powers(max(a.samples for a in answers))
+    ks = _powers(max(a.samples for a in answers))
     passes = {k: [pass_at_k(a.samples, a.right, k) for a in answers if a.samples >= k] for k in ks}
 
     # Intervals are over prompts; what was lost is what no sample came of.
     return Evaluation(
-        pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], config.bootstrap, seed, SHARE),
+        pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], RESAMPLES, seed, SHARE),
         pass_at_k={k: _mean(values) for k, values in passes.items() if values},
         by_task={name: _mean(values) for name, values in sorted(tasks.items())},
         verifiers=sorted({a.prompt.verifier for a in answers}),
         # Only rewards of 0 and 1 have known bounds, which equal values need for an interval.
-        mean_reward=bootstrap_mean([a.reward for a in answers], config.bootstrap, seed, _bounds(answers)),
+        mean_reward=bootstrap_mean([a.reward for a in answers], RESAMPLES, seed, _bounds(answers)),
         response_tokens=sum(a.tokens * a.samples for a in answers) / total,
         prompts=prompts,
         samples=config.samples,
@@ -163,8 +171,8 @@ def mean_over(benchmarks: Sequence[Sequence[Answers]], config: EvaluateConfig, s
     rewards = [[a.reward for a in answers] for answers in benchmarks]
     bounds = _bounds([a for answers in benchmarks for a in answers])
     return {
-        "pass_at_1": bootstrap_mean_of_means(shares, config.bootstrap, seed, SHARE).as_dict(),
-        "mean_reward": bootstrap_mean_of_means(rewards, config.bootstrap, seed, bounds).as_dict(),
+        "pass_at_1": bootstrap_mean_of_means(shares, RESAMPLES, seed, SHARE).as_dict(),
+        "mean_reward": bootstrap_mean_of_means(rewards, RESAMPLES, seed, bounds).as_dict(),
     }
 
 

@@ -70,7 +70,7 @@ def make_experience(
 
     # A mask, not shorter rows: what comes later in a response still attends to these tokens.
     if algo.mismatch_mask != "off" and old is not None:
-        bounds = algo.mismatch_mask, algo.mismatch_low, algo.mismatch_high
+        bounds = algo.mismatch_mask, *algo.mismatch_bounds
         mask = tuple(mismatch_mask(o, s, *bounds) for o, s in zip(old, sampled, strict=True))
         metrics["masked_share"] = 1 - _token_mean(mask, actor)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,6 @@ from megatron_brorl.parallel import collectives, device
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.worker import Update
 
-Metrics = TypeVar("Metrics")
 Score = Callable[[list[int]], Sequence[Tensor]]  # rows -> what the model makes of each, [G]
 _NAMED = 16  # rows that a message names
 
@@ -53,11 +51,11 @@ def log_rows(what: str, rows: Sequence[int], ids: Sequence[str], grid: Grid) -> 
 
 def train_on_finite(
     rows: list[int],
-    attempt: Callable[[list[int]], tuple[Update, Metrics] | None],
+    attempt: Callable[[list[int]], tuple[Update, dict[str, float]] | None],
     score: Score,
     grid: Grid,
     ids: Sequence[str],
-) -> tuple[tuple[Update, Metrics] | None, list[int]]:
+) -> tuple[tuple[Update, dict[str, float]] | None, list[int]]:
     """One optimizer step on this replica's rows, and the rows that it had to leave out; a collective.
 
     attempt: the step, None where no replica has a token to train on. score: what the model makes of each row [G].

@@ -55,7 +55,7 @@ class Trainer(Run):
             progress.note(f"held-out before: {evaluation_line(s.before)}")
             self.rollouts.check_stuck("nothing is lost: no step was done")
 
-        peak, unsaved = peak_flops(self.config.run.peak_tflops), False
+        peak, unsaved = peak_flops(), False
         while s.step < t.steps and not s.over(t):
             trace = StepTrace(self.config.run, s.step, self.grid)
 

@@ -26,13 +26,15 @@ from megatron_brorl.rewards.scoring import judged_when_cut_off, without_stop
 from megatron_brorl.train.groups import Outcomes, trained
 from megatron_brorl.types import OpenGroup, ScoredRollout
 
+MAX_TOKENS = 2**20  # tokens recorded per step and per evaluation
+
 
 def recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig, every: bool = False) -> Tensor:
     """Which rollouts are recorded whole, bool [groups, N]; the same on every rank.
 
     Of the closed groups the run.record_groups whose prompts' ids have the smallest hashes, so that a prompt that comes
     again is likely to be followed; of all groups with `every`. Of each the first siblings, as many as keep all of them
-    within run.record_tokens.
+    within MAX_TOKENS.
     """
     among = range(len(groups)) if every else outcomes.closed
     chosen = sorted(among, key=lambda g: (files.prompt_order(groups[g].prompt.id), g))
@@ -41,7 +43,7 @@ def recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig,
     where = torch.zeros_like(outcomes.ended)
     where[chosen] = outcomes.ended[chosen]
     tokens = (outcomes.tokens * where).sum(0).cumsum(0)  # of the siblings up to each
-    return where & (tokens <= config.record_tokens)
+    return where & (tokens <= MAX_TOKENS)
 
 
 def take_recorded(rows: Sequence[ScoredRollout], where: Tensor) -> list[ScoredRollout]:
@@ -124,6 +126,8 @@ class Recorder:
         # Texts as the verifiers got them. Siblings repeat one another: each text is looked at once.
         seen: dict[tuple[str, bytes], tuple[str, str | None]] = {}
         worth, records = advantages.tolist(), []
+        # An evaluation does not ask the engine for log-probabilities.
+        no_log_probs = any(bool(row.rollout.log_probs.isnan().any()) for row in rows)
         for row in rows:
             ids, verifier = without_stop(row.rollout.token_ids, self.stop_ids), groups[row.group].prompt.verifier
             key = verifier, ids.numpy().tobytes()
@@ -142,25 +146,12 @@ class Recorder:
                     "text": text,
                     "answer": answer,
                     "advantage": None if own != own else own,
+                    "token_ids": row.rollout.token_ids.tolist(),
+                    "log_probs": None if no_log_probs else row.rollout.log_probs.tolist(),
                     **_columns(row),
                 }
             )
-
-        ids = torch.cat([row.rollout.token_ids for row in rows]).int()
-        log_probs = torch.cat([row.rollout.log_probs for row in rows])
-        starts = torch.tensor([0, *(len(row.rollout.token_ids) for row in rows)]).cumsum(0).int()
-        no_log_probs = bool(log_probs.isnan().any())  # nobody asked the engine for them
-
-        plain = pa.schema([field for field in ROLLOUTS if field.name not in ("token_ids", "log_probs")])
-        table = pa.Table.from_pylist(records, plain)
-        lists = [(ids, "token_ids"), (log_probs, "log_probs")]
-        for values, name in lists:
-            field = ROLLOUTS.field(name)
-            if no_log_probs and name == "log_probs":
-                table = table.append_column(field, pa.nulls(len(rows), field.type))
-            else:
-                table = table.append_column(field, pa.ListArray.from_arrays(starts.numpy(), values.numpy()))
-        return table.select(ROLLOUTS.names).cast(ROLLOUTS)
+        return pa.Table.from_pylist(records, ROLLOUTS)
 
     def _read(self, ids: list[int], verifier: str) -> tuple[str, str | None]:
         """Return the text and the answer in it; ids: without the token that ended the response."""

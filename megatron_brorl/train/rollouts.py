@@ -20,7 +20,7 @@ from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, deal, improbable, requests
-from megatron_brorl.rollout.watchdog import Finished, GenerationResult, Watchdog
+from megatron_brorl.rollout.watchdog import GenerationResult, Watchdog
 from megatron_brorl.rollout.work_stealing import SlotSupply, WorkStealing
 from megatron_brorl.timeline import span
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
@@ -34,20 +34,10 @@ class Sampled:
     """What this rank's share of a step came to."""
 
     rollouts: list[ScoredRollout]  # without the lost ones; "cut" ones only where the sampling has a budget
-    asked: int  # rollouts
-    late: int
-    scored: int  # responses
-    unscored: int  # of which the verifier failed
-    errors: int  # answers that it raised on, although it can judge: wrong ones
-    timeouts: int  # answers that it took too long over; they are unscored
+    # Rollouts "asked", "lost" and "late"; responses "scored", and "unscored" because the verifier failed; answers that
+    # it raised on although it can judge others ("errors") or took too long over ("timeouts")
+    counts: dict[str, float]
     seconds: dict[str, float]  # "generate"; "score": of verdicts after that
-
-    def counts(self) -> dict[str, float]:
-        """What adds up over ranks."""
-        lost = self.asked - len(self.rollouts)
-        counts = {"asked": self.asked, "lost": lost, "late": self.late}
-        verdicts = {"scored": self.scored, "unscored": self.unscored, "errors": self.errors, "timeouts": self.timeouts}
-        return {k: float(v) for k, v in {**counts, **verdicts}.items()}
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,11 @@ class Rollouts:
         supply = SlotSupply(shared, taken, len(new), longest) if shared else None
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
             # Verdicts are made while others are still being sampled.
-            finished = _both(scorer.finished, on_end) if on_end else scorer.finished
+            def finished(request: int, rollout: Rollout) -> None:
+                scorer.finished(request, rollout)
+                if on_end:
+                    on_end()
+
             with span("generate", self.engine.timeout_s + self.engine.grace_s) as came_to:
                 result = self.engine.generate(asked, sampling, finished, supply)
             came_to |= _generated(result, self.engine.kv_usage())
@@ -125,17 +119,17 @@ class Rollouts:
         # Ranks wait here, so that seconds are a rank's own.
         self.grid.barrier()
         self._tell(scores.raised)
-
-        return Sampled(
-            rollouts=[*cut, *scored],
-            asked=len(slots),
-            late=result.late,
-            scored=len(scored),
-            unscored=sum(scores.counts[s] for s in _FAILED),
-            errors=scores.counts["error"],
-            timeouts=scores.counts["timeout"],
-            seconds={"generate": middle - start, "score": score},
-        )
+        counts = {
+            "asked": len(slots),
+            "lost": len(slots) - len(cut) - len(scored),
+            "late": result.late,
+            "scored": len(scored),
+            "unscored": sum(scores.counts[s] for s in _FAILED),
+            "errors": scores.counts["error"],
+            "timeouts": scores.counts["timeout"],
+        }
+        seconds = {"generate": middle - start, "score": score}
+        return Sampled([*cut, *scored], {k: float(v) for k, v in counts.items()}, seconds)
 
     def verdict_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
         """What verdicts cost since the pool last forgot: metrics, the same on every rank, and this rank's seconds.
@@ -172,14 +166,6 @@ class Rollouts:
                 with contextlib.suppress(OSError):  # nobody reads the pipe any more
                     print(what[key], file=sys.stderr, flush=True)
             self.told.add(key)
-
-
-def _both(finished: Finished, on_end: Callable[[], None]) -> Finished:
-    def tell(request: int, rollout: Rollout) -> None:
-        finished(request, rollout)
-        on_end()
-
-    return tell
 
 
 def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, float]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from megatron_brorl.config.schema import RolloutConfig
 
 SURE = 3.0  # standard deviations, which chance falls short of once in 740 rounds
+MAX_OVERSAMPLE = 4  # prompts of a round, at most, in units of rollout.prompts
 FORGET = 0.5  # what a step has found counts so much per step that follows it: as much as two steps together
 
 
@@ -39,13 +40,13 @@ class Taken:
 def prompts_to_ask(missing: int, taken: Taken, config: RolloutConfig) -> int:
     """How many prompts the next round asks for `missing` more kept groups.
 
-    rollout.prompts without refills, with rollout.max_oversample = 1 and where nothing is known yet. Otherwise the least
-    m with m p - SURE sqrt(m p (1 - p) (1 + m / a)) >= missing, which squared is quadratic in m, within 1 and
-    max_oversample x rollout.prompts.
+    rollout.prompts without refills, or if nothing is known yet. Otherwise the least m with
+    m p - SURE sqrt(m p (1 - p) (1 + m / a)) >= missing, which squared is quadratic in m, within 1 and
+    MAX_OVERSAMPLE x rollout.prompts.
     """
-    if not config.refills or config.max_oversample == 1 or not taken.asked:
+    if not config.refills or not taken.asked:
         return config.prompts
-    most = int(config.max_oversample * config.prompts)
+    most = MAX_OVERSAMPLE * config.prompts
     if missing <= 0:
         return 1  # what waits is enough: a step still looks at something new, so that the share is of its policy
 

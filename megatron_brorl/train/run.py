@@ -44,7 +44,7 @@ class Run:
     train_source: PromptSource
     held_out: list[Prompt]
     stop_ids: tuple[int, ...]
-    fingerprint: dict[str, Any]  # of cli.fingerprint, for checkpoints
+    fingerprint: dict[str, Any]  # see cli.run_folder, for checkpoints
     started: float  # Unix time at which this process's part of the job began
     state: RunState = field(default_factory=RunState)
     critic: CriticWorker | None = None  # of algo.advantage = "gae"

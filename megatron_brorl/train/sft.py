@@ -24,18 +24,21 @@ from megatron_brorl.progress import Progress
 from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.worker import Worker
 
+WARMUP_STEPS = 10
+WEIGHT_DECAY = 0.01
+
 
 def sft_optim(config: SftConfig, optim: OptimConfig) -> OptimConfig:
-    """Return the optimizer of supervised training: that of [optim] with the rates of [sft].
+    """Return the optimizer of supervised training: that of [optim] with the learning rate of [sft].
 
     Its learning rate follows optim.lr_schedule over the sft.steps optimizer steps.
     """
     return replace(
         optim,
         lr=config.lr,
-        warmup_steps=config.warmup_steps,
+        warmup_steps=WARMUP_STEPS,
         lr_decay_steps=config.steps,
-        weight_decay=config.weight_decay,
+        weight_decay=WEIGHT_DECAY,
     )
 
 
@@ -74,10 +77,10 @@ def sft(
         if not (update.applied and math.isfinite(loss)):
             raise UserError(
                 f"sft step {step}: loss {loss}, gradient norm {update.grad_norm}: not finite; nothing is exported: "
-                "lower sft.lr, or raise sft.warmup_steps"
+                "lower sft.lr"
             )
         # A gradient in range may still take a weight out of it.
-        worker.require_finite(f"sft step {step}", "nothing is exported: lower sft.lr, or raise sft.warmup_steps")
+        worker.require_finite(f"sft step {step}", "nothing is exported: lower sft.lr")
 
         seconds = {"step": time.monotonic() - start}
         if writer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ _SAVED = {
     "began": (int, float),
 }
 _BEST = (int, str, float)  # of its list
+_PLAIN = ("updates", "critic_updates", "critic_steps", "before", "trained_s", "began")  # fields saved as they are
 
 
 @dataclass
@@ -76,24 +76,18 @@ def begin_save(
 ) -> checkpoint.Save:
     """Take a checkpoint of the run, to be written; a collective.
 
-    fingerprint: of cli.fingerprint. seconds: of the job so far. copy: whether the run
-    continues before it is written. new_best: what this checkpoint is the best in, so far.
+    fingerprint: see cli.run_folder. seconds: of the job so far. copy: whether the run continues before it is written.
+    new_best: what this checkpoint is the best in, so far.
     """
-    # What a resumed run cannot find out by itself, beside weights, optimizers and carried rollouts.
     known = new_best or state.best
     run = {
-        "updates": state.updates,
-        "critic_updates": state.critic_updates,
-        "critic_steps": state.critic_steps,  # of its warm-up
+        **{name: getattr(state, name) for name in _PLAIN},
         "taken": state.taken.rounds,
         "prompts_taken": state.taken.prompts,
         "recently": [state.taken.asked, state.taken.kept],  # the share of groups kept, which sizes the next round
-        "trained_s": state.trained_s,
         "stalls": [[stall.best, stall.count] for stall in stalls(state, models)],
-        "before": state.before,
         "fingerprint": fingerprint,
         "spent": seconds,
-        "began": state.began,
         folders.BEST: known.as_json() if known else None,
     }
 
@@ -130,28 +124,18 @@ def restore(
     run = saved(directory)
     checkpoint.load(directory, models.checkpoint_parts())
     restored = RunState(
+        **{name: run[name] for name in _PLAIN},
         stall=replace(state.stall),
         step=run[checkpoint.STEP],
-        taken=_taken(run),
-        updates=run["updates"],
-        critic_updates=run["critic_updates"],
-        critic_steps=run["critic_steps"],
+        taken=Taken(run["taken"], run["prompts_taken"], *run["recently"]),
         carried=read(directory, source, grid),
-        before=run["before"],
-        trained_s=run["trained_s"],
         spent=run["spent"],
-        began=run["began"],
         best=folders.best_so_far(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
     )
     # The margin of a stall is the configuration's, its count the checkpoint's.
     for stall, (score, count) in zip(stalls(restored, models), run["stalls"], strict=True):
         stall.best, stall.count = score, count
     return restored
-
-
-def _taken(run: Mapping[str, Any]) -> Taken:
-    """Return what a checkpoint says of the source."""
-    return Taken(run["taken"], run["prompts_taken"], *run["recently"])
 
 
 def stalls(state: RunState, models: TrainingModels) -> list[Stall]:

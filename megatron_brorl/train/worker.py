@@ -63,11 +63,10 @@ class StageOptions:
     ops: Backend
     dtype: torch.dtype = torch.float32
     share_prompt: bool = True  # config key train.share_prompt
-    recompute: bool = False  # config key train.recompute
+    recompute: bool = False  # all activations, in the backward pass
     offload: bool = False  # config key train.offload: `offload` moves what it does not drop
     distributed_optimizer: bool = False  # config key parallel.distributed_optimizer
-    overlap_grad_reduce: bool = False  # config key parallel.overlap_grad_reduce
-    overlap_param_gather: bool = False  # config key parallel.overlap_param_gather
+    overlap: bool = False  # config key parallel.overlap
     fields: Mapping[str, Any] | None = None  # of Megatron's TransformerConfig, beside what models.gpt chooses
 
 
@@ -101,8 +100,8 @@ class Stage:
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=o.distributed_optimizer,
-                overlap_grad_reduce=o.overlap_grad_reduce,
-                overlap_param_gather=o.overlap_param_gather,
+                overlap_grad_reduce=o.overlap,
+                overlap_param_gather=o.overlap and o.distributed_optimizer,
             ),
             module=self.module,
         )
@@ -122,7 +121,7 @@ class Stage:
                 bf16=o.dtype == torch.bfloat16,
                 params_dtype=o.dtype,
                 use_distributed_optimizer=o.distributed_optimizer,
-                overlap_param_gather=o.overlap_param_gather,
+                overlap_param_gather=o.overlap and o.distributed_optimizer,
             ),
             [self.model],
             use_gloo_process_groups=False,  # for checkpoints in a form that is not ours

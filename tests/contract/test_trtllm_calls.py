@@ -1,5 +1,5 @@
 """Every call into tensorrt_llm, read from the source and checked against what is recorded of its releases, as is the
-double, which has the same signatures and refuses the same."""
+double, which has the same signatures."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def given(tmp_path, monkeypatch):
         max_rows=2048,
         stop_ids=(2,),
         max_kv_tokens=4000,
-        section=dataclasses.asdict(EngineConfig()),
+        section=dataclasses.asdict(EngineConfig(max_num_tokens=4096, kv_dtype="fp8")),
     )
     yield importlib.import_module(f"{OURS}.llm").Llm(options).arguments()
     del sys.modules[f"{OURS}.llm"]
@@ -87,6 +87,7 @@ def test_it_starts_beside_a_trainer(free, given):
     """vLLM 0.33 raises at start where less is free than gpu_memory_utilization of the whole memory, and asks no less
     where the bytes for keys and values are given (request_memory in v1/worker/utils.py)."""
     assert given["kv_cache_memory_bytes"] > 0
+    assert (given["max_num_batched_tokens"], given["kv_cache_dtype"]) == (4096, "fp8")
     share = given.get("gpu_memory_utilization", LISTING.defaults["gpu_memory_utilization"])
     assert 0 < share <= 1  # the bounds of its field
     assert free * GIB >= 80 * GIB * share

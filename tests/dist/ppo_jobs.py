@@ -38,8 +38,7 @@ ALGO = AlgoConfig(
     kl_estimator="k2",
     entropy_coef=0.01,
     mismatch_mask="token",
-    mismatch_low=0.3,
-    mismatch_high=3.0,
+    mismatch_bounds=(0.3, 3.0),
     correct_boost=0.25,
 )
 CLIP, TEMPERATURE = 0.05, 0.9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ BASE = Config(
     rollout=RolloutConfig(n=32, prompts=4, max_tokens=12, timeout_s=60.0, max_lost_share=1.0),
     optim=OptimConfig(lr=2e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3),
     train=TrainConfig(tokens_per_micro_batch=600, checkpoint_every=0),
-    evaluate=EvaluateConfig(samples=4, bootstrap=100),
+    evaluate=EvaluateConfig(samples=4),
 )
 
 
@@ -68,7 +69,7 @@ def _options(config: Config, grid: Grid) -> StageOptions:
         DTYPES[config.model.dtype],
         share_prompt=grid.context == 1,
         distributed_optimizer=config.parallel.distributed_optimizer,
-        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap=config.parallel.overlap,
     )
 
 
@@ -228,10 +229,12 @@ def meeting(rank: int) -> str:
         time.sleep(1.0)
     grid.barrier()
     if rank == 1:
-        time.sleep(8.0)
+        shared_store().wait(["rank 0 has waited"], timedelta(seconds=60))
         return ""
+    said = "nobody was missed"
     try:
         grid.barrier()
     except RuntimeError as e:
-        return str(e)
-    return "nobody was missed"
+        said = str(e)
+    shared_store().set("rank 0 has waited", "")
+    return said

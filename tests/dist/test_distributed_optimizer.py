@@ -11,7 +11,7 @@ from dist.test_steps import VARIANTS, assert_same
 from safetensors.torch import load_file
 
 ZERO = {"parallel": {"distributed_optimizer": True}}
-OVERLAP = {"parallel": {"distributed_optimizer": True, "overlap_grad_reduce": True}}
+OVERLAP = {"parallel": {"distributed_optimizer": True, "overlap": True}}
 BF16 = {"model": {"dtype": "bf16"}}
 CASES = [
     pytest.param(2, {}, ZERO | VARIANTS["critic"], id="dp2-critic"),

@@ -81,7 +81,7 @@ def test_round_trip_is_bit_exact(worlds, models, tmp_path, size, parallel, case)
 FULL = {"dual_clip": 5.5, "entropy_coef": 0.1, "aggregation": "fixed", "aggregation_tokens": 20}
 SEQUENCE = {"ratio": "sequence", "aggregation": "sequence_mean"}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAPPED = {"distributed_optimizer": True, "overlap": True}
 TRAINING = [
     (2, {"tensor": 2}, {}),
     (2, {"tensor": 2, "sequence": True}, {}),
@@ -96,10 +96,10 @@ TRAINING = [
     (4, {"tensor": 2, "pipeline": 2}, {"share_prompt": False}),
     (4, {"tensor": 2, "pipeline": 2, "sequence": True}, {"recompute": True, "tokens": 60}),
     (2, {"pipeline": 2}, {"fields": SELECTIVE}),
-    (2, {}, {"overlap_grad_reduce": True, "tokens": 60}),
-    (4, {"tensor": 2}, {"offload": True, "overlap_grad_reduce": True, "fields": SELECTIVE}),
+    (2, {}, {"overlap": True, "tokens": 60}),
+    (4, {"tensor": 2}, {"offload": True, "overlap": True, "fields": SELECTIVE}),
     (2, {}, {"distributed_optimizer": True}),
-    (4, {"pipeline": 2}, {"distributed_optimizer": True, "overlap_grad_reduce": True, "tokens": 60}),
+    (4, {"pipeline": 2}, {"distributed_optimizer": True, "overlap": True, "tokens": 60}),
     (2, {}, OVERLAPPED),
     (4, {"tensor": 2}, {**OVERLAPPED, "ops": "reference", "offload": True}),
     (2, {"tensor": 2}, {"ops": "reference"}),
@@ -110,7 +110,7 @@ TRAINING = [
     (2, {"pipeline": 2}, {"algo": SEQUENCE, "ops": "reference"}),
     *((size, parallel, {"share_prompt": False}) for size, parallel in CONTEXTS),
     (4, {"context": 2}, {"share_prompt": False, "algo": FULL, "tokens": 30}),  # two replicas of two ranks
-    (2, {"context": 2}, {"share_prompt": False, "recompute": True, "ops": "reference", "overlap_grad_reduce": True}),
+    (2, {"context": 2}, {"share_prompt": False, "recompute": True, "ops": "reference", "overlap": True}),
 ]
 
 

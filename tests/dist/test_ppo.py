@@ -100,7 +100,7 @@ def loop(directory, case):
             for a, reward in zip(raw, rewards, strict=True)
         ]
         gaps = [(o - s).exp() for o, s in zip(old, sampled, strict=True)]
-        trusted = [(g >= ALGO.mismatch_low) & (g <= ALGO.mismatch_high) for g in gaps]
+        trusted = [(g >= ALGO.mismatch_bounds[0]) & (g <= ALGO.mismatch_bounds[1]) for g in gaps]
         found = {
             "explained_variance": 1 - (flat.var() / goal.var()).item(),
             "value_loss": 0.0,

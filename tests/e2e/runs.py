@@ -37,7 +37,6 @@ checkpoint_every = 3
 [evaluate]
 samples = 2
 every = 4
-bootstrap = 100
 [sft]
 steps = 60
 examples_per_step = 64

@@ -94,7 +94,6 @@ def test_rewards_of_any_size_are_trained_on_and_told_beside_pass_at_1(place):
     ("source", "message"),
     [
         ("def score(response, row):\n    return nothing\n", "row sum-3: broken: NameError: name 'nothing'"),
-        ("def score(response, row):\n    pass\n", "row sum-3: invalid: returned None for a reward"),
         (
             "def score(prompts, completions, **columns):\n    return [1.0] * len(completions)\n",
             "takes (prompts, completions, **columns) as a reward function of TRL does",
@@ -117,7 +116,6 @@ def test_a_verifier_that_cannot_judge_ends_the_command_before_a_model_is_loaded(
     ("verifier", "message"),
     [
         ("wrong.py:score", "verifier wrong.py:score: cannot be imported: SyntaxError: "),
-        ("examples/own_reward/sums.py:scored", "has no function 'scored'; define it, or name another"),
         ("exakt", "data.verifier: no verifier is called 'exakt'; did you mean exact?"),
     ],
 )
@@ -128,16 +126,3 @@ def test_a_mistake_ends_in_one_line_before_training(place, verifier, message):
     assert message in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert not (place / "none" / "metrics.jsonl").exists()
-
-
-def test_the_example_scores_sums(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "own_reward"))
-    import sums
-
-    lines = [json.loads(line) for line in (ROOT / "examples" / "own_reward" / "rows.jsonl").read_text().splitlines()]
-    assert len(lines) == 20
-    for row in lines:
-        total = row["metadata"]["sum"]
-        assert str(total) == row["prompt"]
-        rewards = [sums.score(text, row)["reward"] for text in (row["answer"], f"0+{total}", f"1+{total}", "x", "1+")]
-        assert rewards == [1.0, 1.0, 0.2, 0.0, 0.0]

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not device.has_transformer_engine(), reason="no Transformer Engine"),
 ]
 ZERO = {"distributed_optimizer": True}
-OVERLAP = {**ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAP = {**ZERO, "overlap": True}
 SELECTIVE = {"fields": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "recompute": (1, {}, {"recompute": True}),

@@ -1,10 +1,9 @@
-"""tools/install.sh under stand-ins of Python and pip, setup.py under ones of torch and the CUDA toolkit, and a copy
-that is installed beside the sources. No network, nothing is compiled."""
+"""tools/install.sh with fake Python and pip, setup.py with a fake torch and CUDA toolkit, and an installed copy next to
+the sources. No test needs a network or compiles anything."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,11 +11,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -49,8 +43,6 @@ case "$*" in
   *--index-url\\ https://download.pytorch.org/whl/cpu*)
     [[ ${REACHED:-} == up ]] || fail "the index does not answer"
     "$STANDINS/torch" "$venv" 2.13.0+cpu None ;;
-  *wheels/cpu.whl*) "$STANDINS/torch" "$venv" 2.12.0+cpu None ;;
-  *wheels/cuda.whl*) "$STANDINS/torch" "$venv" 2.12.0 '"13.0"' ;;
   *torch==*)
     [[ -d $venv/site/torch && $* == *torch==$(cat "$venv/site/torch/whole")* ]] && exit 0
     [[ ${OWN:-} == cpu ]] && exec "$STANDINS/torch" "$venv" 2.13.0+cpu None
@@ -118,70 +110,12 @@ def test_without_cuda_the_cpu_build_is_taken_and_kept_and_no_kernels_are_built(i
     assert log[-1].startswith("pip BRORL_CUDA=0 ")
 
 
-def test_a_run_s_packages_come_without_those_of_tests_and_documentation(install):
-    """Each stage is announced before it begins; what only tests, lint and the pages need comes by an own step."""
-    done, log = install(REACHED="up")
-    assert re.findall(r"^install: (\d/4) ", done.stdout, re.M) == ["1/4", "2/4", "3/4", "4/4"]
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    run, extras = declared["dependency-groups"]["run"], declared["project"]["optional-dependencies"]
-    (asked,) = [line for line in log if "megatron-core" in line]
-    assert all(line in asked for line in run if not line.startswith("torch>"))
-    tools = [line for line in (*extras["test"], *extras["docs"]) if line not in run]
-    assert {"pytest", "ruff", "mypy"} < set(tools)
-    assert not any(tool in line.split() for line in log for tool in tools)
-
-    done, log = install("dev")
-    assert done.returncode == 0, done.stderr
-    assert set(log[-1].split()) > {*tools, "torch==2.13.0+cpu"}
-    assert not any("venv" in line or "--editable" in line for line in log[-1:])
-
-
-def test_make_installs_the_tools_only_where_they_are_needed():
-    """A target's recipe that calls a tool of the extras waits for them, and the quickstart does not."""
-    made = {}
-    for target in (
-        "quickstart",
-        "bench",
-        "wheel",
-        "test",
-        "test-fast",
-        "check",
-        "docs",
-        "gpu-check",
-    ):
-        command = ["make", "--no-print-directory", "-n", "-B", target, "VENV=elsewhere"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert "bash tools/install.sh\n" in done.stdout, done.stderr
-        made[target] = "bash tools/install.sh dev\n" in done.stdout
-    assert made == {target: target not in ("quickstart", "bench", "wheel") for target in made}
-
-
 def test_a_cuda_build_is_refused_before_it_is_brought(install):
     """Python 3.12, the CPU index out of reach: pip's own index answered with 4.7 GB."""
     done, log = install(OWN="cuda")
     refused(done, "no torch==2.13.0+cpu for Python 3.12.1", "BRORL_TORCH", "PYTHON")
     assert brought(log) == []
     assert not any("--editable" in line for line in log)
-
-
-def test_brorl_torch_names_another_cpu_build(install, tmp_path):
-    done, log = install(OWN="cuda", BRORL_TORCH="--no-index wheels/cpu.whl")
-    assert done.returncode == 0, done.stderr
-    assert brought(log) == ["2.12.0+cpu"]
-    assert "--no-deps --no-index wheels/cpu.whl" in log[1]
-    assert not any("download.pytorch.org" in line for line in log)
-    assert "torch==2.12.0+cpu" in log[-2]  # with the packages that could exchange it
-
-
-def test_brorl_torch_with_cuda_is_refused_before_its_libraries_come(install):
-    done, log = install(BRORL_TORCH="wheels/cuda.whl")
-    refused(done, "torch 2.12.0 is a build for CUDA 13.0", "BRORL_TORCH")
-    assert [line.split(" install ")[0] for line in log if line.startswith("pip ")] == ["pip BRORL_CUDA=0"]
-
-
-def test_the_build_s_own_switch_is_kept(install):
-    _, log = install(REACHED="up", BRORL_CUDA="1")  # setup.py then says what it lacks
-    assert log[-1].startswith("pip BRORL_CUDA=1 ")
 
 
 def test_with_cuda_the_torch_that_is_there_is_kept(install):
@@ -191,12 +125,6 @@ def test_with_cuda_the_torch_that_is_there_is_kept(install):
     assert "--system-site-packages" in "".join(log)
     assert "torch==2.9.0" in log[-2]
     assert log[-1].startswith("pip BRORL_CUDA=unset ")
-
-
-def test_a_torch_that_the_environment_does_not_see_is_named(install):
-    done, log = install(GPU="1", OWN="cuda")
-    refused(done, "does not see the torch of", "set PYTHON")
-    assert brought(log) == []
 
 
 def test_an_old_python_is_refused(install):
@@ -241,7 +169,7 @@ def test_kernels_are_built_where_torch_has_cuda_and_the_toolkit_is_whole(toolkit
     assert "setup.py: with CUDA kernels (BRORL_CUDA=1, default)" in done.stdout
 
 
-@pytest.mark.parametrize("lost", ["bin/nvcc", "include/cublas_v2.h", "lib64/libcudart.so", "lib64/libcublas.so"])
+@pytest.mark.parametrize("lost", ["bin/nvcc", "lib64/libcudart.so"])
 def test_a_part_of_the_toolkit_that_lacks_is_named(toolkit, tmp_path, lost):
     """Without libcudart the build went on to `cannot find -lcudart`."""
     (toolkit / lost).unlink()
@@ -264,11 +192,6 @@ def test_cublas_of_pip_completes_a_toolkit_for_cuda_13(toolkit, tmp_path):
     assert "setup.py: with CUDA kernels (BRORL_CUDA=1, default)" in done.stdout, done.stdout + done.stderr
     done = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
     assert "has no cublas_v2.h" in done.stdout
-
-
-def test_a_toolkit_beside_a_cpu_build_of_torch_builds_no_kernels(toolkit, tmp_path):
-    done = setup(tmp_path, fake_torch(None), CUDA_HOME=str(toolkit))
-    assert "without CUDA kernels: torch 2.9.1 is a build without CUDA (BRORL_CUDA=0, default)" in done.stdout
 
 
 def test_building_without_torch_is_one_line(tmp_path):
@@ -307,14 +230,12 @@ def test_pip_and_make_bring_the_same_torch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("installed", [True, False])
-def test_sources_that_hide_the_installed_copy_are_named(tmp_path, installed):
+def test_sources_that_hide_the_installed_copy_are_named(tmp_path):
     """`pip install .`, then a command from inside the checkout: the ranks import the folder they are started in."""
     sources, copy = tmp_path / "checkout" / "megatron_brorl", tmp_path / "site" / "megatron_brorl"
     shutil.copytree(ROOT / "megatron_brorl", sources, ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
     copy.mkdir(parents=True)
-    if installed:
-        (copy / "_C.cpython-311-x86_64-linux-gnu.so").touch()
+    (copy / "_C.cpython-311-x86_64-linux-gnu.so").touch()
     # -S leaves out the hook of an editable install, which this environment may have; its packages are needed.
     env = {**os.environ, "PYTHONPATH": f"{copy.parent}{os.pathsep}{sysconfig.get_paths()['purelib']}"}
     command = [sys.executable, "-S", "-m", "megatron_brorl", "doctor"]
@@ -322,6 +243,6 @@ def test_sources_that_hide_the_installed_copy_are_named(tmp_path, installed):
     assert done.returncode == 1, done.stderr
     (said,) = [line for line in done.stdout.splitlines() if " csrc " in line]
     assert said.split()[0] == "BAD"
-    assert ("pip install -e ." if installed else "pip install .") in said
-    assert (f"from the sources in {sources}" in said) == installed
-    assert (str(copy) in said) == installed
+    assert "pip install -e ." in said
+    assert f"from the sources in {sources}" in said
+    assert str(copy) in said

@@ -60,31 +60,6 @@ def test_a_resumed_run_does_not_count_the_steps_of_its_forerunner() -> None:
     assert out.getvalue() == "train 90/100  elapsed 0:00  left ?\ntrain 91/100  elapsed 0:05  left 0:45\n"
 
 
-def test_no_steps_at_all() -> None:
-    out, terminal = io.StringIO(), _Terminal()
-    for stream in (out, terminal):
-        with progress(0, "train", True, stream=stream, clock=_Clock()) as p:
-            p.update(0, {})
-    assert out.getvalue() == "train 0/0  elapsed 0:00  left 0:00\n"
-    assert "0/0" in terminal.getvalue()
-
-
-def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    out = io.StringIO()
-    for stream in (out, None):
-        with progress(3, "train", False, stream=stream) as p:
-            p.update(1, {"reward": "0.5"})
-            p.note("hello")
-    assert out.getvalue() == ""
-    assert capsys.readouterr() == ("", "")
-
-
-def test_the_default_is_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress(1, "train", True) as p:
-        p.note("hello")
-    assert capsys.readouterr() == ("", "hello\n")
-
-
 def test_a_terminal_gets_one_display_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
@@ -115,8 +90,3 @@ def test_a_stream_nobody_reads_does_not_end_the_run() -> None:
     with progress(1, "train", True, stream=Gone(), clock=_Clock()) as p:
         p.update(1, {})
         p.note("hello")
-
-
-def test_an_error_inside_passes_through() -> None:
-    with pytest.raises(KeyError), progress(1, "train", True, stream=_Terminal()):
-        raise KeyError

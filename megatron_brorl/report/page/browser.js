@@ -33,7 +33,8 @@ function command(run, m, g) {
 
 function rollouts(parent, run) {
   const data = content.rollouts, left = data.recorded.rollouts - data.held.rollouts;
-  if (!data.moments.length) return append(parent, said(run.spread.evaluation || run.spread.step ? "No room for rollouts in this file: make it larger with --megabytes." : "No rollouts are recorded."));
+  const recorded = run.spread.evaluation || run.spread.step;
+  if (!data.moments.length) return append(parent, said(recorded ? "No room for rollouts in this file: make it larger with --megabytes." : "No rollouts are recorded."));
   append(parent, note(`Here are ${whole(data.held.rollouts)} rollouts of ${whole(data.held.groups)} groups at ${data.moments.length} of ${data.moments_recorded} recorded moments`,
     left > 0 ? `; ${whole(left)} recorded ones of these moments are left out: the file takes at most ${content.megabytes} MB and shows at most 16 siblings of a prompt. All of them: ` : ". All of them: ",
     make("code", null, `brorl rollouts ${run.folder}`)));
@@ -46,7 +47,9 @@ function rollouts(parent, run) {
   const search = make("input", { type: "search", id: "search", placeholder: "id or text of the prompt", on: { input: () => fill() } });
   const moments = choice("When", listed.map((x) => [String(x.place), momentName(x)]), String(m.place), (v) => { m = order[Number(v)]; load(); }, "moment");
   const filter = choice("Which", Object.entries(FILTERS).map(([k, [text]]) => [k, text]), "all", (v) => { kept = v; fill(); }, "filter");
-  append(parent, make("div", { class: "controls" }, moments, filter, make("label", { for: "search" }, "Search ", search), count), make("div", { class: "browser" }, list, pane));
+  append(parent,
+    make("div", { class: "controls" }, moments, filter, make("label", { for: "search" }, "Search ", search), count),
+    make("div", { class: "browser" }, list, pane));
 
   async function load() {
     const asked = m, found = await chunk(m.list);
@@ -106,10 +109,11 @@ function rollouts(parent, run) {
 function show(pane, run, m, g, unit) {
   pane.scrollTop = 0;
   const trained = m.kind === "step" ? (g.trained ? ", trained on" : ", not trained on") : "";
-  const head = [make("h3", null, g.prompt_id),
-    make("p", null, `${momentName(m)}: right ${g.right} of ${g.rollouts}, ${g.distinct} distinct answers, ${g.tokens === null ? "-" : g.tokens.toFixed(1)} tokens on average${trained}; verifier ${g.verifier}`)];
+  const counts = `right ${g.right} of ${g.rollouts}, ${g.distinct} distinct answers, ${g.tokens === null ? "-" : g.tokens.toFixed(1)} tokens on average`;
+  const head = [make("h3", null, g.prompt_id), make("p", null, `${momentName(m)}: ${counts}${trained}; verifier ${g.verifier}`)];
   const rest = make("code", null, command(run, m, g));
-  if (!unit) return pane.replaceChildren(...head, g.excerpt === null ? said("Only numbers are recorded of this group (run.record_groups).") : said("Its rollouts are not in this file. All of them:"), g.excerpt === null ? "" : rest);
+  if (!unit && g.excerpt === null) return pane.replaceChildren(...head, said("Only numbers are recorded of this group (run.record_groups)."));
+  if (!unit) return pane.replaceChildren(...head, said("Its rollouts are not in this file. All of them:"), rest);
   return pane.replaceChildren(...head,
     make("pre", { class: "text" }, unit.prompt),
     unit.reference === null ? "" : make("p", null, "Reference answer: ", make("code", null, unit.reference)),

@@ -75,7 +75,8 @@ function curves(parent, run) {
   append(parent, c.step.length ? null : said("No step is done yet."), make("div", { class: "charts" },
     held_out(run),
     one("Training reward", "", "reward", "mean reward"),
-    tasks.length > 1 ? lines("Right rollouts by task", "In training.", tasks.map(([name, y]) => ({ name, x: run.by_task.step, y })), { y: "share right", format: ".0%", smooth: true }) : null,
+    tasks.length > 1 ? lines("Right rollouts by task", "In training.", tasks.map(([name, y]) => ({ name, x: run.by_task.step, y })),
+      { y: "share right", format: ".0%", smooth: true }) : null,
     lines("Groups of a step", "Kept: with right and wrong rollouts, or all groups without dynamic sampling.",
       [of("kept_share", "kept"), of("all_right_share", "all right"), of("all_wrong_share", "all wrong")], { y: "share of groups", format: ".0%" }),
     one("Response length", "", "response_tokens", "mean tokens"),
@@ -106,8 +107,9 @@ function any_metric(parent, runs, names, begin) {
     const name = field.value, share = name.startsWith("pass@");
     if (!names.includes(name)) return;
     const ways = runs.length > 1 ? [["training step", false], ["seconds of training steps", true]] : [["training step", false]];
-    place.replaceChildren(...ways.map(([x, over]) => lines(over ? `${name} over time` : name, over ? "Evaluations take no time here." : meaning(name),
-      runs.map((run) => of_run(run, name, run.name, over)), { y: "", x, smooth: !share, format: share ? ".0%" : ".3~g", whole: !over }) || said("This metric has no value.")));
+    const draw = ([x, over]) => lines(over ? `${name} over time` : name, over ? "Evaluations take no time here." : meaning(name),
+      runs.map((run) => of_run(run, name, run.name, over)), { y: "", x, smooth: !share, format: share ? ".0%" : ".3~g", whole: !over });
+    place.replaceChildren(...ways.map((way) => draw(way) || said("This metric has no value.")));
   };
   const field = make("input", { list: "metrics", id: "metric", value: names.includes(begin) ? begin : names[0], autocomplete: "off", on: { input: show, focus: () => field.select() } });
   append(parent, make("div", { class: "any" }, make("label", { for: "metric" }, `Any of the ${names.length} metrics: `), field,
@@ -119,7 +121,9 @@ function any_metric(parent, runs, names, begin) {
 function of_run(run, name, label, over) {
   if (!name.startsWith("pass@")) return { name: label, x: over ? run.curves.elapsed : run.curves.step, y: run.curves.values[name] || [] };
   const task = name.startsWith("pass@1 of ") ? name.slice(10) : null;
-  const found = run.evaluations.map((e) => [e.steps, task === null ? e.passes.find((p) => p.k === Number(name.slice(5))) : task in e.tasks ? { mean: e.tasks[task] } : null]).filter(([, p]) => p);
+  const of_k = (e) => e.passes.find((p) => p.k === Number(name.slice(5)));
+  const of_task = (e) => (task in e.tasks ? { mean: e.tasks[task] } : null);
+  const found = run.evaluations.map((e) => [e.steps, task === null ? of_k(e) : of_task(e)]).filter(([, p]) => p);
   const end = (key) => (found.some(([, p]) => key in p) ? found.map(([, p]) => (key in p ? p[key] : null)) : undefined);
   return { name: label, x: found.map(([s]) => (over ? elapsed(run, s) : s)), y: found.map(([, p]) => p.mean), low: end("low"), high: end("high") };
 }
@@ -142,7 +146,8 @@ function at_checkpoints(run) {
 function sampling(runs) {
   const rows = runs.filter((run) => run.generation).map((run) => {
     const g = run.generation;
-    return [run.name, run.n || "-", short(g.rollouts_per_s), short(g.tokens_per_s), percent(g.share_of_step), short(g.end_to_end_per_s), short(g.kept_per_s), percent(g.prompt_hits)];
+    return [run.name, run.n || "-", short(g.rollouts_per_s), short(g.tokens_per_s), percent(g.share_of_step),
+      short(g.end_to_end_per_s), short(g.kept_per_s), percent(g.prompt_hits)];
   });
   return [make("h3", null, "Generation"), rows.length ? [
     table("Generation", ["run", "N", "rollouts/s", "tokens/s", "share of a step", "rollouts/s, whole steps", "trained on/s, whole steps", "prompt cache hits"], rows),
@@ -189,21 +194,29 @@ function configuration(parent, run) {
   show();
 }
 
+const solved = (change) => (change ? `+${change.solved.length} / -${change.lost.length}` : "-");
+
 function comparison(parent, content) {
   const runs = content.runs, first = runs[0];
   const finals = runs.map((run) => {
     const [a, b] = [run.evaluations[0], last_of(run.evaluations)], c = run.change, wide = c && c.passes.length > 1 && last_of(c.passes);
-    return [run.name, run.verdict.state, run.n || "-", duration(run.seconds || elapsed(run, run.steps)), interval(a && a.passes[0]), interval(b && b !== a && b.passes[0]),
-      c ? interval(c.passes[0].difference, points) : "-", wide ? `pass@${wide.k}: ${interval(wide.difference, points)}` : "-", c ? `+${c.solved.length} / -${c.lost.length}` : "-"];
+    return [
+      run.name, run.verdict.state, run.n || "-", duration(run.seconds || elapsed(run, run.steps)),
+      interval(a && a.passes[0]), interval(b && b !== a && b.passes[0]),
+      c ? interval(c.passes[0].difference, points) : "-",
+      wide ? `pass@${wide.k}: ${interval(wide.difference, points)}` : "-",
+      solved(c),
+    ];
   });
   append(parent,
     table("Results", ["run", "state", "N", "time", "pass@1 first", "pass@1 last", "change, points", "largest k", "prompts solved / lost"], finals),
     note("In brackets: 95% intervals over prompts. Changes are within each run, paired by prompt."),
-    runs.map((run) => [run.verdict.headline, ...run.verdict.findings].map((s, i) => make("p", { class: i ? "finding" : null }, make("b", null, run.name + ": "), s))),
+    runs.map((run) => [run.verdict.headline, ...run.verdict.findings].map((s) => make("p", null, make("b", null, run.name + ": "), s))),
     make("h3", null, `Last evaluations against that of ${first.name}, prompt by prompt`));
   const rows = runs.slice(1).flatMap((run, i) => {
     const c = content.against[i + 1];
-    return c ? c.passes.map((p) => [run.name, `pass@${p.k}`, percent(p.before), percent(p.after), interval(p.difference, points), of_p(p.difference.p), c.prompts, `+${c.solved.length} / -${c.lost.length}`]) : [];
+    const row = (p) => [run.name, `pass@${p.k}`, percent(p.before), percent(p.after), interval(p.difference, points), of_p(p.difference.p), c.prompts, solved(c)];
+    return c ? c.passes.map(row) : [];
   });
   const alone = runs.slice(1).filter((_, i) => !content.against[i + 1]).map((run) => run.name);
   if (rows.length) append(parent, table("Paired differences", ["run", "", first.name, "this run", "difference, points", "p", "prompts of both", "solved / lost"], rows));
@@ -218,6 +231,7 @@ function comparison(parent, content) {
   append(parent, make("h3", null, "Keys that differ"));
   const known = runs.filter((run) => Object.keys(run.config).length);
   const text = (run, k) => (k in run.config ? JSON.stringify(run.config[k]) : "-");
-  const differ = all((run) => Object.keys(run.config)).sort().filter((k) => new Set(known.map((run) => text(run, k))).size > 1).map((k) => [k, ...known.map((run) => text(run, k))]);
+  const keys = all((run) => Object.keys(run.config)).sort().map((k) => [k, ...known.map((run) => text(run, k))]);
+  const differ = keys.filter(([, ...values]) => new Set(values).size > 1);
   append(parent, differ.length ? table("Keys that differ", ["key", ...known.map((run) => run.name)], differ) : said("None that is recorded."));
 }

@@ -1,58 +1,76 @@
-"""The command that starts the first process of a sandbox: under bubblewrap, or bare where the user has chosen that."""
+"""The command that starts the first process of a sandbox, under bubblewrap or without isolation."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_brorl.rewards.sandbox import user
-from megatron_brorl.rewards.sandbox.limits import Limits
-
-# Environment of scoring processes.
 UNSANDBOXED = "BRORL_UNSANDBOXED"  # "1" if reward.unsandboxed is true
 TIMEOUT_S = "BRORL_REWARD_TIMEOUT_S"  # reward.timeout_s
 _INSIDE = Path(__file__).with_name("inside")
 _GUARD = ("-I", "-S", "-B", "-X", "utf8")
 _START = "import sys; sys.path.insert(0, {!r}); from {} import main; main()"
 _MODULE = "megatron_brorl.rewards.sandbox.inside.guard"
+USER = 65534  # nobody: the user in every sandbox
+_OUTSIDE = 64000  # its user id outside
+_CLONE_NEWUSER = 0x10000000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one program with all of its tests. Its memory is at most processes * memory_mb + 2 * scratch_mb."""
+
+    seconds: float  # for all tests together, after the start of the sandbox
+    test_seconds: float  # for one test
+    memory_mb: int = 512  # address space of one process
+    processes: int = 8  # including threads; the sandbox itself needs three
+    output_bytes: int = 1 << 20  # of one test
+    file_mb: int = 8  # the largest file
+    scratch_mb: int = 16  # of /tmp, and as much again of /dev/shm
+    files: int = 64  # open at a time
 
 
 def tell_workers(bare: bool, timeout_s: float) -> None:
-    """Put reward.unsandboxed and reward.timeout_s where the scoring processes of this one will find them."""
+    """Put reward.unsandboxed and reward.timeout_s into the environment of worker processes."""
     os.environ[UNSANDBOXED], os.environ[TIMEOUT_S] = str(int(bare)), str(timeout_s)
 
 
 def limits() -> Limits:
-    """Those of a scoring process: below the deadline after which it would be killed with what it knows so far."""
+    """Return the limits in a worker: below the deadline after which the worker itself would be killed."""
     timeout_s = float(os.environ.get(TIMEOUT_S, "5"))
     return Limits(seconds=0.8 * timeout_s, test_seconds=0.4 * timeout_s)
 
 
 def unsandboxed() -> bool:
-    """Whether programs run without isolation here, by reward.unsandboxed."""
+    """Return whether programs run without isolation here (reward.unsandboxed)."""
     return os.environ.get(UNSANDBOXED) == "1"
 
 
 def bare_command() -> list[str]:
-    """Without isolation; only the limits of the order hold."""
+    """Return the command without isolation, in which only the limits of the order hold."""
     package = Path(__file__).parents[3]
     return [sys.executable, *_GUARD, "-c", _START.format(str(package), _MODULE)]
 
 
 def command(limits: Limits, seccomp: int, info: int) -> tuple[list[str], list[int]]:
-    """Under bubblewrap, and the file descriptors to hand on. seccomp: holds the filter; info: where its pid goes."""
+    """Return the command under bubblewrap, and the file descriptors to pass on.
+
+    seccomp: a file with the filter. info: the file to which bubblewrap writes the pid.
+    """
     fds = [seccomp, info]
     namespaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     if os.geteuid() == 0:
         # The guard drops these two rights with the user.
-        fds.append(user.namespace())
-        who = ["--userns", str(user.namespace()), "--cap-drop", "ALL", "--cap-add", "CAP_SETUID"]
+        fds.append(_user_namespace())
+        who = ["--userns", str(_user_namespace()), "--cap-drop", "ALL", "--cap-add", "CAP_SETUID"]
         who += ["--cap-add", "CAP_SETGID"]
     else:
-        who = ["--unshare-user", "--disable-userns", "--uid", str(user.INSIDE), "--gid", str(user.INSIDE)]
+        who = ["--unshare-user", "--disable-userns", "--uid", str(USER), "--gid", str(USER)]
         who += ["--cap-drop", "ALL"]
 
     # /dev is a file system in memory without a bound, and so is the root: both are closed once they are made.
@@ -67,7 +85,7 @@ def command(limits: Limits, seccomp: int, info: int) -> tuple[list[str], list[in
 
 
 def found() -> bool:
-    """Whether there is a bubblewrap."""
+    """Return whether bubblewrap is installed."""
     return shutil.which("bwrap") is not None
 
 
@@ -77,7 +95,7 @@ def _bubblewrap() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _files() -> tuple[str, ...]:
-    """/usr, this Python with its standard library, and the guard, all read-only; nothing else of the machine."""
+    """Return arguments that show /usr, this Python, its standard library and the guard, read-only, and nothing else."""
     files = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -86,8 +104,7 @@ def _files() -> tuple[str, ...]:
         elif path.is_dir():
             files += ["--ro-bind", str(path), str(path)]
 
-    # Under names of their own: bubblewrap gives the folders above a mount the rights that they have outside, and a home
-    # may be closed to others.
+    # Bubblewrap gives the folders above a mount the rights that they have outside, and a home may be closed to others.
     interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     files += ["--dir", "/python", "--dir", "/python/bin", "--ro-bind", interpreter, "/python/bin/python"]
     for name in ("lib", "lib64"):
@@ -96,3 +113,56 @@ def _files() -> tuple[str, ...]:
             files += ["--ro-bind", str(path), f"/python/{name}"]
     module = _MODULE.rpartition(".")[0].replace(".", "/")
     return (*files, "--ro-bind", str(_INSIDE), f"/sandbox/{module}")
+
+
+@functools.lru_cache(maxsize=1)
+def _user_namespace() -> int:
+    """Return a file descriptor of a user namespace that knows root and USER, made once per process.
+
+    The limit on the number of processes does not hold for root, so the first process of a sandbox must become another
+    user. Raises OSError if this machine permits no namespaces.
+    """
+    (ready, tell), (go, permit) = os.pipe(), os.pipe()
+    unshare = ctypes.CDLL(None, use_errno=True).unshare
+    child = os.fork()
+    if child == 0:
+        os.close(permit)  # or it would wait for itself
+        _enter(unshare, tell, go)
+    os.close(tell)
+    os.close(go)
+
+    # Only a process outside may map two users. The open file keeps the namespace alive when its first process ends.
+    try:
+        if os.read(ready, 1) != b"+":
+            raise OSError("this machine permits no user namespaces")
+        for ids in ("uid_map", "gid_map"):
+            _write(f"/proc/{child}/{ids}", f"0 0 1\n{USER} {_OUTSIDE} 1\n")
+        os.write(permit, b"+")
+        if os.read(ready, 1) != b"+":
+            raise OSError("a user namespace cannot be forbidden to make further ones")
+        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(ready)
+        os.close(permit)
+        os.waitpid(child, 0)
+
+
+def _enter(unshare: ctypes._NamedFuncPointer, tell: int, go: int) -> None:
+    """Enter a new namespace in which no further one can be made; the body of the child."""
+    try:
+        if unshare(_CLONE_NEWUSER) == 0:
+            os.write(tell, b"+")
+            if os.read(go, 1) == b"+":
+                _write("/proc/sys/user/max_user_namespaces", "0")
+                os.write(tell, b"+")
+                os.read(go, 1)  # until it has been opened
+    finally:
+        os._exit(0)
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)

@@ -1,4 +1,4 @@
-"""Whether this machine can isolate programs: found out by doing it once."""
+"""Test whether this machine can isolate programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.sandbox import isolation, seccomp
-from megatron_brorl.rewards.sandbox.limits import Limits
+from megatron_brorl.rewards.sandbox.isolation import Limits
 from megatron_brorl.rewards.sandbox.process import Ended, SandboxError, SandboxProcess
 
 KEY = "reward.unsandboxed"
@@ -17,13 +17,13 @@ WARNING = f"{KEY} = true: programs that the model writes run as this user, with 
 
 @functools.lru_cache(maxsize=1)
 def problem() -> str | None:
-    """Why programs cannot be isolated here, with what to do about it, in one line; None if they can."""
+    """Return why programs cannot be isolated here, and the remedy, in one line; None if they can."""
     if sys.platform != "linux" or not seccomp.known(platform.machine()):
         return f"no sandbox for {sys.platform} on {platform.machine()}; use Linux on x86_64 or aarch64"
     if not isolation.found():
         return "bubblewrap is missing; install it (apt-get install bubblewrap)"
 
-    # A program that has to say something: namespaces that a container forbids show only in use.
+    # Only running a program shows whether a container forbids namespaces.
     order = {"mode": "scripts", "program": "print(6 * 7)"}
     try:
         with SandboxProcess(order, Limits(seconds=20.0, test_seconds=20.0), isolated=True) as process:
@@ -37,12 +37,12 @@ def problem() -> str | None:
 
 
 def refuse(where: str, reason: str) -> UserError:
-    """The error of a machine without isolation."""
+    """Return the error for a machine without isolation."""
     return UserError(f"{where}: {reason}; or set {KEY} = true to run what the model writes without isolation")
 
 
 def require(where: str) -> bool:
-    """Whether programs are to be isolated; UserError where they should be and cannot."""
+    """Return whether to isolate programs. Raises UserError if they must be isolated and cannot be."""
     if isolation.unsandboxed():
         return False
     reason = problem()

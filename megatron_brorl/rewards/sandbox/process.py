@@ -1,4 +1,4 @@
-"""One sandbox from outside: started for one program, spoken to in lines of JSON, killed with all that is in it."""
+"""The process of one sandbox: runs one program, exchanges lines of JSON, and is killed with everything inside."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import time
 from types import TracebackType
 from typing import Any
 
-from megatron_brorl.rewards.sandbox import isolation, seccomp, user
+from megatron_brorl.rewards.sandbox import isolation, seccomp
 from megatron_brorl.rewards.sandbox.inside import codec
-from megatron_brorl.rewards.sandbox.limits import Limits
+from megatron_brorl.rewards.sandbox.isolation import Limits
 
 _START_S = 20.0
 _CHUNK = 1 << 16
 
 
 class SandboxError(RuntimeError):
-    """No sandbox could be started: the machine's fault, not the program's."""
+    """The machine could not start a sandbox; the program is not to blame."""
 
 
 class Ended(Exception):
-    """The program's time is up, it ended, or it did not keep to the form of messages."""
+    """The program's time is up, it ended, or it wrote a malformed message."""
 
 
 class SandboxProcess:
-    """A context manager; `order` is what inside.guard carries out."""
+    """A sandbox in which inside.guard carries out `order`; a context manager."""
 
     def __init__(self, order: dict[str, Any], limits: Limits, isolated: bool) -> None:
         self._limits, self._isolated = limits, isolated
@@ -42,7 +42,7 @@ class SandboxProcess:
         self.send({**order, **self._order()})
         try:
             if self.receive() != {"up": True}:
-                raise Ended("it spoke out of turn")
+                raise Ended("it sent an unexpected message")
         except Ended as e:
             raise SandboxError(f"the sandbox did not start: {self._failure() or e}") from None
         self._deadline = time.monotonic() + limits.seconds
@@ -56,18 +56,18 @@ class SandboxProcess:
         self.close()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue one message; it leaves while `receive` waits."""
+        """Queue one message, which is sent while `receive` waits."""
         self._outgoing += json.dumps(message).encode() + b"\n"
 
     def receive(self) -> dict[str, Any]:
-        """The next message from inside, of builtin types; raises Ended."""
+        """Return the next message from inside, of builtin types. Raises Ended."""
         source, sink = self._source, self._sink
         while b"\n" not in self._incoming:
             left = self._deadline - time.monotonic()
             if left <= 0:
                 raise Ended("out of time")
 
-            # Both ways at once, or two full pipes would wait for each other.
+            # Reading and writing alternate, because two full pipes would wait for each other.
             readable, writable, _ = select.select([source], [sink] if self._outgoing else [], [], left)
             if writable:
                 self._write()
@@ -82,7 +82,7 @@ class SandboxProcess:
         return _message(line)
 
     def close(self) -> None:
-        """Kill what is inside; on return all of it is gone."""
+        """Kill every process inside and wait until they are gone."""
         if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -103,7 +103,7 @@ class SandboxProcess:
         handed = [order, answers, errors]
         try:
             if self._isolated:
-                # The kernel kills process 1's whole namespace with it, so that is whom to kill.
+                # The kernel kills a namespace with its process 1, so `close` kills that one.
                 (info, tell), filter_ = os.pipe(), _filled(seccomp.program())
                 handed += [tell, filter_]
                 arguments, fds = isolation.command(self._limits, filter_, tell)
@@ -115,7 +115,7 @@ class SandboxProcess:
                     arguments, stdin=order, stdout=answers, stderr=errors, cwd=folder, env={}, start_new_session=True
                 )
         finally:
-            # The child has its own copies; ours would keep its pipes open.
+            # The child has copies of its own. These would keep its pipes open.
             for fd in handed:
                 os.close(fd)
         os.set_blocking(self._sink, False)
@@ -125,7 +125,7 @@ class SandboxProcess:
     def _order(self) -> dict[str, Any]:
         limits = self._limits
         return {
-            "user": user.INSIDE if self._isolated and os.geteuid() == 0 else None,
+            "user": isolation.USER if self._isolated and os.geteuid() == 0 else None,
             "test_seconds": limits.test_seconds,
             "output_bytes": limits.output_bytes,
             "limits": {
@@ -142,7 +142,7 @@ class SandboxProcess:
         try:
             self._outgoing = self._outgoing[os.write(self._sink, self._outgoing[:_CHUNK]) :]
         except BrokenPipeError:
-            self._outgoing = b""  # the end shows in what comes back
+            self._outgoing = b""  # `receive` then raises Ended.
 
     def _failure(self) -> str:
         self._process.kill()
@@ -159,12 +159,12 @@ def _message(line: bytes) -> dict[str, Any]:
     except codec.Unencodable as e:
         raise Ended("a message that is not JSON") from e
     if not isinstance(message, dict):
-        raise Ended("a message that is no object")
+        raise Ended("a message that is not an object")
     return message
 
 
 def _filled(data: bytes) -> int:
-    """The end of a pipe that holds `data`."""
+    """Return the reading end of a pipe that holds `data`."""
     end, fill = os.pipe()
     os.write(fill, data)
     os.close(fill)
@@ -172,7 +172,7 @@ def _filled(data: bytes) -> int:
 
 
 def _pidfd(info: int) -> int | None:
-    """A handle on the process that bubblewrap names in `info`; None if it ended before that."""
+    """Return a handle on the process that bubblewrap names in `info`; None if it ended before that."""
     with open(info, "rb") as file:
         text = file.read()
     try:

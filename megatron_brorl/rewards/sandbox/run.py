@@ -1,6 +1,6 @@
-"""A program and its tests in a sandbox of their own: one outcome per test, whatever the program does.
+"""Run a program on its tests in a sandbox, with one outcome per test.
 
-Only inputs go in. What comes out is text or values of builtin types, for the caller to compare.
+Only the inputs of tests enter the sandbox. The caller compares the text or the values of builtin types that come out.
 """
 
 from __future__ import annotations
@@ -11,54 +11,53 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_brorl.rewards.sandbox.inside import codec
-from megatron_brorl.rewards.sandbox.limits import Limits
+from megatron_brorl.rewards.sandbox.isolation import Limits
 from megatron_brorl.rewards.sandbox.process import Ended, SandboxProcess
 
 Status = Literal["ok", "error", "timeout", "output", "crash", "syntax", "ended", "form"]
-_STATUSES = frozenset(("ok", "error", "timeout", "output", "crash", "syntax"))  # those that are said inside
+_STATUSES = frozenset(("ok", "error", "timeout", "output", "crash", "syntax"))  # statuses that the sandbox reports
 _REASONS = {"timeout": "out of time", "output": "too much output"}
 _REASON_CHARS = 80
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one test.
+    """The outcome of one test.
 
-    ok; error: it raised or exited with another code than 0; timeout; output: it wrote too much; crash: a signal ended
-    it; syntax: the program does not compile; ended: its process was gone or its total time was up; form: what came back
-    is no answer.
+    error: the program raised, or exited with a code other than 0. output: it wrote too much. crash: a signal ended it.
+    syntax: it does not compile. ended: its process was gone, or the total time was up. form: its answer is malformed.
     """
 
     status: Status
     reason: str = ""
     stdout: str = ""
-    value: Any = None  # what a function returned
-    seconds: float = 0.0  # from the last outcome, or from the start, to this one
+    value: Any = None  # the return value of a function
+    seconds: float = 0.0  # since the last outcome, or since the start
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Where programs run: isolated, or as reward.unsandboxed has it (probe.require says which)."""
+    """Runs programs, isolated unless reward.unsandboxed is set (see probe.require)."""
 
     isolated: bool
     limits: Limits
 
     def run(self, program: str, stdin: str) -> Outcome:
-        """The program as a script with this on its standard input."""
+        """Run the program as a script with this standard input."""
         return self.scripts(program, [stdin])[0]
 
     def scripts(self, program: str, stdins: Sequence[str]) -> list[Outcome]:
-        """The program as a script, once per standard input."""
+        """Run the program as a script, once per standard input."""
         order = {"mode": "scripts", "program": program}
         return self._outcomes(order, [{"stdin": stdin} for stdin in stdins])
 
     def calls(self, program: str, function: str, calls: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """The program's function, once per {"args", "kwargs"}: encoded by inside.codec."""
+        """Call the program's function, once per {"args", "kwargs"}, which inside.codec has encoded."""
         order = {"mode": "calls", "program": program, "function": function}
         return self._outcomes(order, [{"args": c["args"], "kwargs": c.get("kwargs", {})} for c in calls])
 
     def asserts(self, program: str, function: str, setup: str, tests: Sequence[str]) -> list[Outcome]:
-        """Test code against the program's function, which runs in another sandbox than the tests."""
+        """Run test code that calls the program's function. The program runs in another sandbox than the tests."""
         outcomes: list[Outcome] = []
         try:
             for outcome in self._judged(program, function, setup, tests):
@@ -93,7 +92,7 @@ class Sandbox:
                 began = time.monotonic()
                 judge.send({"test": test})
 
-                # The program has no other way to the tests than a value for each call.
+                # The program can reach the tests only by the value of each call.
                 while "call" in (message := judge.receive()):
                     candidate.send(message["call"])
                     judge.send(_answer(_outcome(candidate.receive(), 0.0)))
@@ -102,7 +101,7 @@ class Sandbox:
 
 
 def _outcome(message: Mapping[str, Any], seconds: float) -> Outcome:
-    """A message from inside as an outcome; every part of it may be the program's invention."""
+    """Convert a message from inside to an outcome. Every part of it may be forged by the program."""
     status, why, stdout, result = (message.get(key, "") for key in ("status", "why", "stdout", "result"))
     if status not in _STATUSES or not all(isinstance(part, str) for part in (why, stdout, result)):
         return Outcome("form", "a message that is no outcome", seconds=seconds)
@@ -110,7 +109,7 @@ def _outcome(message: Mapping[str, Any], seconds: float) -> Outcome:
     if status != "ok":
         return Outcome(status, reason, stdout, seconds=seconds)
 
-    # What a script returns is null.
+    # The result of a script is null.
     try:
         return Outcome("ok", "", stdout, codec.decode(codec.parse(result)), seconds)
     except codec.Unencodable as e:
@@ -122,7 +121,7 @@ def _printable(text: str) -> str:
 
 
 def _answer(outcome: Outcome) -> dict[str, Any]:
-    """To the stand-in of inside.judge."""
+    """Return the reply to the stand-in of inside.judge."""
     if outcome.status == "ok":
         return {"value": codec.encode(outcome.value)}
     return {"raised": outcome.reason if outcome.status == "error" else outcome.status}

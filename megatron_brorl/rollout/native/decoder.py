@@ -62,15 +62,15 @@ class Passage:
     """Tokens to compute at once, and where the keys and values of the last of them go."""
 
     ids: Sequence[int]
-    start: int  # of `ids`; those before this one are computed but not stored
+    start: int  # index in `ids` of the first token that is stored; those before it are only computed
     pages: Tensor  # for tokens from `start` on, [pages] int32
-    before: Tensor  # [n] int32: the full pages of what stands before `ids`
+    before: Tensor  # [n] int32: the full pages before `ids`
 
 
 class Decoder:
-    """Weights are Hugging Face tensors, with q/k/v and gate/up fused at load.
+    """The decoder's weights are Hugging Face tensors, with q/k/v and gate/up fused at load.
 
-    Which of them a layer has, and what Hugging Face calls them, its family says.
+    The model's family lists the tensors of a layer and their Hugging Face names.
     """
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype, ops: DecodeOps) -> None:
@@ -97,23 +97,23 @@ class Decoder:
         self.scale = shape.attention_scale or shape.head_dim**-0.5
 
     def _scale(self, norm: Tensor) -> Tensor:
-        """By what a norm of this weight [n] scales."""
+        """Return the factor by which a norm of this weight [n] scales."""
         return 1 + norm.float() if self.shape.zero_centred_norms else norm
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str, number: int) -> _Layer:
         def find(part: Parameter) -> Tensor | None:
-            # Fused here, once: a step then has one product for q, k and v, and one for gate and up.
+            # Fused once, so that a step has one product for q, k and v, and one for gate and up.
             found = self.shape.facts.find(part)
             return None if found is None else _fused(weights, prefix, found)
 
         def get(part: Parameter) -> Tensor:
-            # Parts that every family has.
+            # A part that every family has.
             found = find(part)
             assert found is not None, f"a family without {part.megatron}"
             return found.to(self.dtype)
 
         def norm(part: Parameter) -> Tensor | None:
-            # Norms that only some families have.
+            # A norm that only some families have.
             found = find(part)
             return None if found is None else self._scale(found).to(self.dtype)
 
@@ -143,12 +143,12 @@ class Decoder:
         return self.head(hidden)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., d / 2] float32 of positions [...]."""
+        """Return cos and sin [..., d / 2] float32 of positions [...]."""
         angle = positions.to(self.inv_freq.dtype).unsqueeze(-1) * self.inv_freq
         return angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
 
     def _local_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of the layers that have the second rotation."""
+        """Return the same for the layers that have the second rotation."""
         angle = positions.to(self.local_inv_freq.dtype).unsqueeze(-1) * self.local_inv_freq
         return angle.cos(), angle.sin()
 
@@ -165,11 +165,11 @@ class Decoder:
         return gelu(gate, approximate="tanh") * up
 
     def _post(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """What a part of a layer gives, [B, H], as it is added to the residual stream."""
+        """Return the output of a part of a layer, [B, H], as it is added to the residual stream."""
         return x if norm is None else self.ops.add_norm(x, None, norm, self.shape.norm_eps)
 
     def _through(self, x: Tensor, attend: Any) -> Tensor:
-        """x [B, H] through all layers; attend(layer number, layer, qkv) -> [B, heads d]."""
+        """Pass x [B, H] through all layers; attend(layer number, layer, qkv) -> [B, heads d]."""
         delta, eps = None, self.shape.norm_eps
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(self.ops.add_norm(x, delta, layer.norm1, eps))
@@ -194,8 +194,7 @@ class Decoder:
         return self._through(self._embed(ids), attend)
 
     def prefill(self, pool: PagePool, passages: Sequence[Passage]) -> Tensor:
-        """Compute passages with as much before each of them; returns the hidden states [passages, H] after their last
-        tokens."""
+        """Compute passages with equally much before each; returns the hidden states [passages, H] at their ends."""
         s, device = self.shape, self.device
         before = torch.stack([p.before for p in passages]).long().to(device)  # [passages, n]
         offset = before.shape[1] * PAGE
@@ -253,13 +252,13 @@ def _has_layout_for(dtype: torch.dtype) -> bool:
 
 
 def _fused(weights: Mapping[str, Tensor], prefix: str, parameter: Parameter) -> Tensor:
-    """A parameter's Hugging Face tensors, one under another: q, k and v, or gate and up, as one matrix."""
+    """Return a parameter's Hugging Face tensors as one matrix: q, k and v, or gate and up."""
     tensors = [weights[prefix + name] for name in parameter.hf]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _store(keys: Tensor, values: Tensor, passage: Passage, key: Tensor, value: Tensor) -> None:
-    """key and value [K, tokens, d] of a passage to its pages."""
+    """Write key and value [K, tokens, d] of a passage to its pages."""
     pages, begin, end = passage.pages.long().to(keys.device), passage.start, len(passage.ids)
     heads, dim = key.shape[0], key.shape[2]
     padded = key.new_zeros(2, heads, pages_for(end - begin) * PAGE, dim)
@@ -270,14 +269,16 @@ def _store(keys: Tensor, values: Tensor, passage: Passage, key: Tensor, value: T
 
 
 def _load(pool: PagePool, layer: int, pages: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, K, 16 n, d] of full pages [B, n]."""
+    """Return keys and values [B, K, 16 n, d] of full pages [B, n]."""
     keys, values = pool.keys[layer][pages], pool.values[layer][pages]  # [B, n, K, d, 16], [B, n, K, 16, d']
     return keys.permute(0, 2, 1, 4, 3).flatten(2, 3), values[..., :dim].transpose(1, 2).flatten(2, 3)
 
 
 def _behind(q: Tensor, k: Tensor, v: Tensor, offset: int, scale: float) -> Tensor:
-    """Attention of the tokens of q [B, heads, tokens, d] behind `offset` others, each to these and to those of q up to
-    itself; k and v [B, K, offset + tokens, d]. Some queries at a time, for a mask of all would outgrow the keys."""
+    """Return the attention of q [B, heads, tokens, d] behind `offset` tokens; k and v [B, K, offset + tokens, d].
+
+    Some queries attend at a time, because the mask of all would be larger than the keys.
+    """
     parts = []
     for begin in range(0, q.shape[2], QUERIES):
         some = q[:, :, begin : begin + QUERIES]

@@ -1,4 +1,4 @@
-"""The built-in rollout engine: any device, prompts computed and stored once, rows admitted as others end."""
+"""The built-in rollout engine, for any device: prompts are stored once, and rows enter as others end."""
 
 from __future__ import annotations
 
@@ -49,32 +49,31 @@ class TorchEngine:
         self._pool: PagePool | None = None
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutEngine; tensors [any shape]. Nothing is taken over before the whole stream was seen and found
-        complete."""
+        """See RolloutEngine; tensors [any shape]."""
         received = receive(tensors, self.names, self.device, self.dtype)
         self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
         self.version = version
 
     @property
     def if_repeating(self) -> str:
-        """See RolloutEngine. Keys never repeat, so the fault is the sampler's, of which there are two."""
+        """See RolloutEngine. Keys never repeat, so one of the two samplers would be at fault."""
         return (
             'the built-in engine (rollout.engine = "torch"); install megatron-brorl again, or start anew with the '
             "other ops.implementation"
         )
 
     def kv_bytes(self) -> int:
-        """Keys and values of the tokens alive now, in whole pages."""
+        """Return the bytes of keys and values of the tokens alive now, in whole pages."""
         pool = self._pool
         return 0 if pool is None else (pool.size - pool.free) * page_bytes(self.shape, self.dtype)
 
     def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See RolloutEngine; tensors [any shape]."""
-        for _ in tensors:  # making each of them is a collective
+        for _ in tensors:  # Making each of them is a collective.
             pass
 
     def meet(self) -> None:
-        """See RolloutEngine: no other rank has this one."""
+        """See RolloutEngine: no other rank shares this engine."""
 
     def kv_usage(self) -> KvUsage | None:
         """See RolloutEngine."""
@@ -85,7 +84,7 @@ class TorchEngine:
         return KvUsage(pool.most_used / pool.size, mean, pool.turns, pool.prompt_tokens, pool.prompt_found)
 
     def renew(self, why: str) -> bool:
-        """See RolloutEngine: it is none."""
+        """See RolloutEngine: there is no process."""
         return False
 
     def sleep(self) -> None:
@@ -94,7 +93,7 @@ class TorchEngine:
         self.version = -1
 
     def wake(self) -> None:
-        """Nothing to prepare: memory is taken by update_weights and generate."""
+        """See RolloutEngine: update_weights and generate take the memory."""
 
     @torch.inference_mode()
     def generate(
@@ -109,30 +108,29 @@ class TorchEngine:
             raise RuntimeError("the engine has no weights: call update_weights first")
         check_context(requests, sampling, supply, self.shape.context, "model's")
 
-        # What this call needs: when rows end, where their keys and values lie, whose turn it is.
         stops = Stops(sampling.stop_ids, sampling.stop_strings, self.decode)
         pool = self._pages(requests, sampling, supply)
         scheduler = Scheduler(decoder, pool, requests, sampling, self.max_rows, self.version, supply)
         found: list[list[Rollout]] = [[] for _ in requests]
 
         def deliver(results: list[tuple[int, Rollout]]) -> None:
-            # What is cut goes on in a later call: it has not ended.
+            # A "cut" rollout goes on in a later call: it has not ended.
             for request, rollout in results:
                 found[request].append(rollout)
                 if watch and rollout.finish != "cut":
                     watch.finished(request, rollout)
 
         def take() -> None:
-            # Only what can begin at once: what is not taken is for other ranks.
+            # Only rows that can begin at once, because other ranks sample what is not taken.
             if supply and (room := scheduler.room()):
                 new = supply.take(room)
                 scheduler.add(new)
                 found.extend([] for _ in new)
 
-        # hidden [active rows, H]: what the next token of each is drawn from. A token a turn for all of them.
+        # hidden [active rows, H]: each row's next token is drawn from it. All rows get one token per turn.
         take()
         hidden = scheduler.admit()
-        while not (watch and watch.cancelled()):  # asked once a token
+        while not (watch and watch.cancelled()):
             # Without a row there may still be some to come.
             if not len(scheduler.active):
                 if not (supply and supply.wait()):
@@ -144,9 +142,8 @@ class TorchEngine:
             pool.count_turn()
             deliver(self._advance(scheduler, hidden, stops, sampling))
 
-            # Those that go on feed the token that they just got; then rows that waited take the slots that are free.
+            # Rows that continue feed their new token; then waiting rows take the free slots.
             staying = scheduler.make_room()
-            # All may have ended at once: then only rows that enter now have something to draw from.
             hidden = scheduler.decoder.embedding.new_empty(0, self.shape.hidden)
             if staying:
                 new = scheduler.tokens[scheduler.active, scheduler.produced[scheduler.active] - 1]
@@ -160,13 +157,13 @@ class TorchEngine:
         # Only a call that was cancelled has any left.
         deliver(scheduler.unfinished())
 
-        # Rows end in any order; siblings are told by their index.
+        # Rows end in any order.
         return [sorted(rollouts, key=lambda x: x.index) for rollouts in found]
 
     def _advance(
         self, scheduler: Scheduler, hidden: Tensor, stops: Stops, sampling: Sampling
     ) -> list[tuple[int, Rollout]]:
-        """Draw the next token of every row; returns what ended."""
+        """Draw the next token of every row; returns the rollouts that ended."""
         active = scheduler.active
         new, log_probs = self._draw(scheduler, hidden, sampling)
         if bool(log_probs.isnan().any()):  # The fused sampler raises this itself, the reference one does not.
@@ -198,21 +195,21 @@ class TorchEngine:
         return ids, log_probs
 
     def _pages(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> PagePool:
-        """As many pages as all rows in flight can need, or as fit; the ones at hand where they are so many."""
+        """Return as many pages as all rows in flight can need, or as fit; the old ones where their number is right."""
         # Of all prompts, and of as many responses as are decoded at a time.
         own = pages_for(sampling.max_tokens)
         prompts = [pages_for(len(r.prompt.token_ids)) for r in requests]
         rows = sum(r.n for r in requests)
-        if supply:  # a row that comes alone has its prompt for itself
+        if supply:  # A row that comes alone does not share its prompt.
             prompts += [pages_for(supply.prompt_tokens)] * min(self.max_rows, supply.rows)
             rows += supply.rows
         needed = sum(prompts) + own * min(self.max_rows, rows)
 
-        # A pool that is far too large gives its memory back too.
+        # A pool that is far too large is replaced too.
         if self._pool is None or self._pool.size < needed or self._pool.size > 2 * needed + 64:
             self._pool = None  # first, so that its memory counts as free below
             size = page_bytes(self.shape, self.dtype)
-            # With fewer pages the longest row could not end even if it were alone.
+            # With fewer pages not even the longest row alone could end.
             least = max(prompts, default=0) + own
             fitting = (self.memory or spare_memory(self.device)) // size  # pages of all layers
             if fitting < least:
@@ -223,6 +220,6 @@ class TorchEngine:
                 )
             self._pool = PagePool(self.shape, min(needed, fitting), self.dtype, self.device)
 
-        # What an earlier call left in it is of other prompts, and perhaps of other weights.
+        # An earlier call left other prompts in it, and perhaps keys and values of other weights.
         self._pool.reset()
         return self._pool

@@ -2,15 +2,13 @@
 
 Rows may have any length, and memory follows the tokens alive. A beginning that prompts of a call share, such as an
 instruction, is computed once, and its pages stand in several tables. A prompt is cut into blocks of 64 tokens; a block
-is known by its tokens and the block before it. Blocks that no prompt in memory has stay until their pages are needed. A
-call begins without any, so that what it computes does not depend on the calls before it.
+is known by its tokens and the block before it, and is in memory as long as a prompt that has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import psutil
 import torch
@@ -26,12 +24,12 @@ _Key = tuple[int, tuple[int, ...]]  # the number of the block before, 0 for none
 
 
 def pages_for(tokens: int) -> int:
-    """Pages that so many tokens take, or memory positions of so many channels in steps of a page."""
+    """Return how many pages so many tokens take."""
     return -(-tokens // PAGE)
 
 
 class PagePool:
-    """Pages of all layers; page p is keys[layer][p] and values[layer][p]."""
+    """The pages of all layers; page p is keys[layer][p] and values[layer][p]."""
 
     def __init__(self, shape: ModelShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         """pages: how many there are. On a CPU the system gives memory page by page, so untouched ones take none."""
@@ -44,63 +42,36 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """All pages are free."""
-        # The last page that was given back is the next to be taken: its memory is there already.
+        """Free all pages."""
+        # The last page that was given back is the next to be taken, because its memory is there already.
         self._free = torch.arange(self.size - 1, -1, -1, dtype=torch.int32)
-        self._clean = self.size  # of these
-        # Pages that keep what they hold until somebody needs them, the first to be lost first; they count as free.
-        self._parked: dict[int, tuple[Tensor, Callable[[], object]]] = {}
-        self._parkings = 0
         self.free = self.size
-        # Of the turns since: how many there were, and the pages in use, at most and added up.
+        # Decoding steps since, and the pages in use in them: their maximum and their sum.
         self.turns = self.most_used = self.used_sum = 0
-        # Prompt tokens of the rows that came in since, and those of them that others had computed.
+        # Prompt tokens of the rows that came in since, and how many of them other rows had computed.
         self.prompt_tokens = self.prompt_found = 0
 
     def count_turn(self) -> None:
-        """Note how many pages are in use."""
+        """Record how many pages are in use."""
         used = self.size - self.free
         self.turns, self.most_used, self.used_sum = self.turns + 1, max(self.most_used, used), self.used_sum + used
 
     def count_prompt(self, tokens: int, found: int) -> None:
-        """Note a row that came in; found: tokens of its prompt that it need not compute."""
+        """Record a row that came in; found: tokens of its prompt that it need not compute."""
         self.prompt_tokens += tokens
         self.prompt_found += found
 
     def take(self, count: int) -> Tensor:
-        """count pages [count] int32 on the CPU; there must be so many."""
+        """Return `count` free pages [count] int32 on the CPU."""
         assert count <= self.free
-        while self._clean < count:
-            pages, lost = self._parked.pop(next(iter(self._parked)))
-            lost()
-            self._put(pages)
-        taken = self._free[self._clean - count : self._clean].flip(0)
-        self._clean -= count
+        taken = self._free[self.free - count : self.free].flip(0)
         self.free -= count
         return taken
 
     def give(self, pages: Tensor) -> None:
         """Take pages [any number] int32 back."""
-        self._put(pages)
+        self._free[self.free : self.free + len(pages)] = pages.flip(0)
         self.free += len(pages)
-
-    def park(self, pages: Tensor, lost: Callable[[], object]) -> int:
-        """Take pages [any number] int32 back that may be asked for again; lost: told when they are given to others.
-
-        Returns their name for unpark.
-        """
-        self._parkings += 1
-        self._parked[self._parkings] = pages, lost
-        self.free += len(pages)
-        return self._parkings
-
-    def unpark(self, name: int) -> None:
-        """Give parked pages out again, with what they hold."""
-        self.free -= len(self._parked.pop(name)[0])
-
-    def _put(self, pages: Tensor) -> None:
-        self._free[self._clean : self._clean + len(pages)] = pages.flip(0)
-        self._clean += len(pages)
 
 
 @dataclass
@@ -109,11 +80,10 @@ class _Block:
     number: int
     pages: Tensor  # [PAGES] int32
     prompts: int = 0  # in memory that have it
-    parked: int = 0  # PagePool.park's name for its pages while there are none
 
 
 class Prefixes:
-    """The blocks in memory."""
+    """The blocks of prompts in memory."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -121,20 +91,16 @@ class Prefixes:
         self._made = 0
 
     def pages_needed(self, prompt: Sequence[int]) -> int:
-        """Of those that count as free: all of the prompt's but those that other prompts hold."""
-        return pages_for(len(prompt)) - PAGES * sum(block.prompts > 0 for block in self._found(prompt))
+        """Return how many free pages the prompt needs: all but those of other prompts."""
+        return pages_for(len(prompt)) - PAGES * len(self._found(prompt))
 
     def enter(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
-        """Pages of a whole prompt [n] int32, and how many of its tokens are computed already, or by who came before.
+        """Return the pages of a whole prompt [n] int32, and how many of its tokens other prompts compute.
 
-        The last token is never among these: the first response tokens are drawn from what computing it gives.
+        The last token is never among these, because the first response tokens are drawn from its hidden state.
         """
         found = self._found(prompt)
-        for block in found:
-            if not block.prompts:
-                self._pool.unpark(block.parked)
-
-        # What is not found is this prompt's to compute, and others' to find from now on.
+        # This prompt computes the other blocks, and later prompts find them.
         chain = list(found)
         for tokens in _cut(prompt)[len(found) :]:
             self._made += 1
@@ -147,18 +113,17 @@ class Prefixes:
         return torch.cat([*(block.pages for block in chain), rest]), BLOCK * len(found)
 
     def leave(self, prompt: Sequence[int], pages: Tensor) -> None:
-        """A prompt is no longer in memory; pages [n] int32: as enter gave them."""
+        """Remove a prompt from memory; pages [n] int32: as enter gave them."""
         found = self._found(prompt)
         self._pool.give(pages[PAGES * len(found) :])
-
-        # From the last one on, which without those before it is of no use to anyone: it is lost first.
-        for block in reversed(found):
+        for block in found:
             block.prompts -= 1
             if not block.prompts:
-                block.parked = self._pool.park(block.pages, partial(self._blocks.pop, block.key))
+                self._pool.give(block.pages)
+                del self._blocks[block.key]
 
     def _found(self, prompt: Sequence[int]) -> list[_Block]:
-        """The prompt's blocks that are there, from the first to the last before one that is not."""
+        """Return the prompt's blocks in memory, up to the first that is missing."""
         chain: list[_Block] = []
         for tokens in _cut(prompt):
             block = self._blocks.get((chain[-1].number if chain else 0, tokens))
@@ -169,18 +134,18 @@ class Prefixes:
 
 
 def _cut(prompt: Sequence[int]) -> list[tuple[int, ...]]:
-    """The prompt's whole blocks, without one that would hold its last token."""
+    """Return the prompt's whole blocks, without one that would hold its last token."""
     return [tuple(prompt[i : i + BLOCK]) for i in range(0, (len(prompt) - 1) // BLOCK * BLOCK, BLOCK)]
 
 
 def page_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
-    """Bytes of one page in all layers."""
+    """Return the bytes of one page in all layers."""
     width = pages_for(shape.head_dim) * PAGE
     return shape.layers * shape.kv_heads * PAGE * (shape.head_dim + width) * dtype.itemsize
 
 
 def spare_memory(device: torch.device) -> int:
-    """Half of the bytes that nobody uses now: what the cache may take where no limit is set."""
+    """Return half of the free bytes, which the cache may take where no limit is set."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return psutil.virtual_memory().available // 2

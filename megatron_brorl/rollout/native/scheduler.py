@@ -1,7 +1,7 @@
-"""Rows in flight: which are decoded now, where their keys and values lie, who waits, and who has to make room.
+"""Scheduling of rows: which are decoded now, which wait, and which make room.
 
-Rows enter as others end. Where pages run out, the rows that came last give theirs back and wait to go on from the
-tokens they have: random numbers are a function of (key, sibling, position), so what is drawn does not change.
+Rows enter as others end. Where pages run out, the rows that came last give theirs back and wait to continue from the
+tokens they have. Random numbers are a function of (key, sibling, position), so the tokens do not change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WaitingRollout:
 
     request: int
     so_far: Rollout  # without tokens at first
-    limit: int  # tokens at which this call cuts it; sampling.max_tokens where no budget does
+    limit: int  # tokens at which this call cuts it: by sampling.budget, or sampling.max_tokens
 
 
 class Scheduler:
@@ -44,7 +44,7 @@ class Scheduler:
         version: int,
         supply: Supply | None = None,
     ) -> None:
-        """supply: of requests that may be added later."""
+        """supply: the source of requests that may be added later."""
         self.decoder, self.pool, self.requests, self.version = decoder, pool, list(requests), version
         self.sampling, self.max_tokens = sampling, sampling.max_tokens
         self.waiting = deque(_waiting(requests, sampling))
@@ -60,33 +60,33 @@ class Scheduler:
         self.log_probs = torch.empty(slots, self.max_tokens)
         self.tables = torch.zeros(slots, pages_for(self.max_tokens), dtype=torch.int32)  # pages of a row's own tokens
 
-        # Per prompt: it is in memory once for all requests that have it, from its first row to its last.
+        # Per prompt, which is in memory once for all requests that have it, from its first row to its last.
         self.prefixes = Prefixes(pool)
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         longest = max(longest, supply.prompt_tokens if supply else 0)
         self.prompt_tables = torch.zeros(0, pages_for(longest), dtype=torch.int32)
         self.prompt_lengths = torch.zeros(0, dtype=torch.int64)  # 0: not in memory
         self.prompt_hidden: dict[int, Tensor] = {}
-        self.rows_left: list[int] = []  # that have not ended; at 0 the prompt's pages are free again
+        self.rows_left: list[int] = []  # rows that have not ended; at 0 the prompt's pages are free again
         self.prompt_numbers: dict[tuple[int, ...], int] = {}  # by tokens
         self.prompts: list[tuple[int, ...]] = []  # tokens by number
         self.prompt_of: list[int] = []  # the number of each request's
         self._number_prompts(requests)
 
     def room(self) -> int:
-        """How many rows could begin beside those that wait: slots, and pages for half of the longest response each."""
+        """Return how many rows could begin now: slots, and pages for half of the longest response each."""
         if self.waiting:
             return 0
         return min(len(self.spare), self.pool.free // (pages_for(self.max_tokens) // 2 + 1))
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Further requests, numbered on from those before; their rows wait."""
+        """Add requests, numbered on from those before; their rows wait."""
         self.waiting.extend(_waiting(requests, self.sampling, len(self.requests)))
         self.requests += requests
         self._number_prompts(requests)
 
     def _number_prompts(self, requests: Sequence[Request]) -> None:
-        """The number of each request's prompt, with places in the tables for those that are new."""
+        """Number the prompt of each request, with places in the tables for new ones."""
         for r in requests:
             number = self.prompt_numbers.setdefault(r.prompt.token_ids, len(self.prompt_numbers))
             self.prompt_of.append(number)
@@ -101,27 +101,26 @@ class Scheduler:
         self.prompt_lengths = torch.cat((self.prompt_lengths, self.prompt_lengths.new_zeros(new)))
 
     def admit(self) -> Tensor:
-        """Let rows in as far as slots and pages go; returns the hidden states [new rows, H] to draw from next."""
+        """Let rows in while there are slots and pages; returns the hidden states [new rows, H] to draw from next."""
         new: list[int] = []
         passages: list[Passage] = []
         owner: list[tuple[str, int]] = []  # of each passage: a prompt's number, or a slot
         while self.waiting and self.spare:
-            # What it needs: pages for its prompt where no sibling has it in memory, and for its own tokens.
+            # It needs pages for its prompt, unless a sibling has it in memory, and for its own tokens.
             first = self.waiting[0]
             prompt, number = self.requests[first.request].prompt.token_ids, self.prompt_of[first.request]
             begun = len(first.so_far.token_ids)
             resident = int(self.prompt_lengths[number]) > 0
             of_prompt, own = 0 if resident else self.prefixes.pages_needed(prompt), pages_for(begun)
 
-            # One page for everybody's next tokens stays free, so that nobody has to make room at once.
-            # A row alone needs no such reserve: the pool holds any one row.
+            # One page per row stays free for the next tokens, so that no row has to make room at once. A row alone
+            # needs no such reserve, because the pool holds any one row.
             others = len(self.active) + len(new)
             if others and self.pool.free < of_prompt + own + 1 + others:
-                break  # nobody overtakes: a long prompt would never get in
+                break  # no row overtakes, or a long prompt would never get in
             self.waiting.popleft()
 
-            # It has its pages and a slot; what it goes on from is computed below, with that of all others.
-            found = len(prompt)  # tokens that others have computed
+            found = len(prompt)  # prompt tokens that others have computed
             if not resident:
                 pages, found = self.prefixes.enter(prompt)
                 self.prompt_tables[number, : len(pages)] = pages
@@ -129,8 +128,8 @@ class Scheduler:
                 passages.append(Passage(prompt[found:], 0, pages[found // PAGE :], pages[: found // PAGE]))
                 owner.append(("prompt", number))
             slot = self._enter(first, begun)
-            # A row that was cut or made room has tokens of its own. What its prompt shares with no other is computed
-            # with them once more, but stored is only what follows the prompt.
+            # A row that was cut or made room has tokens of its own. The unshared part of its prompt is computed again
+            # with them, but only what follows the prompt is stored.
             if begun:
                 shared = (len(prompt) - 1) // BLOCK * BLOCK
                 found = min(found, shared)
@@ -143,24 +142,23 @@ class Scheduler:
             self.pool.count_prompt(len(prompt), found)
             new.append(slot)
 
-        # The caller appends what comes back to its rows: where none came in, that is a matrix without rows.
         if not new:
             return self.decoder.embedding.new_empty(0, self.decoder.shape.hidden)
 
-        # Prefill: the last hidden state of every passage is drawn from, a prompt's by all siblings without tokens.
+        # Prefill: all siblings without tokens draw from the last hidden state of their prompt.
         of_row: dict[int, Tensor] = {}
-        for part in _batches(passages):  # of like length, because padding is computed too
+        for part in _batches(passages):
             hidden = self.decoder.prefill(self.pool, [passages[i] for i in part])
             for i, h in zip(part, hidden, strict=True):
                 kind, number = owner[i]
                 (self.prompt_hidden if kind == "prompt" else of_row)[number] = h
 
-        # At the end, because those that came last make room first.
+        # New rows stand at the end, because those that came last make room first.
         self.active = torch.cat((self.active, torch.tensor(new)))
         return torch.stack([of_row[s] if s in of_row else self.prompt_hidden[int(self.prompt[s])] for s in new])
 
     def _enter(self, waiting: WaitingRollout, begun: int) -> int:
-        """Give it a slot."""
+        """Give a waiting rollout a slot."""
         slot = self.spare.pop()
         self.holders[slot] = waiting
         self.request[slot], self.sibling[slot] = waiting.request, waiting.so_far.index
@@ -172,13 +170,13 @@ class Scheduler:
         return slot
 
     def write(self, new: Tensor, log_probs: Tensor) -> None:
-        """The next token of every active row: new [B] int64, log_probs [B] float32."""
+        """Append the next token of every active row: new [B] int64, log_probs [B] float32."""
         place = self.produced[self.active]
         self.tokens[self.active, place], self.log_probs[self.active, place] = new, log_probs
         self.produced[self.active] = place + 1
 
     def leave(self, gone: Tensor, finish: Sequence[FinishReason]) -> list[tuple[int, Rollout]]:
-        """Take the given places [gone] of `active` out, with their results as (request, rollout)."""
+        """Remove the given places [gone] of `active`, and return their results as (request, rollout)."""
         results = []
         for slot, reason in zip(self.active[gone].tolist(), finish, strict=True):
             prompt = int(self.prompt[slot])
@@ -191,14 +189,14 @@ class Scheduler:
         return results
 
     def unfinished(self) -> list[tuple[int, Rollout]]:
-        """Active rows, then those that wait, as they are."""
+        """Return active rows, then those that wait, as they are."""
         active = [(int(self.request[slot]), self._rollout(slot, "cut")) for slot in self.active.tolist()]
         return active + [(w.request, w.so_far) for w in self.waiting]
 
     def make_room(self) -> int:
-        """A page for every active row whose newest token needs one; returns how many rows stay, the first ones.
+        """Give a page to every active row whose newest token needs one; returns how many rows stay.
 
-        The others wait again.
+        The first rows stay, and the others wait again.
         """
         place = self.produced[self.active] - 1
         needy = place % PAGE == 0
@@ -218,7 +216,7 @@ class Scheduler:
         return len(self.active)
 
     def rows(self) -> Rows:
-        """Where the active rows stand, on the decoder's device; each has its newest token to be fed."""
+        """Return the places of the active rows on the decoder's device; each has its newest token to be fed."""
         active, device = self.active, self.decoder.device
         prompts, lengths = self.prompt[active], self.produced[active]
         cos, sin = self.decoder.angles((self.prompt_lengths[prompts] + lengths - 1).to(device))
@@ -243,7 +241,7 @@ class Scheduler:
         return Rollout(before.index, ids, log_probs, finish, spans)
 
     def _release(self, slot: int) -> None:
-        """Pages of all tokens but the newest, which has none yet."""
+        """Free a slot and the pages of all its tokens but the newest, which has none yet."""
         self.pool.give(self.tables[slot, : pages_for(int(self.produced[slot]) - 1)])
         self.holders[slot] = None
         self.spare.append(slot)
@@ -269,9 +267,9 @@ def _waiting(requests: Sequence[Request], sampling: Sampling, first: int = 0) ->
 
 
 def _batches(passages: Sequence[Passage]) -> list[list[int]]:
-    """Passages with as much before them and of like length together, up to PREFILL_TOKENS a batch with what they see.
+    """Batch passages of like length with equally much before them, up to PREFILL_TOKENS a batch.
 
-    Those with less before them come first: theirs is what others have before them.
+    Those with less before them come first, because others have them before theirs.
     """
     batches: list[list[int]] = [[]]
     sizes = [(len(p.before), len(p.ids)) for p in passages]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_brorl.config.schema import Config, EngineConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.json_files import read_object
+from megatron_brorl.files import read_object
 from megatron_brorl.parallel import device
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling, Supply, Watch, check_context
 from megatron_brorl.rollout.registry import ENGINES

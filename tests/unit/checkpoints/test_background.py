@@ -11,25 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_brorl.checkpoints import folders, writer
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.training import BackgroundSaver
-from megatron_brorl.config.schema import OptimConfig
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.ops.backend import backend
-from megatron_brorl.train.worker import StageOptions, Worker
 
 SOON = timedelta(seconds=60)
-
-
-@pytest.fixture(scope="module")
-def part(processes, model):
-    options = StageOptions(100, backend("fused", torch.device("cpu")))
-    worker = Worker(read_shape(model[0]), processes, options, OptimConfig())
-    worker.load_hf(model[0])
-    return checkpoint.Part("", worker.actor, worker.optimizer)
 
 
 @pytest.fixture
@@ -130,15 +117,6 @@ def test_the_manifest_has_the_hash_of_every_file(begin, tmp_path):
     there = {p.name: sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "manifest.json"}
     assert manifest == there
     assert {"own", "run.json", "common.pt", ".metadata", "metadata.json", "__0_0.distcp", "__0_1.distcp"} == set(there)
-
-
-def test_an_error_of_the_thread_is_raised_in_the_run(begin, monkeypatch):
-    saving, save = BackgroundSaver(), begin(1)
-    monkeypatch.setattr(save.shards, "write", lambda _: 1 / 0)
-    saving.start(save, SOON)
-    saving._thread.join()
-    with pytest.raises(ZeroDivisionError):
-        saving.busy()
 
 
 def test_an_error_of_the_run_waits_for_the_checkpoint(begin, tmp_path, monkeypatch):

@@ -9,18 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import forks
 import pytest
 import tiny
 import torch
-from conversions import REAL, SMALLER, assert_same_weights, peak_of_allocations, to_hf, to_megatron, weights
+from conversions import QWEN, SMALLER, assert_same_weights, peak_of_allocations, to_hf, to_megatron, weights
 from random_model import write_random_model
 from safetensors.torch import load_file, save_file
 
-from megatron_brorl.checkpoints import convert, safetensors_files
+from megatron_brorl.checkpoints import convert
 from megatron_brorl.cli.main import main
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import read_shape
@@ -53,14 +52,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 SHAPES = {
     # (family, tied, overrides), tensor, pipeline
     "qkv bias, tied, padded vocabulary, two stages": (("qwen2", True, {}), 2, 2),
     "untied, vocabulary padded by three": (("qwen2", False, {"vocab_size": 101, "num_key_value_heads": 4}), 4, 1),
     "q and k norm, head size unlike hidden / heads": (("qwen3", False, {}), 2, 4),
     "llama 3 rope": (("llama", False, {"rope_parameters": LLAMA3}), 2, 1),
-    "yarn": (("qwen2", True, {"rope_parameters": YARN}), 2, 2),
     "one kv head": (("llama", True, {"num_key_value_heads": 1}), 1, 2),
     **{family: ((family, True, {}), 2, 2) for family in tiny.FAMILIES},
 }
@@ -87,25 +84,6 @@ def test_both_ways_bit_by_bit_and_logits_of_transformers(tmp_path, model, tensor
     assert size == sum(t.numel() * 4 for t in weights(tmp_path / "hf").values())
     gap = convert.verify(tmp_path / "hf", tmp_path / "a", read_shape(tmp_path / "hf"))
     assert gap < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REAL)
-def test_published_configurations(tmp_path, name):
-    """bf16 weights in several files; every key of config.json arrives as it was."""
-    config = REAL[name] | SMALLER | ({"head_dim": 16} if "head_dim" in REAL[name] else {})
-    old, safetensors_files.MAX_SHARD_BYTES = safetensors_files.MAX_SHARD_BYTES, 100_000
-    try:
-        write_random_model(config, tmp_path / "hf", 3, torch.bfloat16, defaults=False)
-    finally:
-        safetensors_files.MAX_SHARD_BYTES = old
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
-    to_megatron(tmp_path / "hf", tmp_path / "megatron", 2, 2)
-    to_hf(tmp_path / "megatron", tmp_path / "back")
-    assert_same_weights(tmp_path / "hf", tmp_path / "back")
-    assert {t.dtype for t in weights(tmp_path / "back").values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
-    convert.verify(tmp_path / "megatron", tmp_path / "back", read_shape(tmp_path / "hf"))
 
 
 @pytest.fixture(scope="module")
@@ -157,20 +135,8 @@ def lose_a_shard(d: Path) -> None:
     sorted((d / "hf").glob("*.safetensors"))[1].unlink()
 
 
-def cut_a_shard(d: Path) -> None:
-    cut_file(sorted((d / "hf").glob("*.safetensors"))[1])
-
-
 def wrong_width(d: Path) -> None:
     edit(d / "hf/config.json", intermediate_size=96)
-
-
-def wrong_depth(d: Path) -> None:
-    edit(d / "hf/config.json", num_hidden_layers=6)
-
-
-def wrong_family(d: Path) -> None:
-    edit(d / "hf/config.json", architectures=["LlamaForCausalLM"], model_type="llama")
 
 
 def mixed_types(d: Path) -> None:
@@ -181,10 +147,7 @@ def mixed_types(d: Path) -> None:
 
 HF_FAULTS = [
     (lose_a_shard, ["missing, but named in model.safetensors.index.json"]),
-    (cut_a_shard, ["not a readable safetensors file"]),
     (wrong_width, ["gate_proj.weight has shape [88, 48], config.json implies [96, 48]"]),
-    (wrong_depth, ["tensors of config.json's model are missing"]),
-    (wrong_family, ["unknown tensor model.layers."]),
     (mixed_types, ["differ in type (BF16, F32)"]),
 ]
 
@@ -216,14 +179,9 @@ MEGATRON_FAULTS = [
         ["cannot be read, a file is missing or damaged"],
     ),
     (without_manifest(lambda d: cut_file(d / "megatron/.metadata")), [".metadata: not readable"]),
-    (without_manifest(lambda d: (d / "megatron/.metadata").unlink()), ["not a Megatron distributed checkpoint"]),
     (
         without_manifest(lambda d: edit(d / "megatron/hf/config.json", intermediate_size=96)),
         ["mlp.linear_fc1.weight has shape"],
-    ),
-    (
-        without_manifest(lambda d: edit(d / "megatron/hf/config.json", tie_word_embeddings=True)),
-        ["unknown tensor output_layer.weight"],
     ),
     (without_manifest(lambda d: shutil.rmtree(d / "megatron/hf")), ["has no hf/config.json", "--config"]),
 ]
@@ -251,29 +209,13 @@ def test_a_bad_megatron_checkpoint_is_named_and_leaves_nothing(copy, change, par
     assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
 
 
-def test_mistakes_end_in_one_line_and_exit_code_2(copy):
-    out = copy / "out"
-    fails(
-        tool("to-megatron", copy / "hf", out, "--tensor", "4"), "--tensor = 4 does not divide num_key_value_heads = 2"
-    )
-    fails(
-        tool("to-megatron", copy / "hf", out, "--pipeline", "3"), "--pipeline = 3 does not divide num_hidden_layers = 4"
-    )
-    fails(tool("to-hf", copy / "nowhere", out), "nowhere: no such Megatron checkpoint")
-    lose_a_shard(copy)
-    fails(tool("to-megatron", copy / "hf", out), "missing, but named in")
-    assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
-
-
-@pytest.mark.parametrize("command", ["to-megatron", "to-hf"])
-def test_a_full_disk_ends_in_one_line(copy, command):
-    """A limit on the size of files is how the kernel refuses a write here; a full disk takes the same way."""
-    convert_, source, cuts = (to_megatron, "hf", (1, 1)) if command == "to-megatron" else (to_hf, "megatron", ())
+def test_a_full_disk_ends_in_one_line(copy):
+    """A limit on the size of files refuses writes as a full disk does."""
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(UserError) as caught:
-            convert_(copy / source, copy / "out", *cuts)
+            to_megatron(copy / "hf", copy / "out", 1, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     said = "cannot be written: File too large; free some space and start again"
@@ -284,7 +226,7 @@ def test_a_full_disk_ends_in_one_line(copy, command):
 @pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     """SIGKILL at some moment of the writing; then the same command does the whole."""
-    config = REAL["Qwen2.5-1.5B"] | SMALLER | {"num_hidden_layers": 48, "hidden_size": 384, "intermediate_size": 1024}
+    config = QWEN | SMALLER | {"num_hidden_layers": 48, "hidden_size": 384, "intermediate_size": 1024}
     write_random_model(config, tmp_path / "hf", 0, torch.bfloat16)
     command = [*COMMAND, "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out"), "--tensor", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
@@ -298,9 +240,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     assert not (tmp_path / ".out.writing" / ".metadata").exists()
     with pytest.raises(UserError, match="not a Megatron distributed checkpoint"):
         convert.open_megatron(tmp_path / ".out.writing", tmp_path / "hf")
-    begun = time.monotonic()
     assert tool(*command[len(COMMAND) :]).returncode == 0
-    assert time.monotonic() - begun < 300
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
     to_hf(tmp_path / "out", tmp_path / "back")
     assert_same_weights(tmp_path / "hf", tmp_path / "back")
@@ -323,7 +263,7 @@ def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_p
     assert_same_weights(tmp_path / "hf", tmp_path / "back")
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
 
-    # By the name of a pointer beside it, which is followed where it names one.
+    # A pointer names a checkpoint too.
     (tmp_path / "checkpoints/best").write_text("step_00000001\npass_at_1 0.5\n")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/latest").write_text("nothing of ours\n")
@@ -337,10 +277,10 @@ def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_p
     assert "elsewhere/latest: names no checkpoint; give the folder of one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("tensor", "tied"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("tensor", "tied"), [(1, True), (2, False)])
 def test_memory_is_that_of_the_largest_tensor(tmp_path, tensor, tied):
     """In bytes allocated: at most three times the largest entry, a small part of the model."""
-    config = REAL["Qwen2.5-1.5B"] | SMALLER
+    config = QWEN | SMALLER
     config |= {"num_hidden_layers": 24, "hidden_size": 192, "vocab_size": 2001, "tie_word_embeddings": tied}
     write_random_model(config, tmp_path / "hf", 0, torch.bfloat16)
     largest = 2001 * 192 * 2

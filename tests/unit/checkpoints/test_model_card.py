@@ -81,29 +81,26 @@ def test_a_run_without_evaluation():
 
 
 @pytest.mark.parametrize(
-    ("own", "licence", "front"),
+    ("own", "front"),
     [
-        (None, "", {"license": "other"}),
+        (None, {"license": "other"}),
         (
             "license: llama3\nbase_model: meta-llama/Llama-3",
-            "",
             {"license": "llama3", "base_model": "meta-llama/Llama-3"},
         ),
-        ("license: llama3", "mit", {"license": "mit"}),
         (
             "license: other\nlicense_name: theirs\nlicense_link: https://example.org/terms",
-            "",
             {"license": "other", "license_name": "theirs", "license_link": "https://example.org/terms"},
         ),
-        ("license: {", "", {"license": "other"}),
+        ("license: {", {"license": "other"}),
     ],
 )
-def test_licence_and_base_are_those_of_the_base_models_own_card(tmp_path: Path, own, licence, front):
+def test_licence_and_base_are_those_of_the_base_models_own_card(tmp_path: Path, own, front):
     if own:
         (tmp_path / CARD).write_text(f"---\n{own}\n---\n# Theirs\nTheir own words.\n")
     base = Base.of(str(tmp_path), tmp_path)
     assert base.name == tmp_path.name
-    card = model_card(dataclasses.replace(TRAINING, base=base, licence=licence))
+    card = model_card(dataclasses.replace(TRAINING, base=base))
     found, body = parts(card)
     keys = {"license", "license_name", "license_link", "base_model"}
     assert {key: value for key, value in found.items() if key in keys} == front
@@ -111,17 +108,5 @@ def test_licence_and_base_are_those_of_the_base_models_own_card(tmp_path: Path, 
     assert str(tmp_path) not in card
 
 
-def test_an_impossible_date_is_left_out():
-    card, without = (model_card(dataclasses.replace(TRAINING, began=at)) for at in (1e30, 0.0))
-    assert card == without
-
-
 def test_the_model_of_a_run_is_named_after_the_run(tmp_path: Path):
     assert Base.of("runs/sums/sft/model", tmp_path) == Base("sft", "", {})
-
-
-def test_a_name_of_the_hub_is_the_base(tmp_path: Path):
-    (tmp_path / CARD).write_text("---\nlicense: apache-2.0\nbase_model: Qwen/Qwen2.5\n---\n")
-    assert Base.of("Qwen/Qwen2.5-Instruct", tmp_path) == Base(
-        "Qwen/Qwen2.5-Instruct", "Qwen/Qwen2.5-Instruct", {"license": "apache-2.0"}
-    )

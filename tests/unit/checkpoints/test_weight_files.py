@@ -69,27 +69,10 @@ def a_tensor_in_another_shard(one: Path, sharded: Path) -> Path:
     return sharded
 
 
-def shards_of_other_names(one: Path, sharded: Path) -> Path:
-    for i, path in enumerate(shards(sharded)):
-        path.rename(sharded / f"part{i}.safetensors")
-    index = json.loads((sharded / INDEX).read_text())
-    names = sorted(set(index["weight_map"].values()))
-    index["weight_map"] = {n: f"part{names.index(f)}.safetensors" for n, f in index["weight_map"].items()}
-    (sharded / INDEX).write_text(json.dumps(index))
-    return sharded
-
-
-def a_file_that_no_index_names(one: Path, sharded: Path) -> Path:
-    shutil.copy(one / WEIGHTS, sharded / "older.safetensors")
-    return sharded
-
-
 READ = [
     index_next_to_one_file,
     a_tensor_that_the_index_lacks,
     a_tensor_in_another_shard,
-    shards_of_other_names,
-    a_file_that_no_index_names,
 ]
 
 
@@ -128,11 +111,6 @@ def pickled(one: Path, sharded: Path) -> Path:
     return one
 
 
-def nothing(one: Path, sharded: Path) -> Path:
-    (one / WEIGHTS).unlink()
-    return one
-
-
 def an_index_of_another_folder(one: Path, sharded: Path) -> Path:
     reindex(sharded, model__norm__weight="../one/model.safetensors")
     return sharded
@@ -142,7 +120,6 @@ REFUSED = [
     (twice, "model.norm.weight is stored in both model-0000"),
     (a_shard_is_gone, "missing, but named in model.safetensors.index.json"),
     (pickled, "save_pretrained"),
-    (nothing, "holds neither model.safetensors nor model.safetensors.index.json"),
     (an_index_of_another_folder, "model.norm.weight"),
 ]
 
@@ -188,12 +165,6 @@ def test_gguf_is_answered_wherever_a_model_is_given(made: Path, tmp_path: Path, 
     for use in (read_shape, load_tokenizer, Engine.from_pretrained):
         with pytest.raises(UserError, match=r"GGUF.*convert"):
             use(given)
-
-
-def test_gguf_next_to_weights_that_are_read_is_left_alone(made: Path, tmp_path: Path) -> None:
-    one, _ = copies(made, tmp_path)
-    gguf_file(one / "model.gguf")
-    assert read_shape(one).vocab == tiny.VOCAB
 
 
 def test_a_file_in_the_place_of_a_directory(made: Path) -> None:

@@ -22,9 +22,9 @@ def fits_after(end: JobEnd, clock: Clock, seconds: float) -> bool:
 
 
 def test_the_longest_of_the_last_steps_must_fit(monkeypatch):
-    monkeypatch.delenv(SLURM_END, raising=False)
+    monkeypatch.setenv(SLURM_END, "1100")
     clock = Clock()
-    end = JobEnd(1100.0, clock)
+    end = JobEnd(clock)
     assert end.step_fits()  # no step is known yet
     assert fits_after(end, clock, 10)  # 1010
     assert fits_after(end, clock, 30)  # 1040, an evaluation among it
@@ -39,26 +39,25 @@ def test_the_longest_of_the_last_steps_must_fit(monkeypatch):
 
 def test_saving_must_fit_too(monkeypatch):
     """Where it went on beside the steps, which therefore do not show how long it takes."""
-    monkeypatch.delenv(SLURM_END, raising=False)
+    monkeypatch.setenv(SLURM_END, "1100")
     clock = Clock()
-    end = JobEnd(1100.0, clock)
+    end = JobEnd(clock)
     assert end.step_fits(99.0)
     clock.now += 40
     assert end.step_fits(19.0)  # 1040 + 40 + 19
     assert not end.step_fits(60.0)
 
 
-def test_the_key_comes_before_slurm_and_neither_means_never(monkeypatch):
+def test_without_an_end_every_step_fits(monkeypatch):
     monkeypatch.delenv(SLURM_END, raising=False)
-    assert JobEnd(0.0, lambda: 9e9).step_fits()
+    assert JobEnd(lambda: 9e9).step_fits()
     monkeypatch.setenv(SLURM_END, "1500")
-    assert JobEnd(0.0, lambda: 1499.0).step_fits()
-    assert not JobEnd(0.0, lambda: 1500.0).step_fits()
-    assert JobEnd(2000.0, lambda: 1999.0).step_fits()
+    assert JobEnd(lambda: 1499.0).step_fits()
+    assert not JobEnd(lambda: 1500.0).step_fits()
 
 
 def test_a_time_that_is_none_is_told(monkeypatch):
     monkeypatch.setenv(SLURM_END, "UNLIMITED")
     with pytest.raises(UserError) as caught:
-        JobEnd(0.0)
-    assert str(caught.value) == "SLURM_JOB_END_TIME = UNLIMITED: must be a Unix time; unset it, or set run.ends_at"
+        JobEnd()
+    assert str(caught.value) == "SLURM_JOB_END_TIME = UNLIMITED: must be a Unix time; unset it"

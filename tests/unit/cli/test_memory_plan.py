@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from random_model import qwen2_config
 
 from megatron_brorl.cli import memory_plan as memory
-from megatron_brorl.cli.memory_plan import Generation, Training
+from megatron_brorl.config.load import load_table
 from megatron_brorl.errors import UserError
 from megatron_brorl.model_shape import parse_shape
 
@@ -22,12 +21,23 @@ EMBEDDING = 151936 * 1536
 WEIGHTS = 28 * LAYER + 2 * EMBEDDING + 1536  # 1.78 billion
 H100 = 80 * 2**30
 
-ALONE = Training(1, 1, 0, 1, torch.bfloat16, tokens=32768, recompute=True, offload=True)
-ENGINE = Generation(1, torch.bfloat16, False, False, fraction=0.85, context=16384, rows=1024)
+TABLES = {
+    "model": {"path": "model", "dtype": "bf16", "context": 16384},
+    "rollout": {"engine": "trtllm", "dtype": "bf16", "max_num_seqs": 1024},
+    "engine": {"memory_fraction": 0.85},
+    "train": {"tokens_per_micro_batch": 32768, "recompute": "full", "offload": True},
+}
+
+
+def plan_of(ranks=1, stage=0, **changes):
+    """Return the plan with other values of some keys."""
+    tables = {name: {**TABLES.get(name, {}), **changes.get(name, {})} for name in {*TABLES, *changes}}
+    config = load_table(tables, "test", ())
+    return memory.plan_stage(config, SHAPE, memory.Machines(ranks, 8, H100), stage)
 
 
 def test_the_1_5b_model_on_one_gpu():
-    plan = memory.plan(SHAPE, ALONE, ENGINE)
+    plan = plan_of()
     assert WEIGHTS == 1_777_088_000
     activations = 32768 * 2 * (28 * 1536 + 4 * 1536 + 2 * 1536 + 2 * 256 + 3 * 8960)
     assert plan.training == {
@@ -56,8 +66,14 @@ def test_a_rank_of_tensor_2_pipeline_2_data_4():
     """Halves of every matrix, whole norms, half of the layers; ZeRO-1 over four ranks; an engine on two GPUs."""
     half = 1024 * 1536 + 1024 + 768 * 1536 + 3 * 1536 * 4480 + 2 * 1536
     first = 14 * half + EMBEDDING // 2
-    t = replace(ALONE, tensor=2, pipeline=2, shards=4, recompute=False, offload=False, tokens=1000)
-    plan = memory.plan(SHAPE, t, replace(ENGINE, tensor=2, rows=8, context=1000))
+    changes = {
+        "parallel": {"tensor": 2, "pipeline": 2, "distributed_optimizer": True},
+        "train": {"tokens_per_micro_batch": 1000, "recompute": "none", "offload": False},
+        "rollout": {"max_num_seqs": 8, "max_tokens": 500},
+        "model": {"context": 1000},
+        "engine": {"tensor": 2},
+    }
+    plan = plan_of(16, **changes)
     whole = 4 * 1536 + (2 * 1536 + 2 * 256 + 3 * 8960) // 2
     assert plan.training == {
         "weights": 2 * first,
@@ -72,14 +88,14 @@ def test_a_rank_of_tensor_2_pipeline_2_data_4():
         "table of log-probs": 32_000,
     }
     assert (plan.offloaded, plan.kv_per_token) == (0, 14 * 1024)
-    last = memory.plan(SHAPE, replace(t, stage=1), None).training
+    last = plan_of(16, stage=1, **changes).training
     assert last["weights"] == 2 * (first + 1536)  # and the last norm
     assert last["activations (estimate)"] == 1000 * 2 * 14 * whole
 
 
 def test_a_critic_and_a_reference_come_on_top():
-    t = replace(ALONE, critic=True, reference=True, dtype=torch.float32)
-    plan = memory.plan(SHAPE, t, replace(ENGINE, fp8_cache=True))
+    algo = {"advantage": "gae", "kl_coef": 0.1}
+    plan = plan_of(algo=algo, model={"dtype": "fp32"}, engine={"kv_dtype": "fp8"})
     assert plan.training["critic's optimizer"] == plan.training["optimizer"] == 8 * WEIGHTS
     assert plan.training["reference"] == 4 * WEIGHTS
     assert plan.offloaded == (2 * (4 + 8) + 4) * WEIGHTS
@@ -89,12 +105,12 @@ def test_a_critic_and_a_reference_come_on_top():
 def test_fp8_weights_take_half_and_their_scales():
     scales = 28 * 4 * (12 * 12 + 2 * 2 * 12 + 12 * 12 + 3 * 12 * 70)
     linears = 28 * (2048 * 1536 + 1536 * 1536 + 3 * 1536 * 8960)
-    sent = memory.sent_bytes(SHAPE, torch.bfloat16, True)
+    sent = plan_of(engine={"quantization": "fp8"}).generation["engine's weights"]
     assert sent == pytest.approx(2 * WEIGHTS - linears + scales, abs=64 * 28 * 7)
 
 
-def test_what_does_not_fit_is_told_in_one_line():
-    plan = memory.plan(SHAPE, ALONE, ENGINE)
+def test_a_plan_that_does_not_fit_is_refused_in_one_line():
+    plan = plan_of()
     shared = 16 * 2**30
     memory.check_plan(plan, H100, 2**40, shared, 8, "/dev/shm")
     for arguments, message in [
@@ -107,7 +123,7 @@ def test_what_does_not_fit_is_told_in_one_line():
         assert "\n" not in str(caught.value)
 
     # Without offload the optimizer stays beside the engine.
-    staying = memory.plan(SHAPE, replace(ALONE, offload=False, tokens=1), replace(ENGINE, context=300_000))
-    message = r"\d{6} tokens of keys and values fit .* may take 300000: set train\.offload = true"
+    staying = plan_of(train={"offload": False, "tokens_per_micro_batch": 1}, model={"context": 131_072})
+    message = r"\d+ tokens of keys and values fit .* may take 131072: set train\.offload = true"
     with pytest.raises(UserError, match=message):
-        memory.check_plan(staying, 32 * 2**30, 2**40, shared, 8, "/dev/shm")
+        memory.check_plan(staying, 30 * 2**30, 2**40, shared, 8, "/dev/shm")

@@ -7,8 +7,8 @@ import json
 import metric_faults
 import pytest
 
-from megatron_brorl.cli.files import aligned, write_json
 from megatron_brorl.cli.main import main
+from megatron_brorl.files import write_json
 from megatron_brorl.metrics import MetricsWriter
 
 
@@ -68,9 +68,3 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, said):
 def test_json_has_no_nan(tmp_path):
     write_json(tmp_path / "x.json", {"a": [float("nan"), 1.0], "b": {"c": float("inf")}, "d": (2, "nan")})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": [None, 1.0], "b": {"c": None}, "d": [2, "nan"]}
-
-
-def test_columns_are_as_wide_as_their_widest_cell():
-    rows = [("N", "kept share"), ("8", "96.1% (90.3% to 99.9%)"), ("1024", "1")]
-    assert aligned(rows) == ["N     kept share", "8     96.1% (90.3% to 99.9%)", "1024  1"]
-    assert aligned([("N", "x"), ("16", "1.5")], right=True) == [" N    x", "16  1.5"]

@@ -81,7 +81,6 @@ def test_every_key_is_fixed_or_may_change():
         ),
         ({}, {"reward": {"workers": 4}}, {"reward.workers": (2, 4)}),
         ({}, {"parallel": {"tensor": 2}}, {"parallel.tensor": (1, 2)}),
-        ({}, {"run": {"started": 5.0, "ends_at": 9.0}}, {}),
         ({}, {}, {}),
     ],
 )

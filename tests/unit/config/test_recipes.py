@@ -30,7 +30,7 @@ RECIPES = ROOT / "examples" / "recipes"
 NOT_OF_THE_METHOD = {
     "rollout": {"engine", "max_num_seqs", "pull", "kv_cache_mib", "timeout_s", "max_lost_share"},
     "reward": {"workers", "timeout_s", "unsandboxed"},
-    "evaluate": {"bootstrap", "pass_at", "benchmarks"},
+    "evaluate": {"benchmarks"},
 }
 SECTIONS = ("rollout", "reward", "shaping", "algo", "critic", "reference", "optim", "evaluate")
 
@@ -41,12 +41,10 @@ def without_effect(config: Config) -> set[str]:
     off = {
         "critic algo.gamma algo.lam": algo.advantage != "gae",
         "reference algo.kl_estimator algo.kl_in": not algo.kl_coef,
-        "algo.mismatch_low algo.mismatch_high": algo.mismatch_mask == "off",
+        "algo.mismatch_bounds": algo.mismatch_mask == "off",
         "algo.pass_k": algo.advantage != "pass_at_k",
-        "algo.tau_pos algo.tau_neg": algo.policy_loss != "sapo",
         "algo.aggregation_tokens": algo.aggregation != "fixed",
         "rollout.max_carried_steps": not config.rollout.partial_tokens,
-        "rollout.max_oversample": not config.rollout.refills,
         "optim.lr_counts": not config.optim.lr_for_rollouts,
         "optim.min_lr_ratio optim.lr_decay_steps": config.optim.lr_schedule == "constant",
         "shaping.cosine_min shaping.cosine_max shaping.cosine_on_steps shaping.cosine_off_steps": (
@@ -119,7 +117,7 @@ def test_one_length_of_a_response():
     assert longer.reward == brorl.reward
     names = (f.name for f in fields(longer.rollout))
     unlike = {name for name in names if getattr(longer.rollout, name) != getattr(brorl.rollout, name)}
-    assert unlike <= {"max_tokens", "refills", "max_oversample", "n", "prompts"}  # what an evaluation has no use for
+    assert unlike <= {"max_tokens", "refills", "n", "prompts"}  # what an evaluation has no use for
 
 
 @pytest.mark.parametrize("name", ["prorlv2", "brorl", "dapo", "ppo", "evaluate_32k"])

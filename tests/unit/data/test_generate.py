@@ -17,8 +17,8 @@ from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.generate import GeneratedPrompts, generated_rows
 from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import gym_verifier
 from megatron_brorl.rewards.verifier import Score, VerifierRow
+from megatron_brorl.rewards.verifiers import gym
 
 SUMS = TaskConfig("chain_sum", 3.0, r"problem: (.*) =", {"min_terms": 2, "max_terms": 2, "max_digits": 2})
 BITS = TaskConfig("count_bits", 1.0, r"number (.*)\?", {"max_n": 1 << 30})
@@ -53,7 +53,7 @@ def test_prompts_are_true_tasks(tokenizer: Tokenizer) -> None:
         assert prompt.metadata["entry"]["metadata"]["source_index"] == i
         assert answer is not None
         row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=answer, metadata=prompt.metadata)
-        assert gym_verifier.score(answer, row) == Score(1.0)
+        assert gym.score(answer, row) == Score(1.0)
 
 
 def test_a_prompt_is_a_pure_function_of_its_index(tokenizer: Tokenizer) -> None:
@@ -153,8 +153,8 @@ def test_rows_of_a_file_are_those_that_the_library_makes_and_scores() -> None:
         else:
             assert bin(int(row["prompt"])).count("1") == int(row["answer"])
         asked = VerifierRow(id=row["id"], prompt=row["prompt"], answer=row["answer"], metadata=metadata)
-        assert gym_verifier.score(row["answer"], asked).reward == 1.0
-        assert gym_verifier.score("banana", asked).reward < 0.99
+        assert gym.score(row["answer"], asked).reward == 1.0
+        assert gym.score("banana", asked).reward < 0.99
 
 
 def test_generated_files_are_data_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def tables(tmp_path_factory):
         "rollout": {"n": 16, "prompts": 2, "max_tokens": 4},
         "reward": {"workers": 1, "cut_off_factor": 1.0},
         "train": {"steps": 2, "tokens_per_micro_batch": 256},
-        "evaluate": {"samples": 2, "bootstrap": 50},
+        "evaluate": {"samples": 2},
         "run": {"log": []},
     }
 

@@ -41,7 +41,6 @@ steps = 2
 tokens_per_micro_batch = 256
 [evaluate]
 samples = 2
-bootstrap = 50
 [run]
 log = []
 """

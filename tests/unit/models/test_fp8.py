@@ -84,7 +84,6 @@ def test_not_on_this_machine():
         (["fp8.parameters=true"], "fp8.parameters = True: needs an fp8.recipe"),
         (["fp8.bf16_layers=1"], "fp8.bf16_layers = 1: needs an fp8.recipe"),
         (["model.dtype=bf16", "fp8.recipe=delayed", "fp8.bf16_layers=1"], 'must be 0 with fp8.recipe = "delayed"'),
-        (["train.recompute=true", "train.recompute_attention=true"], "train.recompute includes attention"),
         (
             ["model.dtype=bf16", "fp8.recipe=tensorwise", "fp8.parameters=true"],
             "fp8.parameters = True: needs parallel.distributed_optimizer = true",

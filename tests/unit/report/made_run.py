@@ -64,7 +64,7 @@ def make_run(
     if ended:
         (folder / "summary.json").write_text(json.dumps(_summary(shares, prompts, steps, n)))
     if record:
-        config = {"run": {"seed": 7}, "rollout": {"n": n}, "train": {"steps": steps}, "evaluate": {"bootstrap": 300}}
+        config = {"run": {"seed": 7}, "rollout": {"n": n}, "train": {"steps": steps}}
         start = {
             "time": "2026-11-23T02:00:00+0000",
             "step": 0,

@@ -110,7 +110,7 @@ def test_intervals_are_those_of_the_run(folder):
             Answers(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
             for i, (p, g) in enumerate(zip(prompts, rows, strict=True))
         ]
-        told = sum_up(answers, len(rows), EvaluateConfig(bootstrap=300), seed=7)
+        told = sum_up(answers, len(rows), EvaluateConfig(), seed=7)
         assert found.passes[1] == told.pass_at_1.as_dict()
         assert {k: p["mean"] for k, p in found.passes.items()} == pytest.approx(told.pass_at_k)
         assert found.tasks == pytest.approx(told.by_task)

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,10 @@ def log(answer: str, row: VerifierRow) -> float:
 
 
 def returns(answer: str, row: VerifierRow) -> Any:
-    values = {"nan": float("nan"), "none": None, "string": "1", "int": 1, "half": Fraction(1, 2), "negative": -0.001}
+    values = {
+        "nan": float("nan"),
+        "int": 1,
+    }
     return values[answer]
 
 
@@ -112,13 +114,6 @@ def writes(answer: str, row: VerifierRow) -> float:
         with contextlib.suppress(OSError):
             os.write(fd, texts[answer])
     return 0.25
-
-
-def wait_for(answer: str, row: VerifierRow) -> float:
-    """Wait until the row's file exists."""
-    while not Path(row["metadata"]["file"]).exists():
-        time.sleep(0.01)
-    return 1.0
 
 
 def explains(answer: str, row: VerifierRow) -> Score:

@@ -119,7 +119,3 @@ def test_references_that_no_response_could_match_end_the_run(own: None) -> None:
     # An odd row among others is told of.
     _, (warning,) = looked_at([gym("4"), gym("5"), gym("4")])
     assert "gives 0 to the reference answer of row sum 5, below reward.correct_at = 1 (1 of 3 rows" in warning
-
-
-def test_verifiers_that_judge_a_form_say_nothing_of_a_reference() -> None:
-    assert looked_at(rows("format", ["4"]))[1] == []

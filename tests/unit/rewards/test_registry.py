@@ -5,6 +5,7 @@ import pytest
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import registry
+from megatron_brorl.rewards.verifier import VerifierRow
 
 BOTH = r"<answer>1</answer> \boxed{2}"
 
@@ -35,7 +36,20 @@ def test_the_smaller_limit_counts() -> None:
     assert registry.entry("exact", "x").max_chars == registry.entry("my.py:score", "x").max_chars == 65536
 
 
-def test_every_entry_says_what_it_is() -> None:
-    for name, entry in registry.ENTRIES.items():
-        assert entry.about, name
-        assert "\n" not in entry.about
+@pytest.mark.parametrize(
+    ("answer", "reference", "reward"),
+    [(" 42\n", "42", 1.0), ("42.0", "42", 0.0), ("", None, 0.0), ("", "", 1.0), ("a b", " a b ", 1.0)],
+)
+def test_exact(answer: str, reference: str | None, reward: float) -> None:
+    found = registry.verify("exact", answer, VerifierRow(id="r", prompt="?", answer=reference, metadata={}))
+    assert (found.reward, found.reason) == (reward, "" if reward else "not the reference answer")
+
+
+def test_exact_needs_a_reference() -> None:
+    with pytest.raises(UserError, match=r'^f:1: verifier "exact" compares with the answer.*add "answer"$'):
+        registry.entry("exact", "x").check_row(VerifierRow(id="r", prompt="?", answer=None, metadata={}), "f:1")
+
+
+def test_a_response_without_an_answer_scores_0() -> None:
+    row = VerifierRow(id="r", prompt="?", answer="4", metadata={})
+    assert registry.verify("reasoning_gym", "4", row) == (0.0, "no answer in the response", {})

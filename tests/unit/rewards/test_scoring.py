@@ -42,10 +42,13 @@ def gym(answer: str) -> Prompt:
     return Prompt(f"gym{answer}", "?", (1,), answer, "reasoning_gym", {"source_dataset": "chain_sum", "entry": entry})
 
 
-def test_strict_rewards(pool: RewardPool) -> None:
+def test_rewards_with_and_without_partial_credit(pool: RewardPool) -> None:
     exact = Prompt("e", "?", (1,), "yes", "exact")
     asked = responses(exact, ["stop", "length", "stop"]) + responses(gym("3"), ["stop", "stop", "stop", "length"])
     texts = ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"]
+    partial = score(asked, texts, pool, RewardConfig(extract="full", cut_off_factor=1.0))
+    assert partial.rewards.tolist() == [1.0, 1.0, 0.0, 1.0, 0.5, 0.0, 1.0]
+    assert partial.right == [True, True, False, True, False, False, True]
     scores = score(asked, texts, pool, RewardConfig(extract="full", strict=True))
     assert scores.rewards.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert scores.rewards.dtype == torch.float32
@@ -56,37 +59,6 @@ def test_strict_rewards(pool: RewardPool) -> None:
         "length": 2,
         **dict.fromkeys(["timeout", "error", "broken", "invalid", "crash"], 0),
     }
-    assert scores.raised == {}
-
-
-def test_partial_credit(pool: RewardPool) -> None:
-    scores = score(
-        responses(gym("3"), ["stop", "stop", "length"]),
-        ["3", "13", "3"],
-        pool,
-        RewardConfig(cut_off_factor=1.0, extract="full"),
-    )
-    assert scores.rewards.tolist() == [1.0, 0.5, 1.0]
-    assert scores.right == [True, False, True]
-    assert scores.counts["ok"] == 3
-    assert scores.counts["length"] == 0
-
-
-def test_extraction_is_applied(pool: RewardPool) -> None:
-    scores = score(
-        responses(gym("3"), ["stop"] * 3),
-        [r"\boxed{3}", r"\boxed{3} or \boxed{4}", "3"],
-        pool,
-        RewardConfig(extract="boxed"),
-    )
-    assert scores.rewards.tolist() == [1.0, 0.0, 0.0]
-    assert scores.counts["no_answer"] == 2
-
-
-def test_no_rollouts(pool: RewardPool) -> None:
-    scores = score([], [], pool, RewardConfig())
-    assert scores.rewards.tolist() == []
-    assert set(scores.counts.values()) == {0}
     assert scores.raised == {}
 
 
@@ -123,21 +95,15 @@ BELOW = math.nextafter(1.0, 0.0)
         (SUM, 1.0, True),
         (BELOW, 1.0, True),
         (1 - 1e-6, 1.0, False),
-        (0.99, 1.0, False),
         (2.0, 1.0, True),
-        (0.9, 0.9, True),
         (0.1 * 3 * 3, 0.9, True),  # 0.9000000000000001
         (0.3 + 0.6, 0.9, True),  # 0.8999999999999999
         (float(np.float32(0.9)), 0.9, True),  # 0.8999999761581421
         (0.8999, 0.9, False),
-        (0.2, 0.2, True),
-        (0.0, 0.0, True),
         (-0.0, 0.0, True),
-        (-1e-3, 0.0, False),
         (-0.5, -0.5, True),
         (-0.6, -0.5, False),
         (1e30, 1e30, True),
-        (3.0, 4.0, False),
     ],
 )
 def test_a_reward_is_correct_from_correct_at_on(reward: float, correct_at: float, right: bool) -> None:
@@ -187,14 +153,6 @@ def test_negative_rewards_are_asked_for_where_a_response_was_cut_off(pool: Rewar
     strict = score(asked, texts, pool, RewardConfig(strict=True))
     assert strict.rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert strict.counts["length"] == 3
-
-
-def test_an_answer_is_found_as_its_verifier_looks_for_it(pool: RewardPool) -> None:
-    exact = Prompt("e", "?", (1,), "<answer>3</answer>", "exact")
-    asked = responses(gym("3"), ["stop"] * 2) + responses(exact, ["stop"])
-    scores = score(asked, ["so <answer>3</answer>", "3", "<answer>3</answer>"], pool, RewardConfig())
-    assert scores.rewards.tolist() == [1.0, 0.0, 1.0]
-    assert scores.answers == ["3", None, "<answer>3</answer>"]
 
 
 def test_what_is_no_score_is_told_once_with_its_row(pool: RewardPool, tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import gym_tasks, gym_verifier, worker_process
+from megatron_brorl.rewards import worker_process
 from megatron_brorl.rewards.custom import IN_PROCESS
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
@@ -68,8 +68,10 @@ def test_a_worker_that_freezes_at_an_answer_costs_that_answer(pool: RewardPool) 
 
 
 def test_the_deadline_is_per_answer_not_per_message(pool: RewardPool) -> None:
+    pool.forget()
     verdicts = pool.score(ask("nap", *map(str, range(12))))  # 6 x 0.3 s per worker, more than the deadline of 1 s
     assert verdicts == [OK] * 12
+    assert pool.stats.latency_max_s > 1
 
 
 def test_a_crash_is_tried_twice_and_costs_only_its_own_answer(pool: RewardPool, tmp_path: Path) -> None:
@@ -95,34 +97,6 @@ def test_exceptions_are_counted_and_the_worker_lives(pool: RewardPool) -> None:
     assert [v.reason for v in verdicts[4:6]] == ["ValueError: with ?[31m", "SystemExit: 0"]
     assert verdicts[6].reason.startswith("RecursionError: maximum recursion depth exceeded")
     assert pool.pids == before
-
-
-def test_an_exception_without_a_reference_is_an_error_of_the_answer(pool: RewardPool) -> None:
-    request = ScoreRequest(replace(prompt("raises"), answer=None), "value")
-    assert pool.score([request]) == [Verdict(0.0, "error")]
-
-
-# Answers on which scorers of allowed tasks raise. Their references are judged.
-HARD = [("prime_factorization", "banana"), ("prime_factorization", "2 x 3"), ("game_of_life", "{}"), ("boxnet", "-1")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("task", "answer"), HARD)
-def test_an_answer_on_which_an_allowed_scorer_raises_is_wrong(task: str, answer: str) -> None:
-    entry = json.loads(json.dumps(gym_tasks.create(task, 11, {}, "test")[5]))
-    metadata = {"source_dataset": task, "entry": entry}
-    with pytest.raises((ValueError, KeyError, TypeError)) as error:  # of the library itself
-        gym_verifier.score(answer, VerifierRow(id="p", prompt="t", answer=entry["answer"], metadata=metadata))
-    with RewardPool(1, 20.0) as pool:
-        asked = Prompt("p", "t", (1,), entry["answer"], "reasoning_gym", metadata)
-        verdicts = pool.score([ScoreRequest(asked, a) for a in (answer, entry["answer"])])
-    assert verdicts == [Verdict(0.0, "error"), OK if entry["answer"] else Verdict(0.0, "no_answer")]
-    assert verdicts[0].reason == f"{error.type.__name__}: {error.value}"
-
-
-def test_only_finite_numbers_are_rewards(pool: RewardPool) -> None:
-    assert pool.score(ask("returns", "nan", "none", "string")) == [Verdict(0.0, "invalid")] * 3
-    assert [v.reward for v in pool.score(ask("returns", "int", "half", "negative"))] == [1.0, 0.5, -0.001]
 
 
 @pytest.mark.parametrize("text", ["noise", "endless", "nested", "infinite", "status", "part", "short"])
@@ -170,36 +144,11 @@ def test_an_impure_verifier_judges_every_response(tmp_path: Path) -> None:
         assert (pool.stats.answers, pool.stats.hits) == (8, 2)
 
 
-def test_the_longest_latency_includes_the_time_in_the_queue() -> None:
-    with RewardPool(1, 20.0, MAKE) as pool:
-        pool.score(ask("nap", "warm"))
-        pool.forget()
-        pool.score(ask("nap", "a", "b", None))
-    assert 0.6 <= pool.stats.latency_max_s < 20
-
-
-def test_requests_of_many_threads_at_once(pool: RewardPool) -> None:
-    found: dict[int, list[Verdict]] = {}
-
-    def work(number: int) -> None:
-        found[number] = pool.score(ask("echo", *[str((number * 50 + i) / 1000) for i in range(50)]))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {n: [Verdict((n * 50 + i) / 1000, "ok") for i in range(50)] for n in range(8)}
-
-
-def test_verdicts_come_while_others_are_asked_for(tmp_path: Path) -> None:
-    file = tmp_path / "go"
-    with RewardPool(2, 60.0, MAKE) as pool:
-        waiting = pool.submit(ask("wait_for", "a", file=str(file))[0])
-        assert pool.submit(ask("echo", "0.5")[0]).result() == Verdict(0.5, "ok")
-        assert not waiting.done()
-        file.touch()
-        assert waiting.result() == OK
+def test_many_threads_use_one_pool(pool: RewardPool) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        values = [[(50 * n + i) / 1000 for i in range(50)] for n in range(8)]
+        found = list(threads.map(lambda own: pool.score(ask("echo", *map(str, own))), values))
+    assert found == [[Verdict(value, "ok") for value in own] for own in values]
 
 
 def test_printing_does_not_disturb(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
@@ -341,13 +290,6 @@ def test_a_worker_that_cannot_start_is_a_user_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(worker_process.subprocess, "Popen", start)
     with RewardPool(2, 5.0, MAKE) as pool, pytest.raises(UserError, match="temporarily unavailable; is the machine"):
         pool.score(ask("echo", "1"))
-
-
-def test_the_registry_is_the_default() -> None:
-    with RewardPool(1, 5.0) as pool:
-        assert pool.score([ScoreRequest(Prompt("p", "t", (1,), "4", "exact"), " 4\n")]) == [OK]
-        with pytest.raises(UserError, match="os:system"):  # Python's own library holds no verifier
-            pool.score([ScoreRequest(Prompt("p", "t", (1,), "4", "os:system"), "true")])
 
 
 def test_a_function_of_the_program_is_called_in_this_process_for_its_rows_only() -> None:

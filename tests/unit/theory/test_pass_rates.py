@@ -23,9 +23,8 @@ def test_mixed_share_is_the_share_of_mixed_subsets(right, n):
     assert mixed_share(np.array([right]), np.array([6]), n) == pytest.approx(expected, abs=1e-12)
 
 
-def test_mixed_share_beyond_the_rollouts_inserts_the_rate():
-    share = mixed_share(np.array([1, 0, 4]), np.array([4, 4, 4]), 8)
-    assert share == pytest.approx((1 - 0.25**8 - 0.75**8) / 3)
+def test_mixed_share_beyond_the_rollouts_is_that_of_all_rollouts():
+    assert mixed_share(np.array([1, 0, 4]), np.array([4, 4, 4]), 8) == pytest.approx(1 / 3)
 
 
 def test_command_counts_each_prompt_once_with_its_last_group(tmp_path, capsys):
@@ -38,5 +37,5 @@ def test_command_counts_each_prompt_once_with_its_last_group(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "2 prompts" in out
     assert "mean 0.750" in out
-    assert "~49.6%" in out  # N = 8: p0 with p = 1/2 is mixed with probability 1 - 2 / 2^8, p1 never
+    assert "at least 50.0%" in out  # N = 8: the last group of p0 is mixed, that of p1 is not
     assert (tmp_path / "pass_rates.png").stat().st_size > 1000

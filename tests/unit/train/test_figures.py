@@ -14,7 +14,7 @@ from dist.steps import configured, make_trainer
 from megatron_brorl.parallel.batch import pack
 from megatron_brorl.progress import progress
 from megatron_brorl.timeline import Span, Timeline
-from megatron_brorl.train import figures
+from megatron_brorl.train import figures, loop
 from megatron_brorl.train.console import console_line
 
 # Four ranks; the second is the slow one.
@@ -64,13 +64,6 @@ def test_throughput_of_a_device():
     assert unknown == {name: value for name, value in got.items() if "mfu" not in name}
 
 
-def test_kv_cache_over_ranks():
-    found = figures.kv_cache(COLUMNS)
-    assert (found.pop("kv_cache/rows"), found.pop("kv_cache/prompt_hits")) == (6000 / 120, 240 / 320)
-    assert found == {"kv_cache/peak": 0.75, "kv_cache/mean": 45 / 120}
-    assert figures.kv_cache({**COLUMNS, "kv_turns": np.zeros(4)}) == {}
-
-
 def test_own_seconds_leave_the_wait_for_others_out():
     spans = [
         Span("generate", 0.0, 3.0, {"tokens": 50.0, "kv_peak": 0.5, "kv_mean": 0.25, "kv_turns": 10.0, **PROMPTS}),
@@ -97,9 +90,10 @@ class Writer:
         self.rows.append((step, metrics, seconds))
 
 
-def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path):
+def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "peak_flops", lambda: 1e9)
     changes = {
-        "run": {"dir": str(tmp_path), "trace_every": 2, "peak_tflops": 1e-3},
+        "run": {"dir": str(tmp_path), "trace_every": 2},
         "rollout": {"n": 16, "prompts": 2},
         "train": {"steps": 3},
         "algo": {"mini_batches": 2},

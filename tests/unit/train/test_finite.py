@@ -249,14 +249,6 @@ def breaking(trainer):
     return "decoder.layers.2.mlp.linear_fc2.weight"
 
 
-def test_weights_that_an_update_breaks_reach_no_engine(processes, model):
-    trainer = trainer_of(model, processes, {})
-    name, engine = breaking(trainer), trainer.rollouts.engine.engine
-    with pytest.raises(UserError, match=rf"^the state after 1 step, actor: weights that are not finite: {name}; "):
-        trainer.train_step()
-    assert engine.verbs.count("update_weights") == 1  # before the step
-
-
 class Sums:
     """Prompts with answers, and their tokens."""
 
@@ -281,3 +273,11 @@ def test_supervised_training_stops_where_it_is_not_finite(processes, model, lr, 
         sft(trainer.worker, Sums(), Sums(), SftConfig(5, 4), OptimConfig(lr), None, _Silent())
     assert str(caught.value).startswith(f"sft {said}")
     assert "nothing is exported" in str(caught.value)
+
+
+def test_weights_that_an_update_breaks_reach_no_engine(processes, model):
+    trainer = trainer_of(model, processes, {})
+    name, engine = breaking(trainer), trainer.rollouts.engine.engine
+    with pytest.raises(UserError, match=rf"^the state after 1 step, actor: weights that are not finite: {name}; "):
+        trainer.train_step()
+    assert engine.verbs.count("update_weights") == 1  # before the step

@@ -162,24 +162,6 @@ def made(root, step, **run):
     return folder
 
 
-@pytest.mark.parametrize("what", ["gone", "a copy", "a link", "no text", "no number", "later than this run"])
-def test_what_is_not_a_checkpoint_of_ours_is_not_to_be_beaten(tmp_path, what):
-    """A folder whose run.json is of another step, a link, or a pointer that somebody wrote."""
-    folders.write_best(tmp_path, Best(4, "pass_at_1", 0.5))
-    if what == "a copy":
-        made(tmp_path, 4, step_=0).joinpath("run.json").write_text('{"step": 3}')
-    elif what == "a link":
-        made(tmp_path / "elsewhere", 4).rename(tmp_path / "other")
-        (tmp_path / "step_00000004").symlink_to(tmp_path / "other")
-    elif what != "gone":
-        made(tmp_path, 4)
-    if what == "no text":
-        (tmp_path / "best").write_bytes(b"\xff\xfe\n")
-    elif what == "no number":
-        (tmp_path / "best").write_text("step_00000004\npass_at_1 much\n")
-    assert folders.best_so_far(tmp_path, {}, 3 if what == "later than this run" else 9, "pass_at_1") is None
-
-
 def test_rotation_spares_what_the_pointer_names(tmp_path):
     for step in range(1, 6):
         made(tmp_path, step)

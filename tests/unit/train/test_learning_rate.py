@@ -18,7 +18,7 @@ from unit.train.test_finite import Sums
 from unit.train.test_updates_counted import Pool
 
 from megatron_brorl.config.schema import OptimConfig, SftConfig
-from megatron_brorl.train.learning_rate import learning_rate, scaled
+from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.sft import sft, sft_optim
 
 R = math.sqrt(2) / 2
@@ -73,11 +73,6 @@ def test_the_decay_is_that_of_transformers(schedule, ratio, steps, warmup):
     found = [learning_rate(optim, i) for i in range(steps + 1)]
     assert found[warmup:] == pytest.approx(expected[warmup:], rel=1e-12, abs=1e-18)
     assert found[:warmup] == pytest.approx(expected[1 : warmup + 1], rel=1e-12)
-
-
-def test_the_floor_follows_the_size_of_the_batch():
-    optim = OptimConfig(1e-6, lr_for_rollouts=100, lr_schedule="linear", lr_decay_steps=10, min_lr_ratio=0.1)
-    assert learning_rate(scaled(optim, 400, 0), 10) == pytest.approx(0.2e-6)
 
 
 def trainer_of(model, processes, changes, tmp_path=None):
@@ -137,8 +132,9 @@ def test_actor_and_critic_decay_over_what_each_of_them_does(processes, model):
     assert [lr for _, lr in found] == pytest.approx(critic, rel=1e-12)
 
 
-def test_supervised_training_follows_the_schedule_over_its_steps(processes, model):
-    config = SftConfig(steps=5, examples_per_step=4, lr=1e-3, warmup_steps=1)
+def test_supervised_training_follows_the_schedule_over_its_steps(processes, model, monkeypatch):
+    monkeypatch.setattr("megatron_brorl.train.sft.WARMUP_STEPS", 1)
+    config = SftConfig(steps=5, examples_per_step=4, lr=1e-3)
     optim = sft_optim(config, OptimConfig(lr=7.0, lr_schedule="linear", min_lr_ratio=0.5, lr_decay_steps=99))
     rows = []
 

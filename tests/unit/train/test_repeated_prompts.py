@@ -6,6 +6,7 @@ import warnings
 from dataclasses import replace
 
 import fakes
+import numpy as np
 import pytest
 import torch
 from dist.steps import configured, make_trainer
@@ -16,8 +17,10 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.ops.reference.sampling import sample_tokens
+from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.sampler import open_groups, requests
+from megatron_brorl.train.evaluate import sample_answers
 
 SEED = 3  # of dist.steps.BASE
 TOKENS = 12
@@ -91,6 +94,24 @@ def test_steps_with_repeated_prompts_are_trained_and_resumed(processes, model, t
     assert all(
         torch.equal(a, b) for (_, a), (_, b) in zip(whole.worker.hf_tensors(), second.worker.hf_tensors(), strict=True)
     )
+
+
+def rate(key: int, samples: int) -> float:
+    """Share of right responses of a stream."""
+    rows = fakes.draws(key, range(samples), TOKENS)
+    return float(np.mean([fakes.STOP in r and sum(r[: r.index(fakes.STOP)]) % 2 == 0 for r in rows]))
+
+
+def test_evaluations_tell_groups_of_one_prompt_apart(processes, model, tmp_path):
+    trainer = trainer_of(model, processes, tmp_path, 3)
+    trainer.refit()
+    a, b = fakes.prompts(2)
+    sampling = Sampling(1.0, 1.0, 0, TOKENS, (fakes.STOP,))
+    found = sample_answers(trainer.rollouts, [a, b, a], 40, sampling, "s")
+    keys = [stream_key(SEED, "s", "p/0"), stream_key(SEED, "s", "p/1"), stream_key(SEED, "s", 1, "p/0")]
+    assert [(x.prompt.id, x.place) for x in found] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
+    assert [x.right / x.samples for x in found] == [rate(key, 40) for key in keys]
+    assert found[0].right != found[2].right
 
 
 def test_an_engine_that_repeats_itself_is_named(processes, model):

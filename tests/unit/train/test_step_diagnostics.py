@@ -13,11 +13,12 @@ import torch
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.ops.philox import stream_key, uniforms
+from megatron_brorl.train import diagnostics
 
 N, TOKENS, POSITIONS, DEPTH, TEMPERATURE = 200, 12, 40, 3, 0.8
 CHANGES = {
     "rollout": {"n": N, "prompts": 3, "temperature": TEMPERATURE},
-    "theory": {"prompts": 2, "positions": POSITIONS, "max_position": DEPTH},
+    "theory": {"prompts": 2, "positions": POSITIONS},
 }
 
 
@@ -26,7 +27,9 @@ def step(processes, model):
     """Return the metrics of one step."""
     trainer = make_trainer(model[0], processes, configured(CHANGES), fakes.Engine())
     trainer.refit()
-    return trainer.train_step()[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diagnostics, "MAX_POSITION", DEPTH)
+        return trainer.train_step()[0]
 
 
 def drawn(prompt):

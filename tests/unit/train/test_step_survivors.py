@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import fakes
 import numpy as np
@@ -58,24 +57,6 @@ def test_one_of_512_killed_and_another_stalled(processes, model, deaf, capfd):
     # other ranks of the engine where they wait for its sleep and its wake.
     after = ["meet", "meet"] if deaf else ["sleep", "wake", "update_weights"]
     assert engine.verbs == ["wake", "update_weights", "generate", *after]
-
-
-def test_no_micro_batch_keeps_its_graph(processes, model, monkeypatch):
-    """What a step collects of its micro-batches would otherwise hold their memory until the last one."""
-    trainer = make_trainer(model[0], processes, configured({"train": {"tokens_per_micro_batch": 100}}), fakes.Engine())
-    kept: list[Any] = []
-    train = trainer.worker.train
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        update, values = train(*args, **kwargs)
-        kept.extend(values)
-        return update, values
-
-    monkeypatch.setattr(trainer.worker, "train", watched)
-    trainer.refit()
-    trainer.train_step()
-    assert len(kept) > 1
-    assert all(v.loss.grad_fn is None for v in kept)
 
 
 def test_too_many_lost_end_the_run_in_one_line(processes, model):

@@ -9,8 +9,6 @@ import pytest
 import torch
 from dist.steps import _Silent, configured, make_trainer
 
-from megatron_brorl.train.stall import Stall
-
 NAN = float("nan")
 GAE = {"algo": {"advantage": "gae", "mini_batches": 2}}
 
@@ -113,6 +111,15 @@ def test_an_update_that_is_not_applied_counts_nothing(processes, model):
     assert versions(trainer) == (3, 3, 3)
 
 
+def test_an_update_of_the_critic_that_is_not_applied_counts_nothing(processes, model):
+    trainer = trainer_of(model, processes, GAE)
+    poison_gradients(trainer.critic, lambda: trainer.state.step == 0)
+    found = [trainer.train_step()[0] for _ in range(2)]
+    assert [(v["critic_updates"], v["critic_updates_skipped"]) for v in found] == [(0, 2), (2, 0)]
+    assert [v["critic_lr"] for v in found] == pytest.approx([0, 1e-3 * 2 / 100])
+    assert (trainer.state.critic_updates, trainer.state.updates) == (2, 4)
+
+
 def test_the_actor_waits_for_a_critic_that_has_learned(processes, model, tmp_path):
     """critic.warmup_steps = 2: steps without an update of the critic are none of them, before and after a resume."""
     trainer = trainer_of(model, processes, {**GAE, "critic": {"lr": 1e-3, "warmup_steps": 2}}, tmp_path)
@@ -133,16 +140,29 @@ def test_evaluations_while_the_actor_waits_do_not_end_the_run(processes, model, 
     changes = {
         **GAE,
         "critic": {"lr": 1e-3, "warmup_steps": 3},
-        "train": {"steps": 9, "patience": 2, "min_delta": 1.0},
-        "evaluate": {"every": 1, "samples": 2, "bootstrap": 10},
+        "train": {"steps": 9, "patience": 2},
+        "evaluate": {"every": 1, "samples": 2},
         "rollout": {"n": 8, "prompts": 3},
     }
     trainer = trainer_of(model, processes, changes, tmp_path)
     trainer.held_out = fakes.prompts(2, 1000)
-    trainer.state.stall = Stall(1.0)
+    trainer.state.stall.best = 1.0  # no evaluation is better
     trainer.run(None, _Silent(), lambda: False)
-    # The first evaluation that counts, of step 4, is the best; two more are not better by 1.
-    assert trainer.state.step == 6
+    # The first evaluation that counts is that of step 4.
+    assert trainer.state.step == 5
+
+
+def test_tokens_are_as_old_as_the_updates_since(processes, model):
+    """Rollouts that go on over steps without an update come from the weights of now."""
+    trainer = trainer_of(model, processes, {"rollout": {"n": 8, "prompts": 3, "partial_tokens": 2}})
+    trainer.rollouts.pool.all_right = True
+    found = [trainer.train_step()[0] for _ in range(8)]
+    assert sum(v["rollouts"] for v in found) > 0
+    assert {v["updates"] for v in found} == {0}
+    assert {v["staleness_max"] for v in found} == {0}
+    spans = [row.rollout.spans for row in trainer.state.carried.rows]
+    assert spans
+    assert {version for own in spans for version, _ in own} == {0}
 
 
 def test_a_resumed_run_goes_on_counting(processes, model, tmp_path):

@@ -66,11 +66,11 @@ def test_norm_weights_and_biases_stay_put_and_matrices_shrink(processes, tmp_pat
 
 
 def test_supervised_training_takes_the_rule_of_optim():
-    optim = OptimConfig(lr=1.0, betas=(0.5, 0.6), eps=1e-3, clip_grad=7.0)
-    found = sft_optim(SftConfig(lr=0.25, warmup_steps=3, weight_decay=0.5), optim)
+    optim = OptimConfig(lr=1.0, weight_decay=0.5, betas=(0.5, 0.6), eps=1e-3, clip_grad=7.0)
+    found = sft_optim(SftConfig(lr=0.25), optim)
     differing = {f.name for f in dataclasses.fields(optim) if getattr(found, f.name) != getattr(optim, f.name)}
     assert differing == {"lr", "warmup_steps", "lr_decay_steps", "weight_decay"}
-    assert (found.lr, found.warmup_steps, found.lr_decay_steps, found.weight_decay) == (0.25, 3, 200, 0.5)
+    assert (found.lr, found.warmup_steps, found.lr_decay_steps, found.weight_decay) == (0.25, 10, 200, 0.01)
 
 
 def test_a_resumed_run_decays_by_its_own_configuration(processes, model, tmp_path):

@@ -1,12 +1,14 @@
-"""Python values as JSON: what JSON has as it is, the rest as {"!": type, "v": parts}. Builtin types go in and come out.
+"""Encode Python values as lines of JSON: values that JSON lacks as {"!": type, "v": parts}.
 
-A subclass is written as the builtin type that it extends: nothing of a program's own classes leaves its process.
+Only builtin types are encoded and decoded. A subclass is encoded as the builtin type that it extends, so that no class
+of a program leaves its process.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from typing import Any
 
 _DEPTH = 100
@@ -15,11 +17,11 @@ _GROUPS = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class Unencodable(ValueError):
-    """A value or a text that is outside of the encoding."""
+    """A value or a text that the encoding does not cover."""
 
 
 def encode(value: Any, depth: int = _DEPTH) -> Any:
-    """What json.dumps takes for `value`; raises Unencodable."""
+    """Return `value` in a form that json.dumps accepts. Raises Unencodable."""
     if depth == 0:
         raise Unencodable("nested too deeply")
     if value is None or isinstance(value, bool):
@@ -52,7 +54,7 @@ def _encode_parts(value: Any, depth: int) -> Any:
 
 
 def decode(form: Any) -> Any:
-    """The value of what `parse` read; raises Unencodable. Nothing is executed, and only builtin types are made."""
+    """Return the value that `parse` read, of builtin types only. Executes nothing. Raises Unencodable."""
     if isinstance(form, list):
         return [decode(part) for part in form]
     if not isinstance(form, dict):
@@ -80,7 +82,7 @@ def _decode_tagged(name: Any, parts: Any) -> Any:
 
 
 def parse(text: str | bytes) -> Any:
-    """json.loads with bounds on depth and digits; raises Unencodable."""
+    """Call json.loads with limits on depth and digits. Raises Unencodable."""
     try:
         return json.loads(text, parse_int=_int)
     except (ValueError, RecursionError) as e:
@@ -91,3 +93,28 @@ def _int(digits: str) -> int:
     if len(digits) > _LONGEST_INT:
         raise ValueError("too many digits")
     return int(digits)
+
+
+class Wire:
+    """Lines of JSON over two pipes."""
+
+    def __init__(self, source: int, sink: int) -> None:
+        self.source, self.sink = source, sink
+        self._buffer = b""
+
+    def read(self) -> bytes | None:
+        """Read the next line; None at the end."""
+        parts = [self._buffer]
+        while b"\n" not in parts[-1]:
+            part = os.read(self.source, 1 << 16)
+            if not part:
+                return None
+            parts.append(part)
+        line, _, self._buffer = b"".join(parts).partition(b"\n")
+        return line
+
+    def write(self, message: dict[str, Any]) -> None:
+        """Write one line."""
+        rest = memoryview(json.dumps(message).encode() + b"\n")
+        while rest:
+            rest = rest[os.write(self.sink, rest) :]

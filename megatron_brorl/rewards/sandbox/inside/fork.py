@@ -1,4 +1,4 @@
-"""One test of a program: a fork that runs it, watched by the process that forked."""
+"""Run one test of a program in a fork, under the supervision of the parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONG = 1 << 63  # CPython exits with 255 for a code that C's long cannot hold
 
 
 class Fork:
-    """Runs a function once in a child with `stdin`; what it prints and returns comes back as a message."""
+    """Runs a function once in a child with `stdin`; its output and result become a message."""
 
     def __init__(self, order: dict[str, Any], stdin: bytes = b"") -> None:
         self._stdin = memoryview(stdin)
@@ -37,7 +37,7 @@ class Fork:
             os.close(end)
         self._open = {give, out, told}
 
-        # What it started goes with it: the next test begins alone.
+        # Processes that the test started end with it.
         try:
             self._watch(child, give, out, told)
         finally:
@@ -50,7 +50,7 @@ class Fork:
         return self._message(ended, bytes(self._texts[out]), bytes(self._texts[told]))
 
     def _watch(self, child: int, give: int, out: int, told: int) -> None:
-        """Until the child ends, its time is up or it says too much."""
+        """Wait until the child ends, its time is up, or it writes too much."""
         exited, poll = os.pidfd_open(child), select.poll()
         self._texts = {out: bytearray(), told: bytearray()}
         for fd in (out, told, exited):
@@ -59,7 +59,7 @@ class Fork:
         poll.register(give, select.POLLOUT)
         deadline = time.monotonic() + self._seconds
 
-        # Its exit counts once nothing that it wrote is left in the pipes.
+        # The exit counts only after all output has been read from the pipes.
         while not self._stopped:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -109,14 +109,14 @@ def exit_code(code: object) -> int:
         return 0
     if not isinstance(code, int):
         return 1
-    number = int.__index__(code)  # of a subclass too, whatever it overrides
+    number = int.__index__(code)  # also for a subclass, whatever it overrides
     return number & 0xFF if -_LONG <= number < _LONG else 0xFF
 
 
 def _child(stdin: int, stdout: int, tell: int, body: Callable[[], bytes]) -> NoReturn:
     pid, code = os.getpid(), 1
     try:
-        # The ends of the pipes get their customary numbers. Nothing else stays open.
+        # The pipes get the usual numbers, and every other file is closed.
         for end, number in ((os.dup(stdin), 0), (os.dup(stdout), 1), (os.dup(tell), 3)):
             os.dup2(end, number)
         os.closerange(4, 256)
@@ -137,7 +137,7 @@ def _tell(pid: int, text: bytes) -> None:
 
 
 def _kill_all() -> None:
-    # Of the namespace: all but process 1 and this one. They run no more from here on, but are there for a moment yet.
+    # Kill all processes of the namespace except process 1 and this one. They may exist for a moment longer.
     with contextlib.suppress(ProcessLookupError):
         while True:
             os.kill(-1, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""The first process of a sandbox: it limits itself, starts the runner, and ends with it or with whoever gave the order.
+"""The first process of a sandbox: it limits itself, starts the runner, and ends with it or with the caller.
 
 `python -m megatron_brorl.rewards.sandbox.inside.guard`, with the order on standard input: a line of JSON, then one per
-request. It runs nothing of the program's. Where it is process 1 of its own namespace nobody inside can signal it, and
-the kernel ends all that is left inside when it ends.
+request. It runs no code of the program. As process 1 of its own namespace it receives no signals from inside, and when
+it ends, the kernel ends every process in the namespace.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import signal
 from typing import Any
 
 from megatron_brorl.rewards.sandbox.inside import codec, judge, runner
-from megatron_brorl.rewards.sandbox.inside.wire import Wire
+from megatron_brorl.rewards.sandbox.inside.codec import Wire
 
 _MODES = {"scripts": runner.scripts, "calls": runner.calls, "judge": judge.judge}
 
 
 def main() -> None:
     """Carry out one order."""
-    # The pipes are out of reach of what runs here under the numbers 0 and 1.
+    # The program must not reach the pipes under the numbers 0 and 1.
     wire = Wire(os.dup(0), os.dup(1))
     silence = os.open(os.devnull, os.O_RDWR)
     order = codec.parse(wire.read() or b"{}")
-    order["alone"] = os.getpid() == 1  # in a namespace of its own: all that is there may be killed
+    order["alone"] = os.getpid() == 1  # In a namespace of its own it may kill every process.
     confine(order)
     wire.write({"up": True})
     for number in (0, 1, 2):
         os.dup2(silence, number)
 
-    # Whatever is orphaned inside comes to process 1; ignored, it is gone without being waited for.
+    # Orphans become children of process 1. With SIGCHLD ignored, the kernel reaps them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     child = os.fork()
@@ -40,7 +40,7 @@ def main() -> None:
         _MODES[order["mode"]](wire, order)
         os._exit(0)
 
-    # A closed pipe tells that the one outside is gone, even if it was killed.
+    # A closed pipe shows that the caller is gone, even if it was killed.
     poll = select.poll()
     poll.register(wire.source, 0)
     poll.register(os.pidfd_open(child), select.POLLIN)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def confine(order: dict[str, Any]) -> None:
-    """Give up the user and take the limits of the order, for good."""
+    """Change to the unprivileged user and set the limits of the order, irrevocably."""
     if order["user"] is not None:
         os.setgroups([])
         os.setresgid(*(order["user"],) * 3)

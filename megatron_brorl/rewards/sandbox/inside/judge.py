@@ -1,7 +1,7 @@
-"""Tests in the form of Python code, in a sandbox that the program under test is not in.
+"""Run tests that are Python code, in another sandbox than the program under test.
 
-They call a stand-in for the program's function. It sends the arguments out as JSON and returns what comes back, which
-is of builtin types whatever the program made; so no test stands where the program could read or change it.
+The tests call a stand-in for the program's function, which sends the arguments out as JSON and returns the decoded
+result, of builtin types only. The program can therefore not read or change a test.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_brorl.rewards.sandbox.inside import codec
-from megatron_brorl.rewards.sandbox.inside.wire import Wire
+from megatron_brorl.rewards.sandbox.inside.codec import Wire
 
-# What a program may raise in a test. StopIteration is not among them: it would end a loop of the test early.
+# Exceptions of the program that are raised in a test. StopIteration is not one: it would end a loop of the test early.
 _RAISED: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -23,11 +23,11 @@ _RAISED: dict[str, type[Exception]] = {
 
 
 class ProgramError(Exception):
-    """The program raised something else, or there was no result."""
+    """The program raised another exception, or gave no result."""
 
 
 def judge(wire: Wire, order: dict[str, Any]) -> None:
-    """Run the test {"test"} of each request; say {"passed", "why"}, and {"call"} on the way."""
+    """Run the test {"test"} of each request. Write {"call"} for each call, and {"passed", "why"} at the end."""
     name = order["function"]
     function = _stand_in(wire)
     while (line := wire.read()) is not None:
@@ -37,7 +37,7 @@ def judge(wire: Wire, order: dict[str, Any]) -> None:
             exec(compile(codec.parse(line)["test"], "test.py", "exec", dont_inherit=True), names)
             if callable(names.get("check")):  # HumanEval's form
                 names["check"](function)
-        except BaseException as e:  # SystemExit too: a test that ends early has not passed
+        except BaseException as e:  # Includes SystemExit: a test that ends early has not passed.
             wire.write({"passed": False, "why": f"{type(e).__name__}: {e}".removesuffix(": ")[:200]})
         else:
             wire.write({"passed": True, "why": ""})
@@ -45,7 +45,7 @@ def judge(wire: Wire, order: dict[str, Any]) -> None:
 
 def _stand_in(wire: Wire) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
-        """The program's function, somewhere else."""
+        """Call the program's function in its own sandbox."""
         wire.write({"call": {"args": codec.encode(list(args)), "kwargs": codec.encode(kwargs)}})
         line = wire.read()
         if line is None:

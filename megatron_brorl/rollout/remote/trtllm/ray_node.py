@@ -1,8 +1,8 @@
 """The Ray of one engine, on ports that no other engine of the node uses.
 
-Several Rays that choose their own ports on one node race for them: each looks for free ones and binds them later. Here
-each has a block of its own. A block belongs to the process that holds its last port, which nobody ever connects to: the
-system gives it back when the process ends, however that comes about.
+Several Rays that choose their own ports on one node race for them, because each looks for free ones and binds them
+later. Here each has a block of its own. A block belongs to the process that holds its last port; the system frees that
+port when the process ends.
 """
 
 from __future__ import annotations

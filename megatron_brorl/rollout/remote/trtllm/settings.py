@@ -1,30 +1,30 @@
-"""What TensorRT-LLM is told, as far as it can be worked out without it."""
+"""Settings of TensorRT-LLM that can be computed without it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 KV_CACHE = "kv_cache"  # memory tag of keys and values
-_SENT_AGAIN = ("model_weights", "draft_model_weights")  # what a sleep may lose, for weights follow it
+_SENT_AGAIN = ("model_weights", "draft_model_weights")  # a sleep may lose these, because weights follow it
 _STEPS = ((64, 8), (256, 16), (512, 32))  # up to so many rows, graphs for every so many; beyond them every 64
 
 
 def sleep_tags(known: Iterable[str]) -> list[str]:
-    """The tags of all memory that a sleep gives back, of those that this version knows; internal ones begin with _."""
+    """Return the tags of all memory that a sleep gives back; internal tags begin with _."""
     return [tag for tag in known if not tag.startswith("_")]
 
 
 def restore_modes(tags: Iterable[str]) -> dict[str, str]:
-    """What becomes of each tag's memory in a sleep: lost, or kept in host memory.
+    """Return whether each tag's memory is lost in a sleep ("NONE") or kept in host memory ("CPU").
 
-    Weights are sent again after a sleep (rollout.remote.engine) and caches are empty; all else, such as the tables of
-    rotary embeddings under "model" or the sampler's state, is needed as it was.
+    Weights are sent again after a sleep and caches are empty. Everything else, such as the tables of rotary embeddings
+    under "model" or the sampler's state, is needed as it was.
     """
     return {tag: "NONE" if tag in (KV_CACHE, *_SENT_AGAIN) else "CPU" for tag in tags}
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Batch sizes that CUDA graphs are made for, `rows` the greatest. Others are padded, by a quarter at most above 32.
+    """Return the batch sizes of CUDA graphs, up to `rows`. Others are padded, by a quarter at most above 32.
 
     TensorRT-LLM's own list doubles above 128: 260 rows would be computed as 512.
     """

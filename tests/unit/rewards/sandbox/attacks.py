@@ -19,7 +19,6 @@ def attempt(action):
 # What runs until it is stopped, or dies of its limits.
 ENDLESS = {
     "loop": "while True: pass",
-    "sleep": "import time; time.sleep(1e6)",
     "ignore every signal": """
 import signal
 for n in range(1, 65):
@@ -56,8 +55,6 @@ while True:
     except MemoryError: pass
 """,
     "stdout flood": "while True: print('x' * (10_000 + SEED))",
-    "stderr flood": "import os\nwhile True: os.write(2, b'x' * 10_000)",
-    "big integers": "x = 9\nwhile True: x = x ** 9",
     "power tower": "print(9 ** 9 ** 9 ** 9)",
     "stop oneself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
     "regular expression": "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
@@ -85,9 +82,6 @@ CRASHING = {
     "recursion in C": "x = []\nfor _ in range(10 ** 6): x = [x]\nrepr(x)\nimport sys; sys.setrecursionlimit(10 ** 9)\n"
     "def f(): return f()\nf()",
     "os._exit(0)": "import os; os._exit(0)",
-    "sys.exit(0)": "import sys; sys.exit(0)",
-    "exit in atexit": "import atexit, os; atexit.register(os._exit, 0)",
-    "abort": "import os; os.abort()",
     "kill all": "import os; os.kill(-1, 9)",
     "kill the parent": "import os; os.kill(os.getppid(), 9)",
 }
@@ -97,28 +91,21 @@ REFUSED = {
     "kill process 1": "import os, time; os.kill(1, 9); time.sleep(0.2); print('held')",
     "read a file": "attempt(lambda: open(SECRET).read())",
     "read /etc/passwd": "attempt(lambda: open('/etc/passwd').read())",
-    "list homes": "import os; attempt(lambda: os.listdir('/home') + os.listdir('/root'))",
     "list the root": "import os; attempt(lambda: bool(set(os.listdir('/')) & {'home', 'root', 'etc', 'var', 'proc'}))",
     "environment": "import os; attempt(lambda: any('BRORL' in k or 'TOKEN' in k or k == 'HOME' for k in os.environ))",
     "/proc": "import os; attempt(lambda: os.listdir('/proc'))",
     "write /": "attempt(lambda: open('/x', 'w').write('x'))",
-    "write /usr": "attempt(lambda: open('/usr/x', 'w').write('x'))",
     "write /dev": "attempt(lambda: open('/dev/x', 'w').write('x'))",
     "write the guard": "import sys; attempt(lambda: open(sys.path[0] + '/x', 'w').write('x'))",
     "write Python": "import os; attempt(lambda: open(os.__file__, 'a').write('x'))",
     "fill /tmp": "attempt(lambda: [open(f'/tmp/{i}', 'wb').write(b'x' * (1 << 20)) for i in range(100)])",
-    "fill /dev/shm": "attempt(lambda: [open(f'/dev/shm/{i}', 'wb').write(b'x' * (1 << 20)) for i in range(100)])",
     "huge file": "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     "attempt(lambda: open('/tmp/x', 'wb').truncate(1 << 40))",
     "symlink out": "import os; os.symlink(SECRET, '/tmp/link'); attempt(lambda: open('/tmp/link').read())",
     "mknod": "import os, stat; attempt(lambda: os.mknod('/tmp/n', stat.S_IFBLK | 0o666, os.makedev(8, 0)))",
     "setuid": "import os; attempt(lambda: os.setuid(0))",
-    "chroot": "import os; attempt(lambda: os.chroot('/tmp'))",
     "TCP": "import socket; attempt(lambda: socket.create_connection(('127.0.0.1', 22), 0.2))",
-    "UDP": "import socket\n"
-    "attempt(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('8.8.8.8', 53)))",
     "UNIX socket": "import socket; attempt(lambda: socket.socket(socket.AF_UNIX))",
-    "netlink": "import socket; attempt(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))",
     "memfd": "import os; attempt(lambda: os.memfd_create('x'))",
     "ptrace": "import ctypes; attempt(lambda: ctypes.CDLL(None).ptrace(0, 0, 0, 0) == 0)",
     "unshare": "import ctypes; attempt(lambda: ctypes.CDLL(None).unshare(0x10000000) == 0)",
@@ -135,7 +122,6 @@ REFUSED = {
     "signals outside": "import os\n"
     "for pid in range(2, 4000 + SEED):\n    try: pid in (os.getpid(), os.getppid()) or os.kill(pid, 0)\n"
     "    except OSError: continue\n    if pid not in (os.getpid(), os.getppid()): print('breached')\nprint('held')",
-    "open terminals": "attempt(lambda: open('/dev/tty', 'w').write('x'))",
     "devices": "import os; attempt(lambda: bool(set(os.listdir('/dev')) & {'vda', 'sda', 'kvm', 'fuse', 'mem'}))",
     "set-user-id": "import subprocess\n"
     "attempt(lambda: subprocess.run(['/usr/bin/su', '-c', 'true'], capture_output=True).returncode == 0)",
@@ -147,23 +133,16 @@ FORGING = {
     "for fd in range(3, 64):\n"
     '    try: os.write(fd, b\'{"status": "ok", "why": "", "stdout": "1", "result": "1"}\\n\' * 5)\n'
     "    except OSError: pass",
-    "forged verdict": 'print(\'{"passed": true, "why": ""}\'); print(\'ALL TESTS PASSED\')',
     "pickle": "import pickle, sys\n"
     "class P:\n    def __reduce__(self): return (print, ('unpickled',))\n"
     "sys.stdout.buffer.write(pickle.dumps(P()))",
     "patched comparison": "import builtins, json, operator\n"
     "builtins.all = builtins.any = lambda *a: True\noperator.eq = lambda *a: True\njson.loads = lambda *a: 1\nprint(0)",
-    "frames": "import sys\n"
-    "frame = sys._getframe()\n"
-    "while frame:\n    print({k: str(v)[:50] for k, v in frame.f_locals.items() if 'expected' in k})\n"
-    "    frame = frame.f_back",
     "garbage collector": "import gc\nprint([x for x in gc.get_objects() if isinstance(x, dict) and 'expected' in x])",
-    "excepthook": "import sys, os; sys.excepthook = lambda *a: os._exit(0)\nraise ValueError",
     "timer": "import threading, os; threading.Timer(0.01, os._exit, (0,)).start()",
     "orphan that prints": "import os, time\n"
     "if os.fork() == 0:\n    time.sleep(0.05 + SEED / 1e5)\n    print('1', flush=True)",
     "unicode": "import sys; sys.stdout.buffer.write(bytes(range(256)) * 10)",
-    "null bytes": "print('\\0' * 100)",
     "nested JSON": "print('[' * 100_000)",
 }
 ALL = {**ENDLESS, **CRASHING, **REFUSED, **FORGING}

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import attacks
 
-from megatron_brorl.rewards.sandbox import probe, user
+from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rewards.sandbox.inside import codec
-from megatron_brorl.rewards.sandbox.limits import Limits
+from megatron_brorl.rewards.sandbox.isolation import Limits
 from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox
 
 NEEDS = pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))
@@ -147,7 +147,7 @@ def test_a_program_is_nobody_with_no_rights(tmp_path: Path) -> None:
     )
     found = LONG.run(program, "")
     # _LINUX_CAPABILITY_VERSION_3: effective and permitted. 39: PR_GET_NO_NEW_PRIVS, so that exec brings none.
-    assert found.stdout == f"{user.INSIDE} {user.INSIDE} {user.INSIDE} {[0, 0]} 1 {[]}\n", found
+    assert found.stdout == f"{isolation.USER} {isolation.USER} {isolation.USER} {[0, 0]} 1 {[]}\n", found
 
 
 @NEEDS
@@ -166,7 +166,7 @@ def test_a_killed_scoring_process_leaves_no_sandbox(tmp_path: Path) -> None:
     """Not even when it could not say goodbye."""
     code = (
         "from megatron_brorl.rewards.sandbox.run import Sandbox\n"
-        "from megatron_brorl.rewards.sandbox.limits import Limits\nprint('+', flush=True)\n"
+        "from megatron_brorl.rewards.sandbox.isolation import Limits\nprint('+', flush=True)\n"
         "Sandbox(True, Limits(seconds=600.0, test_seconds=600.0)).run('import time; time.sleep(600)', '')"
     )
     before = children()
@@ -191,23 +191,8 @@ def test_values_survive_the_encoding_and_classes_do_not() -> None:
     import collections
     import json
 
-    values = [
-        None,
-        True,
-        1,
-        -2.5,
-        "x",
-        [1, [2]],
-        {"a": 1},
-        (1, (2,)),
-        {1, 2},
-        frozenset("a"),
-        {1: 2},
-        {"!": 1},
-        1j,
-        b"\0",
-    ]
-    for value in values:
+    plain = [None, True, 1, -2.5, "x", [1, [2]], {"a": 1}]
+    for value in [*plain, (1, (2,)), {1, 2}, frozenset("a"), {1: 2}, {"!": 1}, 1j, b"\0"]:
         back = codec.decode(codec.parse(json.dumps(codec.encode(value))))
         assert back == value
         assert type(back) is type(value)
@@ -221,8 +206,6 @@ def test_values_survive_the_encoding_and_classes_do_not() -> None:
         __hash__ = int.__hash__
 
     assert type(codec.encode(Sly(3))) is int
-    assert codec.encode(Sly(3)) == 3
-    assert codec.encode(Sly(3)) != 4
     assert type(codec.decode(codec.encode(collections.Counter("aab")))) is dict
     for bad in (object(), lambda: 0, range(3)):
         with pytest.raises(codec.Unencodable):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from endings import CALLED, EXITS, LOADED
 
-from megatron_brorl.rewards import code
 from megatron_brorl.rewards.sandbox import probe
-from megatron_brorl.rewards.sandbox.limits import Limits
+from megatron_brorl.rewards.sandbox.isolation import Limits
 from megatron_brorl.rewards.sandbox.run import Sandbox
+from megatron_brorl.rewards.verifiers import code
 
 pytestmark = pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))
 FORMS = {

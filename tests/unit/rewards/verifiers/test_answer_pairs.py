@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.rewards import choice_verifier
+from megatron_brorl.rewards.verifiers import choice
 from megatron_brorl.rewards.verifiers import math as math_verifier
 
 PAIRS = [line.split("\t") for line in Path(__file__).with_name("answer_pairs.tsv").read_text("utf-8").splitlines()]
@@ -18,7 +18,7 @@ PAIRS = [line.split("\t") for line in Path(__file__).with_name("answer_pairs.tsv
 
 def reward(kind: str, reference: str, answer: str) -> float:
     row = {"id": "0", "prompt": "", "answer": reference, "metadata": {}}
-    verifier = choice_verifier if kind == "choice" else math_verifier
+    verifier = choice if kind == "choice" else math_verifier
     found = verifier.find(answer.replace("\u23ce", "\n")) if kind in ("hashes", "choice") else answer
     return 0.0 if found is None else verifier.verify(found, row).reward
 

@@ -32,16 +32,14 @@ def pool(model):
     return PagePool(read_shape(model[0]), 200, torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("pages", [5000, 26])
-def test_what_is_found_is_what_was_computed(pool, pages):
-    """A random walk of prompts that come and go, where pages are short too. Of every page it is noted what was written
-    to it; what is found must hold the prompt's own tokens from the first one on."""
+def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
+    """A random walk of prompts that come and go while pages are short; `written` has the tokens of each page."""
+    pages = 26
     pool.size = pages
     pool.reset()
-    prefixes, draw, held = Prefixes(pool), random.Random(pages), []
+    prefixes, draw, held = Prefixes(pool), random.Random(5), []
     written: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to its last
-    found_some = lost_some = 0
-    entered = set()  # beginnings of whole blocks that were ever computed
+    found_some = 0
     for _ in range(600):
         prompt = branching(draw, draw.choice(COUNTS))
         before = {p for _, given in held for p in given.tolist()}
@@ -58,16 +56,14 @@ def test_what_is_found_is_what_was_computed(pool, pages):
             # Nobody else's pages are written to.
             assert not before & set(page[found // 16 :])
             written |= {page[i]: prompt[: 16 * (i + 1)] for i in range(found // 16, len(page))}
-            # All that was ever computed is found, unless its pages were needed.
-            best = max((n for n in range(0, len(prompt), BLOCK) if prompt[:n] in entered), default=0)
-            assert found == best if pages == 5000 else found <= best
-            found_some, lost_some = found_some + (found > 0), lost_some + (found < best)
-            entered |= {prompt[:n] for n in range(0, len(prompt), BLOCK)}
+            # All blocks of the prompts in memory are found.
+            entered = {p[:n] for p, _ in held for n in range(0, len(p), BLOCK)}
+            assert found == max((n for n in range(0, len(prompt), BLOCK) if prompt[:n] in entered), default=0)
+            found_some += found > 0
             held.append((prompt, given))
         elif held:
             prefixes.leave(*held.pop(draw.randrange(len(held))))
-    assert found_some > 100
-    assert lost_some == 0 if pages == 5000 else lost_some > 20
+    assert found_some > 50
     for prompt, given in held:
         prefixes.leave(prompt, given)
     assert pool.free == pages
@@ -111,7 +107,9 @@ def test_log_probs_behind_a_shared_beginning_are_transformers(tmp_path, family, 
     groups = engine.generate([Request(p, 5, 4) for p in asked], Sampling(1.0, 1.0, 0, 12, (2,)))
     usage = engine.kv_usage()
     # Two blocks are computed once; a prompt's own part once for its four siblings.
-    assert usage.prompt_found == sum(3 * len(p.token_ids) for p in asked) + 4 * 2 * BLOCK
+    shared = usage.prompt_found - sum(3 * len(p.token_ids) for p in asked)
+    # Among three rows a prompt may come when no other is in memory.
+    assert shared == 4 * 2 * BLOCK if rows == 64 else 3 * 2 * BLOCK <= shared <= 4 * 2 * BLOCK
     for prompt, group in zip(asked, groups, strict=True):
         for rollout in group:
             ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids.tolist()]])

@@ -64,24 +64,16 @@ def _inject(extension: str | None) -> Any:
 
 @dataclass
 class CompletionOutput:
-    index: int = 0
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
     logprobs: list[Any] = field(default_factory=list)
-    prompt_logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    generation_logits: Any = None
 
 
 class RequestOutput:
     """Awaitable; outputs[0] is there when it is finished."""
 
-    def __init__(self, request_id: int, ids: list[int], params: Any) -> None:
-        self.request_id, self.prompt, self.prompt_token_ids = request_id, None, ids
+    def __init__(self, ids: list[int], params: Any) -> None:
         self.outputs = [CompletionOutput()]
-        self.finished = False
         self._params = params
         self._loop = asyncio.get_running_loop()
         self._done = asyncio.Event()
@@ -100,7 +92,6 @@ class RequestOutput:
             out.logprobs = reported if any(reported) else []
             if rollout.finish == "stop" and out.token_ids[-1] != p.end_id and not p.include_stop_str_in_output:
                 out.token_ids = out.token_ids[:-1]
-        self.finished = True
         self._done.set()
 
     def abort(self) -> None:
@@ -136,7 +127,6 @@ class AsyncLLM:
         kwargs.setdefault("ray_worker_extension_cls", "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension")
         self.args = TorchLlmArgs(*args, **kwargs)
         self._workers: list[Any] = []
-        self._requests = 0
         self._compared = False  # whether all workers have the same weights
 
     def __await__(self) -> Generator[Any, Any, AsyncLLM]:
@@ -154,8 +144,7 @@ class AsyncLLM:
         longest = min(x for x in (self.args.max_input_len, self.args.max_seq_len) if x)
         if not inputs or len(inputs) > longest or len(inputs) + p.max_tokens > self.args.max_seq_len:
             raise ValueError(f"a prompt of {len(inputs)} tokens with max_tokens {p.max_tokens} does not fit")
-        output = RequestOutput(self._requests, list(inputs), p)
-        self._requests += 1
+        output = RequestOutput(list(inputs), p)
         self._compare_workers()
         self._workers[0].engine.submit(output.row)
         return output

@@ -1,24 +1,29 @@
-"""Which reasoning-gym tasks may be trained on, and why the others may not.
+"""The verifier "reasoning_gym", and the tasks of reasoning-gym that may be trained on.
 
-A scorer runs on text that a policy under optimization wrote, so it must not execute that text, must not be driven
-into minutes of work or gigabytes by it, and must not call a wrong answer right. Where a scorer executes the answer,
-gym_grammar lets through what cannot do anything, and only that is scored. The source of every `score_answer`
-of the version below was read, and each was tried with hostile and with almost right answers. Only what passed is
-allowed; a task that a later version adds is refused until somebody has done the same for it.
+A scorer runs on text that a policy under optimization wrote. It must not execute that text, spend minutes or gigabytes
+on it, or accept a wrong answer. The source of every `score_answer` of the version below was read, and each was tried
+with hostile and with almost right answers. A task that a later version adds is refused until that has been repeated.
+
+Some allowed scorers call eval or sympy.parse_expr. Their answers must match a form in which nothing can be called, no
+name has a meaning and no number can grow: brackets hold literals, and the only powers are of one letter to two digits.
 """
 
 from __future__ import annotations
 
+import decimal
 import difflib
+import functools
+import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import gym_grammar
-from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
 
+PARTIAL_CREDIT_CAP = 0.98
 CHECKED_VERSION = "0.1.25"
 
 _EXECUTES = "its scorer executes the answer as Python code (eval or sympy.parse_expr)"
@@ -51,10 +56,38 @@ REFUSED: Mapping[str, str] = {
     "composite": "it is a mixture: list its parts as separate tasks with weights",
 }
 
+_NUMBER = r"-?\d{1,9}(?!\d)"
+_LISTED = rf"(?:{_NUMBER}|[\s,\[\]])*"
+_TERM = r"[a-z](?:\s*\*\*\s*\d{1,2}(?!\d|\s*\*\*))?(?![a-z(])"
+_FACTOR = r"\d{1,18}(?![\da-z]|\s*\*\*)"  # no letter may follow, because 1e99999999 is a number in Python
+
+# Forms of answers with the most characters, far more than a right answer has. Any other text scores 0 unseen.
+_ANSWERS: Mapping[str, tuple[int, re.Pattern[str]]] = {
+    "binary_matrix": (4096, re.compile(_LISTED)),
+    "spiral_matrix": (4096, re.compile(_LISTED)),
+    "n_queens": (4096, re.compile(r"[_Q\s,\[\]\"']*")),
+    "string_insertion": (1024, re.compile(r"[A-E\s,\[\]\"']*")),
+    "countdown": (200, re.compile(r"(?:\d{1,6}(?!\d)|\*(?!\s*\*)|[\s+\-/()])*")),
+    "polynomial_multiplication": (2048, re.compile(rf"(?:{_TERM}|{_FACTOR}|\*(?!\s*\*)|[\s+\-])*")),
+    "bitwise_arithmetic": (64, re.compile(r"\s*-?0x[0-9a-f]{1,32}\s*", re.IGNORECASE)),
+}
+EXECUTING = frozenset(_ANSWERS)  # tasks whose scorers execute the answer
+
+_BITS = re.compile(r"(?:0x[0-9a-f]{1,16}|<<|>>|\*(?!\s*\*)|[\s+\-()&|^~])*")
+
+# The part of a row's item that the scorer executes too, and its form.
+_ROWS: Mapping[str, tuple[Callable[[Mapping[str, Any]], object], re.Pattern[str]]] = {
+    "polynomial_multiplication": (lambda item: item["answer"], _ANSWERS["polynomial_multiplication"][1]),
+    "bitwise_arithmetic": (
+        lambda item: item["metadata"].get("problem"),
+        _BITS,
+    ),
+}
+
 HASH_DEPENDENT = frozenset(["isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"])
 
 # fmt: off
-ALLOWED = HASH_DEPENDENT | gym_grammar.TASKS | {
+ALLOWED = HASH_DEPENDENT | EXECUTING | {
     "ab", "advanced_geometry", "aiw", "arc_1d", "base_conversion",
     "basic_arithmetic", "bf", "binary_alternation", "boxnet", "caesar_cipher",
     "calendar_arithmetic", "chain_sum", "circuit_logic", "codeio", "color_cube_rotation",
@@ -74,8 +107,41 @@ ALLOWED = HASH_DEPENDENT | gym_grammar.TASKS | {
 # fmt: on
 
 
+def load() -> Verifier:
+    """Import the library, which takes a second, and return the verifier."""
+    import reasoning_gym  # noqa: F401
+
+    return score
+
+
+def score(answer: str, row: VerifierRow) -> Score:
+    """Return the library's score for the item metadata["entry"] of the task metadata["source_dataset"].
+
+    Partial credit is capped, because one wrong cell of a hundred scores 0.99 in the library, which is not right.
+    """
+    metadata = row["metadata"]
+    task, config = metadata["source_dataset"], metadata.get("config")
+    if not harmless(task, answer):
+        return Score(0.0, f"not of the form of task {task}")
+    if (problem := row_problem(task, metadata["entry"])) is not None:
+        raise UserError(problem)
+    scorer = _scorer(task, json.dumps(config, sort_keys=True) if config else "{}")
+    with decimal.localcontext(decimal.DefaultContext):  # Some tasks set the precision.
+        value = scorer(answer, metadata["entry"])
+    if value == 1:
+        return Score(1.0)
+    capped = PARTIAL_CREDIT_CAP if PARTIAL_CREDIT_CAP < value < 1 else value
+    return Score(capped, "wrong" if value == 0 else f"partly right, says task {task}")
+
+
+@functools.lru_cache(maxsize=128)
+def _scorer(name: str, config: str) -> Callable[[str, Mapping[str, Any]], float]:
+    scorer: Callable[[str, Mapping[str, Any]], float] = create(name, 0, json.loads(config), "reward").score_answer
+    return scorer
+
+
 def check_task(name: str, where: str) -> None:
-    """Raise UserError unless the task may be used; `where` says in which key or row it was named."""
+    """Raise UserError unless the task may be used; `where` is the key or row that names it."""
     if name in REFUSED:
         raise UserError(f"{where}: reasoning-gym task {name!r} is refused: {REFUSED[name]}; choose another task")
     if name not in ALLOWED:
@@ -103,7 +169,7 @@ def check_row(row: VerifierRow, where: str) -> None:
     inner = entry["metadata"].get("source_dataset", name)
     if inner != name:
         raise UserError(f"{where}: metadata.source_dataset is {name!r} but the entry is of {inner!r}; make them agree")
-    problem = gym_grammar.row_problem(name, entry)
+    problem = row_problem(name, entry)
     if problem:
         raise UserError(f"{where}: {problem}; make the row again")
     if not isinstance(config, dict):
@@ -111,10 +177,9 @@ def check_row(row: VerifierRow, where: str) -> None:
 
 
 def create(name: str, seed: int, config: Mapping[str, Any], where: str) -> Any:
-    """The reasoning-gym data set of an allowed task."""
+    """Return the reasoning-gym data set of an allowed task."""
     check_task(name, where)
 
-    # What was checked is one version's source.
     installed = metadata.version("reasoning-gym")
     if installed != CHECKED_VERSION:
         raise UserError(
@@ -122,23 +187,39 @@ def create(name: str, seed: int, config: Mapping[str, Any], where: str) -> Any:
             f"pip install reasoning-gym=={CHECKED_VERSION}"
         )
 
-    from reasoning_gym.factory import DATASETS  # a second of imports that runs on files never need
+    from reasoning_gym.factory import DATASETS  # The import takes a second, which runs on files need not spend.
 
-    # The stream decides how its items are drawn (data.generate).
     reserved = [key for key in ("seed", "size") if key in config]
     if reserved:
         raise UserError(
             f"{where}: task {name!r}: {reserved[0]} is set by this program; remove it from the task's config"
         )
 
-    # Some configs check themselves in validate alone.
     dataset_class, config_class = DATASETS[name]
     try:
-        built = config_class(seed=seed, **config)  # a TypeError for keys that it does not know
+        built = config_class(seed=seed, **config)  # raises TypeError for unknown keys
         if hasattr(built, "validate"):
             built.validate()  # by assertions
         return dataset_class(config=built)
     except (TypeError, ValueError, AssertionError, KeyError) as e:
-        # The user gets one line, and assertions have none or many.
         reason = " ".join(str(e).split()) or type(e).__name__
         raise UserError(f"{where}: task {name!r} does not accept its config {dict(config)!r}: {reason}") from None
+
+
+def harmless(task: str, answer: str) -> bool:
+    """Return whether the scorer of this task may see this answer."""
+    if task not in _ANSWERS:
+        return True
+    longest, form = _ANSWERS[task]
+    return len(answer) <= longest and form.fullmatch(answer) is not None
+
+
+def row_problem(task: str, entry: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the part of an item that the scorer of this task executes; None if nothing is."""
+    if task not in _ROWS:
+        return None
+    part, form = _ROWS[task]
+    text = part(entry)
+    if isinstance(text, str) and form.fullmatch(text):
+        return None
+    return f"metadata.entry has {str(text)[:60]!r} where task {task!r} makes an expression"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from code_responses import ADD, FIRST, FUNCTIONS, MAIN, OLD, QUOTES, SCRIPTS, fence
 
-from megatron_brorl.rewards import code, code_blocks
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.sandbox import probe
+from megatron_brorl.rewards.verifiers import code, code_blocks
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt
 
@@ -39,25 +39,15 @@ def test_the_program_of_a_task_with_a_function(name: str) -> None:
     [
         "print(2 * int(input()))",
         "import sys\nprint(2 * int(sys.stdin.readline()))",
-        "import sys\nfor line in sys.stdin:\n    print(2 * int(line))",
-        "import sys as s\nprint(2 * int(s.stdin.read()))",
         "from sys import stdin, stdout\nstdout.write(str(2 * int(stdin.readline())))",
-        "from sys import *\nprint(2 * int(stdin.readline()))",
         "import sys\ninput = sys.stdin.readline\nprint(2 * int(input()))",
-        "import sys\ninput = lambda: sys.stdin.readline().rstrip()\nprint(2 * int(input()))",
         "import sys\nsys.stdin = open(0)\nprint(2 * int(input()))",
         "import io, os, sys\nsys.stdin = io.BytesIO(os.read(0, 10 ** 6))\nprint(2 * int(sys.stdin.readline()))",
-        "print(2 * int(open(0).read()))",
         "print(2 * int(open('/dev/stdin').read()))",
-        "from pathlib import Path\nprint(2 * int(Path('/dev/stdin').read_text()))",
         "import os\nos.write(1, str(2 * int(os.read(0, 99))).encode())",
-        "import fileinput\nfor line in fileinput.input():\n    print(2 * int(line))",
         "from fileinput import input\nfor line in input():\n    print(2 * int(line))",
-        "import sys\nprint(2 * int(sys.__stdin__.readline()), file=sys.__stdout__)",
         "n, = map(int, open(0))\nprint(2 * n)",
         "def main():\n    match input().split():\n        case [n, *rest]:\n            print(2 * int(n))\nmain()",
-        "import asyncio\nasync def main():\n    print(2 * int(input()))\nasyncio.run(main())",
-        "try:\n    n = int(input())\nexcept EOFError as e:\n    print(e)\nelse:\n    print(2 * n)",
         "def f():\n    global n\n    n = 2 * int(input())\n    print(n)\nf()\nprint(__name__, end='')",
     ],
 )
@@ -79,12 +69,6 @@ def test_an_answer_that_is_no_block_is_a_program() -> None:
     assert code_blocks.program(QUOTES, None, True) == QUOTES
     assert code_blocks.program(f"So:\n{fence(QUOTES)}", None, True) == QUOTES + "\n"
     assert code_blocks.program("", None, True) == ""
-
-
-def test_responses_that_differ_in_words_alone_have_one_answer() -> None:
-    """They are judged once: where it is clear which block is the program, the others leave no trace."""
-    texts = [fence(MAIN), "So:\n" + fence(MAIN) + "!", fence(MAIN) + fence("5", "output"), f"hm</think>{fence(MAIN)}"]
-    assert {extract(text, code.find, 1 << 16).answer for text in texts} == {MAIN}
 
 
 @pytest.mark.parametrize(

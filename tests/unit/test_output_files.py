@@ -1,4 +1,4 @@
-"""Commands that would write over what they read: one line, exit code 2, and not a byte changed."""
+"""Commands that would overwrite their inputs: an error of one line, and no file is changed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_brorl.cli.main import main
+from megatron_brorl.errors import UserError
+from megatron_brorl.files import read_object, rename_aside, write_json
 
 LOG = '{"prompt_id": "1", "answer": "2", "reward": 1}\n'
 
@@ -40,32 +42,17 @@ def place(tmp_path, monkeypatch):
 REFUSED = {
     "the model": ("train run.toml run.dir=X model.path=X/model", "writes X/model, which would replace model.path"),
     "the model of a warm start": ("sft run.toml run.dir=X model.path=X/model", "`brorl sft` writes X/model"),
-    "an absolute path": ("train run.toml run.dir=X model.path={root}/X/model", "writes X/model"),
-    "a roundabout path": ("sft run.toml run.dir=./X/../X/ model.path=other/../X/model", "would replace model.path"),
     "a link to the model": ("train run.toml run.dir=X model.path=linked/model", "writes X/model"),
-    "a link at the output": ("train run.toml run.dir=linked model.path=X/model", "writes linked/model"),
     "a link to the run": ("sft run.toml run.dir=other model.path=X/model", "writes other/model"),
-    "a part of an output": ("train run.toml run.dir=X model.path=X/checkpoints/hf", "writes X/checkpoints"),
-    "several processes": ("train --processes 2 run.toml run.dir=X model.path=X/model", "writes X/model"),
     "data in the model": ('train run.toml run.dir=X data.train=["X/model/rows.jsonl"]', "would replace data.train"),
     "data under another name": ('sft run.toml run.dir=hard data.train=["other.jsonl"]', "writes hard/metrics.jsonl"),
-    "held-out data": ('train run.toml run.dir=X data.held_out=["X/metrics.jsonl"]', "would replace data.held_out"),
     "the configuration": ("train X/model/run.toml run.dir=X", "would replace the configuration = 'X/model/run.toml'"),
     "a benchmark": ("evaluate run.toml run.dir=X --benchmark X/evaluation.jsonl", "would replace evaluate.benchmarks"),
-    "a named benchmark": (
-        "evaluate run.toml run.dir=X --benchmark b=X/evaluation.jsonl",
-        "would replace evaluate.bench",
-    ),
-    "an evaluation's data": ('evaluate run.toml run.dir=X data.held_out=["other/evaluation.jsonl"]', "data.held_out"),
-    "the working directory": ("train run.toml run.dir= model.path=X/model", "run.dir = '': results need a folder"),
-    "a run without a name": ("sft run.toml run.dir='' model.path=X/model", "run.dir = '': results need a folder"),
-    "a log": ("advise advice.json --out .", "advice.json: would replace the log"),
 }
 
 
 @pytest.mark.parametrize(("line", "part"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_command_refuses_to_replace_what_it_reads(place, capsys, line, part):
-    (place / "advice.json").write_text(LOG)
     before = tree(place)
     with pytest.raises(SystemExit) as ended:
         main(line.format(root=place).split())
@@ -82,13 +69,11 @@ def test_a_command_refuses_to_replace_what_it_reads(place, capsys, line, part):
     [
         "evaluate run.toml run.dir=X model.path=X/model",  # it writes no model
         "train run.toml run.dir=X model.path=X/init",
-        "train run.toml run.dir=. model.path=X/model",
-        "train run.toml run.dir=X/model/again model.path=X/model",
         'train run.toml run.dir=X data.train=["X/train.jsonl"]',
     ],
 )
-def test_what_is_no_output_may_lie_in_the_run(place, capsys, line):
-    """These go on to what else is wrong: there is no such model."""
+def test_other_files_may_lie_in_run_dir(place, capsys, line):
+    """These commands end with another error: there is no such model."""
     (place / "X/model/config.json").unlink()
     with pytest.raises(SystemExit):
         main(line.split())
@@ -100,8 +85,6 @@ def test_a_conversion_refuses_to_replace_what_it_reads(place, capsys):
     (place / "config").mkdir()
     for line, part in {
         "to-megatron X/model linked/model": "linked/model: would replace the source, X/model",
-        "to-megatron X/model X": "X: would replace the source, X/model",
-        "to-hf X/model {root}/other/model": "other/model: would replace the source, X/model",
         "to-hf X/model config --config config": "config: would replace --config, config",
         "to-hf X/model X/model/hf": "X/model/hf: is a part of the source, X/model",
     }.items():
@@ -111,3 +94,24 @@ def test_a_conversion_refuses_to_replace_what_it_reads(place, capsys):
         assert caught.value.code == 2
         assert part in capsys.readouterr().err
         assert tree(place) == before
+
+
+def test_json_has_null_for_numbers_that_are_not_finite(tmp_path):
+    write_json(tmp_path / "folder" / "x.json", {"a": [1.5, float("nan")], "b": (float("inf"),)})
+    assert read_object(tmp_path / "folder" / "x.json") == {"a": [1.5, None], "b": [None]}
+    with pytest.raises(UserError, match=r"x\.json/y\.json: cannot be written"):
+        write_json(tmp_path / "folder" / "x.json" / "y.json", {})
+
+
+@pytest.mark.parametrize(("text", "message"), [("[1]", "must hold a JSON object"), ("{", "not valid JSON")])
+def test_other_json_is_a_user_error(tmp_path, text, message):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match=rf"x\.json: {message}.*; copy it again"):
+        read_object(tmp_path / "x.json")
+
+
+def test_files_and_folders_are_renamed_to_the_first_free_number(tmp_path):
+    for name in ("metrics.jsonl", "metrics.1.jsonl", "checkpoints"):
+        (tmp_path / name).write_text("")
+    assert rename_aside(tmp_path / "metrics.jsonl") == tmp_path / "metrics.2.jsonl"
+    assert rename_aside(tmp_path / "checkpoints") == tmp_path / "checkpoints.1"

@@ -13,8 +13,8 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import gym_grammar, gym_tasks, gym_verifier
 from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.verifiers import gym
 
 ITEM = {"question": "1 + 2", "answer": "3", "metadata": {"source_dataset": "chain_sum"}}
 
@@ -25,7 +25,7 @@ def _fixed_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def item(name: str, index: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(gym_tasks.create(name, 11, {}, "test")[index]))
+    found: dict[str, Any] = json.loads(json.dumps(gym.create(name, 11, {}, "test")[index]))
     return found
 
 
@@ -34,7 +34,7 @@ def row(metadata: dict[str, Any]) -> VerifierRow:
 
 
 def reward(answer: str, metadata: dict[str, Any]) -> float:
-    return gym_verifier.score(answer, row(metadata)).reward
+    return gym.score(answer, row(metadata)).reward
 
 
 def score(name: str, answer: str, entry: dict[str, Any]) -> float | None:
@@ -46,11 +46,11 @@ def score(name: str, answer: str, entry: dict[str, Any]) -> float | None:
 
 
 def test_every_task_of_the_library_is_either_allowed_or_refused() -> None:
-    assert set(DATASETS) == gym_tasks.ALLOWED | gym_tasks.REFUSED.keys()
-    assert not gym_tasks.ALLOWED & gym_tasks.REFUSED.keys()
+    assert set(DATASETS) == gym.ALLOWED | gym.REFUSED.keys()
+    assert not gym.ALLOWED & gym.REFUSED.keys()
 
 
-@pytest.mark.parametrize("name", sorted(gym_tasks.ALLOWED))
+@pytest.mark.parametrize("name", sorted(gym.ALLOWED))
 def test_no_allowed_scorer_executes_an_answer_or_pays_for_a_wrong_one(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,11 +69,9 @@ def test_no_allowed_scorer_executes_an_answer_or_pays_for_a_wrong_one(
         given = score(name, text, entry)
         same = text.strip() == oracle or _number(text) == _number(oracle) is not None
         same |= name == "n_queens" and _is_a_solution(text, entry["metadata"]["puzzle"])
-        assert same or given is None or given <= gym_verifier.PARTIAL_CREDIT_CAP, text
+        assert same or given is None or given <= gym.PARTIAL_CREDIT_CAP, text
     source = inspect.getsource(DATASETS[name][0].score_answer)
-    assert name in gym_grammar.TASKS or not re.search(
-        r"\b(eval|exec|parse_expr|sympify|literal_eval|compile)\(", source
-    )
+    assert name in gym.EXECUTING or not re.search(r"\b(eval|exec|parse_expr|sympify|literal_eval|compile)\(", source)
     capfd.readouterr()  # some scorers print
 
 
@@ -104,29 +102,22 @@ def test_the_attack_would_have_been_seen(tmp_path: Path) -> None:
     assert marker.exists()
 
 
-def test_refusals_give_the_reason_and_the_place() -> None:
-    for name, reason in gym_tasks.REFUSED.items():
-        with pytest.raises(UserError) as e:
-            gym_tasks.check_task(name, "data.tasks[3]")
-        assert str(e.value) == (f"data.tasks[3]: reasoning-gym task {name!r} is refused: {reason}; choose another task")
-    for name in ("simple_integration", "intermediate_integration"):
-        assert "executes the answer" in gym_tasks.REFUSED[name]
-
-
-def test_unknown_names_get_close_matches() -> None:
-    with pytest.raises(UserError, match=r"data.tasks\[0\]: .*'chain_sums'; did you mean .*chain_sum"):
-        gym_tasks.check_task("chain_sums", "data.tasks[0]")
-    with pytest.raises(UserError, match="known: ab, advanced_geometry"):
-        gym_tasks.check_task("", "x")
+def test_refused_and_unknown_tasks_are_named_with_a_reason() -> None:
+    with pytest.raises(UserError, match=r"^data\.tasks\[3\]: .*'puzzle24' is refused: its scorer does not ask for"):
+        gym.check_task("puzzle24", "data.tasks[3]")
+    with pytest.raises(UserError, match=r"^data\.tasks\[0\]: .*'chain_sums'; did you mean .*chain_sum"):
+        gym.check_task("chain_sums", "data.tasks[0]")
+    with pytest.raises(UserError, match="refused"):
+        reward("1", {"source_dataset": "puzzle24", "entry": ITEM})
 
 
 def test_hash_dependent_tasks_need_a_fixed_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gym_tasks.check_task("ransom_note", "x")
+    gym.check_task("ransom_note", "x")
     for value in ("random", ""):
         monkeypatch.setenv("PYTHONHASHSEED", value)
         with pytest.raises(UserError, match="PYTHONHASHSEED=0"):
-            gym_tasks.check_task("ransom_note", "x")
-    gym_tasks.check_task("chain_sum", "x")
+            gym.check_task("ransom_note", "x")
+    gym.check_task("chain_sum", "x")
 
 
 @pytest.mark.parametrize(
@@ -142,25 +133,9 @@ def test_hash_dependent_tasks_need_a_fixed_hash_seed(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_rows_cannot_smuggle_in_a_task(metadata: dict[str, Any], message: str) -> None:
-    gym_tasks.check_row(row({"source_dataset": "chain_sum", "entry": ITEM}), "f.jsonl:1")
+    gym.check_row(row({"source_dataset": "chain_sum", "entry": ITEM}), "f.jsonl:1")
     with pytest.raises(UserError, match=rf"^f\.jsonl:1: .*{message}"):
-        gym_tasks.check_row(row(metadata), "f.jsonl:1")
-
-
-def test_the_verifier_itself_refuses_too() -> None:
-    with pytest.raises(UserError, match="refused"):
-        reward("1", {"source_dataset": "puzzle24", "entry": ITEM})
-
-
-def test_scores_are_those_of_the_library_with_partial_credit_capped() -> None:
-    data = {"source_dataset": "chain_sum", "entry": ITEM}
-    assert reward("3", data) == 1.0
-    assert reward("+03.0", data) == 1.0
-    assert reward("13", data) == 0.5  # substring credit: one of two characters
-    assert reward("4", data) == 0.0
-    long = {"source_dataset": "caesar_cipher", "entry": {"answer": "A" * 199, "metadata": {}}}
-    assert reward("A" * 199, long) == 1.0
-    assert reward("A" * 199 + "B", long) == 0.98  # 199 / 200 in the library
+        gym.check_row(row(metadata), "f.jsonl:1")
 
 
 def test_a_scorer_is_made_with_the_config_of_its_task() -> None:
@@ -182,23 +157,23 @@ def test_a_scorer_is_made_with_the_config_of_its_task() -> None:
 )
 def test_a_bad_task_config_is_an_error_in_one_line(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as e:
-        gym_tasks.create("chain_sum", 1, config, "data.tasks[0]")
+        gym.create("chain_sum", 1, config, "data.tasks[0]")
     assert "\n" not in str(e.value)
     assert str(e.value).startswith("data.tasks[0]: ")
 
 
 def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gym_tasks.metadata, "version", lambda name: "0.2.0")
+    monkeypatch.setattr(gym.metadata, "version", lambda name: "0.2.0")
     with pytest.raises(UserError, match=r"0\.2\.0 is installed.*pip install reasoning-gym==0\.1\.25"):
-        gym_tasks.create("chain_sum", 1, {}, "x")
+        gym.create("chain_sum", 1, {}, "x")
 
 
-@pytest.mark.parametrize("name", sorted(gym_grammar.TASKS))
-def test_what_is_executed_can_do_nothing(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(gym.EXECUTING))
+def test_an_executed_answer_is_harmless(name: str) -> None:
     for index in range(50):
         entry = item(name, index)
-        assert gym_grammar.harmless(name, entry["answer"])
-        assert gym_grammar.row_problem(name, entry) is None
+        assert gym.harmless(name, entry["answer"])
+        assert gym.row_problem(name, entry) is None
     for text in (
         "__import__('os')",
         "print()",
@@ -210,20 +185,27 @@ def test_what_is_executed_can_do_nothing(name: str) -> None:
         "9**9",
         "lambda: 0",
     ):
-        assert not gym_grammar.harmless(name, text)
-    assert not gym_grammar.harmless(name, " " * 5000)
-    assert not gym_grammar.harmless(name, "1" * 40)
+        assert not gym.harmless(name, text)
+    assert not gym.harmless(name, " " * 5000)
+    assert not gym.harmless(name, "1" * 40)
 
 
-def test_a_row_cannot_bring_what_its_scorer_executes() -> None:
+def test_a_row_cannot_bring_code_that_its_scorer_executes() -> None:
     for name, part in (("polynomial_multiplication", "answer"), ("bitwise_arithmetic", "problem")):
         entry = item(name, 1)
         data = {"source_dataset": name, "entry": entry}
-        gym_tasks.check_row(row(data), "f.jsonl:1")
+        gym.check_row(row(data), "f.jsonl:1")
         (entry if part == "answer" else entry["metadata"])[part] = "__import__('os').getcwd()"
         with pytest.raises(
             UserError, match=r"^f\.jsonl:1: metadata\.entry has .*makes an expression; make the row again"
         ):
-            gym_tasks.check_row(row(data), "f.jsonl:1")
+            gym.check_row(row(data), "f.jsonl:1")
         with pytest.raises(UserError, match="makes an expression"):
-            gym_verifier.score("0x1" if part == "problem" else "1", row(data))
+            gym.score("0x1" if part == "problem" else "1", row(data))
+
+
+def test_partial_credit_is_capped() -> None:
+    assert reward("13", {"source_dataset": "chain_sum", "entry": ITEM}) == 0.5  # one of two characters
+    long = {"source_dataset": "caesar_cipher", "entry": {"answer": "A" * 199, "metadata": {}}}
+    assert reward("A" * 199, long) == 1.0
+    assert reward("A" * 199 + "B", long) == 0.98  # 199 / 200 in the library

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.choice_verifier import check_row, find, verify
+from megatron_brorl.rewards.verifiers.choice import check_row, find, verify
 
 DRESSES = ["{}", "({})", "{}.", "{})", "**{}**", r"\boxed{{{}}}", r"\boxed{{\text{{({})}}}}", "Answer: {}", "[{}]",
            "The answer is ({}).", "The answer is **{}**.", "Option {}", "<answer>{}</answer>", "${}$",

@@ -1,4 +1,4 @@
-r"""Verifier `choice`: multiple choice, the answer is one letter in whatever dress, or the text of its option.
+r"""The verifier "choice": multiple choice, answered by a letter in any notation or by the text of its option.
 
 `B`, `(B)`, `B.`, `**B**`, `\boxed{\text{B}}`, `Option B`, `The answer is (b)`, `B. Paris` and, with
 metadata.choices, `Paris`.
@@ -32,23 +32,23 @@ _OTHER = re.compile(r"[(\[]\s*([A-Ja-j])\s*[)\]]|(?<![\w'])([B-HJ])(?![\w'])|(?<
 
 
 def find(response: str) -> str | None:
-    """The answer that a response says; the whole response where it is one short line."""
+    """Return the answer in a response; the whole response if it is one short line."""
     return final_or_bare_answer(response, same, _MAX_CHARS, _names_options)
 
 
 def same(a: str, b: str) -> bool:
-    """Whether two places of a response say one answer: one letter, or one text."""
+    """Return whether two texts are the same answer: the same letter, or the same text."""
     x, y = letter(a), letter(b)
     return x == y if x or y else plain_text(a).casefold() == plain_text(b).casefold()
 
 
 def letter(text: str) -> str:
-    """The letter that a text is, as a capital, without what stands behind it; "" where it is none, or several."""
+    """Return the letter that a text names, as a capital; "" if it names none, or several."""
     return _read(text)[0]
 
 
 def check_row(row: VerifierRow, where: str) -> None:
-    """The reference must be a letter, of an option if there are metadata.choices."""
+    """Raise UserError unless the reference is a letter, and names one of metadata.choices if they are given."""
     choices = _choices(row, where)
     reference = row["answer"] or ""
     right = _chosen(reference, choices)[0]
@@ -59,11 +59,11 @@ def check_row(row: VerifierRow, where: str) -> None:
 
 
 def verify(answer: str, row: VerifierRow) -> Score:
-    """1 for the reference's letter, and for the text of its option where metadata.choices has the texts."""
+    """Return 1 for the letter of the reference, or for the text of its option in metadata.choices."""
     choices = row["metadata"].get("choices") or ()
     right = _chosen(row["answer"] or "", choices)[0]
 
-    # Several places may say it, and all must agree.
+    # A response may give its answer in several places, which must agree.
     texts = [_normal(choice) for choice in choices]
     said = places(answer, lambda text: _names_options(text) or _normal(text) in texts) or [answer]
     chosen = [_chosen(text, choices) for text in said]
@@ -77,7 +77,7 @@ def verify(answer: str, row: VerifierRow) -> Score:
 
 
 def _chosen(text: str, choices: Sequence[str]) -> tuple[str, str]:
-    """The letter of an answer, or "" and why not. A letter that stands before another option's text is none."""
+    """Return the letter of an answer, or "" and the reason. A letter with the text of another option is refused."""
     options = [_normal(choice) for choice in choices]
     whole = _normal(text)
     if options.count(whole) == 1:
@@ -91,12 +91,12 @@ def _chosen(text: str, choices: Sequence[str]) -> tuple[str, str]:
 
 
 def _names_options(text: str) -> bool:
-    """Whether a text is one option's letter, or several: `42` is none, and hides no other answer."""
+    """Return whether a text names one or several options. `42` names none and does not hide another answer."""
     return len(text) <= _MAX_CHARS and bool(letter(text) or _SEVERAL.fullmatch(tidy(text)))
 
 
 def _read(text: str) -> tuple[str, str]:
-    """The letter at the head of a text and what follows it; "" unless the rest names no other letter."""
+    """Return the letter at the start of a text and the rest; "" if the rest names another letter."""
     text = _REASON.sub("", " ".join(tidy(text).split()))
     dressed = _DRESSED.match(text)
     if dressed:

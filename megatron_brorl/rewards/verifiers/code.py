@@ -1,31 +1,32 @@
-"""Programs, by the share of their tests that they pass. docs/sandbox.md has the forms of a row's tests.
+"""The verifier "code": the share of its tests that a program passes. docs/sandbox.md describes the forms of tests.
 
     stdin/stdout  {"tests": [{"input": "1 2", "output": "3"}, ...], "tolerance": 1e-6?}
     function      {"function": "add", "tests": [{"args": [1, 2], "kwargs": {}?, "expected": 3}, ...], "tolerance"?}
     asserts       {"function": "add", "asserts": ["assert add(1, 2) == 3", ...] or one text, "setup": "import math"?}
 
-Expected results stay in the scoring process, or for asserts in a sandbox that the program is not in.
+Expected results stay in the worker process, or for asserts in another sandbox than the program.
 """
 
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import code_blocks, code_compare
 from megatron_brorl.rewards.extract import after_thought
 from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rewards.sandbox.inside import codec
 from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox
 from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
+from megatron_brorl.rewards.verifiers import code_blocks
 
 _WRONG = Outcome("error", "wrong result")
 
 
 def load() -> Verifier:
-    """The verifier; UserError where programs cannot be isolated and the user has not said that they need not be."""
+    """Return the verifier. Raises UserError if programs cannot be isolated and reward.unsandboxed is false."""
     sandbox = Sandbox(probe.require('verifier "code"'), isolation.limits())
     return lambda answer, row: score(answer, row, sandbox)
 
@@ -64,7 +65,6 @@ def check_row(row: VerifierRow, where: str) -> None:
     if language != "python":
         raise UserError(f'{where}: verifier "code" knows no language {language!r}; metadata.language must be "python"')
 
-    # How outputs are compared, and what is called.
     tolerance = metadata.get("tolerance", 0)
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
         raise UserError(f"{where}: metadata.tolerance = {tolerance!r}: must be a number in [0, 1)")
@@ -72,7 +72,6 @@ def check_row(row: VerifierRow, where: str) -> None:
     if function is not None and not (isinstance(function, str) and _is_name(function)):
         raise UserError(f"{where}: metadata.function = {function!r}: must be the name of a function")
 
-    # Exactly one form.
     if "asserts" in metadata:
         _check_asserts(metadata, where)
         return
@@ -92,7 +91,7 @@ def _check_asserts(metadata: Mapping[str, Any], where: str) -> None:
     if not texts or not all(isinstance(text, str) for text in (*texts, metadata.get("setup", ""))):
         raise UserError(f"{where}: metadata.asserts must be a text or a list of texts, metadata.setup a text")
 
-    # One without an assertion would be passed by anything.
+    # Any program would pass a text without an assertion.
     for text in (metadata.get("setup", ""), *texts):
         try:
             tree = ast.parse(text)
@@ -119,19 +118,82 @@ def _check_test(test: Any, of_function: bool, where: str) -> None:
 
 
 def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Sequence[Outcome]:
-    """One per test; ok: passed."""
+    """Return one outcome per test; "ok" means that it passed."""
     function, tolerance = metadata.get("function"), float(metadata.get("tolerance", 0))
     if "asserts" in metadata:
         return sandbox.asserts(program, function or "", metadata.get("setup", ""), _texts(metadata["asserts"]))
     tests = metadata["tests"]
     if function is None:
         outcomes = sandbox.scripts(program, [test["input"] for test in tests])
-        right = [code_compare.same_text(o.stdout, t["output"], tolerance) for o, t in zip(outcomes, tests, strict=True)]
+        right = [same_text(o.stdout, t["output"], tolerance) for o, t in zip(outcomes, tests, strict=True)]
     else:
         outcomes = sandbox.calls(program, function, tests)
         expected = [codec.decode(test["expected"]) for test in tests]
-        right = [code_compare.same_value(o.value, e, tolerance) for o, e in zip(outcomes, expected, strict=True)]
+        right = [same_value(o.value, e, tolerance) for o, e in zip(outcomes, expected, strict=True)]
     return [_WRONG if o.status == "ok" and not r else o for o, r in zip(outcomes, right, strict=True)]
+
+
+def same_text(got: str, expected: str, tolerance: float = 0.0) -> bool:
+    """Compare two outputs by lines and words; the amount of white space and trailing empty lines are ignored.
+
+    Words that are numbers may differ by the tolerance, absolute or relative to the expected number.
+    """
+    return same_value(_words(got), _words(expected), tolerance, words=True)
+
+
+def same_value(got: Any, expected: Any, tolerance: float = 0.0, words: bool = False) -> bool:
+    """Compare two values, strictly: True is not 1, and a list is not a set. A tuple is accepted for an expected list.
+
+    words: with a tolerance, texts are also compared as numbers.
+    """
+    if isinstance(expected, (list, tuple)):
+        kinds = (list, tuple) if isinstance(expected, list) else (tuple,)
+        if not isinstance(got, kinds) or len(got) != len(expected):
+            return False
+        return all(same_value(g, e, tolerance, words) for g, e in zip(got, expected, strict=True))
+    if isinstance(expected, dict):
+        if not isinstance(got, dict) or _kinds(got) != _kinds(expected):
+            return False
+        return all(same_value(got[key], expected[key], tolerance, words) for key in expected)
+    if isinstance(expected, (set, frozenset)):
+        return isinstance(got, (set, frozenset)) and _kinds(got) == _kinds(expected)
+
+    # Numbers are compared by value, so that 2 equals 2.0, and everything else by type and value.
+    if words and tolerance and isinstance(got, str) and got != expected:
+        return _near(_number(got), _number(expected), tolerance)
+    if _is_number(got) and _is_number(expected):
+        return bool(got == expected) or _near(got, expected, tolerance) or (got != got and expected != expected)
+    return type(got) is type(expected) and bool(got == expected)
+
+
+def _words(text: str) -> list[list[str]]:
+    lines = [line.split() for line in text.splitlines()]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _kinds(values: Any) -> set[Any]:
+    """Return the members, each marked so that True differs from 1."""
+    return {(isinstance(value, bool), value) for value in values}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word) if "_" not in word else math.nan
+    except ValueError:
+        return math.nan
+
+
+def _near(got: Any, expected: Any, tolerance: float) -> bool:
+    try:
+        return bool(tolerance and abs(got - expected) <= tolerance * max(1.0, abs(expected)))
+    except OverflowError:
+        return False
 
 
 def _texts(asserts: Any) -> list[Any]:

@@ -1,0 +1,113 @@
+"""Reading JSON, writing files atomically, and the guard against overwriting inputs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_brorl.config.rules import named
+from megatron_brorl.config.schema import Config
+from megatron_brorl.errors import UserError, shown
+
+_TRAINED = "model .model.writing .model.old tensorboard wandb mlflow.db .trackers.json metrics.jsonl"
+WRITTEN = {  # by a command, in run.dir
+    "train": f"{_TRAINED} checkpoints engines rollouts summary.json curves.png theory.png run.json",
+    "sft": _TRAINED,
+    "evaluate": "engines evaluation.json evaluation.jsonl evaluation.md evaluation.png",
+}
+
+
+def read_object(path: Path, remedy: str = "copy it again") -> dict[str, Any]:
+    """Return the JSON object in a file. Raises UserError, which ends with the remedy, if there is none.
+
+    Raises OSError if the disk or permissions fail, because then nothing is known about the file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror}; {remedy}") from None
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path}: not valid JSON: {shown(e)}; {remedy}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: must hold a JSON object; {remedy}")
+    return found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically. Raises UserError if that is not possible."""
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError as e:
+        raise UserError(f"{path.absolute()}: cannot be written: {e.strerror}; choose a writable folder") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON atomically, with null for numbers that are not finite, as in metrics.jsonl."""
+    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def rename_aside(path: Path) -> Path:
+    """Rename a file or folder to the first free of name.1.suffix, name.2.suffix, ... Raises OSError."""
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists() or aside.is_symlink():
+        number += 1
+    return path.rename(aside)
+
+
+def check_outputs(config: Config, command: str, where: str) -> None:
+    """Raise UserError if `command` (a key of WRITTEN) would overwrite the model, the data or `where`, its TOML file.
+
+    Links are followed. A model in run.dir/model may be evaluated, but not trained into itself.
+    """
+    read: list[tuple[str, Sequence[str]]] = [
+        ("the configuration", [where]),
+        ("model.path", [config.model.path]),
+        ("data.train", config.data.train),
+        *((f"data.mixture[{i}].files", source.files) for i, source in enumerate(config.data.mixture)),
+    ]
+    benchmarks = [named(benchmark)[1] for benchmark in config.evaluate.benchmarks]
+    read += [("data.held_out", config.data.held_out), ("evaluate.benchmarks", benchmarks)]
+    inputs = {f"{key} = {path!r}": Path(path) for key, paths in read for path in paths if path}
+    for name in WRITTEN[command].split():
+        output = Path(config.run.dir) / name
+        for what, path in inputs.items():
+            if holds(output, path):
+                raise UserError(
+                    f"{where}: run.dir = {config.run.dir!r}: `brorl {command}` writes {output}, which would replace "
+                    f"{what}; choose another run.dir"
+                )
+
+
+def check_output(output: Path, inputs: Iterable[tuple[str, Path]]) -> None:
+    """Raise UserError if writing `output`, a file or a folder, would replace an input (name, path)."""
+    for name, path in inputs:
+        if holds(output, path):
+            raise UserError(f"{output}: would replace {name}, {path}; name another place to write to")
+
+
+def holds(output: Path, path: Path) -> bool:
+    """Return whether `output` is `path` or a folder that contains it, after following links and mounts."""
+    real, target = Path(os.path.realpath(path)), Path(os.path.realpath(output))
+    return any(part == target or _same(part, target) for part in (real, *real.parents))
+
+
+def _same(a: Path, b: Path) -> bool:
+    try:
+        return a.samefile(b)
+    except OSError:
+        return False
