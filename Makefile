@@ -44,7 +44,7 @@ test-vllm: $(DEV)  ## the engine tests on vLLM itself, which gets an environment
 test-megatron-next: $(DEV)  ## tests/dist, models, checkpoints and whole runs on Megatron-Core 0.19
 	VENV="$(VENV)" WORKERS="$(WORKERS)" bash tools/test_megatron_next.sh
 
-gpu-check: $(DEV)  ## what this machine's GPU has to show, in half an hour: tables in gpu_check.md
+gpu-check: $(DEV)  ## check kernels, training and engines on a GPU, in half an hour: tables in gpu_check.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/gpu_check.py
 
 sanitize: $(DEV)  ## the op tests under the address and undefined-behaviour sanitizers

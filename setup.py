@@ -3,12 +3,13 @@ which torch the package asks for, the one that the extension is compiled against
 
 BRORL_NATIVE=1 builds the CPU kernels for this processor, as make does; 0, the default, for any: on x86-64 three times,
 of which the best that a processor runs is loaded (ops/fused/processor.py). BRORL_CUDA=1 builds the CUDA kernels, 0
-leaves them out; unset, they are built where torch has CUDA and a whole CUDA toolkit stands in CUDA_HOME.
+leaves them out; unset, they are built if torch has CUDA and CUDA_HOME has nvcc. cuBLAS may come from pip (nvidia/cu13).
 BRORL_SANITIZE=1 builds for `make sanitize`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import subprocess
@@ -50,19 +51,40 @@ def switch(name: str, default: bool, meaning: dict[bool, str]) -> bool:
 
 # torch leaves its own unset where it was built without CUDA.
 CUDA_HOME = os.environ.get("CUDA_HOME") or TORCH_CUDA_HOME
-LIBRARY_FOLDERS = [Path(CUDA_HOME, x) for x in ("lib64", "lib") if Path(CUDA_HOME, x).is_dir()] if CUDA_HOME else []
+
+
+def cuda_folders(*names: str) -> list[Path]:
+    """Return the folders of these names in the CUDA toolkit, and in the packages that torch's wheels for CUDA 13 use.
+
+    A toolkit may lack cuBLAS, which pip then has in nvidia/cu13.
+    """
+    found = importlib.util.find_spec("nvidia")
+    packages = [Path(p, "cu13") for p in (found.submodule_search_locations or ())] if found else []
+    homes = (
+        [Path(CUDA_HOME), *(p for p in packages if (torch.version.cuda or "").startswith("13"))] if CUDA_HOME else []
+    )
+    return [home / name for home in homes for name in names if (home / name).is_dir()]
+
+
+def cuda_library(name: str) -> str | None:
+    """Return the path of a library of CUDA; wheels have libcublas.so.13 and no libcublas.so."""
+    folders = cuda_folders("lib64", "lib")
+    return next((str(p) for folder in folders for p in sorted(folder.glob(f"{name}.so*"))), None)
 
 
 def lack_of_cuda() -> str:
-    """What the kernels lack to be built and used, in words; empty where nothing."""
+    """Return what is missing to build the CUDA kernels; "" if nothing is."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA"
     if CUDA_HOME is None:
         return "there is no CUDA toolkit (CUDA_HOME is not set)"
-    places = [Path(CUDA_HOME, "bin"), Path(CUDA_HOME, "include"), *LIBRARY_FOLDERS]
-    for name in ("nvcc", "cublas_v2.h", "libcudart.so", "libcublas.so"):
-        if not any((place / name).exists() for place in places):
-            return f"the CUDA toolkit in {CUDA_HOME} (CUDA_HOME) has no {name}"
+    if not Path(CUDA_HOME, "bin", "nvcc").exists():
+        return f"the CUDA toolkit in {CUDA_HOME} (CUDA_HOME) has no nvcc"
+    if not any(Path(folder, "cublas_v2.h").exists() for folder in cuda_folders("include")):
+        return f"the CUDA toolkit in {CUDA_HOME} (CUDA_HOME) has no cublas_v2.h"
+    for name in ("libcudart", "libcublas"):
+        if cuda_library(name) is None:
+            return f"the CUDA toolkit in {CUDA_HOME} (CUDA_HOME) has no {name}.so"
     return ""
 
 
@@ -76,6 +98,9 @@ CUDA = switch(
 SANITIZE = switch("BRORL_SANITIZE", False, {True: "with sanitizers", False: "without sanitizers"})
 if CUDA and LACK_OF_CUDA:
     raise SystemExit(f"setup.py: BRORL_CUDA=1, but {LACK_OF_CUDA}: install what is missing, or set BRORL_CUDA to 0")
+
+CUDA_INCLUDES = cuda_folders("include") if CUDA else []
+CUDA_LIBRARIES = [x for x in map(cuda_library, ("libcudart", "libcublas")) if CUDA and x]
 
 # Contraction to fused multiply-adds is off by default under -std=c++17; math errno would keep loops scalar. Python's
 # own flags ask for debugging information, which is 24 of 25 MB.
@@ -105,12 +130,11 @@ def extension(name: str, processor: str, flags: list[str]) -> Any:
         name,
         sorted(str(p) for p in Path("csrc").rglob("*.cpp")),
         depends=sorted(str(p) for p in (*Path("csrc").rglob("*.h"), *Path("csrc").rglob("*.cu"))),
-        include_dirs=[str(Path(__file__).parent.absolute() / "csrc"), *([f"{CUDA_HOME}/include"] if CUDA else [])],
+        include_dirs=[str(Path(__file__).parent.absolute() / "csrc"), *(str(p) for p in CUDA_INCLUDES)],
         define_macros=[*told, *([("BRORL_CUDA", "1")] if CUDA else [])],
-        library_dirs=[str(p) for p in LIBRARY_FOLDERS] if CUDA else [],
-        libraries=["c10_cuda", "cudart", "cublas"] if CUDA else [],
+        libraries=["c10_cuda"] if CUDA else [],
         extra_compile_args=FLAGS + flags,
-        extra_link_args=["-fopenmp", *(x for x in FLAGS if x.startswith("-fsanitize"))],
+        extra_link_args=["-fopenmp", *(x for x in FLAGS if x.startswith("-fsanitize")), *CUDA_LIBRARIES],
     )
 
 
@@ -139,7 +163,8 @@ class Build(BuildExtension):
         """The object of a .cu file."""
         target = Path(self.build_temp).absolute() / "cuda" / f"{source.stem}.o"
         target.parent.mkdir(parents=True, exist_ok=True)
-        command = [f"{CUDA_HOME}/bin/nvcc", *NVCC_FLAGS, "-c", str(source), "-o", str(target)]
+        include = [f"-I{p}" for p in CUDA_INCLUDES]
+        command = [f"{CUDA_HOME}/bin/nvcc", *NVCC_FLAGS, *include, "-c", str(source), "-o", str(target)]
         print(" ".join(command))
         if subprocess.run(command).returncode:
             raise SystemExit(f"setup.py: nvcc could not compile {source} (its messages are above)")

@@ -37,9 +37,6 @@ TORCH_LIBRARY(brorl, library) {
   library.def("add_rms_norm_(Tensor(a!) x, Tensor? delta, Tensor weight, float eps, Tensor(b!) out) -> ()");
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor out, Tensor inverse_rms)");
   library.def(
-      "rms_norm_gradient(Tensor gradient, Tensor x, Tensor weight, Tensor inverse_rms) -> "
-      "(Tensor of_x, Tensor of_weight)");
-  library.def(
       "rms_norm_gradient_(Tensor(a!) gradient, Tensor x, Tensor weight, Tensor inverse_rms) -> "
       "(Tensor of_x, Tensor of_weight)");
   library.def("silu_mul(Tensor gate_up) -> Tensor");
@@ -59,7 +56,6 @@ TORCH_LIBRARY_IMPL(brorl, CPU, library) {
   library.impl("decode_attention_", &brorl::decode_attention_);
   library.impl("add_rms_norm_", &brorl::add_rms_norm_);
   library.impl("rms_norm", &brorl::rms_norm);
-  library.impl("rms_norm_gradient", &brorl::rms_norm_gradient);
   library.impl("rms_norm_gradient_", &brorl::rms_norm_gradient_);
   library.impl("silu_mul", &brorl::silu_mul);
   library.impl("silu_mul_gradient_", &brorl::silu_mul_gradient_);

@@ -1,60 +1,57 @@
 #!/usr/bin/env python3
-"""What a GPU has to show of this project, in half an hour: kernels, speed, engines, a step, weights between processes.
+"""Check this project on a GPU, in short stages that run one by one: build, kernels, training, engines, FP8.
 
-    python tools/gpu_check.py [STAGE ...] [--device cpu] [--out FILE] [--limit S] [--scratch DIR]
+    python tools/gpu_check.py [STAGE ...] [--device cpu] [--out FILE] [--limit SECONDS] [--scratch DIR]
                               [--vllm-python PYTHON] [--trtllm-python PYTHON]
-    python tools/gpu_check.py pack FILE.tar.gz [--wheels DIR]
 
-Stages: kernels (built, tested, under compute-sanitizer), speed (against products, copies and others' code), engine (the
-built-in one against transformers), step (shared prompts, offload, resume), ipc (weights by CUDA IPC), fp8 (Transformer
-Engine's recipes), remote (TensorRT-LLM and vLLM); all of them by default. Each runs in a process of its own and
-is ended after --limit seconds; what it had found by then is kept, and the next one goes on. Models and prompts are made
-here, and no network is needed. What the machine lacks is a row "missing".
+Every stage runs in a process of its own and is killed after --limit seconds; its rows up to then are kept and the next
+stage starts. Models and prompts are made here, so no network is needed; tools/gpu_check.txt lists the Python packages.
+A part that the machine lacks is a row "missing".
 
-Rows are appended to --out, one JSON object a line, and the tables to the same name with .md. Exit code 1 where a row
-failed. --device cpu: a dry run with tiny sizes on the CPU, which shows that this script works and nothing of a GPU.
-
-pack: the checkout, without docs, and the wheels of a folder as an archive below 64 MiB.
+Rows are appended to --out, one JSON object per line, and tables to the same name with .md. The exit code is 1 if a row
+failed. --device cpu runs all stages with tiny sizes: it tests this script, not a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
+import platform
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
-
-from gpu_stages.launch import launch  # noqa: E402
-from gpu_stages.pack import pack  # noqa: E402
-from gpu_stages.report import heading, machine, table  # noqa: E402
-
-from megatron_brorl.errors import UserError  # noqa: E402
-from megatron_brorl.rollout.registry import ENGINES  # noqa: E402
-
-STAGES = ("kernels", "speed", "engine", "step", "ipc", "fp8", "remote")
+TOOLS = Path(__file__).resolve().parent
+ROOT = TOOLS.parent
+STAGES = ("build", "ops", "train", "n512", "fp8", "vllm", "trtllm")
 LIMIT_S = 480.0
+PACKAGES = ("torch", "triton", "megatron-core", "transformers", "transformer-engine", "vllm", "tensorrt_llm")
+WHOLE = "the stage as a whole"
+Row = dict[str, Any]  # "what", "result" ("ok", "failed: ...", "missing: ...") and metrics
 
 
 def main() -> None:
-    """Run what the command line asks for."""
-    try:
-        if sys.argv[1:2] == ["pack"]:
-            _pack(sys.argv[2:])
-        else:
-            sys.exit(_check(_arguments(sys.argv[1:])))
-    except UserError as e:
-        print(f"gpu_check: {e}", file=sys.stderr)
-        sys.exit(2)
+    """Run the stages that the command line names."""
+    args = _arguments(sys.argv[1:])
+    command = shlex.join(["python", "tools/gpu_check.py", *sys.argv[1:]])
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as own:
+        scratch = (args.scratch or Path(own)).resolve()
+        scratch.mkdir(parents=True, exist_ok=True)
+        pythons = {key: getattr(args, f"{key}_python") for key in ("vllm", "trtllm")}
+        job = {"device": args.device, "scratch": str(scratch), "pythons": pythons}
+        rows = run_stages(args.stages or STAGES, job, args.out, args.limit, command)
+    sys.exit(any(row["result"].startswith("failed") for row in rows))
 
 
 def _arguments(words: list[str]) -> argparse.Namespace:
@@ -62,94 +59,119 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run with tiny sizes")
     parser.add_argument(
-        "--out", type=Path, default=Path("gpu_check.jsonl"), help="rows (%(default)s); tables beside it"
+        "--out", type=Path, default=Path("gpu_check.jsonl"), help="rows; tables go to the same name .md"
     )
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a stage (%(default)s)")
-    parser.add_argument("--scratch", type=Path, help="folder for models and logs; else one that is removed")
-    for key, kind in ENGINES.items():
-        needed = " and ".join((kind.package, *kind.needs))
-        parser.add_argument(f"--{key}-python", help=f"interpreter of the environment that has {needed}")
+    parser.add_argument("--scratch", type=Path, help="folder for models and logs; by default one that is removed")
+    parser.add_argument("--vllm-python", default=sys.executable, help="interpreter of the environment with vLLM")
+    parser.add_argument("--trtllm-python", default=sys.executable, help="interpreter of the one with TensorRT-LLM")
     args = parser.parse_args(words)
-    unknown = [name for name in args.stages if name not in STAGES]
-    if unknown:
-        raise UserError(f"{unknown[0]}: no such stage; there are {', '.join(STAGES)}, and pack")
+    for name in args.stages:
+        if name not in STAGES:
+            parser.error(f"{name}: there is no such stage; the stages are {', '.join(STAGES)}")
     return args
 
 
-def _pack(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="gpu_check.py pack", description="Write an archive of checkout and wheels.")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--wheels", type=Path, help="folder of *.whl that go along")
-    args = parser.parse_args(words)
-    size = pack(ROOT, args.file, args.wheels)
-    print(f"{args.file}: {size / 2**20:.1f} MiB")
-
-
-def _check(args: argparse.Namespace) -> int:
-    """Run the stages; the exit code."""
-    if args.device == "cuda" and not _cuda():
-        raise UserError("torch finds no CUDA device here; --device cpu makes a dry run")
-    command = shlex.join(["python", "tools/gpu_check.py", *sys.argv[1:]])
-    with tempfile.TemporaryDirectory(prefix="gpu_check_") as own:
-        scratch = (args.scratch or Path(own)).resolve()
-        scratch.mkdir(parents=True, exist_ok=True)
-        pythons = {key: word for key in ENGINES if (word := getattr(args, f"{key}_python"))}
-        job = {"device": args.device, "scratch": str(scratch), "pythons": pythons}
-        rows = run_stages(args.stages or STAGES, job, args.out, args.limit, command)
-    return int(any(row["result"].startswith("failed") for row in rows))
-
-
-def run_stages(
-    stages: Sequence[str], job: dict[str, Any], out: Path, limit: float, command: str
-) -> list[dict[str, Any]]:
-    """All rows of all stages, which are written as each ends. job: fields of gpu_stages.common.Job."""
-    # The head, before anything can go wrong.
+def run_stages(stages: Sequence[str], job: dict[str, Any], out: Path, limit: float, command: str) -> list[Row]:
+    """Run the stages, write the rows of each as it ends, and return all rows. job: fields of gpu_stages.Job."""
     date, about = datetime.date.today().isoformat(), machine()
-    _append(out.with_suffix(".md"), heading(about, date, command))
-    _append(out, json.dumps({"stage": "machine", "date": date, "command": command, **about}) + "\n")
-    print(heading(about, date, command), flush=True)
+    head = "; ".join(f"{key}: {value}" for key, value in about.items())
+    _write(
+        out, [{"stage": "machine", "date": date, "command": command, **about}], f"## GPU check, {date}\n\n{head}\n\n"
+    )
 
     scratch = Path(job["scratch"])
-    told = scratch / "gpu_check_job.json"
-    told.write_text(json.dumps(job), encoding="utf-8")
-    every: list[dict[str, Any]] = []
+    (scratch / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    every: list[Row] = []
     for stage in stages:
         written = scratch / f"{stage}.jsonl"
         written.unlink(missing_ok=True)
-        words = [sys.executable, "-m", "gpu_stages.child", stage, str(told), str(written)]
-        rows, seconds = launch(words, written, scratch / f"{stage}.log", limit, _environment())
-        rows = [{"stage": stage, **row} for row in rows]
-
-        # What is known is on the disk before the next stage.
-        _append(out, "".join(json.dumps(row) + "\n" for row in rows))
-        _append(out.with_suffix(".md"), "\n" + table(stage, rows, seconds))
-        print(table(stage, rows, seconds), flush=True)
+        words = [sys.executable, str(TOOLS / "gpu_stages.py"), stage, str(scratch / "job.json"), str(written)]
+        begun = time.monotonic()
+        rows = [{"stage": stage, **row} for row in launch(words, written, scratch / f"{stage}.log", limit)]
+        _write(out, rows, table(stage, rows, time.monotonic() - begun))
         every += rows
     return every
 
 
-def _environment() -> dict[str, str]:
-    """Of a stage's process: this checkout first, and no network."""
-    folders = [str(ROOT / "tools"), str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
+def _write(out: Path, rows: Sequence[Row], text: str) -> None:
+    with out.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    with out.with_suffix(".md").open("a", encoding="utf-8") as file:
+        file.write(text + "\n")
+    print(text, flush=True)
 
 
-def _append(path: Path, text: str) -> None:
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as e:
-        raise UserError(f"--out {path}: cannot be written: {e.strerror}") from None
+def launch(command: Sequence[str], rows: Path, log: Path, limit: float) -> list[Row]:
+    """Return the rows that a command wrote to `rows`, and one more if it did not end well.
+
+    Its output goes to `log`. After `limit` seconds it is killed with all processes that it started.
+    """
+    folders = [str(ROOT), str(TOOLS), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "HF_HUB_OFFLINE": "1"}
+    late = False
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            # The next stage needs the memory of the device, so no child may survive.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    # The last line may be cut off.
+    found: list[Row] = []
+    for line in rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    if late:
+        found.append({"what": WHOLE, "result": f"failed: killed after {limit:g} s; its output: {log}"})
+    elif process.returncode:
+        lines = [x for x in log.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
+        said = lines[-1].strip()[:300] if lines else "no output"
+        found.append({"what": WHOLE, "result": f"failed: exit code {process.returncode}: {said}"})
+    return found
 
 
-def _cuda() -> bool:
-    look = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return not subprocess.run([sys.executable, "-c", look], capture_output=True).returncode
+def machine() -> dict[str, str]:
+    """Return the GPU with its driver, the processor, Python, and the versions of packages."""
+    found = {"GPU": "missing", "processor": f"{os.cpu_count()} cores", "Python": platform.python_version()}
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        found["GPU"] = subprocess.run(query, capture_output=True, text=True).stdout.strip() or "missing"
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def table(stage: str, rows: Sequence[Row], seconds: float) -> str:
+    """Return the rows of a stage as a table in Markdown."""
+    lines = [f"### {stage}, {seconds:.0f} s", "", "| what | result | metrics |", "|---|---|---|"]
+    for row in rows:
+        metrics = {key: value for key, value in row.items() if key not in ("what", "result", "stage")}
+        text = ", ".join(f"{key} {_number(value)}" for key, value in metrics.items())
+        cells = (" ".join(x.replace("|", "\\|").split()) for x in (row["what"], row["result"], text))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
 
 if __name__ == "__main__":

@@ -100,25 +100,24 @@ void norm_rows(const Tensor& x, const Tensor& weight, double eps, Tensor& out, T
   });
 }
 
-// With n = x / rms(x): of_x = (g w - n mean(g w n)) / rms(x), of_weight = sum over rows of g n. n w is written to
-// `normed` [R, H], which may be g, if there is one.
+// With n = x / rms(x): of_x = (g w - n mean(g w n)) / rms(x), of_weight = sum over rows of g n. n w is written over
+// g [R, H].
 template <typename T>
 void norm_gradient_rows(
-    const Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse, Tensor& of_x,
-    Tensor& of_weight, T* normed) {
+    Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse, Tensor& of_x, Tensor& of_weight) {
   using S = Sum<T>;
   constexpr int64_t kBlock = 256;  // rows whose part of of_weight is summed by one thread
   const int64_t rows = x.size(0), width = x.size(1), blocks = (rows + kBlock - 1) / kBlock;
-  const T *const from = x.const_data_ptr<T>(), *const g = gradient.const_data_ptr<T>();
-  const T* const w = weight.const_data_ptr<T>();
+  const T *const from = x.const_data_ptr<T>(), *const w = weight.const_data_ptr<T>();
+  T* const g = gradient.mutable_data_ptr<T>();
   const S* const factors = inverse.const_data_ptr<S>();
   T *const to = of_x.mutable_data_ptr<T>(), *const total = of_weight.mutable_data_ptr<T>();
   std::vector<S> parts(blocks * width);
   for_rows(blocks, [&](int64_t block) {
     S* const part = parts.data() + block * width;
     for (int64_t r = block * kBlock; r < std::min(rows, (block + 1) * kBlock); ++r) {
-      const T *const row = from + r * width, *const up = g + r * width;
-      T* const result = to + r * width;
+      const T* const row = from + r * width;
+      T *const up = g + r * width, *const result = to + r * width;
       const S factor = factors[r];
       S dot = 0;
 #pragma omp simd reduction(+ : dot)
@@ -130,7 +129,7 @@ void norm_gradient_rows(
       const S shift = dot * factor * factor * factor / S(width);
 #pragma omp simd
       for (int64_t i = 0; i < width; ++i) result[i] = narrow<T>(S(up[i]) * S(w[i]) * factor - S(row[i]) * shift);
-      if (normed) scale_row(row, w, factor, width, normed + r * width);
+      scale_row(row, w, factor, width, up);
     }
   });
   for (int64_t block = 1; block < blocks; ++block) {
@@ -201,21 +200,6 @@ void rotate_rows(Tensor& x, const Tensor& cos, const Tensor& sin, bool inverse) 
   });
 }
 
-std::tuple<Tensor, Tensor> norm_gradient(
-    const Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse_rms, Tensor* normed) {
-  check_matrix(x, "x");
-  check(weight, "weight", {x.size(1)}, x.scalar_type());
-  check(gradient, "gradient", x.sizes(), x.scalar_type());
-  check(inverse_rms, "inverse_rms", {x.size(0)}, sum_dtype(x));
-  Tensor of_x = at::empty(x.sizes(), x.options()), of_weight = at::empty(weight.sizes(), weight.options());
-  for_dtype(x, "x", [&](auto zero) {
-    using T = decltype(zero);
-    norm_gradient_rows<T>(
-        gradient, x, weight, inverse_rms, of_x, of_weight, normed ? normed->mutable_data_ptr<T>() : nullptr);
-  });
-  return {of_x, of_weight};
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps) {
@@ -227,14 +211,17 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, doubl
   return {out, inverse};
 }
 
-std::tuple<Tensor, Tensor> rms_norm_gradient(
-    const Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse_rms) {
-  return norm_gradient(gradient, x, weight, inverse_rms, nullptr);
-}
-
 std::tuple<Tensor, Tensor> rms_norm_gradient_(
     Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse_rms) {
-  return norm_gradient(gradient, x, weight, inverse_rms, &gradient);
+  check_matrix(x, "x");
+  check(weight, "weight", {x.size(1)}, x.scalar_type());
+  check(gradient, "gradient", x.sizes(), x.scalar_type());
+  check(inverse_rms, "inverse_rms", {x.size(0)}, sum_dtype(x));
+  Tensor of_x = at::empty(x.sizes(), x.options()), of_weight = at::empty(weight.sizes(), weight.options());
+  for_dtype(x, "x", [&](auto zero) {
+    norm_gradient_rows<decltype(zero)>(gradient, x, weight, inverse_rms, of_x, of_weight);
+  });
+  return {of_x, of_weight};
 }
 
 Tensor silu_mul(const Tensor& gate_up) {

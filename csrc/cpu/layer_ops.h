@@ -12,11 +12,8 @@ namespace brorl {
 // x [R, H] -> x / rms(x) * weight [H] (Zhang & Sennrich 2019, eq. 4), and 1 / rms(x) [R] in the dtype of sums.
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 
-// From the gradient [R, H] of that result, x, weight and 1 / rms(x): the gradients of x and of weight.
-std::tuple<at::Tensor, at::Tensor> rms_norm_gradient(
-    const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& inverse_rms);
-
-// The same, and x / rms(x) * weight is written over the gradient, for a product whose other operand it was.
+// From the gradient [R, H] of that result, x, weight and 1 / rms(x): the gradients of x and of weight. x / rms(x) * weight
+// is written over the gradient, for a product whose other operand it was.
 std::tuple<at::Tensor, at::Tensor> rms_norm_gradient_(
     at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& inverse_rms);
 

@@ -57,6 +57,10 @@ def _simulate(args: argparse.Namespace) -> int:
         if n < 1 or seed < 0:
             raise UserError(f"--n {n} --seeds {seed}: draws must be at least 1 and seeds not negative")
 
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"{args.out}: cannot be created: {e.strerror}; give a writable folder with --out") from None
     curves: list[Curves] = []
     quarter = max(1, settings.steps // 4)  # steps between two updates of the progress line
 

@@ -137,7 +137,8 @@ def _first(error: ValidationError) -> str:
         return f"unknown key {path}; {hint}"
     if found["type"] == "missing":
         return f"{path} is missing"
-    message = (
-        found["msg"].replace("Input should be", "must be").replace("an object", "a table").replace("array", "list")
-    )
+    if found["type"] == "too_long":
+        return f"{path} = {shown(found['input'])}: must have {found['ctx']['max_length']} values"
+    message = found["msg"].replace("Input should be", "must be")
+    message = message.replace("an object", "a table").replace("array", "list")
     return f"{path} = {shown(found['input'])}: {message}"

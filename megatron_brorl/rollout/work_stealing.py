@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.rollout.sampler import Slot
+
+_CALLS = count()  # of all instances in this process, which share the ranks' store
 
 
 class Counters(Protocol):
@@ -89,7 +92,6 @@ class WorkStealing:
     """The shared slots of one call after another."""
 
     counters: Counters
-    calls: int = 0
     last: SharedSlots | None = None
 
     def begin(self, parts: Sequence[Sequence[Slot]], rank: int) -> SharedSlots | None:
@@ -99,8 +101,7 @@ class WorkStealing:
         """
         if self.last:
             self.last.forget()
-        self.calls += 1
-        self.last = SharedSlots(self.counters, str(self.calls), parts, rank) if len(parts) > 1 else None
+        self.last = SharedSlots(self.counters, str(next(_CALLS)), parts, rank) if len(parts) > 1 else None
         return self.last
 
 

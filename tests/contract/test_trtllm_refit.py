@@ -14,7 +14,7 @@ from contract.engines import draw, handles, same
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import Sealed
-from megatron_brorl.ops.fp8_blocks import BLOCK, dequantize, quantize
+from megatron_brorl.ops.fp8_blocks import dequantize, quantize
 from megatron_brorl.rollout.remote.weights_send import IpcSender, Node
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
 
@@ -95,7 +95,7 @@ def test_fp8_refit_gives_the_quantised_model(model, start):
     try:
         for name, p in model.module.named_parameters():
             if name.endswith("_proj.weight"):
-                p.data = dequantize(*quantize(p.data, BLOCK, powers_of_two=False), BLOCK)
+                p.data = dequantize(*quantize(p.data))
         for rollout in rollouts:
             torch.testing.assert_close(rollout.log_probs, model.log_probs(rollout), atol=2e-5, rtol=0)
     finally:

@@ -174,16 +174,14 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
     return figures, {p.dtype for p in worker.actor.parameters()}
 
 
-def fused_loss(
-    rank: int, world: int, seed: int, settings: PolicyLossSettings, padded: int = 1600, fp8: bool = False
-) -> tuple[Any, ...]:
+def fused_loss(rank: int, world: int, seed: int, settings: PolicyLossSettings, padded: int = 1600) -> tuple[Any, ...]:
     """The fused loss in float32 on this rank's shard of the vocabulary; its gradient of the weight is the shard's."""
     case = make(150, 16, 1001, seed=seed)
     rows = padded // world  # of which the last ranks' are partly or all padding
     weight = torch.full((padded, 16), 1e3, dtype=torch.float64)
     weight[:1001] = case.weight
     part = dataclasses.replace(case, weight=weight[rank * rows : (rank + 1) * rows])
-    group = {"group": grid_of(tensor=world).groups.tp, "vocab": 1001, "fp8": fp8}
+    group = {"group": grid_of(tensor=world).groups.tp, "vocab": 1001}
     result, *grads = part.call(fused.linear_ppo_loss, torch.float32, settings, upstream=-1.5, **group)
     return dataclasses.replace(result, loss=result.loss.detach()), *grads
 

@@ -98,7 +98,7 @@ def test_refit_under_tensor_and_pipeline_parallelism(config, tmp_path):
 def test_what_an_engine_cannot_do_ends_in_one_line(config, warm, tmp_path):
     command = ["train", config, f"model.path={warm}", f"run.dir={tmp_path}", *OPTIONS]
     for option, message in [
-        ("rollout.stop_strings=['x']", "is given token ids and stops at tokens alone"),
+        ("rollout.stop_strings=['x']", "rollout.stop_strings"),
         ("engine.tensor=2", "engine.tensor = 2 does not divide the 1 ranks of a node"),
         ("engine.python=/nowhere", "engine.python = /nowhere: No such file or directory"),
     ]:

@@ -66,7 +66,7 @@ def test_rms_norm(shape, dtype):
     x, up = torch.randn(*shape, generator=g) * 30, torch.randn(*shape, generator=g)
     weight = torch.rand(shape[-1], generator=g) + 0.5
     if not x.numel():
-        out, of_weight = torch.ops.brorl.rms_norm_gradient(x, x, weight, torch.zeros(0))
+        out, of_weight = torch.ops.brorl.rms_norm_gradient_(x, x.clone(), weight, torch.zeros(0))
         assert out.shape == x.shape
         assert torch.equal(of_weight, torch.zeros(shape[-1]))
         return
@@ -88,19 +88,6 @@ def test_silu_mul(shape, dtype):
     if x.numel():
         close(out, expected, dtype)
         close(mine, gradient, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (700, 64), (0, 16)])
-def test_the_norm_is_made_again_over_its_gradient(shape, dtype):
-    g = torch.Generator().manual_seed(sum(shape))
-    x, up = torch.randn(2, *shape, generator=g).to(dtype)
-    weight = torch.rand(shape[1], generator=g).to(dtype)
-    out, inverse_rms = torch.ops.brorl.rms_norm(x, weight, EPS)
-    expected, made_again = torch.ops.brorl.rms_norm_gradient(up, x, weight, inverse_rms), up.clone()
-    found = torch.ops.brorl.rms_norm_gradient_(made_again, x, weight, inverse_rms)
-    assert torch.equal(made_again, out)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -233,40 +220,9 @@ def test_results_do_not_depend_on_threads():
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         out, inverse = torch.ops.brorl.rms_norm(x, weight, EPS)
-        found.append((out, *torch.ops.brorl.rms_norm_gradient(up, x, weight, inverse)))
+        found.append((out, *torch.ops.brorl.rms_norm_gradient_(up.clone(), x, weight, inverse)))
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 X = torch.ones(3, 4)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda b: b.rms_norm(X, torch.ones(5), EPS), ValueError, r"weight must be \[4\], got \[5\]"),
-        (lambda b: b.rms_norm(X, torch.ones(4).double(), EPS), TypeError, "weight must be Float, got Double"),
-        (
-            lambda b: b.rms_norm(X.half(), torch.ones(4).half(), EPS),
-            TypeError,
-            "x must be float32, bfloat16 or float64",
-        ),
-        (lambda b: b.rms_norm(X.t(), torch.ones(3), EPS), ValueError, "x must be contiguous"),
-        (lambda b: b.silu_mul(torch.ones(3, 5)), ValueError, r"gate_up must be \[R, 2 F\], got \[3, 5\]"),
-        (lambda b: b.silu_mul_gradient_(X, X), ValueError, r"gate_up must be \[3, 8\], got \[3, 4\]"),
-        (lambda b: b.rotate_(torch.ones(3, 1, 5), X, X, False), ValueError, r"x must be \[T, groups, heads, d\]"),
-        (
-            lambda b: b.rotate_(torch.ones(3, 1, 1, 7), X, X, False),
-            ValueError,
-            r"cos must be \[T, r / 2\] with r up to 7",
-        ),
-        (
-            lambda b: b.rotate_(torch.ones(3, 1, 1, 8), X[:2], X[:2], False),
-            ValueError,
-            r"cos must be \[3, 4\], got \[2, 4\]",
-        ),
-    ],
-)
-def test_mistakes(call, error, message):
-    with pytest.raises(error, match=message):
-        call(torch.ops.brorl)

@@ -176,13 +176,6 @@ def test_nothing_to_train_on(rows, dtype, settings):
     assert torch.count_nonzero(grad_hidden) == torch.count_nonzero(grad_weight) == 0
 
 
-def test_rows_without_advantage_have_no_gradient():
-    case = make(30, 8, 40).change(advantages=torch.zeros(30, dtype=torch.float64))
-    result, *grads = case.call(fused.linear_ppo_loss, torch.float32)
-    assert result.loss.item() == 0
-    assert all(torch.count_nonzero(x) == 0 for x in grads)
-
-
 @pytest.mark.parametrize("settings", VARIANTS)
 def test_reference_gradcheck(settings):
     case = make(9, 4, 7)
@@ -234,21 +227,6 @@ def test_an_unmoved_policy_has_the_gradient_of_reinforce():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probs_alone(dtype):
-    case = make(600, 12, 90, dtype)
-    inputs = [x.to(dtype).requires_grad_() for x in (case.hidden, case.weight)]
-    wide = [x.clone().requires_grad_() for x in (case.hidden, case.weight)]
-    got = fused.linear_log_probs(*inputs, case.ids, 1.3)
-    expected = reference.linear_log_probs(*wide, case.ids, 1.3)
-    assert all(close(a, b, TOLERANCE[dtype]) for a, b in zip(got, expected, strict=True))
-    g = torch.Generator().manual_seed(0)
-    upstream = torch.randn(2, 600, generator=g).double()
-    (expected[0] * upstream[0] + expected[1] * upstream[1]).sum().backward()
-    (got[0] * upstream[0].float() + got[1] * upstream[1].float()).sum().backward()
-    assert all(close(a.grad, b.grad, TOLERANCE[dtype]) for a, b in zip(inputs, wide, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_repeats_bit_for_bit(dtype, threads):
     before = torch.get_num_threads()
@@ -286,22 +264,15 @@ def test_a_second_backward_is_refused():
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"hidden": torch.zeros(5, 3)}, ValueError, r"hidden must be \[R, H\] and weight \[V, H\]"),
-    ({"hidden": torch.zeros(5, 4, 1)}, ValueError, r"hidden must be \[R, H\] and weight \[V, H\]"),
-    ({"hidden": torch.zeros(5, 4, dtype=torch.float16)}, TypeError, "must both be float32, float64 or bfloat16"),
     ({"weight": torch.zeros(9, 4, dtype=torch.float64)}, TypeError, "must both be float32, float64 or bfloat16"),
-    ({"weight": torch.zeros(0, 4)}, ValueError, "a vocabulary of 0 does not fit 1 x 0 rows"),
     ({"vocab": 10}, ValueError, "a vocabulary of 10 does not fit 1 x 9 rows"),
-    ({"ids": torch.zeros(4, dtype=torch.int64)}, ValueError, r"ids must be \[5\]"),
     ({"ids": torch.zeros(5, dtype=torch.int32)}, TypeError, "ids must be int64"),
     ({"ids": torch.tensor([0, 1, 9, 0, 0])}, IndexError, r"ids\[2\] is 9, outside a vocabulary of 9"),
     ({"ids": torch.tensor([0, 1, -1, 0, 0])}, IndexError, r"ids\[2\] is -1"),
-    ({"old_log_probs": torch.zeros(6)}, ValueError, r"old_log_probs must be \[5\]"),
     ({"rollout_log_probs": torch.zeros(5, dtype=torch.bfloat16)}, TypeError, "rollout_log_probs must be torch.float32"),
     ({"advantages": torch.zeros(5, 1)}, ValueError, r"advantages must be \[5\]"),
-    ({"weights": torch.zeros(0)}, ValueError, r"weights must be \[5\]"),
     ({"settings": EVERYTHING}, ValueError, "needs reference_log_probs"),
     ({"settings": PolicyLossSettings(ratio="sequence")}, ValueError, "needs tokens.sequences"),
-    ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
     ({"advantages": torch.zeros(5, device="meta")}, ValueError, "tensors are on cpu, meta; all must be on one device"),
 ]
 

@@ -170,23 +170,12 @@ def test_a_row_without_a_distribution_raises(dtype, temperature, top_p, top_k, v
 FIVE = torch.zeros(5, dtype=torch.int64)
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"logits": torch.zeros(5)}, ValueError, r"logits must be \[B, V\]"),
-    ({"logits": torch.zeros(5, 9, 1)}, ValueError, r"logits must be \[B, V\]"),
-    ({"logits": torch.zeros(5, 0)}, ValueError, "the vocabulary must have 1 to"),
     ({"logits": torch.zeros(5, 9, dtype=torch.float64)}, TypeError, "logits must be float32 or bfloat16, got Double"),
-    ({"logits": torch.zeros(5, 9, dtype=torch.float16)}, TypeError, "logits must be float32 or bfloat16, got Half"),
-    ({"logits": torch.zeros(4, 9)}, ValueError, r"keys must be \[4\]"),
     ({"keys": FIVE.int()}, TypeError, "keys must be int64, got Int"),
     ({"keys": FIVE - 1}, ValueError, "row 0: keys must not be negative"),
-    ({"index": FIVE.view(5, 1)}, ValueError, r"index must be \[5\], got \[5, 1\]"),
     ({"index": FIVE + 2**32}, ValueError, r"index and position must be in \[0, 2\^32\)"),
-    ({"position": FIVE.float()}, TypeError, "position must be int64"),
-    ({"position": FIVE - 1}, ValueError, r"index and position must be in \[0, 2\^32\)"),
-    ({"position": FIVE[:3]}, ValueError, r"position must be \[5\], got \[3\]"),
     ({"temperature": -0.5}, ValueError, "temperature must be 0 or above and finite, got -0.5"),
-    ({"temperature": float("nan")}, ValueError, "temperature must be 0 or above and finite"),
-    ({"temperature": float("inf")}, ValueError, "temperature must be 0 or above and finite"),
     ({"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\], got 0"),
-    ({"top_p": 1.5}, ValueError, r"top_p must be in \(0, 1\]"),
     ({"top_k": -1}, ValueError, r"top_k must be 0 \(off\) or above, got -1"),
     ({"keys": FIVE.to("meta")}, ValueError, "tensors are on cpu, meta; all must be on one device"),
 ]

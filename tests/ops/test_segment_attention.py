@@ -143,11 +143,7 @@ X = torch.zeros(4, 2, 3, 16)
 @pytest.mark.parametrize(
     ("qkv", "segments", "error", "message"),
     [
-        (X[..., :8].contiguous(), [[0, 4, 0, 0]], ValueError, "d a multiple of 16"),
-        (X[:, :, :2].contiguous(), [[0, 4, 0, 0]], ValueError, r"must be \[T, kv_heads, heads of each \+ 2, d\]"),
         (X.double(), [[0, 4, 0, 0]], TypeError, "qkv must be float32, got Double"),
-        (X.transpose(0, 1), [[0, 2, 0, 0]], ValueError, "qkv must be contiguous"),
-        (X, [[0, 4]], ValueError, r"segments must be \[S, 4\]"),
         (X, [[0, 3, 0, 0]], IndexError, "segments must cover 4 tokens, cover 3"),
         (X, [[0, 3, 0, 0], [3, 2, 0, 0]], IndexError, "must begin at token 3 and have 1 to 1 tokens, has 2 from 3"),
         (X, [[1, 3, 0, 0]], IndexError, "must begin at token 0"),
@@ -159,12 +155,3 @@ X = torch.zeros(4, 2, 3, 16)
 def test_mistakes(qkv, segments, error, message):
     with pytest.raises(error, match=message):
         OPS.segment_attention(qkv, torch.tensor(segments), 1.0)
-
-
-@pytest.mark.parametrize("wrong", ["gradient", "out", "log_sums"])
-def test_mistakes_of_the_gradient(wrong):
-    out = torch.zeros(4, 2, 1, 16)
-    operands = {"gradient": out, "qkv": X, "out": out, "log_sums": out[..., 0].contiguous()}
-    operands[wrong] = operands[wrong][:3]
-    with pytest.raises(ValueError, match=wrong + r" must be \[4, 2, 1"):
-        OPS.segment_attention_gradient(*operands.values(), torch.tensor([[0, 4, 0, 0]]), 1.0)

@@ -182,6 +182,18 @@ def test_a_part_of_the_toolkit_that_lacks_is_named(toolkit, tmp_path, lost):
     assert f"BRORL_CUDA=1, but the CUDA toolkit in {toolkit} (CUDA_HOME) has no {Path(lost).name}" in done.stderr
 
 
+def test_cublas_of_pip_completes_a_toolkit_for_cuda_13(toolkit, tmp_path):
+    for lost, found in (("include/cublas_v2.h", "include/cublas_v2.h"), ("lib64/libcublas.so", "lib/libcublas.so.13")):
+        (toolkit / lost).unlink()
+        wheel = tmp_path / "nvidia" / "cu13" / found
+        wheel.parent.mkdir(parents=True, exist_ok=True)
+        wheel.touch()
+    done = setup(tmp_path, fake_torch("13.0"), CUDA_HOME=str(toolkit))
+    assert "setup.py: with CUDA kernels (BRORL_CUDA=1, default)" in done.stdout, done.stdout + done.stderr
+    done = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
+    assert "has no cublas_v2.h" in done.stdout
+
+
 def test_building_without_torch_is_one_line(tmp_path):
     done = setup(tmp_path, "raise ImportError(\"No module named 'torch'\")")
     assert done.returncode == 1

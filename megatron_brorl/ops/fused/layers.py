@@ -157,7 +157,8 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return (*torch.ops.brorl.rms_norm_gradient(upstream[0].contiguous(), *ctx.saved_tensors), None)
+        gradient = upstream[0].contiguous().clone()  # The op writes over it.
+        return (*torch.ops.brorl.rms_norm_gradient_(gradient, *ctx.saved_tensors), None)
 
 
 class _SegmentAttention(torch.autograd.Function):

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import checksum
-from megatron_brorl.ops.fp8_blocks import BLOCK, quantize
+from megatron_brorl.ops.fp8_blocks import quantize
 from megatron_brorl.rollout.remote.protocol import WorkerBucket
 from megatron_brorl.rollout.remote.weights_receive import TensorRecord, mapped, view
 from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive_each
@@ -52,7 +52,7 @@ def in_fp8_blocks(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     DeepSeek-V3 (arXiv 2412.19437, 3.3).
     """
     if name.endswith(_LINEARS):
-        weight, scale_inv = quantize(tensor, BLOCK, powers_of_two=False)
+        weight, scale_inv = quantize(tensor)
         yield name, weight
         yield f"{name}{SCALE}", scale_inv
     else:

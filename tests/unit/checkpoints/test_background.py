@@ -119,15 +119,6 @@ def test_the_manifest_has_the_hash_of_every_file(begin, tmp_path):
     assert {"own", "run.json", "common.pt", ".metadata", "metadata.json", "__0_0.distcp", "__0_1.distcp"} == set(there)
 
 
-def test_an_error_of_the_thread_is_raised_in_the_run(begin, monkeypatch):
-    saving, save = BackgroundSaver(), begin(1)
-    monkeypatch.setattr(save.shards, "write", lambda _: 1 / 0)
-    saving.start(save, SOON)
-    saving._thread.join()
-    with pytest.raises(ZeroDivisionError):
-        saving.busy()
-
-
 def test_an_error_of_the_run_waits_for_the_checkpoint(begin, tmp_path, monkeypatch):
     held, saving, told = Held(monkeypatch, ".metadata"), BackgroundSaver(), []
     saving.start(begin(1), SOON)

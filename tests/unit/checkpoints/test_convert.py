@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import forks
@@ -180,14 +179,9 @@ MEGATRON_FAULTS = [
         ["cannot be read, a file is missing or damaged"],
     ),
     (without_manifest(lambda d: cut_file(d / "megatron/.metadata")), [".metadata: not readable"]),
-    (without_manifest(lambda d: (d / "megatron/.metadata").unlink()), ["not a Megatron distributed checkpoint"]),
     (
         without_manifest(lambda d: edit(d / "megatron/hf/config.json", intermediate_size=96)),
         ["mlp.linear_fc1.weight has shape"],
-    ),
-    (
-        without_manifest(lambda d: edit(d / "megatron/hf/config.json", tie_word_embeddings=True)),
-        ["unknown tensor output_layer.weight"],
     ),
     (without_manifest(lambda d: shutil.rmtree(d / "megatron/hf")), ["has no hf/config.json", "--config"]),
 ]
@@ -215,29 +209,13 @@ def test_a_bad_megatron_checkpoint_is_named_and_leaves_nothing(copy, change, par
     assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
 
 
-def test_mistakes_end_in_one_line_and_exit_code_2(copy):
-    out = copy / "out"
-    fails(
-        tool("to-megatron", copy / "hf", out, "--tensor", "4"), "--tensor = 4 does not divide num_key_value_heads = 2"
-    )
-    fails(
-        tool("to-megatron", copy / "hf", out, "--pipeline", "3"), "--pipeline = 3 does not divide num_hidden_layers = 4"
-    )
-    fails(tool("to-hf", copy / "nowhere", out), "nowhere: no such Megatron checkpoint")
-    lose_a_shard(copy)
-    fails(tool("to-megatron", copy / "hf", out), "missing, but named in")
-    assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
-
-
-@pytest.mark.parametrize("command", ["to-megatron", "to-hf"])
-def test_a_full_disk_ends_in_one_line(copy, command):
-    """A limit on the size of files is how the kernel refuses a write here; a full disk takes the same way."""
-    convert_, source, cuts = (to_megatron, "hf", (1, 1)) if command == "to-megatron" else (to_hf, "megatron", ())
+def test_a_full_disk_ends_in_one_line(copy):
+    """A limit on the size of files refuses writes as a full disk does."""
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(UserError) as caught:
-            convert_(copy / source, copy / "out", *cuts)
+            to_megatron(copy / "hf", copy / "out", 1, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     said = "cannot be written: File too large; free some space and start again"
@@ -262,9 +240,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     assert not (tmp_path / ".out.writing" / ".metadata").exists()
     with pytest.raises(UserError, match="not a Megatron distributed checkpoint"):
         convert.open_megatron(tmp_path / ".out.writing", tmp_path / "hf")
-    begun = time.monotonic()
     assert tool(*command[len(COMMAND) :]).returncode == 0
-    assert time.monotonic() - begun < 300
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
     to_hf(tmp_path / "out", tmp_path / "back")
     assert_same_weights(tmp_path / "hf", tmp_path / "back")

@@ -110,10 +110,3 @@ def test_licence_and_base_are_those_of_the_base_models_own_card(tmp_path: Path, 
 
 def test_the_model_of_a_run_is_named_after_the_run(tmp_path: Path):
     assert Base.of("runs/sums/sft/model", tmp_path) == Base("sft", "", {})
-
-
-def test_a_name_of_the_hub_is_the_base(tmp_path: Path):
-    (tmp_path / CARD).write_text("---\nlicense: apache-2.0\nbase_model: Qwen/Qwen2.5\n---\n")
-    assert Base.of("Qwen/Qwen2.5-Instruct", tmp_path) == Base(
-        "Qwen/Qwen2.5-Instruct", "Qwen/Qwen2.5-Instruct", {"license": "apache-2.0"}
-    )

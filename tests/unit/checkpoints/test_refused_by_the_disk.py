@@ -45,7 +45,7 @@ def test_full_while_a_file_is_written(save, tmp_path, monkeypatch, name):
     assert save(2) == checkpoint.find(tmp_path)
 
 
-@pytest.mark.parametrize("name", [".metadata", "run.json", "manifest.json"])
+@pytest.mark.parametrize("name", [".metadata", "manifest.json"])
 def test_what_the_disk_does_not_give_back_is_not_called_damaged(save, part, tmp_path, monkeypatch, capfd, name):
     """Nobody is told to delete a checkpoint that nothing is known of."""
     directory = save(1)

@@ -167,12 +167,6 @@ def test_gguf_is_answered_wherever_a_model_is_given(made: Path, tmp_path: Path, 
             use(given)
 
 
-def test_gguf_next_to_weights_that_are_read_is_left_alone(made: Path, tmp_path: Path) -> None:
-    one, _ = copies(made, tmp_path)
-    gguf_file(one / "model.gguf")
-    assert read_shape(one).vocab == tiny.VOCAB
-
-
 def test_a_file_in_the_place_of_a_directory(made: Path) -> None:
     with pytest.raises(UserError, match=r"model\.safetensors: is a file; give the Hugging Face directory"):
         read_shape(made / "one" / WEIGHTS)

@@ -74,6 +74,7 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
         ("[data]\ntrain = 'a.jsonl'", "data.train = 'a.jsonl': must be a valid list"),
         ("[run]\nlog = ['tensorbord']", "run.log[0] = 'tensorbord': must be 'tensorboard'"),
         ("[optim]\nbetas = [0.9]", "optim.betas[1] is missing"),
+        ("[optim]\nbetas = [0.9, 0.9, 0.9]", "optim.betas = [0.9, 0.9, 0.9]: must have 2 values"),
         ("[optim]\nbetas = [0.9, 1.0]", "optim.betas[1] = 1.0: must be less than 1"),
         ("[optim]\nlr = nan", "optim.lr = nan: must be finite"),
         ("[optim]\neps = 1e300", "optim.eps = 1e+300: must be finite, and within +-1e+30"),

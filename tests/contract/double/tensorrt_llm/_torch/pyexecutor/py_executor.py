@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models.hf_names import hf_shapes
 from megatron_brorl.ops import philox
-from megatron_brorl.ops.fp8_blocks import BLOCK, dequantize
+from megatron_brorl.ops.fp8_blocks import dequantize
 from megatron_brorl.ops.reference.sampling import sample, sampling_log_probs
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
@@ -76,7 +76,7 @@ class ModelLoader:
             if tensor.dtype == torch.float8_e4m3fn:
                 if not model.quantized:
                     raise ValueError(f"{name}: float8 for a model without quantization_config")
-                tensor = dequantize(tensor, weights[f"{name}_scale_inv"], BLOCK)
+                tensor = dequantize(tensor, weights[f"{name}_scale_inv"])
             elif model.quantized and name.endswith("_proj.weight"):
                 raise ValueError(f"{name}: {tensor.dtype} for a model in float8")
             if tensor.shape != model.tensors[name].shape:
