@@ -96,7 +96,7 @@ def test_exceptions_are_counted_and_the_worker_lives(pool: RewardPool) -> None:
     assert verdicts == [Verdict(0.0, "broken")] * 4 + [Verdict(0.0, "error")] * 4  # the reference raises, or does not
     assert [v.reason for v in verdicts[4:6]] == ["ValueError: with ?[31m", "SystemExit: 0"]
     assert verdicts[6].reason.startswith("RecursionError: maximum recursion depth exceeded")
-    assert pool.pids == before
+    assert set(before) <= set(pool.pids)  # another worker may only have started now
 
 
 @pytest.mark.parametrize("text", ["noise", "endless", "nested", "infinite", "status", "part", "short"])
@@ -193,7 +193,7 @@ def test_signals_meant_for_the_job_do_not_reach_the_workers(pool: RewardPool) ->
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(pid, number)
     assert pool.score(ask("echo", "0.25")) == [Verdict(0.25, "ok")]
-    assert pool.pids == before
+    assert set(before) <= set(pool.pids)  # another worker may only have started now
 
 
 def test_workers_killed_between_calls_are_replaced() -> None:
