@@ -55,8 +55,8 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
 def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelShape, Path]:
     """Return a Megatron checkpoint, its shape, and the folder of config.json and tokenizer.
 
-    config: that folder, for checkpoints of a run. Raises UserError if there is no checkpoint, or it is damaged or not
-    of config.json's model.
+    config: that folder, which is needed for checkpoints of a run. Raises UserError if the checkpoint is missing or
+    damaged, or if it does not match the model of config.json.
     """
     for given in filter(None, (directory, config)):
         refuse_gguf(given)
@@ -161,7 +161,7 @@ def _hf_logits(directory: Path, ids: Tensor) -> Tensor:
 
 
 def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
-    """Return the logits by Megatron-Core's own loader and model, in this process alone."""
+    """Return the logits of Megatron-Core's own loader and model, with this process as the only rank."""
     processes = grid.build(ParallelConfig())
     actor = build_actor(shape, processes, torch.float32, backend("fused", device.default_device())).eval()
     with device.bridge():

@@ -101,7 +101,7 @@ def repair(root: Path, step: int, keep: int) -> None:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Delete what a killed save left."""
+    """Delete the unfinished files and folders of killed saves."""
     for path in root.glob(".*.writing"):
         name = path.name.removeprefix(".").removesuffix(".writing")
         if step_of(name) is None and name not in (LATEST, BEST):
@@ -113,7 +113,7 @@ def remove_unfinished(root: Path) -> None:
 
 
 def make_way(target: Path, step: int) -> None:
-    """Rename what has the name of the checkpoint that is about to be put in place, unless it is that checkpoint."""
+    """Rename the file or folder at `target`, if there is one, unless it is the checkpoint of this step."""
     ours = target.is_dir() and not target.is_symlink() and stored_step(target) == step
     if ours or not (target.exists() or target.is_symlink()):
         return
@@ -186,9 +186,9 @@ def best_so_far(root: Path, run: dict[str, Any], step: int, figure: str) -> Best
 
 
 def write_manifest(directory: Path, digests: Mapping[str, str] | None = None) -> None:
-    """Write manifest.json, after all other files. digests: SHA-256 by file name; None: of the files as they are.
+    """Write manifest.json, after all other files.
 
-    Raises OSError.
+    digests: SHA-256 by file name. None computes them from the files on the disk. Raises OSError.
     """
     if digests is None:
         digests = {p.relative_to(directory).as_posix(): sha256(p) for p in directory.rglob("*") if p.is_file()}

@@ -82,9 +82,9 @@ class Checkpoint:
             raise UserError(f"{self.directory}: unknown tensor {unknown[0]}; does config.json belong to it?")
 
     def check_tied(self, shape: ModelShape) -> None:
-        """Raise UserError if config.json ties the LM head to the embedding, but a different one is stored.
+        """Raise UserError if config.json ties the LM head to the embedding, but the files store a different head.
 
-        Transformers 5 would use both, earlier versions the embedding alone.
+        Transformers 5 would use both tensors, and earlier versions would use only the embedding.
         """
         if not shape.tied or HEAD not in self.files:
             return
@@ -135,7 +135,7 @@ def _weight_files(directory: Path) -> list[str]:
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the files that an index names. Raises UserError if it is no index."""
+    """Return the names of the files in an index. Raises UserError if the index or a file name in it is invalid."""
     weight_map = read_object(index, "download the checkpoint again").get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: not a safetensors index: weight_map is no object")
@@ -253,7 +253,10 @@ def complete(source: Path, target: Path) -> None:
 
 
 def _other_special_ids(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what a new generation_config.json needs besides EOS, because it hides the ids of config.json."""
+    """Return the BOS and padding ids for a new generation_config.json.
+
+    Its existence makes transformers ignore the ids in config.json.
+    """
     config = read_object(source / CONFIG) if (source / CONFIG).is_file() else {}
     known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
     found = {key: value if config.get(key) is None else config[key] for key, value in known.items()}

@@ -115,7 +115,7 @@ def write(
             del full
             yield entry
 
-    # .metadata comes last: without it there is no checkpoint.
+    # Write .metadata last, because a directory without it does not count as a checkpoint.
     torch.save({}, directory / "common.pt")
     (directory / "metadata.json").write_text(json.dumps(_BACKEND), encoding="utf-8")
     FileSystemWriter(directory).finish(Metadata(tensors), [results])
@@ -161,7 +161,7 @@ class MegatronCheckpoint:
     """The model's tensors in a distributed checkpoint of any layout."""
 
     def __init__(self, directory: Path, shape: ModelShape) -> None:
-        """Raises UserError if it is no checkpoint, or not one of a model of this shape."""
+        """Raise UserError if the directory is not a checkpoint of a model of this shape."""
         self.directory, self.shape = directory, shape
         self._reader = FileSystemReader(directory)
         if not (directory / METADATA).is_file():

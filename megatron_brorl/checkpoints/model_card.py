@@ -1,6 +1,6 @@
-"""README.md of an exported model: metadata for the hub, and what was done to the model.
+"""README.md of an exported model: metadata for the hub, and a description of the training.
 
-It is a function of the run alone: the same run always writes the same bytes.
+The text depends only on the run, so the same run always writes the same bytes.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class Base:
 
 @dataclass(frozen=True)
 class Training:
-    """What was done to the model."""
+    """Facts about the training that the model card states."""
 
     run: str  # name of the run's folder
     how: str  # "reinforcement learning with verifiable rewards", "supervised training"
-    tag: str  # the same as a tag of the hub
+    tag: str  # `how` as a tag of the hub
     base: Base
     sizes: Sequence[tuple[str, str]]  # quantities and their values
-    files: Sequence[tuple[str, str, int]] = ()  # of data: key of the configuration, name, rows
-    tasks: Sequence[str] = ()  # from which prompts were generated
+    files: Sequence[tuple[str, str, int]] = ()  # configuration key, name and row count of data files
+    tasks: Sequence[str] = ()  # tasks that generated prompts
     verifiers: Sequence[str] = ()
     began: float = 0.0  # Unix time, or 0
     before: Mapping[str, Any] | None = None  # evaluations of the held-out prompts, as in summary.json

@@ -255,7 +255,7 @@ class BackgroundSaver:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save has begun that `settle` has not returned yet."""
+        """Return whether a save has started and neither `settle` nor `finish` has ended it."""
         return self._save is not None
 
     def start(self, save: Save, timeout: timedelta) -> None:
@@ -393,7 +393,7 @@ def _describe(layout: dict[str, int] | None) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch, which logs a traceback of what it then raises."""
+    """Suppress log messages, because torch logs the traceback of an error before it raises the error."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

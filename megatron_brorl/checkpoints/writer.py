@@ -1,8 +1,8 @@
-"""Writing of Megatron's distributed format in two halves: planning takes collectives, writing touches only the disk.
+"""Writer of Megatron's distributed format in two halves: planning uses collectives, writing accesses only the disk.
 
 The second half may run in another thread, on a copy of the state. Megatron's own writer forks a process per file and
-waits forever for one that was killed, and an error of one rank between two of its collectives leaves the others
-waiting. Every file is synced, read back and compared with what was written.
+waits forever if one is killed. An error of one rank between two of its collectives leaves the other ranks waiting.
+Every file is synced, read back and compared with the bytes written, by SHA-256.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Item = tuple[Any, Any]  # torch's WriteItem and its tensor or bytes
 
 
 class HashingFile:
-    """A file open for writing that computes the SHA-256 of what is written."""
+    """A file open for writing that computes the SHA-256 of the data written to it."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw, self._digest = raw, hashlib.sha256()
@@ -66,7 +66,7 @@ class HashingFile:
         self._raw.flush()
 
     def digest(self) -> str:
-        """Return the SHA-256 of what was written so far."""
+        """Return the SHA-256 of the data written so far, in hexadecimal."""
         return self._digest.hexdigest()
 
 
@@ -123,10 +123,10 @@ class _InMemory(FileSystem):
 
 
 class _Planned(filesystem_async.FileSystemWriterAsync):
-    """Megatron's writer, reduced to noting what has to be written."""
+    """Megatron's checkpoint writer, reduced to recording the items to write."""
 
     def __init__(self, name: str, copy: bool) -> None:
-        """name: of the checkpoint, without place or time, so that equal states give equal bytes."""
+        """name: name of the checkpoint. It contains no path or time, so that equal states give equal bytes."""
         super().__init__(name, thread_count=_FILES, sync_files=False)
         self.name, self.copy, self.fs = name, copy, _InMemory()
         self.files: list[list[Item]] = []
@@ -152,10 +152,10 @@ class _Planned(filesystem_async.FileSystemWriterAsync):
 
 @dataclass
 class Shards:
-    """What this rank has to write of a checkpoint."""
+    """This rank's share of a checkpoint, ready to be written."""
 
     _planned: _Planned
-    _metadata: Metadata | None  # on rank 0
+    _metadata: Metadata | None  # None except on rank 0
     _common: bytes  # everything that is not a tensor
 
     def write(self, directory: Path) -> tuple[dict[str, str], list[Any]]:

@@ -135,6 +135,6 @@ def _data_set(args: argparse.Namespace) -> DataSet:
 
 
 def _evaluation(item: str) -> tuple[str, Path]:
-    """Return ("gsm8k", file) for "gsm8k=file"; a file alone has rows of this project."""
+    """Return ("gsm8k", file) for "gsm8k=file", or ("rows", file) for a plain file with rows of this project."""
     name, eq, path = item.partition("=")
     return (name, data_file(path)) if eq and name in SETS else ("rows", data_file(item))

@@ -22,10 +22,10 @@ _LAST_WORDS_S = 10.0  # for the other ranks to report when one has failed; then 
 
 
 def launch(processes: int, command: Sequence[str]) -> int:
-    """Run `command` as so many ranks, and return 0, SAVED (75) or the first failing rank's exit code.
+    """Run `command` in each of `processes` ranks, and return 0, SAVED (75) or the first failing rank's exit code.
 
-    SAVED: every rank returned it. A signal of ranks.STOPPING goes to the ranks, which save at their next step boundary;
-    a second one kills them. 128 + number: a signal ended a rank, or all of them.
+    The result is SAVED if every rank returned it, and 128 + number if a signal ended a rank or all of them. A signal of
+    ranks.STOPPING is forwarded to the ranks, which save at their next step boundary. A second signal kills them.
     """
     ranks: list[subprocess.Popen[bytes]] = []
 

@@ -30,7 +30,7 @@ from megatron_brorl.rollout.remote.weights_send import as_is, in_fp8_blocks, lay
 from megatron_brorl.train.setup import context
 
 GIB = 2**30
-Parts = Mapping[str, int]  # bytes by what they are for
+Parts = Mapping[str, int]  # bytes by purpose
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Plan:
     context: int = 0  # prompt + response tokens at most
 
     def kv_tokens(self, gpu: int) -> int:
-        """Return the number of tokens whose keys and values fit on a GPU of so many bytes."""
+        """Return the number of tokens whose keys and values fit on a GPU with `gpu` bytes of memory."""
         free = gpu - sum(self.generation.values())
         return max(0, int(free * self.fraction) // self.kv_per_token) if self.kv_per_token else 0
 

@@ -1,6 +1,6 @@
 """Checks of this machine and of a run's engine, for `brorl doctor` and `brorl train --dry-run`.
 
-This module must import with nothing but torch installed, so that it can report what is missing.
+This module must be importable with only torch installed, so that it can report missing packages.
 """
 
 from __future__ import annotations

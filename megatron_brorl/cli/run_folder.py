@@ -1,4 +1,4 @@
-"""run.dir: its lock, its disk space, the date of its chat template, and what a resumed run may change."""
+"""The run folder (run.dir): its lock, disk space and chat template date, and checks of a resumed run."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank
 def fingerprint(
     config: Config, shape: ModelShape, own_verifiers: Mapping[str, str], inputs: Mapping[str, str] | None = None
 ) -> Fingerprint:
-    """Return the configuration of a run and the hashes of what it reads, for its checkpoints.
+    """Return the configuration of a run and the hashes of its inputs, which its checkpoints store.
 
-    own_verifiers: the SHA-256 of the file of each verifier of the user, by name. inputs: the SHA-256 of "tokenizer",
+    own_verifiers: the SHA-256 of the file of each user-defined verifier, by name. inputs: the SHA-256 of "tokenizer",
     "train" and "held_out" (Sources.digests), and the date of the chat template.
     """
     kept = dataclasses.asdict(config)

@@ -62,11 +62,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Program:
-    """What a Python program adds to a command that it runs."""
+    """Reward function and callbacks that a Python program adds to a command."""
 
     reward: custom.OwnReward | None = None  # scores rows whose verifier is custom.IN_PROCESS
     callbacks: Callbacks = field(default_factory=Callbacks)
-    continues: bool = False  # after an error, so that the session must release its resources
+    continues: bool = False  # True if the program survives an error, so that the session must release its resources
     tell: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
 
 
@@ -75,7 +75,7 @@ class Session:
 
     sources: Sources  # not set if benchmarks are evaluated
     benchmarks: dict[str, list[Prompt]]  # prompts of `brorl evaluate`, by name
-    report: str  # what was read, from data.source
+    report: str  # summary of the data that was loaded, for the user
 
     def __init__(self, config: Config, benchmarks: bool = False, program: Program | None = None) -> None:
         """benchmarks: read the files of evaluate.benchmarks, if there are any, instead of training data."""
@@ -119,7 +119,7 @@ class Session:
 
         # Join the other ranks last, so that an error above ends each of them at once.
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
-        self.is_main_rank = self.grid.rank == 0  # it alone writes files and prints
+        self.is_main_rank = self.grid.rank == 0  # rank 0 writes the run's files and prints its progress
         program.tell("ranks", self.grid.line())
         self.job_end, self.stopped_by = JobEnd(), ""
         self._kv_tokens = 0  # room for keys and values, set by `preflight`; 0 = as many as fit
@@ -241,7 +241,7 @@ class Session:
         return started
 
     def fingerprint(self) -> Fingerprint:
-        """Return what a resumed run must have in common with the run of its checkpoint."""
+        """Return the configuration and input hashes that a resumed run compares with those of its checkpoint."""
         return run_folder.fingerprint(self.config, self.shape, self.started_verifiers.sha256, self.inputs())
 
     def inputs(self) -> dict[str, str]:

@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
 def execute(config: Config, command: Callable[[int], str], program: Program) -> int:
     """Train, from the newest checkpoint if there is one, and write run.dir/model and run.dir/summary.json.
 
-    Returns 0, or ranks.SAVED if a signal, the end of the job or a callback stopped the run. command: returns the
-    command that starts the run on so many ranks, for its record.
+    Returns 0, or ranks.SAVED if a signal, the end of the job or a callback stopped the run. command: maps a number of
+    ranks to the command line that starts the run on them, for the run's record.
     """
     begun = time.time()  # before model and data are loaded
     with Session(config, program=program) as session:

@@ -1,4 +1,4 @@
-"""What keys require of each other, and which keys a resumed run must keep."""
+"""Rules between configuration keys, and the keys that a resumed run must keep."""
 
 from __future__ import annotations
 
@@ -198,9 +198,9 @@ def _data(config: Config) -> Iterator[Rule]:
     yield "data.verifier", bool(data.tasks) and data.verifier != "exact", "data.tasks have their own: leave it out"
 
 
-# Keys that decide the model, the data and their order, the meaning of a reward, or what a checkpoint contains. Rows are
-# compared by their content, wherever their files are.
-_MAY_CHANGE = {"data": {"train", "held_out"}, "reward": {"workers", "timeout_s", "unsandboxed"}}  # all other keys: no
+# A resumed run must keep the keys that decide the model, the data and their order, the meaning of a reward, or the
+# content of a checkpoint. Rows are compared by content, so the files may move.
+_MAY_CHANGE = {"data": {"train", "held_out"}, "reward": {"workers", "timeout_s", "unsandboxed"}}  # no other keys
 _MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sections, may change
     "run": {"seed"},
     "model": {"dtype"},
@@ -209,7 +209,8 @@ _MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sec
     "optim": {"betas"},
     "evaluate": {"temperature", "top_p", "top_k"},
 }
-# Fixed as well if a step leaves rollouts to the next one, whose groups and log-probabilities are in checkpoints.
+# A resumed run must also keep these if a step carries rollouts over to the next one, because checkpoints then store the
+# groups and log-probabilities of these rollouts.
 _OF_WAITING = {"n", "temperature", "top_p", "top_k"}
 
 

@@ -65,7 +65,7 @@ class ModelConfig:
 
 @section
 class ParallelConfig:
-    """How the training is distributed over ranks. The ranks that remain are data-parallel."""
+    """Distribution of the training over ranks. Data parallelism uses the ranks that the sizes below leave."""
 
     tensor: int = key(1, "Tensor-parallel size: ranks over which every layer is split.", ge=1)
     pipeline: int = key(1, "Pipeline-parallel size: consecutive stages of layers.", ge=1)
@@ -543,7 +543,7 @@ def keys() -> dict[str, dict[str, Any]]:
 
 
 def table_of(found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the schema of the table that a key holds, alone or in a list; None for a key with a value."""
+    """Return the schema of the table that a key holds, directly or as items of a list; None if it holds a value."""
     reference = found.get("items", found).get("$ref", "")
     table: dict[str, Any] | None = json_schema()["$defs"].get(reference.rpartition("/")[2])
     return table

@@ -89,7 +89,7 @@ def _is_call(found: dict[str, Any]) -> bool:
 
 
 def _keys_of_data(found: Any) -> Collection[str]:
-    """Return the keys of an object whose values a program or a scorer gets as they are written."""
+    """Return the keys of an object whose values reach a program or a scorer unchanged, nulls included."""
     if not isinstance(found, dict):
         return ()
     return ("args", "kwargs", "expected") if _is_call(found) else ("entry",) if "source_dataset" in found else ()

@@ -1,8 +1,9 @@
 """sentencepiece tokenizers: loading, training a small one, and export for transformers.
 
-Without a tokenizer.json, transformers reads tokenizer.model by the model_type in config.json: it takes the pieces of
-a Qwen2 model for byte-level BPE and drops what it does not find, spaces among them. The export uses the converter of
-transformers and keeps its result only if it reads many texts exactly as sentencepiece does.
+Without a tokenizer.json, transformers reads tokenizer.model according to the model_type in config.json. For a Qwen2
+model it treats the pieces as byte-level BPE and drops text that it does not find in the vocabulary, including spaces.
+The export uses the converter of transformers and keeps the result only if it encodes many texts exactly as
+sentencepiece does.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def _convert(source: Path, target: Path, tokenizer: SentencePieceTokenizer) -> N
         )
     converted.save(str(target / CONVERTED))
 
-    # Settings of classes that build a tokenizer anew do not apply.
+    # transformers loads the converted file directly, so settings of classes that rebuild a tokenizer do not apply.
     settings = {key: value for key, value in _read(source / SETTINGS).items() if key != "added_tokens_decoder"}
     for key in ("legacy", "add_prefix_space", "sp_model_kwargs", "auto_map"):
         settings.pop(key, None)

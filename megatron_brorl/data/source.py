@@ -93,7 +93,10 @@ class MixtureSource:
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Return the smallest whole numbers in the proportion of weights as they are written: 0.4 is two fifths."""
+    """Return the smallest integers in the same proportion as the weights.
+
+    Each weight is taken as its shortest decimal form, so that 0.4 is exactly 2/5.
+    """
     exact = [Fraction(repr(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
@@ -124,10 +127,10 @@ def mixture_places(weights: Sequence[int], start: int, count: int) -> list[Mixtu
 class Sources:
     train: PromptSource
     held_out: list[Prompt]
-    verifiers: frozenset[str]  # that rows name
-    report: str  # what was read or generated, and what the tokenizer loses, one line each
+    verifiers: frozenset[str]  # verifiers that the rows name
+    report: str  # lines about the data that was read or generated, and about text that the tokenizer loses
     rows: Sequence[Prompt] = ()  # all rows of the training files, in their order
-    files: tuple[tuple[str, str, int], ...] = ()  # that were read: configuration key, name, rows
+    files: tuple[tuple[str, str, int], ...] = ()  # configuration key, name and row count of the files read
 
     def first(self) -> Sequence[Prompt]:
         """Return all rows of files, or the first generated prompts, which identify the generator."""

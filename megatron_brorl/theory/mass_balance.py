@@ -6,7 +6,7 @@ torch tensors in float64, with any leading dimensions [...] in front of V.
     A, B    the distinct drawn tokens that are correct, incorrect; a token drawn twice counts once
     U       the tokens that were never drawn
     Q_pos   sum of p over all correct tokens, Q_neg = 1 - Q_pos
-    S_R     sum of R_j p_j over A and B: the reward, weighted with the probability of what was drawn
+    S_R     sum of R_j p_j over A and B: the rewards of the drawn tokens, weighted by their probabilities
     A_2, B_2, U_pos,2, U_neg,2   sums of p^2 over A, B, the correct and the incorrect tokens of U
 
 To first order a step dz of the logits changes Q_pos by sum_j p_j (f_j - Q_pos) dz_j with f_j = 1 on correct tokens and

@@ -23,7 +23,7 @@ class Metric:
     name: str
     unit: str
     meaning: str
-    bad: str  # what a bad value means and what to do, or ""
+    bad: str  # meaning of a bad value and its remedy, or ""
 
     def matches(self, name: str) -> bool:
         """Return whether `name` is a name of this metric."""

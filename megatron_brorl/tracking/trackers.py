@@ -1,6 +1,7 @@
-"""Experiment trackers besides metrics.jsonl: TensorBoard, Weights & Biases and MLflow.
+"""Experiment trackers in addition to metrics.jsonl: TensorBoard, Weights & Biases and MLflow.
 
-A tracker is a display and never the record: if one fails, it is closed with a warning and the run continues.
+A tracker only displays metrics, and metrics.jsonl records them. If a tracker fails, it is closed with a warning and the
+run continues.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Tracker(Protocol):
         """Show the metrics of a step, all finite, by their tags."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining metrics and close the tracker."""
 
 
 def tag(name: str, file: str = "step") -> str:
@@ -88,7 +89,7 @@ class _TensorBoard:
     def __init__(self, run_dir: Path, ids: dict[str, str], resume_step: int | None, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        # Steps that will be written again are no longer shown.
+        # Purge the steps from resume_step on, because the run writes them again.
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step or 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

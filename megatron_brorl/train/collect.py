@@ -122,7 +122,7 @@ class Collector:
         return Collected(groups, exchanged.rows, outcomes, going_on, taken, metrics, dict(seconds) | queued, shown)
 
     def _sample(self, carried: Carried, groups: Sequence[OpenGroup], new: int) -> Sampled:
-        """Sample the carried rollouts that go on, and those of the `new` last groups."""
+        """Continue the carried rollouts, and sample the rollouts of the last `new` groups."""
         c = self.config.rollout
         loads = carried.loads() if c.partial_tokens else [0] * self.grid.world
         slots = list(product(range(len(groups) - new, len(groups)), range(c.n)))

@@ -1,4 +1,4 @@
-"""Live mass balance: what the siblings of a step left unsampled, and the terms of Theorem 1 at single positions.
+"""Live mass balance: the probability mass that a step left unsampled, and the terms of Theorem 1 at single positions.
 
 Metrics are named theory_KIND/NAME; KIND is exact, bound, estimate, hold_out or good_turing (docs/theory.md). They are
 equal on every rank and do not influence training. Only the first tokens of a few prompts' responses cross replicas.

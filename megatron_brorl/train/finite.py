@@ -20,7 +20,7 @@ from megatron_brorl.parallel import collectives, device
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.worker import Update
 
-Score = Callable[[list[int]], Sequence[Tensor]]  # rows -> what the model makes of each, [G]
+Score = Callable[[list[int]], Sequence[Tensor]]  # rows -> log-probabilities or values of each row's tokens, [G]
 _NAMED = 16  # rows that a message names
 
 

@@ -51,8 +51,8 @@ class Rollouts:
     seed: int
     grid: Grid
     max_lost_share: float  # config key rollout.max_lost_share
-    work_stealing: WorkStealing | None = None  # None: every rank samples what it was dealt
-    told: set[int] = field(default_factory=set)  # codes of what was said of verifiers that raise
+    work_stealing: WorkStealing | None = None  # None: every rank samples only its own share
+    told: set[int] = field(default_factory=set)  # codes of the messages printed about verifiers that raise
 
     def sample(
         self,
@@ -169,10 +169,10 @@ class Rollouts:
 
 
 def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, float]:
-    """What came of a call of generate, for its span: tokens that it drew, and how full the cache was."""
+    """Return the values that the span of a generate call records: its number of new tokens and the use of the cache."""
     before = sum(len(r.token_ids) for request in result.requests for r in request.begun)
     there = sum(len(r.token_ids) for group in result.rollouts for r in group)
-    found = {"tokens": float(max(there - before, 0))}  # below 0 where rollouts that went on were lost
+    found = {"tokens": float(max(there - before, 0))}  # negative if continued rollouts were lost
     if usage:
         found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.turns)}
         found |= {"prompt_tokens": float(usage.prompt_tokens), "prompt_found": float(usage.prompt_found)}

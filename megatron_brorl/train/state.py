@@ -33,13 +33,13 @@ _SAVED = {
     "fingerprint": (dict,),
     "began": (int, float),
 }
-_BEST = (int, str, float)  # of its list
-_PLAIN = ("updates", "critic_updates", "critic_steps", "before", "trained_s", "began")  # fields saved as they are
+_BEST = (int, str, float)  # types in its list
+_PLAIN = ("updates", "critic_updates", "critic_steps", "before", "trained_s", "began")  # saved without conversion
 
 
 @dataclass
 class RunState:
-    """How far a run is; a step changes it, a checkpoint holds it."""
+    """Progress of a run. Every step updates it, and every checkpoint stores it."""
 
     stall: Stall = field(default_factory=Stall)  # of held-out pass@1
     step: int = 0  # steps done
@@ -47,7 +47,7 @@ class RunState:
     updates: int = 0  # optimizer steps taken; the version of the actor's weights
     critic_updates: int = 0  # optimizer steps taken of the critic
     critic_steps: int = 0  # training steps in which the critic was updated
-    carried: Carried = field(default_factory=Carried)  # rollouts that go on in the next step
+    carried: Carried = field(default_factory=Carried)  # rollouts that continue in the next step
     before: dict[str, Any] | None = None  # the evaluation before step 0
     trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
     spent: float = 0.0  # seconds of the processes that this one goes on from

@@ -251,7 +251,7 @@ class ActorLoss:
         self._row_numbers = torch.arange(len(weights))
 
     def tokens(self, batch: Packed, where: torch.device, dtype: torch.dtype) -> losses.PolicyTokens:
-        """Return what the loss knows of the R tokens of a micro-batch; dtype: of the model's activations."""
+        """Return the inputs of the loss for the R tokens of a micro-batch. dtype: that of the model's activations."""
         part, dtype = self._part, compute_dtype(dtype)
         old, reference, mask = part.old_log_probs, part.reference_log_probs, part.mask
 

@@ -26,16 +26,16 @@ _SHOWN = 160  # characters of a dropped problem
 
 @dataclass(frozen=True)
 class Job:
-    """What `brorl data prepare` does."""
+    """One job of `brorl data prepare`: the data set, its files, and the settings of the conversion."""
 
-    name: str  # of the set
+    name: str  # name of the data set
     data_set: DataSet
     inputs: Sequence[Path]
     out: Path
-    verifier: str = ""  # instead of the set's own
-    instruction: str | None = None  # what follows a problem; None: that of its verifier
+    verifier: str = ""  # replaces the verifier of the data set, unless empty
+    instruction: str | None = None  # text after a problem; None: the instruction of its verifier
     tokenizer: Tokenizer | None = None
-    max_prompt_tokens: int = 0  # of the problem and the instruction; 0: any
+    max_prompt_tokens: int = 0  # limit for the problem with its instruction; 0: no limit
     evaluations: Sequence[tuple[str, Path]] = ()  # (name of the set, file) to decontaminate against
 
     @property
@@ -147,7 +147,7 @@ def _complete(row: dict[str, Any], job: Job, problem: str) -> None:
     if not problem.strip() or row.get("answer", "-") == "":
         raise Unusable("no problem or no answer")
 
-    # A conversation says itself what it asks for, and so does a row that has its instruction already.
+    # The prompt differs from the problem in conversations and in rows with an instruction, which stay unchanged.
     instruction = INSTRUCTIONS.get(verifier, "") if job.instruction is None else job.instruction
     if instruction and row["prompt"] == problem:
         row["prompt"] = f"{problem}\n\n{instruction}"

@@ -1,4 +1,4 @@
-"""Published data sets: their columns, their verifier, and what is special in their rows."""
+"""Published data sets: their columns, their verifiers, and conversions for rows that need more than a column name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_brorl.errors import UserError
 Row = dict[str, Any]  # By the keys of data/prompts.py.
 _MAX_SHORT_ANSWER = 120  # characters; a longer answer is a derivation, which no comparison can judge
 _BOXED = r"Let's think step by step and output {} within \boxed{{}}."
-INSTRUCTIONS: Mapping[str, str] = {  # What follows a problem, by verifier.
+INSTRUCTIONS: Mapping[str, str] = {  # Text after a problem, by verifier.
     "math": _BOXED.format("the final answer"),
     "short_answer": _BOXED.format("the final answer"),
     "choice": _BOXED.format("the letter of the right choice"),
@@ -136,7 +136,7 @@ def _mbpp(raw: Mapping[str, Any], row: Row) -> Row:
 
 
 def _gpqa(raw: Mapping[str, Any], row: Row) -> Row:
-    """Show the choices in an order that depends on the question alone, so that no position is preferred."""
+    """Order the choices by a hash of question and choice, so that the correct one has no preferred position."""
     question = row["prompt"].strip()
     choices = [raw[name].strip() for name in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))]
     ordered = sorted(choices, key=lambda choice: hashlib.blake2b(f"{question}\0{choice}".encode()).digest())
