@@ -19,7 +19,7 @@ from megatron_brorl.config.schema import json_schema, keys
 from megatron_brorl.tracking import metric_docs
 
 ROOT = Path(__file__).resolve().parent.parent
-# A piece of code, which is left alone, or a link to a file.
+# Matches a code block or inline code, which `on_page_markdown` does not change, or a relative link to a file.
 LINK = re.compile(r"^```.*?^```|`[^`\n]+`(?!\])|(?<!!)\[([^\]]+)\]\((?![a-z]+:|#)([^)#\s]+)(?:#[^)]*)?\)", re.S | re.M)
 
 

@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What every stage is told."""
+    """Settings that all stages share."""
 
     device: str  # "cuda", or "cpu": the dry mode, with tiny sizes
     scratch: str  # folder for models, runs and logs, the same for all stages
@@ -35,7 +35,7 @@ class Job:
 
     @property
     def dry(self) -> bool:
-        """Whether this is the dry mode."""
+        """Return whether the stages run in the dry mode."""
         return self.device == "cpu"
 
 

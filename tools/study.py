@@ -60,8 +60,8 @@ class Arm(_Table):
     settings: dict[str, Any] = {}  # section.key -> value
     start: str = ""  # the arm whose trained model this one starts from; "" is model.path
     rate_of: str = ""  # the arm whose learning rate this one takes; "" tunes its own where there is a tuning
-    seconds: float = Field(0, ge=0)  # budget of training steps, without evaluations; 0 is no limit
-    rollouts: int = Field(0, ge=0)  # budget of sampled rollouts; 0 is no limit
+    seconds: float = Field(0, ge=0)  # time budget of training steps, without evaluations; 0 means no limit
+    rollouts: int = Field(0, ge=0)  # budget of sampled rollouts; 0 means no limit
 
 
 class Tuning(_Table):
@@ -115,7 +115,7 @@ class Run:
 
 
 def read_design(path: Path) -> Design:
-    """Read and check a design. Raises UserError with the file, the key and what is wrong."""
+    """Read and check a design. Raises UserError with the file, the key and the problem."""
     try:
         design = Design(**tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, tomllib.TOMLDecodeError) as e:
@@ -151,7 +151,7 @@ class Study:
 
     def __init__(self, design: Design, directory: Path) -> None:
         self.design, self.directory = design, directory
-        # Settings are checked here, before the first run, and the configuration belongs to what is hashed.
+        # Load all configurations here, so that an invalid setting fails before the first run. The hash covers them too.
         configs = {arm.name: load(design.config, self._settings(arm)) for arm in design.arms}
         declared = {"design": design.model_dump(), "configs": {k: dataclasses.asdict(c) for k, c in configs.items()}}
         self.declared = json.dumps(declared, indent=1, sort_keys=True, default=str)
@@ -171,7 +171,7 @@ class Study:
         for arm in self.design.arms if self.design.tuning else ():
             for run in self._tuning_runs(arm):
                 self._make(run)
-        # Arms in a random order within each seed: changes of the machine over hours meet all arms alike.
+        # Shuffle the arms within each seed, so that slow changes of the machine do not favor one arm.
         order = random.Random(self.sha256)
         for seed in self.design.seeds:
             for arm in order.sample(self.design.arms, len(self.design.arms)):

@@ -38,7 +38,8 @@ def evaluation_markdown(result: Mapping[str, Any]) -> str:
         counts = [", ".join(part["verifiers"]), str(part["prompts"]), str(part["samples"])]
         wide = [_percent(part["pass_at_k"].get(k)) for k in ks]
         rows.append([name, *counts, *_intervals(part), *wide, f"{part['response_tokens']:.1f}"])
-    if len(parts) > 1:  # every benchmark counts alike, whatever its size
+    if len(parts) > 1:
+        # The mean gives every benchmark the same weight, regardless of its number of prompts.
         wide = [_percent(_mean([x["pass_at_k"].get(k) for x in parts.values()])) for k in ks]
         tokens = _mean([x["response_tokens"] for x in parts.values()])
         counts = ["", str(result["prompts"]), str(result["samples"])]

@@ -1,6 +1,6 @@
-"""The data of a report: read a run's folder, and compute what the page shows as JSON.
+"""Read the folders of runs and compute the content of a report, as JSON values.
 
-The page (page/*.js) draws this content. Whatever a run has not recorded is left out.
+The scripts in page/*.js draw this content. It leaves out values that a run has not recorded.
 """
 
 from __future__ import annotations
@@ -263,11 +263,12 @@ def _against(runs: Sequence[Run], evaluated: Sequence[Sequence[Evaluation]]) -> 
 
 
 def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -> dict[str, Any] | None:
-    """Compare two evaluations prompt by prompt; None where they share fewer than two prompts.
+    """Compare two evaluations prompt by prompt; return None if they share fewer than two prompts.
 
-    passes: k, means before and after, their difference with the 95% interval of the paired bootstrap, and Student's
-    two-tailed p. reward: the same of the mean reward, None where that is pass@1. solved, lost: prompts with a right
-    sample in the second one alone, and in the first one alone.
+    passes: for each k, the means before and after, and their difference with the 95% interval of the paired bootstrap
+    and the two-tailed p-value of Student's t-test. reward: the same values for the mean reward; None if the reward
+    equals pass@1. solved: prompts with a right sample only in the second evaluation. lost: prompts with a right sample
+    only in the first.
     """
     a, b = before.prompts, after.prompts
     keys = [key for key in a if key in b]
@@ -362,9 +363,9 @@ def times_to_target(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str
 
 
 def generation(run: Run) -> dict[str, Any] | None:
-    """Return the speed of sampling alone and over whole steps; None where no step has sampled anything.
+    """Return throughput per second of generation and per second of whole steps; None if no step has sampled anything.
 
-    prompt_hits: share of prompt tokens that the engine found in its cache, mean over rollouts.
+    prompt_hits: share of prompt tokens that the engine found in its cache, averaged over rollouts.
     """
     rollouts = sum(_known(row, "rollouts") for row in run.rows)
     seconds, whole = (sum(_time(row, name) for row in run.rows) for name in ("generate", "step"))
@@ -473,10 +474,11 @@ def _tenth(right: int, n: int) -> int:
 
 
 def heat(run: Run, kind: str, cells: int = MOST_CELLS) -> dict[str, Any] | None:
-    """Return the share right of each prompt that occurs in two or more moments; None where there is none.
+    """Return the share of right rollouts for each prompt that occurs in two or more moments; None if there are none.
 
-    shares: [prompts][moments], null where a prompt was not asked; prompts in order of their first share, then of their
-    last. left_out: prompts that do not fit into `cells`; which ones are shown depends on their ids alone.
+    shares: [prompts][moments], null where a moment does not include the prompt. Prompts are sorted by their first
+    share, then by their last. left_out: number of prompts that do not fit into `cells`. The selection depends only on
+    prompt ids.
     """
     there = _evenly(run.of_kind(kind))
     found: dict[str, dict[int, list[float]]] = {}

@@ -1,4 +1,4 @@
-"""What a run has shown: why it learned nothing (`findings`), and its result in a few sentences (`verdict`)."""
+"""Conclusions from a run: reasons why it learned nothing (`findings`), and a summary of its result (`verdict`)."""
 
 from __future__ import annotations
 

@@ -38,14 +38,15 @@ _ENTRY = 32  # bytes of "MOMENT/GROUP":[CHUNK,PLACE], at most
 _EXCERPT = 160  # characters of a prompt in a list
 _OF_GROUPS = ("group", "prompt_id", "verifier", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
 _OF_ROLLOUTS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens")
-Unit = tuple[Moment, int, dict[str, Any]]  # a moment, the number of a group, and what the page shows of it
+Unit = tuple[Moment, int, dict[str, Any]]  # moment, number of the group, content of the group on the page
 
 
 def page(folders: Sequence[Path], megabytes: float = MOST_MB) -> str:
     """Return the HTML of a run's report, or of the comparison of several.
 
-    megabytes: size of the file at most; rollouts get the room that the rest leaves, and the rest alone may take more.
-    Raises UserError where a folder holds no run.
+    megabytes: maximum size of the file. Rollouts fill the space that the other content leaves. The other content is
+    never cut, so the file exceeds the limit if that content is larger. Raises UserError if a folder does not contain a
+    run.
     """
     found, runs = content(folders)
     found |= {"version": __version__, "megabytes": megabytes}
@@ -210,7 +211,7 @@ def _excerpt(g: Row) -> str | None:
 
 
 def _pieces(units: Iterable[Unit]) -> Iterator[list[Unit]]:
-    """Yield groups of about _CHUNK characters; one that is longer stands alone."""
+    """Yield lists of units with about _CHUNK characters each; a longer unit gets its own list."""
     piece: list[Unit] = []
     size = 0
     for unit in units:
@@ -229,7 +230,11 @@ def _dumps(value: Any, **_: Any) -> str:
 
 
 def _inline(script: str) -> str:
-    """Return the script as it may stand in an element: in strings and patterns, \\/ is /."""
+    """Return the script with "</script" and "<!--" escaped, so that they cannot end or confuse the script element.
+
+    The escapes do not change the meaning of JavaScript strings and regular expressions. An HTML parser normalizes line
+    endings to LF; this function does the same, so that the hash in the policy matches.
+    """
     text = script.replace("\r\n", "\n").replace("\r", "\n")
     return text.replace("</script", r"<\/script").replace("<!--", r"<\!--")
 

@@ -67,8 +67,9 @@ class Recorded:
 def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Recorded:
     """Read the rollouts of one step or evaluation.
 
-    number None: the last one of the kind; kind "": of evaluations, or of steps where there are none. With a prompt it
-    is the last one that has recorded it. Raises UserError where there is no such thing, or a file is damaged.
+    kind: "step", "evaluation" or "", which prefers evaluations to steps. number: None selects the last moment of the
+    kind. prompt: a prompt id; without a number, it selects the last moment with recorded rollouts of this prompt.
+    Raises UserError if the moment or the prompt was not recorded, or if a file is damaged.
     """
     there = moments(folder)
     found = [m for m in there if kind in ("", m.kind) and number in (None, m.number)]

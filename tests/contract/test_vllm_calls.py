@@ -50,7 +50,7 @@ def test_every_call_of_the_workers_fits():
 
 @pytest.fixture
 def given(tmp_path, monkeypatch):
-    """Return what vLLM is told on a GPU, without vLLM."""
+    """Yield the arguments that Llm would pass to vLLM on a GPU; vLLM itself is replaced by empty modules."""
     names = {
         "vllm": ("SamplingParams", "TokensPrompt", "__version__"),
         "vllm.engine": (),

@@ -47,7 +47,7 @@ class Events:
 
 
 def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
-    """What join gives this rank's engine: whether it leads, and the barrier of the ranks that share it."""
+    """Return whether join makes this rank the leader of its engine, and the barrier of the ranks that share it."""
     config = replace(
         Config(),
         rollout=RolloutConfig(engine="trtllm"),

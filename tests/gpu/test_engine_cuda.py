@@ -18,7 +18,7 @@ pytestmark = [*MARKS, pytest.mark.skipif(EMULATED, reason="needs a GPU")]
 
 
 def test_log_probs_are_those_of_transformers(tmp_path):
-    """Of 160 siblings under top-p, with pages and slots that rows wait for."""
+    """Check 160 siblings under top-p; the engine decodes at most 100 at a time, so the others wait for free slots."""
     model, device = tiny.make_model(tmp_path, "qwen3", False), torch.device("cuda")
     shape, ops = read_shape(tmp_path), backend("fused", device)
     asked = [Request(Prompt(str(i), "", (20 + i, 30, 40), None, "exact"), i, 40) for i in range(4)]

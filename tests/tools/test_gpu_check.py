@@ -52,7 +52,7 @@ def test_a_stage_that_fails_hangs_or_dies_stops_no_other(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_every_stage_runs_in_the_dry_mode(tmp_path, monkeypatch):
-    """The doubles of tests/contract stand in for TensorRT-LLM."""
+    """Run all stages on a CPU, with the doubles of tests/contract in place of TensorRT-LLM."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "contract" / "double"))
     job = {"device": "cpu", "scratch": str(tmp_path), "pythons": {}}
     rows = gpu_check.run_stages(gpu_check.STAGES, job, tmp_path / "out.jsonl", 300.0, "a command")

@@ -1,4 +1,4 @@
-"""The study harness: what a design may say, and how its results are read."""
+"""Tests of the study harness: the checks of a design, and the statistics of its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind that is a function of its configuration and seed, compared with another run."""
+"""Reproducible outputs of a run, which depend only on its configuration and seed, and their comparison."""
 
 from __future__ import annotations
 

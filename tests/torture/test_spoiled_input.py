@@ -59,7 +59,7 @@ def with_value(raw: Any, place: int, value: Any) -> Any:
 
 
 def accepted(function: Any, *arguments: Any) -> bool:
-    """Whether the input is accepted; a refusal is one short line."""
+    """Return whether the function accepts the input; check that a refusal is one line below 2000 characters."""
     refusal = ""
     try:
         function(*arguments)

@@ -1,4 +1,4 @@
-"""Two trials of `make torture`, and what it would find."""
+"""Tests of `make torture`: two trials succeed, and the comparison detects changed metrics and temporary files."""
 
 from __future__ import annotations
 

@@ -121,7 +121,10 @@ class Torture:
         return stage, {"rank": rank, "where": where, "at": at, "fault": fault, "lasting": lasting}
 
     def trial(self, stage: str, fault: dict[str, Any]) -> tuple[str, str]:
-        """Start a run with a fault and then until it ends; return how the first start ended, and what is wrong."""
+        """Start a run with a fault, then restart it until it ends.
+
+        Returns how the first start ended, and a description of the problem, "" if there is none.
+        """
         directory = self.begin(stage)
         done = self.start(directory, fault)
         end, problem = _ended(done, fault["fault"], directory)
@@ -140,7 +143,7 @@ class Torture:
 
 
 def _ended(done: subprocess.CompletedProcess[str], fault: str, directory: Path) -> tuple[str, str]:
-    """Return how a start with a fault ended, and what is wrong with that."""
+    """Return how a start with a fault ended, and a description of the problem, "" if there is none."""
     if "Traceback" in done.stderr or done.returncode == 124:
         return "wrong", done.stderr[-3000:]
     if "torture: " not in done.stderr:

@@ -73,7 +73,7 @@ def test_a_command_refuses_to_replace_what_it_reads(place, capsys, line, part):
     ],
 )
 def test_other_files_may_lie_in_run_dir(place, capsys, line):
-    """These commands end with another error: there is no such model."""
+    """Check that the commands do not report a replaced file; they fail only because their model does not exist."""
     (place / "X/model/config.json").unlink()
     with pytest.raises(SystemExit):
         main(line.split())

@@ -1,4 +1,4 @@
-"""No key of the configuration is dead."""
+"""Tests that the package reads every configuration key, and that an example or a test sets it."""
 
 from __future__ import annotations
 

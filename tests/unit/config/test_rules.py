@@ -1,4 +1,4 @@
-"""What keys require of each other."""
+"""Tests of the rules for configuration keys, most of which relate one key to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker process keeps objects between calls, and whoever calls it outlives everything that can happen in it."""
+"""Tests that a worker process keeps objects between calls, and that its caller survives when it fails or hangs."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_a_step_is_recorded(processes, model, tmp_path):
 
 
 def test_it_has_no_part_in_training(processes, model, tmp_path, monkeypatch):
-    """The same figures and weights without it; tokens beyond the limit leave out the last siblings."""
+    """Check that a recorder changes no metrics and no weights, and drops the last siblings at its token limit."""
     monkeypatch.setattr(record, "MAX_TOKENS", 60)
     recorded = trainer_of(model, processes, tmp_path / "rollouts", {"record_groups": 3})
     bare = trainer_of(model, processes, tmp_path / "bare")

@@ -80,7 +80,7 @@ def test_every_row_is_written_or_listed(job: Job) -> None:
     rows = read_rows(job.out)
     assert [row.answer for row in rows] == ["2", "3"]
 
-    # The card has what a reader can check, and nothing that changes from call to call.
+    # The card lists hashes and counts that a reader can check. A second call must write the same card.
     card = job.card.read_text()
     for path in (source, job.out, test):
         assert hashlib.sha256(path.read_bytes()).hexdigest() in card

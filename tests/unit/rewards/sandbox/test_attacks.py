@@ -1,4 +1,4 @@
-"""What a hostile program can do in a sandbox: nothing. The programs are in attacks.py."""
+"""Tests that a hostile program cannot do any harm from inside a sandbox. The programs are in attacks.py."""
 
 from __future__ import annotations
 

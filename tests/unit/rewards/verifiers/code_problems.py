@@ -1,4 +1,7 @@
-"""No tests: problems of our own in the three forms, with a right program, a wrong one and one that is right in part."""
+"""Code problems for the tests of the verifiers, in three forms: scripts, functions and assert statements.
+
+Each problem has a right program, a wrong one and one that passes only some of the tests.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""No tests: responses with several blocks, or one in a strange place, and the program that a reader would take.
+"""Responses for the tests of the code verifiers, each with the program that a reader would take from it.
 
-SCRIPTS answer a task with standard input and output, FUNCTIONS one that calls `add` or `Solution.add`. None stands for
-no program.
+The responses have several code blocks, or one in an unusual place. SCRIPTS answer tasks with standard input and output.
+FUNCTIONS answer tasks that call a function or a method, such as `add` or `Solution.add`. None means that the response
+does not contain a program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages between trainer and engine process, and what a leaf's draws must be like."""
+"""Tests of the messages between trainer and engine process, and of the check of an engine's draws."""
 
 from __future__ import annotations
 
