@@ -1,8 +1,10 @@
-r"""Find the answer in a response: one of these ways, or a verifier's own (verifier.Entry.find).
+r"""Functions that find the answer in a response. A verifier can also bring its own function (verifier.Entry.find).
 
 full        the whole text
 answer_tag  the content of the last <answer>...</answer>
-boxed       the content of the only \boxed{...}; several are no answer, or a policy would learn to list guesses
+boxed       the content of the only \boxed{...}
+
+A response with several boxes has no answer for `boxed`, because a policy would otherwise learn to list guesses.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from megatron_brorl.rewards.verifier import Find
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>|</answer>).)*)</answer>", re.DOTALL)
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s{0,4}\{)|\\.|[{}]", re.DOTALL)
-_MAX_RESPONSE = 1 << 20  # characters; ten times what a long context holds
+_MAX_RESPONSE = 1 << 20  # Characters. `extract` does not search longer responses.
 
 
 class Found(NamedTuple):

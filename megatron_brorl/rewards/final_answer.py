@@ -1,11 +1,13 @@
-r"""Find the final answer of a response, in time linear in the response.
+r"""Find the final answer of a response in linear time.
 
-What follows the last </think>, or the whole response, is searched for the first of these forms that it has:
+The search covers the text after the last </think>, or the whole response without such a tag. The answer is in the
+first of these forms that occurs in the text:
 
     <answer>42</answer>    \boxed{42} or \fbox{42}    #### 42    The answer is 42. / Answer: 42
 
-Several places of that form must say the same. Different ones are no answer, or a policy would learn to list guesses.
-A number is not an answer only because it is the last one.
+If this form occurs several times, all occurrences must give the same answer. Otherwise the response has no answer,
+because a policy would learn to list guesses. The last number of a response is not an answer unless it has one of these
+forms.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def places(response: str, counts: Counts | None = None) -> list[str]:
         if found and form is tags:
             found = [answer for tag in found for answer in places(tag, counts) or [tag]]
 
-        # Many spellings are no answer, so none of them is examined.
+        # Do not call `counts` for each of many spellings, because that could take long.
         spellings = dict.fromkeys(found)
         if counts is None or len(spellings) > _MAX_SPELLINGS:
             counting = spellings

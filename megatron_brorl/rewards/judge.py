@@ -1,8 +1,8 @@
-"""Calls of a verifier, and the check of what it returns.
+"""Call a verifier and validate the value that it returns.
 
-A verifier may return a Score, a number, or a dict with reward, reason and parts. A number is any object that converts
-to one float: bool, int, float, Fraction, Decimal, and the scalars and one-element arrays of NumPy and torch. A string
-is not a number.
+A verifier may return a Score, a number, or a dict with the keys reward, reason and parts. A number is any object that
+converts to one float: bool, int, float, Fraction, Decimal, and the scalars and one-element arrays of NumPy and torch. A
+string is not a number.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def plain_number(text: str) -> PlainNumber | None:
 
 
 def equal(a: PlainNumber, b: PlainNumber) -> bool:
-    """Return whether the values are equal. If one side alone has a percent sign, `10%` is both 10 and 0.1."""
+    """Return whether the values are equal. If only one of them has a percent sign, `10%` equals both 10 and 0.1."""
     if a.percent == b.percent:
         return a.value == b.value
     of_hundred, other = (a, b) if a.percent else (b, a)

@@ -21,7 +21,7 @@ Judged = list[tuple[Prompt, Verdict]]
 
 @dataclass(frozen=True)
 class CheckedVerifiers:
-    """What `check_verifiers` found."""
+    """The result of `check_verifiers`."""
 
     sha256: Mapping[str, str] = field(default_factory=dict)  # of the file of each custom verifier
     impure: frozenset[str] = frozenset()  # verifiers that may score equal answers differently

@@ -1,7 +1,8 @@
 """Types of verifiers. A verifier is a function from an answer and its data row to a score.
 
-A verifier of this package is one file with such a function, and one entry in registry.py. The entry says how to find
-the answer in a response, how to check a row, and what the pool may assume.
+A verifier of this package consists of a file with such a function and an entry in registry.py. The entry defines how
+to find the answer in a response and how to check a row. It also lists properties of the verifier, such as whether it
+needs a sandbox.
 """
 
 from __future__ import annotations

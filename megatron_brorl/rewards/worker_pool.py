@@ -110,7 +110,8 @@ class RewardPool:
         if self._judge and prompt.verifier == IN_PROCESS:
             return self._thread.submit(lambda judge: _verdict(judge(answer, row)), self._judge)
 
-        # Metadata has no hash and stands in the key by its identity, so the cache also keeps it alive.
+        # Metadata is not hashable, so the key contains its id. The cache also refers to the metadata, because the id
+        # is valid only while the object exists.
         key = (prompt.verifier, prompt.id, prompt.text, prompt.answer, id(prompt.metadata), answer)
         cached = len(answer) <= _CACHED_CHARS and prompt.verifier not in self._impure
         job = _Job(prompt.verifier, answer, row)

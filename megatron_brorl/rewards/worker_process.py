@@ -148,7 +148,10 @@ def _ready(file: Any, event: int, seconds: float) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which a worker can import what this process can, and all workers hash alike."""
+    """Return the environment of a worker process.
+
+    It gives the worker the import path of this process, and gives all workers the same hash seed.
+    """
     seed = os.environ.get("PYTHONHASHSEED", "")
     return {
         **os.environ,

@@ -81,9 +81,10 @@ class Supply(Protocol):
     prompt_tokens: int  # of the longest prompt that may come
 
     def take(self, room: int) -> list[Request]:
-        """Return what the caller samples next, at most `room` rows; none where there is nothing for it now.
+        """Return the requests that the caller samples next, at most `room` rows; an empty list if none are ready.
 
-        Called once before the first token and whenever there is room. Other ranks' engines sample what is not taken.
+        The caller calls it once before the first token and whenever it has room. The engines of other ranks sample the
+        remaining requests.
         """
 
     def wait(self) -> bool:

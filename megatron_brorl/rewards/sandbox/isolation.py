@@ -16,8 +16,8 @@ _INSIDE = Path(__file__).with_name("inside")
 _GUARD = ("-I", "-S", "-B", "-X", "utf8")
 _START = "import sys; sys.path.insert(0, {!r}); from {} import main; main()"
 _MODULE = "megatron_brorl.rewards.sandbox.inside.guard"
-USER = 65534  # nobody: the user in every sandbox
-_OUTSIDE = 64000  # its user id outside
+USER = 65534  # the user and group id in every sandbox: the unprivileged user `nobody` of Linux
+_OUTSIDE = 64000  # the id outside the sandbox to which USER is mapped
 _CLONE_NEWUSER = 0x10000000
 
 

@@ -121,7 +121,7 @@ def _printable(text: str) -> str:
 
 
 def _answer(outcome: Outcome) -> dict[str, Any]:
-    """Return the reply to the stand-in of inside.judge."""
+    """Return the message that answers a call of the program's function by a test (inside.judge)."""
     if outcome.status == "ok":
         return {"value": codec.encode(outcome.value)}
     return {"raised": outcome.reason if outcome.status == "error" else outcome.status}

@@ -215,7 +215,7 @@ def harmless(task: str, answer: str) -> bool:
 
 
 def row_problem(task: str, entry: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the part of an item that the scorer of this task executes; None if nothing is."""
+    """Check the part of an item that this task's scorer executes. Return the problem as text, or None."""
     if task not in _ROWS:
         return None
     part, form = _ROWS[task]

@@ -90,7 +90,10 @@ def number_sentences(response: str, num_sentences: int, relation: str) -> bool:
 
 
 def number_paragraphs(response: str, num_paragraphs: int) -> bool:
-    """Return whether dividers *** make exactly so many paragraphs; only the first and the last may be empty."""
+    """Return whether the dividers *** separate exactly num_paragraphs paragraphs.
+
+    The text before the first divider and after the last one may be empty. Other empty paragraphs fail the check.
+    """
     first, *others = (part.strip() for part in _PARAGRAPH_DIVIDER.split(response))
     inner, last = others[:-1], others[-1:]
     return all(inner) and len(inner) + sum(map(bool, (first, *last))) == num_paragraphs
@@ -109,7 +112,7 @@ def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: 
 
 
 def number_placeholders(response: str, num_placeholders: int) -> bool:
-    """Return whether there are at least so many [placeholders], each within one line."""
+    """Return whether the response has at least num_placeholders [placeholders], each within one line."""
     # Every part before a closing bracket that has an opening one ends a placeholder.
     return sum("[" in part for line in response.split("\n") for part in line.split("]")[:-1]) >= num_placeholders
 
@@ -122,7 +125,7 @@ def postscript(response: str, postscript_marker: str) -> bool:
 
 
 def number_bullet_lists(response: str, num_bullets: int) -> bool:
-    """Return whether exactly so many lines begin with * or -; ** is not a bullet."""
+    """Return whether exactly num_bullets lines begin with * or -. A line that begins with ** does not count."""
     return sum(len(bullet.findall(response)) for bullet in _BULLETS) == num_bullets
 
 
@@ -132,13 +135,16 @@ def constrained_response(response: str) -> bool:
 
 
 def number_highlighted_sections(response: str, num_highlights: int) -> bool:
-    """Return whether there are at least so many *highlights* and **highlights** that are not empty."""
+    """Return whether the response has at least num_highlights nonempty *highlights* and **highlights**."""
     found = [text for pattern in _HIGHLIGHTS for text in pattern.findall(response)]
     return sum(bool(text.strip()) for text in found) >= num_highlights
 
 
 def multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
-    """Return whether there are at least so many headings such as "Section 1", whatever their numbers are."""
+    """Return whether the response has at least num_sections headings such as "Section 1".
+
+    Headings may have any numbers, in any order.
+    """
     return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
 
 
@@ -182,7 +188,7 @@ def end_checker(response: str, end_phrase: str) -> bool:
 
 
 def quotation(response: str) -> bool:
-    """Return whether the whole response stands in double quotes."""
+    """Return whether double quotes enclose the whole response."""
     text = response.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
@@ -299,4 +305,6 @@ def _ends_sentence(text: str, mark: re.Match[str]) -> bool:
     word = text[max(0, mark.start() - _MAX_ABBREVIATION) : mark.start()].split()[-1].lstrip(_OPENING).lower()
     if word in _ABBREVIATIONS or _DOTTED.fullmatch(word) or (len(word) == 1 and word.isalpha()):
         return not next_word or (next_word[0].isupper() and next_word.lower() in _STARTERS)
-    return not (word.isdigit() and next_word[:1].islower())  # "the 3. item" goes on; "1. Item" is a list
+
+    # After a number, a small letter shows that the sentence continues ("the 3. item"). "1. Item" is a list item.
+    return not (word.isdigit() and next_word[:1].islower())

@@ -1,8 +1,8 @@
-r"""Verifier `math`: whether the answer is the number or the expression of the reference.
+r"""Verifier `math`, which checks whether an answer is the same number or expression as the reference.
 
-Plain numbers are compared exactly (plain_number.py). Everything else, `\frac{\pi}{4}`, sets, intervals, matrices, is
-read with latex2sympy (math_reading.py) and compared with sympy (math_comparison.py). There is no timeout here, because
-the scoring process has one.
+Plain numbers are compared exactly (plain_number.py). Other expressions, such as `\frac{\pi}{4}`, sets, intervals and
+matrices, are read with latex2sympy (math_reading.py) and compared with sympy (math_comparison.py). This module sets no
+timeout, because the scoring process has one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def verify(answer: str, row: VerifierRow) -> Score:
     if same_text(given, reference):
         return _RIGHT
 
-    # An answer that repeats the question's integral equals the number, but nobody has computed it.
+    # An answer that repeats the question's integral has the right value, but leaves the integral to be computed.
     why = slow_part(given)
     undone = _LEFT_TO_COMPUTE.search(given)
     if not why and undone and undone[0] not in reference:

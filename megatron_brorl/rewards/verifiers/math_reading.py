@@ -184,7 +184,10 @@ def _plus_minus(text: str) -> list[str]:
 
 
 def _union(values: list[Value]) -> Value:
-    """Return the union of sets, or the list of values if "or" stands between points or numbers."""
+    """Return the union of values that "or" separates, such as inequalities; a number counts as a set of one element.
+
+    Return a list instead if all values are numbers or Groups, or if they belong to different names.
+    """
     names = {value.name if isinstance(value, Named) else "" for value in values} - {""}
     sets = [as_set(value) for value in values]
     points = all(one is None or isinstance(value, Group) for one, value in zip(sets, values, strict=True))

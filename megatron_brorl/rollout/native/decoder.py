@@ -21,7 +21,7 @@ from megatron_brorl.ops import rope
 from megatron_brorl.ops.decode import PAGE, DecodeOps, HeadNorms, Rows
 from megatron_brorl.rollout.native.pages import PagePool, pages_for
 
-QUERIES = 1024  # queries of a passage that attend at a time to what stands before it
+QUERIES = 1024  # queries of a passage that attend to the earlier tokens at a time
 LAYOUT_ROWS = 512  # the batch size that oneDNN lays weights out for; others work as well
 
 

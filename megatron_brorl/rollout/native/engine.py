@@ -84,7 +84,7 @@ class TorchEngine:
         return KvUsage(pool.most_used / pool.size, mean, pool.turns, pool.prompt_tokens, pool.prompt_found)
 
     def renew(self, why: str) -> bool:
-        """See RolloutEngine: there is no process."""
+        """Return False, because this engine does not run in a separate process; see RolloutEngine."""
         return False
 
     def sleep(self) -> None:
@@ -114,14 +114,14 @@ class TorchEngine:
         found: list[list[Rollout]] = [[] for _ in requests]
 
         def deliver(results: list[tuple[int, Rollout]]) -> None:
-            # A "cut" rollout goes on in a later call: it has not ended.
+            # A "cut" rollout is not reported to the watch, because a later call continues it.
             for request, rollout in results:
                 found[request].append(rollout)
                 if watch and rollout.finish != "cut":
                     watch.finished(request, rollout)
 
         def take() -> None:
-            # Only rows that can begin at once, because other ranks sample what is not taken.
+            # Take only rows that can begin now, because other ranks can sample the rest of the supply.
             if supply and (room := scheduler.room()):
                 new = supply.take(room)
                 scheduler.add(new)
@@ -195,12 +195,16 @@ class TorchEngine:
         return ids, log_probs
 
     def _pages(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> PagePool:
-        """Return as many pages as all rows in flight can need, or as fit; the old ones where their number is right."""
-        # Of all prompts, and of as many responses as are decoded at a time.
+        """Return an empty pool with pages for all rows in flight, or with as many pages as fit in memory.
+
+        The current pool is used again if its size is suitable. Raises UserError if the longest prompt and one full
+        response do not fit.
+        """
+        # The pool must hold all prompts, and a full response for each row that is decoded at a time.
         own = pages_for(sampling.max_tokens)
         prompts = [pages_for(len(r.prompt.token_ids)) for r in requests]
         rows = sum(r.n for r in requests)
-        if supply:  # A row that comes alone does not share its prompt.
+        if supply:  # Assume the worst case, in which every row of the supply has a prompt of its own.
             prompts += [pages_for(supply.prompt_tokens)] * min(self.max_rows, supply.rows)
             rows += supply.rows
         needed = sum(prompts) + own * min(self.max_rows, rows)
@@ -209,7 +213,7 @@ class TorchEngine:
         if self._pool is None or self._pool.size < needed or self._pool.size > 2 * needed + 64:
             self._pool = None  # first, so that its memory counts as free below
             size = page_bytes(self.shape, self.dtype)
-            # With fewer pages not even the longest row alone could end.
+            # With fewer pages, the row with the longest prompt could not reach max_tokens.
             least = max(prompts, default=0) + own
             fitting = (self.memory or spare_memory(self.device)) // size  # pages of all layers
             if fitting < least:

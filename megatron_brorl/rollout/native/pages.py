@@ -1,8 +1,9 @@
-"""Memory of keys and values in pages of 16 tokens, and the beginnings of prompts that share pages.
+"""Paged memory for keys and values, 16 tokens per page, with pages that prompts share for a common prefix.
 
-Rows may have any length, and memory follows the tokens alive. A beginning that prompts of a call share, such as an
-instruction, is computed once, and its pages stand in several tables. A prompt is cut into blocks of 64 tokens; a block
-is known by its tokens and the block before it, and is in memory as long as a prompt that has it.
+Rows may have any length, and memory use grows with the number of live tokens. A prefix that several prompts of a call
+share, such as an instruction, is computed once, and the page tables of all these prompts refer to its pages. A prompt
+is cut into blocks of 64 tokens. A block is identified by its tokens and the block before it. It stays in memory as long
+as any prompt that contains it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Key = tuple[int, tuple[int, ...]]  # the number of the block before, 0 for none
 
 
 def pages_for(tokens: int) -> int:
-    """Return how many pages so many tokens take."""
+    """Return the number of pages that hold the given number of tokens."""
     return -(-tokens // PAGE)
 
 

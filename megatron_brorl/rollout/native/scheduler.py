@@ -113,8 +113,8 @@ class Scheduler:
             resident = int(self.prompt_lengths[number]) > 0
             of_prompt, own = 0 if resident else self.prefixes.pages_needed(prompt), pages_for(begun)
 
-            # One page per row stays free for the next tokens, so that no row has to make room at once. A row alone
-            # needs no such reserve, because the pool holds any one row.
+            # Keep one page per row free for the next tokens, so that no row has to make room right after this one
+            # enters. A single row needs no reserve, because the pool can hold any one row.
             others = len(self.active) + len(new)
             if others and self.pool.free < of_prompt + own + 1 + others:
                 break  # no row overtakes, or a long prompt would never get in
@@ -153,7 +153,7 @@ class Scheduler:
                 kind, number = owner[i]
                 (self.prompt_hidden if kind == "prompt" else of_row)[number] = h
 
-        # New rows stand at the end, because those that came last make room first.
+        # Append new rows at the end, because make_room takes rows from there.
         self.active = torch.cat((self.active, torch.tensor(new)))
         return torch.stack([of_row[s] if s in of_row else self.prompt_hidden[int(self.prompt[s])] for s in new])
 
@@ -189,7 +189,7 @@ class Scheduler:
         return results
 
     def unfinished(self) -> list[tuple[int, Rollout]]:
-        """Return active rows, then those that wait, as they are."""
+        """Return the active rollouts as "cut", then the waiting ones unchanged, as (request, rollout)."""
         active = [(int(self.request[slot]), self._rollout(slot, "cut")) for slot in self.active.tolist()]
         return active + [(w.request, w.so_far) for w in self.waiting]
 

@@ -1,8 +1,9 @@
-"""A rollout engine in another process, which the ranks that share it ask over a socket.
+"""A rollout engine in another process. The ranks that share it send requests over a socket.
 
-The first of these ranks leads: it starts the process, hands it the weights and starts it again when it dies. What is
-unfinished then is asked again, with the same seeds. The weights in use also lie in shared memory, so that none of this
-needs the trainer's other ranks. An engine whose weights are mixed is never asked to generate.
+The first of these ranks leads: it starts the process, sends it the weights and restarts it when it dies. After a
+restart, the ranks request unfinished rollouts again with the same seeds. The weights in use are also kept in shared
+memory, so that a restart does not need the trainer's other ranks. An engine with weights of different versions is never
+asked to generate.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class RemoteEngine:
         """Start the process on the leading rank, and wait until it answers.
 
         names: every Hugging Face tensor of the model with its shape. folder: from process.make_folder, the same for all
-        ranks that share the engine. devices: the engine's CUDA devices; None on all of these ranks but the first. log:
-        file for the process's output. node: the ranks that write updates together; None: the leader alone. decode:
-        tokens -> text, for stop strings. meet: a barrier of the ranks that share the engine.
+        ranks that share the engine. devices: the engine's CUDA devices; None on every rank except the leading one. log:
+        file for the process's output. node: the ranks that write updates together; None if only the leader writes them.
+        decode: tokens -> text, for stop strings. meet: a barrier of the ranks that share the engine.
 
-        Raises UserError where the process does not come up, or cannot do what the configuration asks for.
+        Raises UserError if the process does not start, or does not support the configuration.
         """
         self.settings, self.options, self.names, self.folder = settings, options, names, folder
         self.decode = decode
@@ -93,10 +94,10 @@ class RemoteEngine:
 
     @property
     def rows(self) -> int:
-        """Rollouts that this rank asks for at a time where others could sample them.
+        """The number of rollouts that this rank requests at a time from a supply that other ranks share.
 
-        It is the rank's share of what the engine computes at a time, with room for half of the longest response each,
-        so that no rollout waits inside the engine.
+        It is the rank's share of the rows that the engine computes at a time. Each row is assumed to fill half of the
+        context, so that no rollout waits inside the engine.
         """
         c = self.capabilities
         return max(1, min(c.rows, 2 * c.kv_tokens // self.options.context) // self.settings.tensor)

@@ -104,12 +104,13 @@ class Fork:
 
 
 def exit_code(code: object) -> int:
-    """Return what a process exits with after SystemExit(code)."""
+    """Return the exit status of a process after SystemExit(code)."""
     if code is None:
         return 0
     if not isinstance(code, int):
         return 1
-    number = int.__index__(code)  # also for a subclass, whatever it overrides
+    # The program may define a subclass of int. This call ignores the methods that it overrides.
+    number = int.__index__(code)
     return number & 0xFF if -_LONG <= number < _LONG else 0xFF
 
 

@@ -1,7 +1,7 @@
-"""Run tests that are Python code, in another sandbox than the program under test.
+"""Run Python tests in a different sandbox from the program under test.
 
-The tests call a stand-in for the program's function, which sends the arguments out as JSON and returns the decoded
-result, of builtin types only. The program can therefore not read or change a test.
+The tests call a stand-in for the program's function. The stand-in sends the arguments out as JSON and returns the
+decoded result, which has only builtin types. The program therefore cannot read or change a test.
 """
 
 from __future__ import annotations
