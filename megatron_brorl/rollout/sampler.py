@@ -89,10 +89,10 @@ def deal(slots: Sequence[Slot], loads: Sequence[int]) -> list[list[Slot]]:
 def requests(
     slots: Sequence[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], seed: int
 ) -> tuple[list[Request], list[int]]:
-    """Return one request per run of consecutive siblings, and the group of each.
+    """Return one request per run of consecutive siblings, and the index of each request's group.
 
-    Keyed by (seed, step, prompt id), and by the occurrence too for all but a prompt's first group in a step.
-    begun: "cut" rollouts among the slots, which go on from their tokens.
+    The key of a request is a hash of (seed, step, prompt id). It includes the occurrence for all but a prompt's first
+    group in a step. begun: "cut" rollouts among the slots, which continue from their tokens.
     """
     runs: list[list[Slot]] = []
     for group, sibling in slots:

@@ -1,7 +1,8 @@
-"""A deadline for the rollout engine, which generates in a thread of its own.
+"""A deadline for the rollout engine, which generates in its own thread.
 
-Rollouts are taken as they end. Half-way to the limit a message names the missing ones; at the limit the engine is told
-to stop. If it has not stopped when the grace period is over, it is given up, and what it had not delivered is lost.
+The watchdog collects rollouts as they end. Halfway to the time limit it prints a message that names the missing ones.
+At the limit it asks the engine to stop. If the engine is still running after the grace period, the watchdog gives it
+up, and the rollouts that it has not delivered are lost.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ class Watchdog:
         finished: Finished | None = None,
         supply: Supply | None = None,
     ) -> GenerationResult:
-        """Return the rollouts of the requests, and of what the engine took, within timeout_s + grace_s.
+        """Return the rollouts of the requests and of those that the engine took from `supply`.
 
-        finished is called once for each rollout of the result that is not "cut", as it ends. Where it raises, the
-        engine is told to stop. Its exceptions and the engine's are raised here. Raises UserError where an earlier call
-        never ended.
+        The call returns within timeout_s + grace_s seconds. The engine's thread calls `finished` once for each rollout
+        of the result that is not "cut", as soon as it ends. If `finished` raises, the engine is asked to stop.
+        Exceptions of `finished` and of the engine are raised again here. Raises UserError if an earlier call never
+        ended.
         """
         # The thread is still in the call that was given up.
         if self.stuck:
@@ -83,7 +85,7 @@ class Watchdog:
             if not call.done.wait(self.timeout_s / 2):
                 self._name_missing(call, self.timeout_s, "telling the engine to stop")
                 call.cancel()
-                # What the engine has delivered is taken in any case.
+                # The result includes all delivered rollouts, even if the engine does not stop.
                 if not call.done.wait(self.grace_s):
                     self.stuck = True  # for good, because a thread cannot be ended from outside
                     self._name_missing(call, self.timeout_s + self.grace_s, "the engine did not stop and is given up")
@@ -159,7 +161,8 @@ class _Call:
                     self.cancel()
 
     def take(self, room: int) -> list[Request]:
-        # A cancelled engine leaves what it has not begun to the others. A take may last a while: it holds no lock.
+        # A cancelled engine takes no more requests, so that other ranks can sample them. The supply may be slow, so the
+        # lock is not held while it is asked.
         assert self._supply is not None
         new = [] if self._cancelled.is_set() else self._supply.take(room)
         with self._lock:

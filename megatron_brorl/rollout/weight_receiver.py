@@ -29,8 +29,8 @@ def receive(
     sums: list[Tensor] = []  # expected and found, in the order of `staged`
 
     def take(name: str, tensor: Tensor, own: Tensor | None) -> None:
-        # A copy in any case, because the stream's tensors are views of buffers that are used again. The checksum is of
-        # what was sent, so a copy in another dtype cannot be compared with it.
+        # The tensor is always copied, because the stream's tensors are views of reused buffers. The expected checksum
+        # applies to the stream's dtype, so it cannot be compared with a copy in another dtype.
         staged[name] = tensor.detach().to(device, dtype, copy=True)
         if own is not None:
             sums.extend([own.to(device), checksum(name, staged[name] if dtype == tensor.dtype else tensor).to(device)])

@@ -1,9 +1,9 @@
-"""Rollouts that no engine has begun go to whichever rank's engine has room for them.
+"""Work stealing between ranks: a rank whose engine has room samples rollouts that other ranks have not begun.
 
-The slots of a step are dealt to the ranks (rollout.sampler). Each rank takes its own from the front as its engine has
-room, and takes what other ranks have not begun when its own are gone. A counter per rank in the ranks' store says how
-many of its slots are taken, so each slot is taken once, and an engine that hangs leaves to the others what it has not
-begun. The choice of the engine does not change a rollout, because its random numbers are keyed.
+Each rank starts with its own part of a step's slots (rollout.sampler) and takes slots from the front of that part
+whenever its engine has room. When its part is used up, it takes slots from the parts of other ranks. The ranks' store
+holds one counter per part with the number of slots taken, so each slot is taken once. If an engine hangs, other ranks
+take the rest of its part. The choice of the engine does not change a rollout, because its random numbers are keyed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class SharedSlots:
         self._left, self._first, self._rank = self._total > 0, True, rank
 
     def claim(self, room: int) -> list[Slot]:
-        """Return at most `room` slots for the caller to sample; none where there is nothing for it now.
+        """Return at most `room` slots for the caller to sample, or an empty list if none are available now.
 
-        The first claim is of this rank's own slots alone, however few, because other ranks have hardly begun theirs.
+        The first claim returns only slots of this rank's own part, even if they do not fill `room`, because other ranks
+        have hardly begun theirs.
         """
         if not self.left:
             return []
@@ -62,7 +63,7 @@ class SharedSlots:
 
     @property
     def left(self) -> bool:
-        """Whether there may be slots for this rank."""
+        """Return whether a later claim may find slots."""
         return self._left and (self._first or bool(self._order))
 
     def forget(self) -> None:
@@ -95,9 +96,10 @@ class WorkStealing:
     last: SharedSlots | None = None
 
     def begin(self, parts: Sequence[Sequence[Slot]], rank: int) -> SharedSlots | None:
-        """Return the shared slots of a new call, or None for a single rank. All ranks call it alike.
+        """Return the shared slots of a new call, or None if there is only one rank.
 
-        parts: the slots dealt to each rank.
+        All ranks must make the same sequence of calls, because the number of a call is part of its keys in the store.
+        parts: the slots dealt to each rank, the same on all ranks.
         """
         if self.last:
             self.last.forget()

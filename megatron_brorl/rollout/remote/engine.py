@@ -38,7 +38,7 @@ from megatron_brorl.rollout.weight_receiver import UpdateRefused
 from megatron_brorl.types import Rollout
 
 _POLL_S = 0.05
-_STOP_S = 10.0  # for an engine to give up what it was told to stop
+_STOP_S = 10.0  # seconds to wait for an engine to end its cancelled calls
 
 
 class RemoteEngine:
@@ -176,7 +176,7 @@ class RemoteEngine:
             weights.delete()
 
     def _as_sent(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the engine is sent for a tensor of the stream."""
+        """Yield the tensor in the engine's dtype, or as FP8 blocks with scales if the engine loads those."""
         in_blocks = self.settings.quantization == "fp8" and ENGINES[self.options.engine].takes_fp8_blocks
         return (in_fp8_blocks if in_blocks else as_is)(name, tensor.to(self.dtype))
 
@@ -209,7 +209,7 @@ class RemoteEngine:
         pending.add(requests)
         pending.take()
 
-        # Until all have come or the caller cancels: ask the process that is there, and take the answers as they come.
+        # Loop until every rollout has an answer or the caller cancels. The engine process may be restarted meanwhile.
         asked, rows = 0, pending.rows  # asked: the process that has the rows
         self._link.greet()  # It answers with its state, which may be newer than what this rank knows.
         while rows and not (watch and watch.cancelled()):
@@ -217,7 +217,7 @@ class RemoteEngine:
             if self.supervisor and self.supervisor.failure:
                 raise UserError(f"{self.options.key}: {self.supervisor.failure}")
 
-            # A process that was started again is asked for what is still missing.
+            # A new process knows no requests: ask for all missing rollouts once it has this version of the weights.
             if self._link.boot != asked and self._link.version == self.version:
                 self._open.clear()
                 asked = self._ask(rows, sampling)
@@ -344,7 +344,7 @@ def join(
     model = Path(config.model.path).resolve()
     _check_stop_strings(config.rollout.stop_strings, kind.name, model)
 
-    # torchrun sets these; without it this rank is alone on its node.
+    # torchrun sets these variables. Without them, this rank is the only one on its node.
     rank, tensor = dist.get_rank(), settings.tensor
     local, per_node = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     if per_node % tensor:

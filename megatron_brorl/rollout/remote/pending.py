@@ -27,15 +27,16 @@ class PendingRollout:
     seed: int
 
     def completed(self, answer: Message, sampling: Sampling, version: int) -> Rollout:
-        """Return the rollout with what the engine's answer adds to it.
+        """Return the rollout extended by the tokens of the engine's answer.
 
-        answer: tensors ids [tokens added] int64 and log_probs [tokens added] float32. version: of the weights.
+        answer: tensors ids [tokens added] int64 and log_probs [tokens added] float32. version: the version of the
+        weights that generated these tokens.
         """
         before, ids = self.begun, answer.tensors["ids"]
         if not len(ids):
             return before
 
-        # At the limit of this call the rollout has not ended: it goes on in the next step.
+        # A rollout that reached only the token budget of this call is unfinished and continues in the next step.
         finish: FinishReason = answer.fields["finish"]
         if finish == "length" and len(before.token_ids) + len(ids) < sampling.max_tokens:
             finish = "cut"
@@ -63,7 +64,7 @@ class PendingRollout:
 
 
 class PendingRollouts:
-    """The rollouts of one call of generate, and what has come of them."""
+    """The rollouts of one call of generate, both pending and answered."""
 
     def __init__(
         self,
@@ -138,8 +139,8 @@ class PendingRollouts:
         return [sorted(rollouts, key=lambda x: x.index) for rollouts in self._found]
 
     def _deliver(self, row: PendingRollout, rollout: Rollout) -> None:
-        # A "cut" rollout goes on in a later call: it has not ended.
         self._found[row.request].append(rollout)
+        # A "cut" rollout is not reported as finished, because it continues in a later call.
         if self._watch and rollout.finish != "cut":
             self._watch.finished(row.request, rollout)
 

@@ -56,7 +56,7 @@ def make_folder(parent: str) -> Path:
 
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
-        # The engine's environment gets this package alone on its path: its torch must be its own.
+        # This folder on the engine's import path holds only this package, so that the engine uses its own torch.
         (folder / "code").mkdir()
         (folder / "code" / "megatron_brorl").symlink_to(Path(megatron_brorl.__file__).parent.resolve())
     except OSError as e:
@@ -127,7 +127,7 @@ class Link:
         return socket
 
     def renew(self) -> None:
-        """Forget the process that was there, and what was still to be sent to it."""
+        """Connect to a new process, and drop the state of the old one and the messages still queued for it."""
         self._socket.close()
         self._socket = self._connect()
         self.boot, self.version, self._greeted = 0, -1, 0.0
@@ -143,9 +143,9 @@ class Link:
         self.send(Message("hello"))
 
     def poll(self, seconds: float) -> list[Message]:
-        """Return what has arrived after waiting at most so long for the first; record heartbeats.
+        """Return the messages that have arrived, after waiting at most `seconds` for the first one.
 
-        Raises ProtocolError.
+        Heartbeats and hellos are not returned; they update the state of this link. Raises ProtocolError.
         """
         now = time.monotonic()
         if now - max(self.heard, self._greeted) > _SILENT_S or not self._greeted:
@@ -236,7 +236,7 @@ class Supervisor:
         self.settings, self.options, self.folder, self.devices, self.log = settings, options, folder, devices, log
         self.weights: HostWeights | None = None  # the weights in use
         self.restarts = 0
-        self.failure = ""  # why there is no engine any more
+        self.failure = ""  # why the engine was given up; "" before that
         self.lock = threading.RLock()
         self._closing = threading.Event()
         self._asleep = False
@@ -363,7 +363,7 @@ class Supervisor:
                     self.failure = str(e)
 
     def _problem(self) -> str:
-        """Return what is wrong with the process, or ""."""
+        """Return why the process counts as failed, or "" if it is healthy."""
         ended = self._process.ended()
         if ended:
             return ended
@@ -402,9 +402,9 @@ class Supervisor:
         self._ask(Message("finish", {"names": [record.name for record in weights.records], "version": weights.version}))
 
     def _ask(self, message: Message) -> None:
-        """Send and wait for "done". Raises EngineError.
+        """Send a message and wait for the answer "done". Raises EngineError.
 
-        A process whose worker stands still sends its heartbeats for ever, so a call has a limit of its own.
+        A process keeps sending heartbeats while its worker hangs, so the wait for the answer has its own time limit.
         """
         if self.failure:
             raise EngineError(self.failure)

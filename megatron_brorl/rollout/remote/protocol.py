@@ -75,7 +75,7 @@ class EngineOptions:
     """Arguments of an engine process."""
 
     engine: str  # key of rollout.registry.ENGINES
-    model: str  # Hugging Face directory; its config.json alone is read
+    model: str  # Hugging Face directory; engines read its config.json, and its tokenizer for stop strings
     vocab: int
     context: int  # prompt + response tokens at most
     dtype: str  # "bfloat16", or "float32" in tests on a CPU
@@ -95,7 +95,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the leaf finds out about its engine at the start."""
+    """Properties of an engine that its leaf determines at startup."""
 
     engine: str  # name and version, for messages
     torch: str  # version
@@ -140,7 +140,7 @@ class EngineLeaf(Protocol):
     options: EngineOptions
 
     async def start(self) -> Capabilities:
-        """Start the workers with random weights and find out what they do. Raises ValueError as `check_draws`."""
+        """Start the workers with random weights and return their capabilities. Raises ValueError as `check_draws`."""
 
     def params(
         self,
@@ -171,7 +171,7 @@ class EngineLeaf(Protocol):
         await self.call_workers("brorl_begin")
 
     async def load(self, bucket: WorkerBucket) -> None:
-        """Let all workers load a bucket. Raises where a tensor is not what was sent; the weights are mixed then."""
+        """Let all workers load a bucket. Raises if a tensor fails its checksum; the weights are mixed then."""
         await self.call_workers("brorl_load", bucket)
 
     async def finish(self, names: Sequence[str]) -> None:
@@ -192,9 +192,9 @@ class EngineLeaf(Protocol):
 
 
 async def check_draws(leaf: EngineLeaf, engine: str) -> None:
-    """Raise ValueError unless the seed of a request decides what is drawn, and log-probs come back.
+    """Raise ValueError unless a request's seed determines the sampled tokens and the engine returns log-probs.
 
-    engine: its name and version.
+    engine: name and version of the engine, for the message.
     """
     first, again, other = [await _draw(leaf, seed) for seed in (1, 1, 2)]
     if first.token_ids != again.token_ids or first.token_ids == other.token_ids:

@@ -191,7 +191,8 @@ class Server:
 
 
 async def _main(address: str, options: EngineOptions) -> None:
-    # An older engine lacks what the leaf imports. The trainer reads the reason from the last line of the log.
+    # The version is checked first, because the leaf cannot be imported with an older engine. The trainer reads the
+    # reason from the last line of the log.
     kind = ENGINES[options.engine]
     old = kind.too_old(importlib.import_module(kind.package).__version__)
     if old:

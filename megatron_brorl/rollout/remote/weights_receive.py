@@ -46,8 +46,8 @@ class BucketReader:
     def read(self, bucket: WorkerBucket) -> dict[str, Tensor]:
         """Return the tensors of a bucket by Hugging Face name, [any shape], on the worker's device.
 
-        Raises ValueError where a tensor is not what was sent, or comes twice. The update is then half done: the engine
-        must be started again.
+        Raises ValueError if a tensor fails its checksum or comes twice. The update is then incomplete, and the engine
+        must be restarted.
         """
         given: Any = bucket["records"]
         records = [TensorRecord(*record) for record in given]

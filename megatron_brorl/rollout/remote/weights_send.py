@@ -35,9 +35,9 @@ _WAITING = 2 * THREADS  # tensors whose copies wait for a thread, at most
 _ALIGN = 64  # bytes between the starts of two tensors
 _LINEARS = tuple(f"{x}_proj.weight" for x in ("q", "k", "v", "o", "gate", "up", "down"))
 
-# (Hugging Face name, tensor [any shape]) -> what the engine is sent for it, by name
+# Maps (Hugging Face name, tensor [any shape]) to the named tensors that are sent to the engine in its place.
 Form = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
-Checksums = dict[str, int]  # of what was written, by name
+Checksums = dict[str, int]  # of the tensors in the file, by name
 
 
 def as_is(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -68,7 +68,10 @@ class HostWeights:
     records: tuple[TensorRecord, ...]
 
     def buckets(self, limit: int = BUCKET_BYTES) -> Iterator[list[TensorRecord]]:
-        """Yield consecutive records of at most `limit` bytes together; a larger one alone, scales with their weight."""
+        """Yield buckets of consecutive records, each of at most `limit` bytes.
+
+        A bucket exceeds the limit if its first record does, or to keep the scales of a weight in the weight's bucket.
+        """
         bucket: list[TensorRecord] = []
         size = 0
         for record in self.records:
@@ -114,8 +117,9 @@ class Update:
 def stage(tensors: Iterable[tuple[str, Tensor]], update: Update, node: Node, link: Path | None) -> HostWeights | None:
     """Write a complete, checked update (tensors [any shape]); a collective of the node.
 
-    link: the name of the file for this rank's engine; without an engine None, and None is returned. Raises
-    UpdateRefused on all ranks of the node where one of them saw a fault, and UserError where there is no room.
+    link: path of the hard link for the engine that this rank leads. On ranks that lead none it is None, and they return
+    None. Raises UpdateRefused on all ranks of the node if one of them finds a fault, and UserError if shared memory has
+    no room for the file.
     """
     records, size = layout(update.names, update.dtype, update.form)
     path = node.folder / f"staged_{update.number}"
@@ -163,9 +167,10 @@ def stage(tensors: Iterable[tuple[str, Tensor]], update: Update, node: Node, lin
 
 
 def layout(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, form: Form) -> tuple[list[TensorRecord], int]:
-    """Return the place of everything that is sent for tensors of these shapes, without checksums, and the file's bytes.
+    """Return the records of all tensors in an update file, with checksums 0, and the size of the file in bytes.
 
-    Every rank of a node comes to the same answer without asking the others.
+    shapes: name -> shape of each tensor before `form`. The ranks of a node compute the same layout without
+    communication.
     """
     records, offset = [], 0
     for name, shape in shapes.items():
@@ -210,8 +215,8 @@ def _write(
     waiting: list[Future[None]] = []
 
     def place(name: str, tensor: Tensor, expected: Tensor | None) -> None:
-        # The bytes in the file are checked, which a worker will read. Where they have another form than what was sent,
-        # they cannot be compared with it.
+        # Compute the checksum from the file, because workers read those bytes. If `form` or the dtype changes the
+        # tensor, the expected checksum does not apply to the file and is compared with the received tensor instead.
         sent = dict(update.form(name, tensor.to(update.dtype)))
         for part, x in sent.items():
             written = view(memory, places[part])

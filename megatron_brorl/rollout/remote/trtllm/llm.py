@@ -133,7 +133,7 @@ class Llm(EngineLeaf):
             top_p=top_p,
             top_k=top_k,
             seed=seed,
-            logprobs=0 if log_probs else None,  # of the sampled token alone
+            logprobs=0 if log_probs else None,  # of the sampled token only
             logprobs_mode=LogprobMode.PROCESSED,  # of the distribution that tokens are drawn from
             detokenize=False,
             add_special_tokens=False,
@@ -146,7 +146,7 @@ class Llm(EngineLeaf):
     async def completion(self, handle: Any) -> Completion:
         """See EngineLeaf."""
         output = (await handle).outputs[0]
-        # Nothing proves that the tokens of an aborted request are what was drawn.
+        # An aborted request may report other tokens than the sampled ones, so its tokens are dropped.
         if output.finish_reason not in ("stop", "length"):
             return Completion([], "cut", [])
         reported = [{k: getattr(v, "logprob", v) for k, v in entry.items()} for entry in output.logprobs or []]
