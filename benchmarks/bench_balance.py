@@ -25,12 +25,12 @@ import torch
 from bench_common import qwen2_config, write_rows
 
 from megatron_brorl.config.schema import AlgoConfig
-from megatron_brorl.model_shape import parse_shape
+from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, pair_cost
 from megatron_brorl.rollout.sampler import deal
 from megatron_brorl.train.assignment import assign_rows
-from megatron_brorl.train.exchange import TOKEN_BYTES
 from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained
+from megatron_brorl.train.redistribute import TOKEN_BYTES
 
 PROMPTS, PROMPT_TOKENS, MINI_BATCHES, KEPT = 128, 200, 8, 0.62
 MEAN, LONGEST, SPREAD = 8192, 14336, 0.5

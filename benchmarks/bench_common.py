@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import ModelShape
+from megatron_brorl.models.weights.names import hf_shapes
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from random_model import qwen2_config, write_random_model

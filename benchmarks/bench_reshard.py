@@ -54,20 +54,20 @@ def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pi
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     warnings.simplefilter("ignore")
     from megatron_brorl.config.schema import ParallelConfig
-    from megatron_brorl.model_shape import read_shape
-    from megatron_brorl.models.hf_names import hf_shapes
+    from megatron_brorl.families.shape import read_shape
+    from megatron_brorl.models.weights.names import hf_shapes
     from megatron_brorl.ops.backend import backend
     from megatron_brorl.ops.reference.sampling import sample_tokens
-    from megatron_brorl.parallel import device, grid
+    from megatron_brorl.parallel import cpu_bridge, grid
     from megatron_brorl.rollout.native.engine import TorchEngine
-    from megatron_brorl.train.refit import refit
+    from megatron_brorl.train.weight_sync import refit
     from megatron_brorl.train.worker import StageOptions, Worker
 
     shape = read_shape(directory)
     processes = grid.build(ParallelConfig(tensor=tensor, pipeline=pipeline))
-    worker = Worker(shape, processes, StageOptions(1024, backend("fused", device.default_device())))
+    worker = Worker(shape, processes, StageOptions(1024, backend("fused", cpu_bridge.default_device())))
     worker.load_hf(directory)
-    engine = TorchEngine(shape, hf_shapes(shape), device.default_device(), torch.float32, 64, sample_tokens)
+    engine = TorchEngine(shape, hf_shapes(shape), cpu_bridge.default_device(), torch.float32, 64, sample_tokens)
     rows = []
     for version in range(1 + repeat):
         rows.append(measured(lambda version=version: refit(worker, engine, version)))  # type: ignore[misc]

@@ -33,7 +33,7 @@ from typing import Any
 from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, write_model, write_rows
 from measure import EngineFailed, ask
 
-from megatron_brorl.model_shape import ModelShape, read_shape
+from megatron_brorl.families.shape import ModelShape, read_shape
 
 ENGINES = ("brorl", "transformers")
 

@@ -38,7 +38,7 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 
 PHASES = ("generate", "score", "train", "refit", "step")
 MODEL = "t4"

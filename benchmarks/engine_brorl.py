@@ -12,8 +12,8 @@ from measure import REFITS, answer, read_job, time_rollouts
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_brorl.model_shape import WEIGHTS, read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import WEIGHTS, read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling

@@ -17,15 +17,15 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "Callback": "megatron_brorl.train.callbacks",
-    "Engine": "megatron_brorl.face.engine",
+    "Engine": "megatron_brorl.api.engine",
     "StopTraining": "megatron_brorl.train.callbacks",
-    "load_run": "megatron_brorl.face.runs",
-    "score": "megatron_brorl.face.scores",
+    "load_run": "megatron_brorl.api.runs",
+    "score": "megatron_brorl.api.scores",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the face, imported now."""
+    """Import a public name on first use."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_PLACES[name]), name)
@@ -39,8 +39,8 @@ class _Train(ModuleType):
     """megatron_brorl.train is a function, and the folder of that name, which any import of it puts in its place."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Train in this process: megatron_brorl.face.training.train, told in docs/python.md."""
-        return importlib.import_module("megatron_brorl.face.training").train(*arguments, **named)
+        """Train in this process: megatron_brorl.api.training.train, told in docs/python.md."""
+        return importlib.import_module("megatron_brorl.api.training").train(*arguments, **named)
 
 
 # Warnings about Megatron-Core's own code, which a user of this package cannot act on. All others are shown. Most are

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from megatron_brorl.config.schema import ParallelConfig
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 
 TESTS = Path(__file__).parent
-device.leave_out_compiler()
+cpu_bridge.leave_out_compiler()
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "tools")]
 
 

@@ -21,9 +21,9 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_brorl.parallel import device
-from megatron_brorl.ranks import LISTENER
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.remote import process as remote_process
+from megatron_brorl.signals import LISTENER
 
 IMPORTED = [
     *("megatron_brorl.cli.train", "megatron_brorl.cli.sft", "megatron_brorl.cli.report"),
@@ -32,8 +32,8 @@ IMPORTED = [
     "megatron.core.dist_checkpointing.strategies.torch",
 ]
 # CUDA does not survive a fork: where there is a GPU every process begins by itself.
-CONTEXT: Any = get_context("spawn" if device.on_gpu() else "forkserver")
-if not device.on_gpu():
+CONTEXT: Any = get_context("spawn" if cpu_bridge.on_gpu() else "forkserver")
+if not cpu_bridge.on_gpu():
     CONTEXT.set_forkserver_preload(IMPORTED)
 LAST_WORDS_S = 20.0  # for the other ranks, once one has failed
 
@@ -128,7 +128,7 @@ def take(listener: socket.socket | None) -> None:
 def _complete(jobs: Sequence[tuple[Any, ...]]) -> subprocess.CompletedProcess[str]:
     """Processes of _forked to their end, with what they wrote."""
     with TemporaryDirectory() as folder:
-        if not device.on_gpu():
+        if not cpu_bridge.on_gpu():
             server.ensure_running()
         place = server._forkserver._forkserver_address
         processes = [CONTEXT.Process(target=_forked, args=(place, folder, *job)) for job in jobs]

@@ -10,22 +10,21 @@ PACKAGE = ROOT / "megatron_brorl"
 
 # A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
 FLOORS = [
-    {"errors", "types", "config", "record", "files", "metrics", "tracking", "progress"}
-    | {"timeline", "model_shape", "families", "ranks"},
+    {"errors", "types", "config", "rollout_log", "files", "tracking", "families", "signals"},
     {"algo", "rewards"},
     {"ops", "theory"},  # the fused ops take up formulas of algo, the theory its intervals
     {"parallel"},
-    {"reshard", "rollout", "data"},
+    {"rollout", "data"},
     {"models"},
     {"checkpoints"},
     {"train", "report"},
-    {"cli", "face", "__main__"},
+    {"cli", "api", "__main__"},
 ]
 LEVEL = {name: level for level, rooms in enumerate(FLOORS) for name in rooms}
 
 
 def room(module: str) -> str:
-    """Return the part of the package that a module is in: "train" of megatron_brorl.train.loop."""
+    """Return the part of the package that a module is in: "train" of megatron_brorl.train.trainer."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 

@@ -119,7 +119,7 @@ def _loss(what: str, dtype: str, job: Job) -> Row:
     import torch
     from bench_ops import LIMITS, fused, make_inputs
 
-    from megatron_brorl.algo.loss import PolicyTokens
+    from megatron_brorl.algo.policy_loss import PolicyTokens
     from megatron_brorl.algo.policy_losses import PolicyLossSettings
     from megatron_brorl.ops.reference.linear import linear_ppo_loss
 
@@ -158,7 +158,7 @@ def _token_ops(job: Job) -> dict[str, Callable[[str, Any], Any]]:
     """Return, by name, a function of an implementation ("fused" or "reference") and of a dtype to tensors."""
     import torch
 
-    from megatron_brorl.algo.advantage import Moments
+    from megatron_brorl.algo.advantages import Moments
     from megatron_brorl.ops.backend import Backend, backend
 
     device = torch.device(job.device)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.checkpoints import safetensors_files
-from megatron_brorl.model_shape import CONFIG, parse_shape
-from megatron_brorl.models.hf_names import hf_inits, hf_shapes
+from megatron_brorl.families.shape import CONFIG, parse_shape
+from megatron_brorl.models.weights.names import hf_inits, hf_shapes
 
 
 def qwen2_config(

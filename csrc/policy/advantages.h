@@ -1,5 +1,5 @@
 // Advantages of tokens (GAE) and of whole rollouts (group-relative), moments and whitening.
-// megatron_brorl/ops/reference/advantages.py and algo/advantage.py define them. Tensors are float32 or float64, on the
+// megatron_brorl/ops/reference/advantages.py and algo/advantages.py define them. Tensors are float32 or float64, on the
 // CPU or on CUDA. Results do not depend on the number of threads.
 #pragma once
 

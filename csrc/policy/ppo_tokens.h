@@ -1,4 +1,4 @@
-// The policy loss token by token, given log-probabilities. megatron_brorl/algo/loss.py and policy_losses.py define it.
+// The policy loss token by token, given log-probabilities. megatron_brorl/algo/policy_loss.py and policy_losses.py define it.
 #pragma once
 
 #include <optional>
@@ -12,7 +12,7 @@ namespace brorl {
 
 // All tensors [R] float32 or float64. old: none where the actor is its own old policy; reference: none without KL.
 // policy_loss: a name in BRORL_POLICY_LOSSES (ppo_loss_math.h), with its constants. Returns d loss / d log-prob [R],
-// d loss / d entropy [R] and the columns [R, kTokenColumns], in the order of SUMS in megatron_brorl/algo/loss.py.
+// d loss / d entropy [R] and the columns [R, kTokenColumns], in the order of SUMS in megatron_brorl/algo/policy_loss.py.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> ppo_tokens(
     const at::Tensor& log_probs, const at::Tensor& entropy, const std::optional<at::Tensor>& old,
     const at::Tensor& rollout, const std::optional<at::Tensor>& reference, const at::Tensor& advantages,

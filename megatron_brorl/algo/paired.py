@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mpmath
 import numpy as np
 
-from megatron_brorl.algo.estimators import Bounds, Interval, bootstrap_mean
+from megatron_brorl.algo.statistics import Bounds, Interval, bootstrap_mean
 
 
 @dataclass(frozen=True)

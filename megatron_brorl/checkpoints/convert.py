@@ -24,13 +24,13 @@ from torch import Tensor
 from megatron_brorl.checkpoints import folders, hugging_face, megatron_format, safetensors_files
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import CONFIG, ModelShape, read_shape, refuse_gguf
-from megatron_brorl.models import hf_names
+from megatron_brorl.families.shape import CONFIG, ModelShape, read_shape, refuse_gguf
 from megatron_brorl.models.gpt import build_actor, check_layout
+from megatron_brorl.models.weights import names
+from megatron_brorl.models.weights.layouts import Entry
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.parallel import device, grid
-from megatron_brorl.parallel.batch import pack
-from megatron_brorl.reshard.layout import Entry
+from megatron_brorl.parallel import cpu_bridge, grid
+from megatron_brorl.parallel.packing import pack
 
 COMPANIONS = "hf"  # folder of a converted Megatron checkpoint: config.json and tokenizer
 TOLERANCE = 1e-4  # of logits, relative to the largest one or absolute below 1
@@ -47,7 +47,7 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
     """
     shape = read_shape(directory)
     source = hugging_face.Checkpoint(directory)
-    source.check(hf_names.hf_shapes(shape))
+    source.check(names.hf_shapes(shape))
     source.check_tied(shape)
     return source, shape, directory
 
@@ -108,7 +108,7 @@ def to_hf(
     entries = megatron_format.table(shape)
     size = _bytes(source, entries)
     types = {name: source.dtype(entry) for entry in entries for name in entry.hf}
-    layout = {name: (dims, types[name]) for name, dims in hf_names.hf_shapes(shape).items()}
+    layout = {name: (dims, types[name]) for name, dims in names.hf_shapes(shape).items()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for number, entry in enumerate(entries):
@@ -163,13 +163,13 @@ def _hf_logits(directory: Path, ids: Tensor) -> Tensor:
 def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
     """Return the logits of Megatron-Core's own loader and model, with this process as the only rank."""
     processes = grid.build(ParallelConfig())
-    actor = build_actor(shape, processes, torch.float32, backend("fused", device.default_device())).eval()
-    with device.bridge():
+    actor = build_actor(shape, processes, torch.float32, backend("fused", cpu_bridge.default_device())).eval()
+    with cpu_bridge.bridge():
         state = dist_checkpointing.load({"model": actor.sharded_state_dict(prefix="")}, str(directory))
         actor.load_state_dict(state["model"])
         del state
         (batch,) = pack([row[:1] for row in ids], [row[1:] for row in ids], ids.numel(), 1, False)
-        hidden = actor.forward_packed(batch).squeeze(1)[batch.predict.to(device.default_device())]
+        hidden = actor.forward_packed(batch).squeeze(1)[batch.predict.to(cpu_bridge.default_device())]
     found = dict(batch.split((hidden @ actor.head_weight().t())[:, : shape.vocab].cpu()))
     grid.leave()
     return torch.cat([found[row] for row in range(len(ids))])

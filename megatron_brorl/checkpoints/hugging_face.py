@@ -22,11 +22,11 @@ from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES
 from megatron_brorl.data.sentencepiece import write_tokenizer_json
 from megatron_brorl.data.tokenizers import GENERATION, Tokenizer, load_tokenizer, stop_ids, transformers_stop_ids
 from megatron_brorl.errors import UserError, shown
+from megatron_brorl.families.shape import CONFIG, WEIGHTS, ModelShape, read_shape
 from megatron_brorl.files import read_object
-from megatron_brorl.model_shape import CONFIG, WEIGHTS, ModelShape, read_shape
-from megatron_brorl.models import hf_names
+from megatron_brorl.models.weights import names
+from megatron_brorl.models.weights.layouts import Entry, to_local
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.reshard.layout import Entry, to_local
 
 HEAD = "lm_head.weight"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -88,7 +88,7 @@ class Checkpoint:
         """
         if not shape.tied or HEAD not in self.files:
             return
-        entry = hf_names.entries(shape, pipeline=1)[0]
+        entry = names.entries(shape, pipeline=1)[0]
         embedding, head = (self.read(e)[0] for e in (entry, replace(entry, hf=(HEAD,))))
         common = torch.promote_types(embedding.dtype, head.dtype)
         if not torch.equal(embedding.to(common), head.to(common)):
@@ -162,15 +162,15 @@ def load(
     own parameter names. Raises UserError if the directory does not have the model of its config.json.
     """
     checkpoint = Checkpoint(Path(directory))
-    checkpoint.check(hf_names.hf_shapes(shape))
+    checkpoint.check(names.hf_shapes(shape))
     if "output_layer.weight" not in own:
         checkpoint.check_tied(shape)
-    parameters = {k: v for k, v in hf_names.global_parameters(actor).items() if k not in own}
+    parameters = {k: v for k, v in names.global_parameters(actor).items() if k not in own}
 
     local_names = {id(parameter): name for name, parameter in actor.named_parameters()}
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
-        for entry in hf_names.entries(shape, grid.pipeline, fused_norms):
+        for entry in names.entries(shape, grid.pipeline, fused_norms):
             targets = [parameters.pop(entry.megatron)] if entry.stage == grid.pp_rank else []
             if entry.layout == "vocab" and shape.tied and "output_layer.weight" in parameters:
                 targets.append(parameters.pop("output_layer.weight"))  # the last stage's copy of a tied embedding
@@ -196,7 +196,7 @@ def save(
     README.md, which is not copied from `source`. Raises ValueError if a tensor is missing or unknown.
     """
     source, target = Path(source), Path(target)
-    shapes = hf_names.hf_shapes(read_shape(source))
+    shapes = names.hf_shapes(read_shape(source))
     before, differs = Checkpoint(source), False
 
     def compared() -> Iterator[tuple[str, Tensor]]:

@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.models import hf_names
+from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.gpt import padded_vocab
-from megatron_brorl.reshard.layout import Entry, to_hf, to_local
+from megatron_brorl.models.weights import names
+from megatron_brorl.models.weights.layouts import Entry, to_hf, to_local
 
 METADATA = ".metadata"
 _BACKEND = {
@@ -49,7 +49,7 @@ _EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp
 
 def table(shape: ModelShape, pipeline: int = 1) -> list[Entry]:
     """Return every parameter under its name in a checkpoint, which is Transformer Engine's name for norms."""
-    return hf_names.entries(shape, pipeline, fused_norms=True)
+    return names.entries(shape, pipeline, fused_norms=True)
 
 
 def write(

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from megatron_brorl.model_shape import WEIGHTS
+from megatron_brorl.families.shape import WEIGHTS
 
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 << 30

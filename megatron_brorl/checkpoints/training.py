@@ -32,9 +32,9 @@ from megatron_brorl.checkpoints.folders import LATEST, LAYOUT, RUN, STEP, STEPPE
 from megatron_brorl.checkpoints.hugging_face import replace_directory
 from megatron_brorl.checkpoints.writer import Shards, plan, write_verified
 from megatron_brorl.errors import UserError
-from megatron_brorl.models.finite import require_finite
-from megatron_brorl.models.hf_names import global_parameters
-from megatron_brorl.parallel import collectives, device
+from megatron_brorl.models.nonfinite import require_finite
+from megatron_brorl.models.weights.names import global_parameters
+from megatron_brorl.parallel import collectives, cpu_bridge
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def begin(
             save.aside.mkdir()
     save.agree()
 
-    with device.bridge():
+    with cpu_bridge.bridge():
         save.shards = plan(states, save.target.name, copy)
     return save
 
@@ -355,7 +355,7 @@ def load(directory: Path, parts: Sequence[Part]) -> None:
             f"{directory}: its optimizer state was saved with {_describe(saved)} and this run has {_describe(now)}; "
             "use the saved settings, or convert its weights (brorl convert to-hf) and start a new run from them"
         )
-    with device.bridge():
+    with cpu_bridge.bridge():
         try:
             with _quiet():
                 state = dist_checkpointing.load(_states(parts, stepped, loading=True), str(directory))

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 
 _FILES = 2  # per rank, each written by its own thread
 _METADATA = ".metadata"
@@ -144,7 +144,7 @@ class _Planned(filesystem_async.FileSystemWriterAsync):
             if objects or tensors:
                 self.files.append([*objects, *tensors])
         if self.copy:
-            device.wait()  # for the copies
+            cpu_bridge.wait()  # for the copies
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.name, save_id=self.name)

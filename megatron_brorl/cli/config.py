@@ -16,8 +16,8 @@ from megatron_brorl.config.rules import fixed_keys
 from megatron_brorl.config.schema import json_schema, keys, table_of
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_text
-from megatron_brorl.metrics import METRICS_FILE
-from megatron_brorl.record import run_record
+from megatron_brorl.tracking import run_info
+from megatron_brorl.tracking.metrics import METRICS_FILE
 
 _WIDTH = 110
 
@@ -174,7 +174,7 @@ def run_dir(file: Path) -> str:
     folder = Path("runs") / (below.relative_to("runs") if below.is_relative_to("runs") else below).with_suffix("")
 
     # Such a run would be continued, or refused at its first step.
-    if any((folder / name).exists() for name in (METRICS_FILE, run_record.FILE, "checkpoints")):
+    if any((folder / name).exists() for name in (METRICS_FILE, run_info.FILE, "checkpoints")):
         raise UserError(f"{path}: its run.dir would be {folder}, which holds a run already; choose another file name")
     return str(folder)
 

@@ -14,7 +14,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.files import check_output, holds
 
 if TYPE_CHECKING:
-    from megatron_brorl.progress import Progress
+    from megatron_brorl.tracking.progress import Progress
 
 FORMATS = {"fp8": "FP8_DEFAULT_CFG", "int4": "INT4_AWQ_CFG"}  # ModelOpt's names
 
@@ -95,7 +95,7 @@ def convert(args: argparse.Namespace) -> None:
     """Carry out `brorl convert`. Raises UserError."""
     from megatron_brorl.checkpoints import convert, folders
     from megatron_brorl.checkpoints.megatron_format import METADATA
-    from megatron_brorl.progress import progress
+    from megatron_brorl.tracking.progress import progress
 
     args.source = folders.resolve(args.source)
     _check_target(args)

@@ -17,7 +17,7 @@ from megatron_brorl.cli.run_folder import change_line, check_fingerprint
 from megatron_brorl.cli.session import Program, Session
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import device, grid
+from megatron_brorl.parallel import cpu_bridge, grid
 from megatron_brorl.train.state import saved
 from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import Update, Worker
@@ -68,7 +68,7 @@ class _Worker(Worker):
     """A worker that computes the norm of its gradient and does not step."""
 
     def _step(self, lr: float) -> Update:
-        with device.bridge():
+        with cpu_bridge.bridge():
             self.optimizer.prepare_grads()
             return Update(float(self.optimizer.get_grad_norm()), applied=True)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_json, write_text
-from megatron_brorl.progress import Progress, progress
+from megatron_brorl.tracking.progress import Progress, progress
 
 if TYPE_CHECKING:  # they import torch, which the other commands here do without
     from megatron_brorl.cli.session import Session
@@ -25,12 +25,12 @@ ANSWERS = "evaluation.jsonl"
 
 def evaluate(args: argparse.Namespace) -> int:
     """Sample and score, and write evaluation.json, .jsonl (one line per prompt), .md and .png to run.dir."""
-    from megatron_brorl.algo.estimators import widest
+    from megatron_brorl.algo.statistics import widest
     from megatron_brorl.cli.session import Session
     from megatron_brorl.report.comparison import evaluation_markdown, plot_evaluation
     from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
-    from megatron_brorl.train.refit import refit
+    from megatron_brorl.train.weight_sync import refit
 
     config = load(args.config, args.overrides)
     with Session(config, benchmarks=True) as session:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
-from megatron_brorl.record import run_record
+from megatron_brorl.tracking import run_info
 
 # Files that `brorl train` writes at its end.
 _LEFT = ("summary.json", "model/config.json", "curves.png")
@@ -25,7 +25,7 @@ def finished(config: Config) -> str:
         return ""
 
     # Compared as JSON, with lists instead of tuples.
-    asked, recorded = json.loads(json.dumps(dataclasses.asdict(config))), run_record.read(folder).get("config")
+    asked, recorded = json.loads(json.dumps(dataclasses.asdict(config))), run_info.read(folder).get("config")
     if not isinstance(recorded, dict) or not isinstance(recorded.get("run"), dict):
         return ""
     # The folder may have been moved.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from megatron_brorl.ranks import LAUNCHER, LISTENER, SAVED, STOPPING, Signals
+from megatron_brorl.signals import LAUNCHER, LISTENER, SAVED, STOPPING, Signals
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 10.0  # for the other ranks to report when one has failed; then they are killed

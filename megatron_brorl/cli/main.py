@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl import __version__, ranks
+from megatron_brorl import __version__, signals
 from megatron_brorl.cli import config as config_cli
 from megatron_brorl.cli import convert as convert_cli
 from megatron_brorl.cli import data as data_cli
@@ -84,10 +84,10 @@ def _run_ranks(args: argparse.Namespace) -> int:
         return launch(args.processes, command)
 
     # Signal handlers come first, because importing torch takes seconds.
-    ranks.begin(saves=args.command is _train)
-    from megatron_brorl.parallel import device
+    signals.begin(saves=args.command is _train)
+    from megatron_brorl.parallel import cpu_bridge
 
-    device.leave_out_compiler()
+    cpu_bridge.leave_out_compiler()
     status: int = args.command(args)
     return status
 

@@ -21,13 +21,13 @@ from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import ModelShape, read_shape
+from megatron_brorl.families.shape import ModelShape, read_shape
 from megatron_brorl.models.gpt import DTYPES
-from megatron_brorl.models.hf_names import entries, hf_shapes
-from megatron_brorl.reshard.layout import local_shape
+from megatron_brorl.models.weights.layouts import local_shape
+from megatron_brorl.models.weights.names import entries, hf_shapes
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.weights_send import as_is, in_fp8_blocks, layout
-from megatron_brorl.train.setup import context
+from megatron_brorl.train.sampling_params import context
 
 GIB = 2**30
 Parts = Mapping[str, int]  # bytes by purpose

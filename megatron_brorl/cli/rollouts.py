@@ -34,8 +34,8 @@ def add_command(commands: Any) -> None:
 def _rollouts(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_brorl.record.files import FOLDER, moments, only
     from megatron_brorl.report.rollout_browser import Filters, Page, export, listed, one_prompt, prompt_list, read
+    from megatron_brorl.rollout_log.files import FOLDER, moments, only
 
     folder = args.run / FOLDER
     kind = "step" if args.step is not None else "evaluation" if args.evaluation is not None else ""

@@ -19,10 +19,10 @@ from megatron_brorl.config.rules import may_change
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import TEMPLATE_DATE
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.parallel import collectives
-from megatron_brorl.train.record import MAX_TOKENS
+from megatron_brorl.train.recorder import MAX_TOKENS
 
 LOCK = ".lock"
 _WRITING_MARGIN = 1.05  # file size of a checkpoint over its tensors' size, at most

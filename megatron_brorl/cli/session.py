@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import psutil
 import torch.distributed as dist
 
-from megatron_brorl import ranks
+from megatron_brorl import signals
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import Base, Training, model_card
@@ -28,15 +28,13 @@ from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.files import rename_aside
-from megatron_brorl.metrics import MetricsWriter
-from megatron_brorl.model_shape import read_shape
 from megatron_brorl.models import fp8
 from megatron_brorl.models.gpt import ATTENTION_ALONE, DTYPES
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.parallel import collectives, device, grid, network
-from megatron_brorl.record import files as record_files
+from megatron_brorl.parallel import collectives, cpu_bridge, grid, network
 from megatron_brorl.rewards import custom
 from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references, check_verifiers
 from megatron_brorl.rewards.sandbox import probe
@@ -45,13 +43,15 @@ from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
-from megatron_brorl.timeline import dump_stacks_after
+from megatron_brorl.rollout_log import files as record_files
+from megatron_brorl.tracking.metrics import MetricsWriter
+from megatron_brorl.tracking.timeline import dump_stacks_after
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.critic_worker import CriticWorker
-from megatron_brorl.train.record import Recorder
-from megatron_brorl.train.rollouts import Rollouts
-from megatron_brorl.train.setup import context
+from megatron_brorl.train.recorder import Recorder
+from megatron_brorl.train.sample_and_score import Rollouts
+from megatron_brorl.train.sampling_params import context
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
@@ -100,7 +100,7 @@ class Session:
 
         # Checked before data is read, which may take long.
         check_installed(() if benchmarks else config.run.log)
-        self.ops = backend(config.ops.implementation, device.default_device())
+        self.ops = backend(config.ops.implementation, cpu_bridge.default_device())
         fp8.check(config.fp8, self.shape, config.parallel.tensor)
 
         # Prompts that leave room for a response.
@@ -211,7 +211,7 @@ class Session:
     def _stage_options(self) -> StageOptions:
         c = self.config
         return StageOptions(
-            tokens_per_micro_batch=memory_plan.micro_batch_tokens(c, device.on_gpu()),
+            tokens_per_micro_batch=memory_plan.micro_batch_tokens(c, cpu_bridge.on_gpu()),
             dtype=DTYPES[c.model.dtype],
             ops=self.ops,
             share_prompt=c.train.share_prompt,
@@ -279,7 +279,7 @@ class Session:
         return TorchEngine(
             shape=self.shape,
             names=hf_shapes(self.shape),
-            device=device.default_device(),
+            device=cpu_bridge.default_device(),
             dtype=DTYPES[c.rollout.dtype],
             max_rows=c.rollout.max_num_seqs,
             sample=self.ops.sample_tokens,
@@ -337,7 +337,7 @@ class Session:
         save_s: see JobEnd.step_fits.
         """
         own = {
-            "signal": ranks.stop_requested(),
+            "signal": signals.stop_requested(),
             "late": not self.job_end.step_fits(save_s),
             "told": self.program.callbacks.stop,
         }

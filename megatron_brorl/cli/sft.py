@@ -8,7 +8,7 @@ import time
 from megatron_brorl.cli.session import Session
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
-from megatron_brorl.progress import progress
+from megatron_brorl.tracking.progress import progress
 from megatron_brorl.train.sft import sft, sft_optim
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_json
-from megatron_brorl.theory.simulate import Curves, Settings, simulate, write_csv
+from megatron_brorl.theory.simulator import Curves, Settings, simulate, write_csv
 
 Commands = Any  # argparse._SubParsersAction, which is private
 
@@ -46,8 +46,8 @@ def _add_simulate(commands: Commands) -> None:
 
 def _simulate(args: argparse.Namespace) -> int:
     # Matplotlib is imported here, because it would slow down the start of every command.
-    from megatron_brorl.progress import progress
     from megatron_brorl.report.simulation import plot_simulation
+    from megatron_brorl.tracking.progress import progress
 
     settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})
     if args.every < 1:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_brorl import ranks
-from megatron_brorl.algo.estimators import widest
+from megatron_brorl import signals
+from megatron_brorl.algo.statistics import widest
 from megatron_brorl.checkpoints.model_card import Training
 from megatron_brorl.cli.dry_run import dry_run
 from megatron_brorl.cli.run_folder import Changes, change_line, check_fingerprint
@@ -19,19 +19,19 @@ from megatron_brorl.cli.session import Program, Session
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.files import write_json
-from megatron_brorl.metrics import METRICS_FILE, read_metrics
-from megatron_brorl.progress import progress
-from megatron_brorl.record import run_record
 from megatron_brorl.report.content import SUMMARY
 from megatron_brorl.report.findings import findings
-from megatron_brorl.timeline import span
+from megatron_brorl.tracking import run_info
+from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
+from megatron_brorl.tracking.progress import progress
+from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.console import evaluation_line, evaluation_metrics
 from megatron_brorl.train.keep_best import keep_last
-from megatron_brorl.train.loop import Trainer
+from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.state import RunState, saved
-from megatron_brorl.train.training_models import TrainingModels
+from megatron_brorl.train.trainer import Trainer
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
     words, config = ["train", args.config, *args.overrides], load(args.config, args.overrides)
     if args.dry_run:
         return dry_run(config)
-    return execute(config, lambda ranks: run_record.command(words, ranks), Program())
+    return execute(config, lambda ranks: run_info.command(words, ranks), Program())
 
 
 def execute(config: Config, command: Callable[[int], str], program: Program) -> int:
     """Train, from the newest checkpoint if there is one, and write run.dir/model and run.dir/summary.json.
 
-    Returns 0, or ranks.SAVED if a signal, the end of the job or a callback stopped the run. command: maps a number of
+    Returns 0, or signals.SAVED if a signal, the end of the job or a callback stopped the run. command: maps a number of
     ranks to the command line that starts the run on them, for the run's record.
     """
     begun = time.time()  # before model and data are loaded
@@ -65,7 +65,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
             world = session.grid.world
             values = dataclasses.asdict(config)
-            run_record.write(session.dir, values, resume_step, command(world), world, device, changes)
+            run_info.write(session.dir, values, resume_step, command(world), world, device, changes)
 
         with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
             p.note(session.report)
@@ -77,7 +77,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
                 p.note(f"changed since that checkpoint: {change_line(changes)}")
             if not trainer.run(writer, p, lambda: session.stop_requested(trainer.saving.seconds_to_come())):
                 p.note(f"{session.stopped_by}; the state is saved: run the same command again to continue")
-                return ranks.SAVED
+                return signals.SAVED
             evaluation = trainer.evaluate(p) if trainer.held_out else None
             after = evaluation.as_dict() if evaluation else None
             if evaluation and session.is_main_rank:

@@ -25,8 +25,8 @@ from sentencepiece import sentencepiece_model_pb2
 
 from megatron_brorl.data.chat import Message
 from megatron_brorl.errors import UserError, shown
+from megatron_brorl.families.shape import CONFIG
 from megatron_brorl.files import read_object
-from megatron_brorl.model_shape import CONFIG
 
 MODEL, CONVERTED, SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 _BYTE_FALLBACK_FROM = 512  # pieces; in a smaller vocabulary, 256 byte tokens would leave no room for others

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from megatron_brorl.data.chat import DATE, Message, check_variables, dated, default_template
 from megatron_brorl.data.sentencepiece import SentencePieceTokenizer, is_exported, train_sentencepiece
 from megatron_brorl.errors import UserError, shown
+from megatron_brorl.families.shape import CONFIG, refuse_gguf
 from megatron_brorl.files import read_object
-from megatron_brorl.model_shape import CONFIG, refuse_gguf
 
 __all__ = ["HuggingFaceTokenizer", "Tokenizer", "load_tokenizer", "stop_ids", "train_sentencepiece"]
 

@@ -11,14 +11,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.models import hf_names
+from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.gpt import Actor, check_layout, mark_sharded, transformer_config
+from megatron_brorl.models.weights import names
 from megatron_brorl.ops.backend import Backend
 from megatron_brorl.ops.dtypes import compute_dtype
-from megatron_brorl.parallel import device
-from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.parallel.packing import Packed
 
 
 class ValueHead(MegatronModule):
@@ -64,10 +64,10 @@ def build_critic(
     """This rank's stage with an uninitialised body and a value head of zeros. fields: see
     models.gpt.transformer_config."""
     check_layout(shape, grid.tensor, grid.pipeline)
-    with device.bridge():
+    with cpu_bridge.bridge():
         critic = Critic(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
-    mark_sharded(critic, hf_names.entries(body(shape), grid.pipeline, critic.fused_norms))
-    return critic.to(device=device.default_device(), dtype=dtype)
+    mark_sharded(critic, names.entries(body(shape), grid.pipeline, critic.fused_norms))
+    return critic.to(device=cpu_bridge.default_device(), dtype=dtype)
 
 
 def body(shape: ModelShape) -> ModelShape:

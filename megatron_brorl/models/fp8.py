@@ -11,8 +11,8 @@ from megatron.core.fp8_utils import get_fp8_align_size
 
 from megatron_brorl.config.schema import Fp8Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.parallel import device
+from megatron_brorl.families.shape import ModelShape
+from megatron_brorl.parallel import cpu_bridge
 
 # Megatron-Core 0.16 asks for 2.9. Megatron-Core 0.19 declares no range.
 MIN_TE_VERSION = (2, 9)
@@ -63,9 +63,9 @@ def check(config: Fp8Config, shape: ModelShape, tensor: int) -> None:
     if config.recipe == "none":
         return
     where = f'fp8.recipe = "{config.recipe}"'
-    if not device.has_transformer_engine():
+    if not cpu_bridge.has_transformer_engine():
         raise UserError(f"{where}: needs a GPU and Transformer Engine (the NGC container has it): set it to 'none'")
-    capability = torch.cuda.get_device_capability(device.default_device())
+    capability = torch.cuda.get_device_capability(cpu_bridge.default_device())
     engine = metadata.version("transformer-engine")
     why = problem(config, shape, tensor, capability, torch.version.cuda or "0", engine)
     if why:

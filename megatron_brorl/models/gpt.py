@@ -17,22 +17,22 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from megatron_brorl.algo.loss import PolicyLoss, PolicyTokens
+from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyTokens
 from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.models.hf_names import entries, global_parameters
+from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
 from megatron_brorl.models.layers.fused_attention import FusedAttention, FusedSelfAttention
 from megatron_brorl.models.layers.linear import FusedColumnLinear, FusedRowLinear, FusedSwiGluLinear, TakenActivation
 from megatron_brorl.models.layers.norm import FusedRmsNorm, PostNormRowLinear, RmsNorm
+from megatron_brorl.models.weights.layouts import Entry
+from megatron_brorl.models.weights.names import entries, global_parameters
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.backend import Backend
 from megatron_brorl.ops.dtypes import compute_dtype
-from megatron_brorl.parallel import device
-from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.reshard.layout import Entry
+from megatron_brorl.parallel.packing import Packed
 
 _ACTIVATIONS = {None: torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 # Megatron-Core 0.19 logs this for every GPTModel. Its successor, HybridModel, takes layers of Transformer Engine alone.
@@ -69,9 +69,9 @@ class Actor(GPTModel):
         self.ops = ops
 
         # Plain tensors, not buffers: they stay in float32 when the module is cast, and out of its checkpoints.
-        self._inv_freq = inv_freq.to(device.default_device())
+        self._inv_freq = inv_freq.to(cpu_bridge.default_device())
         if shape.local_layers:
-            self._local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(device.default_device())
+            self._local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(cpu_bridge.default_device())
 
         # A fused product computes the norm before it as well. The weight stays the norm's own parameter, so that
         # names and checkpoints are the same with and without fusion.
@@ -105,7 +105,7 @@ class Actor(GPTModel):
         wrapper is the DistributedDataParallel around this module, where there is one.
         """
         # Rotations are the same for all layers of a kind, so they are made here.
-        where = device.default_device()
+        where = cpu_bridge.default_device()
         positions = batch.position_ids.to(where)
         angles = positions.to(self._frequencies().dtype).unsqueeze(-1) * self._frequencies()
 
@@ -213,7 +213,7 @@ def transformer_config(
     more of its fields (models.fp8, selective recomputation)."""
     whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     _, rope_factor = rope.inverse_frequencies(shape)
-    gpu = device.on_gpu()
+    gpu = cpu_bridge.on_gpu()
 
     # A key of `fields` that stands here too is a TypeError: nothing is overruled in silence.
     return TransformerConfig(
@@ -277,14 +277,14 @@ def build_actor(
     """This rank's stage with uninitialised weights (checkpoints.hugging_face fills them). fields: see
     transformer_config."""
     check_layout(shape, grid.tensor, grid.pipeline)
-    with device.bridge():
+    with cpu_bridge.bridge():
         actor = Actor(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
     mark_sharded(actor, entries(shape, grid.pipeline, actor.fused_norms))
     if actor.post_process and not actor.pre_process and shape.tied:
         weight = actor.output_layer.weight
         if not hasattr(weight, "tensor_model_parallel"):  # Megatron-Core 0.19 sets it for a tied head itself
             set_tensor_model_parallel_attributes(weight, True, 0, 1)
-    return actor.to(device=device.default_device(), dtype=dtype)
+    return actor.to(device=cpu_bridge.default_device(), dtype=dtype)
 
 
 def mark_sharded(model: Actor, table: Sequence[Entry]) -> None:
@@ -349,4 +349,4 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
 
 def _engine_layers(shape: ModelShape) -> bool:
     """Whether the layers are Transformer Engine's."""
-    return device.has_transformer_engine() and shape.llama_layers
+    return cpu_bridge.has_transformer_engine() and shape.llama_layers

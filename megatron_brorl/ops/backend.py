@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.advantage import Moments
-from megatron_brorl.algo.loss import PolicyLoss, PolicyTokens
+from megatron_brorl.algo.advantages import Moments
+from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyTokens
 from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.ops.decode import DecodeOps
 from megatron_brorl.ops.reference.advantages import GroupKind

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.families.shape import ModelShape
 
 
 def inverse_frequencies(shape: ModelShape) -> tuple[Tensor, float]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.parallel.batch import LEAST_GAIN
+from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.parallel.flops import layer_weights, pair_flops
+from megatron_brorl.parallel.packing import LEAST_GAIN
 
 Ints = npt.NDArray[np.int64]
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 
 
 def all_reduce(values: Mapping[str, float], op: Any, *groups: dist.ProcessGroup | None) -> dict[str, float]:
     """Reduce every value over each group in turn (None = all ranks) in float64; every rank must name the same keys."""
-    packed = torch.tensor(list(values.values()), dtype=torch.float64, device=device.default_device())
+    packed = torch.tensor(list(values.values()), dtype=torch.float64, device=cpu_bridge.default_device())
     for group in groups:
         dist.all_reduce(packed, op, group=group)
     return dict(zip(values, packed.tolist(), strict=True))
@@ -22,7 +22,7 @@ def all_reduce(values: Mapping[str, float], op: Any, *groups: dist.ProcessGroup 
 
 def all_gather(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
     """The numbers of every rank of the group in rank order, in float64; as many on every rank."""
-    own = torch.tensor(values, dtype=torch.float64, device=device.default_device())
+    own = torch.tensor(values, dtype=torch.float64, device=cpu_bridge.default_device())
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, own, group=group)
     return [part.tolist() for part in found]
@@ -46,7 +46,7 @@ def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     sent = torch.cat(list(parts))
     if len(parts) == 1:
         return sent
-    sent = sent.to(device.default_device())
+    sent = sent.to(cpu_bridge.default_device())
     received = sent.new_empty(sum(sizes))
     dist.all_to_all_single(received, sent, list(sizes), [len(part) for part in parts])
     return received.cpu()
@@ -54,7 +54,7 @@ def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 def all_gather_ids(values: Tensor) -> Tensor:
     """The values [K] int64 of all ranks, in rank order; K may differ."""
-    where = device.default_device()
+    where = cpu_bridge.default_device()
     lengths = [torch.zeros(1, dtype=torch.int64, device=where) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([len(values)], device=where))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_brorl.parallel.batch import Group, Packed
+from megatron_brorl.parallel.packing import Group, Packed
 
 
 def own_tokens(groups: tuple[Group, ...], rank: int, size: int) -> Tensor:

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.parallel import device
-from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.families.shape import ModelShape
+from megatron_brorl.parallel import cpu_bridge
+from megatron_brorl.parallel.packing import Packed
 
 TRAINING = 3  # a forward and a backward pass over a forward pass
 
@@ -66,7 +66,7 @@ def forward_flops(shape: ModelShape, batches: Iterable[Packed], outputs: int) ->
 
 def peak_flops() -> float | None:
     """Return the peak operations per second of this process's device; None if it is unknown, as on a CPU."""
-    return peak_of(torch.cuda.get_device_name()) if device.on_gpu() else None
+    return peak_of(torch.cuda.get_device_name()) if cpu_bridge.on_gpu() else None
 
 
 def peak_of(name: str) -> float | None:

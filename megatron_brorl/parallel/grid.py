@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import device, groups, network
+from megatron_brorl.parallel import cpu_bridge, groups, network
 
 _NAMING = timedelta(seconds=5)  # between the ranks that notice a failed collective
 
@@ -96,7 +96,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     Raises UserError when the world size is not a multiple of tensor x context x pipeline.
     """
     # The launcher's processes must fill whole replicas of the model.
-    device.prepare()
+    cpu_bridge.prepare()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     model = config.tensor * config.context * config.pipeline  # ranks that hold one copy of the model
 
@@ -166,9 +166,9 @@ def _replicas(near: int, pipeline: int, data: int) -> list[list[int]]:
 
 
 def _join(world: int, timeout: timedelta) -> None:
-    if device.on_gpu():
+    if cpu_bridge.on_gpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if device.on_gpu() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if cpu_bridge.on_gpu() else "gloo"
     rank, store = int(os.environ.get("RANK", "0")), network.store(world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 

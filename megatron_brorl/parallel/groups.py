@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 
 # Of the present world, by their ranks; for those that this process is not in, torch's mark.
 _made: dict[Any, dict[tuple[int, ...], Any]] = {}
@@ -26,7 +26,7 @@ def of_ranks(ranks: Sequence[int], timeout: timedelta) -> Any:
 
     timeout: of its collectives, where the group is new.
     """
-    if device.on_gpu():
+    if cpu_bridge.on_gpu():
         return dist.new_group(list(ranks), timeout=timeout)
 
     world = dist.group.WORLD
@@ -53,7 +53,7 @@ def one_per_ranks(timeout: timedelta) -> Iterator[None]:
         return of_ranks(ranks, timeout)
 
     own = parallel_state.create_group
-    if not device.on_gpu():
+    if not cpu_bridge.on_gpu():
         parallel_state.create_group = create
     try:
         yield

@@ -16,7 +16,7 @@ import psutil
 import torch.distributed as dist
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.ranks import LISTENER
+from megatron_brorl.signals import LISTENER
 
 _LOOPBACK = "127.0.0.1"
 _AGAIN = "start the same command again to continue"

@@ -15,15 +15,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from megatron_brorl.algo.estimators import RESAMPLES, SHARE, Bounds, bootstrap_mean, pass_at_k
 from megatron_brorl.algo.paired import SHARES, paired
+from megatron_brorl.algo.statistics import RESAMPLES, SHARE, Bounds, bootstrap_mean, pass_at_k
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
-from megatron_brorl.metrics import METRICS_FILE, read_metrics
-from megatron_brorl.record import run_record
-from megatron_brorl.record.files import FOLDER, Moment, moments, prompt_order, read_groups, read_rollouts
 from megatron_brorl.report.findings import verdict
-from megatron_brorl.tracking import metric_docs
+from megatron_brorl.rollout_log.files import FOLDER, Moment, moments, prompt_order, read_groups, read_rollouts
+from megatron_brorl.tracking import metric_docs, run_info
+from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
 SUMMARY = "summary.json"
 MOST_POINTS = 400  # of a curve; above, each point is the mean of several steps
@@ -77,7 +76,7 @@ def read_run(folder: Path) -> Run:
     folder = folder.absolute()
     if not (folder / METRICS_FILE).is_file():
         raise UserError(f"{folder}: holds no {METRICS_FILE}; give the run.dir of a training run")
-    record = run_record.read(folder)
+    record = run_info.read(folder)
     summary = folder / SUMMARY
     return Run(
         folder=folder,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from megatron_brorl.algo.no_signal import FIGURES, Why, why_no_signal
+from megatron_brorl.algo.group_signal import FIGURES, Why, why_no_signal
 from megatron_brorl.config.schema import Config
 
 Row = Mapping[str, Any]

@@ -22,9 +22,9 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from megatron_brorl import __version__
-from megatron_brorl.record.files import Moment, only, prompt_order
-from megatron_brorl.record.text import one_line
 from megatron_brorl.report.content import Row, Run, content
+from megatron_brorl.rollout_log.files import Moment, only, prompt_order
+from megatron_brorl.rollout_log.text import one_line
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("dom.js", "charts.js", "sections.js", "prompts.js", "browser.js", "app.js")

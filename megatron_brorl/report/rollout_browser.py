@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.record.files import Moment, moments, only, read_groups, read_rollouts
-from megatron_brorl.record.text import one_line, printable
+from megatron_brorl.rollout_log.files import Moment, moments, only, read_groups, read_rollouts
+from megatron_brorl.rollout_log.text import one_line, printable
 
 Row = Mapping[str, Any]  # of schema.GROUPS or schema.ROLLOUTS
 EXPORTS = (".jsonl", ".parquet")

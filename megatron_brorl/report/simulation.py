@@ -12,7 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter, ScalarFormatter
 
 from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, panel, save
-from megatron_brorl.theory.simulate import MOVED, PREDICTED, Curves, Settings
+from megatron_brorl.theory.simulator import MOVED, PREDICTED, Curves, Settings
 
 _COLORS = (RED, ORANGE, GREEN, SKY, BLUE, PURPLE)
 _PARTS = {"drawn, right": GREEN, "drawn, wrong": SKY, "not drawn": RED, "weight decay": GREY}

@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import Any
 
-from megatron_brorl.ranks import end_with
+from megatron_brorl.signals import end_with
 
 READY = "ready"  # the first result after a message of calls: all of their objects exist
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.engine import KvUsage, Request, RolloutEngine, Sampling, Supply
 from megatron_brorl.types import Rollout
 
@@ -48,7 +48,7 @@ class Watchdog:
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         # A daemon thread, because the end of the process must not wait for it, as it does with concurrent.futures.
         self._thread = threading.Thread(
-            target=_serve, args=(engine, self._calls, device.default_device()), name="rollouts", daemon=True
+            target=_serve, args=(engine, self._calls, cpu_bridge.default_device()), name="rollouts", daemon=True
         )
 
     def generate(

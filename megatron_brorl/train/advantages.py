@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.advantage import Moments, explained_variance, merge
+from megatron_brorl.algo.advantages import Moments, explained_variance, merge
 from megatron_brorl.algo.objectives import over_group_mean, pass_at_k_advantages
 from megatron_brorl.algo.shaping import shaped
 from megatron_brorl.config.schema import AlgoConfig, Config

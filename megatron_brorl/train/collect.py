@@ -19,14 +19,14 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.rows import in_order
 from megatron_brorl.rollout.sampler import open_groups
-from megatron_brorl.timeline import span
+from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.assignment import assign_rows
-from megatron_brorl.train.carried import Carried, carry, staleness
-from megatron_brorl.train.exchange import exchange
 from megatron_brorl.train.groups import CUT, Outcomes, gather, give_up, group_metrics, select
-from megatron_brorl.train.record import recorded, take_recorded
-from megatron_brorl.train.rollouts import Rollouts, Sampled, check_lost, check_scored
+from megatron_brorl.train.partial_rollouts import Carried, carry, staleness
+from megatron_brorl.train.recorder import recorded, take_recorded
+from megatron_brorl.train.redistribute import exchange
 from megatron_brorl.train.rounds import Taken, prompts_to_ask
+from megatron_brorl.train.sample_and_score import Rollouts, Sampled, check_lost, check_scored
 from megatron_brorl.types import OpenGroup, ScoredRollout
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_brorl.algo.estimators import widest
-from megatron_brorl.algo.no_signal import why_no_signal
+from megatron_brorl.algo.group_signal import why_no_signal
+from megatron_brorl.algo.statistics import widest
 from megatron_brorl.train.evaluate import Evaluation
 
 

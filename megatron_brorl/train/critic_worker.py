@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import OptimConfig
-from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.critic import body, build_critic
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.worker import LossFunction, Stage, StageOptions, Update

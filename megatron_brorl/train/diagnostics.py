@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_brorl.config.schema import Config
 from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.theory.positions import Positions, draw_positions, draws_at
@@ -99,7 +99,7 @@ class _TokenMetrics:
             ids = pad_sequence([r.rollout.token_ids[:depth] for r in mine], batch_first=True, padding_value=-1)
             at = [place[r.group] for r in mine], [r.rollout.index for r in mine]
             table[at[0], at[1], : ids.shape[1]] = ids + 1
-        table = table.to(device.default_device())
+        table = table.to(cpu_bridge.default_device())
         # Each rollout is on one replica, so the sum adds its tokens to zeros.
         dist.all_reduce(table, group=self.worker.grid.groups.dp)
         return list(table.cpu() - 1)
@@ -172,6 +172,6 @@ def _answers(outcomes: Outcomes, group: int) -> tuple[npt.NDArray[np.int64], npt
 def _from_last_stage(table: Tensor, grid: Grid) -> Tensor:
     if grid.pipeline == 1:
         return table
-    table = table.to(device.default_device())
+    table = table.to(cpu_bridge.default_device())
     dist.broadcast(table, dist.get_global_rank(grid.groups.pp, grid.pipeline - 1), group=grid.groups.pp)
     return table.cpu()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megatron_brorl.algo.estimators import (
+from megatron_brorl.algo.statistics import (
     RESAMPLES,
     SHARE,
     Bounds,
@@ -22,7 +22,7 @@ from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import open_groups
 from megatron_brorl.train.groups import Outcomes, gather
-from megatron_brorl.train.rollouts import Rollouts, check_lost, check_scored
+from megatron_brorl.train.sample_and_score import Rollouts, check_lost, check_scored
 from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
 
 # What is shown of samples beside figures: their groups, this rank's rollouts, and what became of those of all ranks.

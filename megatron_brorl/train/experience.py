@@ -15,7 +15,7 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel import collectives
 from megatron_brorl.train.advantages import kl_in_reward, of_tokens
 from megatron_brorl.train.finite import finite_rows, log_rows
-from megatron_brorl.train.training_models import TrainingModels
+from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Experience, OpenGroup, ScoredRollout
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import collectives, device
+from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.worker import Update
 
@@ -35,7 +35,7 @@ def finite_rows(columns: Sequence[Sequence[Tensor]], grid: Grid) -> list[bool]:
     for column in columns if len(lengths) else ():
         broken[row_of[~torch.cat(list(column)).isfinite()]] = 1
     if len(lengths):
-        broken = broken.to(device.default_device())
+        broken = broken.to(cpu_bridge.default_device())
         dist.all_reduce(broken, dist.ReduceOp.MAX, group=grid.replica)
     return (broken == 0).tolist()
 

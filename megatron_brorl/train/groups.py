@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_brorl.algo.selection import has_signal
 from megatron_brorl.algo.shaping import repeated_ngrams
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.types import FinishReason, ScoredRollout
 
 LOST, STOP, LENGTH, CUT = range(4)  # states; nobody has a lost rollout
@@ -84,7 +84,7 @@ def gather(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
 
-    table = table.to(device.default_device())
+    table = table.to(cpu_bridge.default_device())
     dist.all_reduce(table)  # a rollout is on one rank, so that its values are only added to zeros
     state, rewards, right, tokens, repeats, answers, holder = table.cpu()
     counts = tokens.long(), repeats.long(), answers.long()

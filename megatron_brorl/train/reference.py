@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.config.schema import ReferenceConfig
-from megatron_brorl.progress import Progress
+from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.train.console import after
+from megatron_brorl.train.early_stopping import Stall
 from megatron_brorl.train.offload import Offload
-from megatron_brorl.train.stall import Stall
 from megatron_brorl.train.worker import Worker
 
 

@@ -14,21 +14,21 @@ from megatron_brorl.checkpoints.training import BackgroundSaver, NotWritten
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.progress import Progress
-from megatron_brorl.record import files as record_files
-from megatron_brorl.timeline import span
+from megatron_brorl.rollout_log import files as record_files
+from megatron_brorl.tracking.progress import Progress
+from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train import keep_best, state
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.evaluate import Evaluation, evaluate
-from megatron_brorl.train.record import Recorder
+from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.refit import refit_engines
-from megatron_brorl.train.rollouts import Rollouts
+from megatron_brorl.train.sample_and_score import Rollouts
 from megatron_brorl.train.samples import look_at
-from megatron_brorl.train.setup import evaluation_sampling
+from megatron_brorl.train.sampling_params import evaluation_sampling
 from megatron_brorl.train.state import RunState
-from megatron_brorl.train.training_models import TrainingModels
+from megatron_brorl.train.weight_sync import refit_engines
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Prompt
 

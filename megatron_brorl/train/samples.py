@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_brorl.record import files
-from megatron_brorl.record.text import one_line
 from megatron_brorl.rewards.scoring import without_stop
+from megatron_brorl.rollout_log import files
+from megatron_brorl.rollout_log.text import one_line
 from megatron_brorl.train.evaluate import See
 from megatron_brorl.train.groups import Outcomes
-from megatron_brorl.train.record import Recorder
+from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.types import OpenGroup, ScoredRollout
 
 _SAMPLES = 3

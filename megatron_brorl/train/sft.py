@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.loss import token_cross_entropy
+from megatron_brorl.algo.policy_loss import token_cross_entropy
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.data.sft_rows import sft_examples
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.models.gpt import Head
 from megatron_brorl.parallel import collectives
-from megatron_brorl.parallel.batch import Packed
-from megatron_brorl.progress import Progress
+from megatron_brorl.parallel.packing import Packed
+from megatron_brorl.tracking.metrics import MetricsWriter
+from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.worker import Worker
 

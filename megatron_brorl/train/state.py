@@ -13,10 +13,10 @@ from megatron_brorl.config.schema import Config, CriticConfig, TrainConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.carried import Carried, files, read
+from megatron_brorl.train.early_stopping import Stall
+from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.partial_rollouts import Carried, files, read
 from megatron_brorl.train.rounds import Taken
-from megatron_brorl.train.stall import Stall
-from megatron_brorl.train.training_models import TrainingModels
 
 # What a checkpoint's run.json says of a run, beside what checkpoints.training puts there.
 _SAVED = {

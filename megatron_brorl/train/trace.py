@@ -15,7 +15,7 @@ from typing import Any
 from megatron_brorl.config.schema import RunConfig
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.timeline import Timeline, record
+from megatron_brorl.tracking.timeline import Timeline, record
 
 
 class StepTrace:

@@ -13,12 +13,12 @@ from torch import Tensor
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key, uniforms
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
-from megatron_brorl.train.exchange import exchange
 from megatron_brorl.train.groups import gather
+from megatron_brorl.train.redistribute import exchange
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
 
@@ -143,7 +143,7 @@ def reshard_gap(worker: Worker, engine: Watchdog, version: int) -> Gap:
     for row, scored in zip(exchanged, actual, strict=True):
         gaps = (scored - row.rollout.log_probs).abs().nan_to_num(nan=float("inf"))
         table[row.group, row.rollout.index, : len(gaps)] = gaps
-    table = table.to(device.default_device())
+    table = table.to(cpu_bridge.default_device())
     dist.all_reduce(table, dist.ReduceOp.MAX)
     table = table.cpu()
     engines = outcomes.holder[:, :, None].expand_as(table)

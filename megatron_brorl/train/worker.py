@@ -23,21 +23,21 @@ from torch import Tensor
 
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import OptimConfig
-from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.models import hf_names
-from megatron_brorl.models.finite import require_finite
+from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.gpt import Actor, Head, build_actor
+from megatron_brorl.models.nonfinite import require_finite
+from megatron_brorl.models.weights import names
+from megatron_brorl.models.weights.plan import make_plan
+from megatron_brorl.models.weights.stream import stream
 from megatron_brorl.ops.backend import Backend
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.ops.dtypes import compute_dtype
-from megatron_brorl.parallel import device
-from megatron_brorl.parallel.batch import LEAST_GAIN, Packed, pack, token_gain
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.context import share
 from megatron_brorl.parallel.flops import TRAINING, forward_flops
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.reshard.execute import stream
-from megatron_brorl.reshard.plan import make_plan
-from megatron_brorl.timeline import span
+from megatron_brorl.parallel.packing import LEAST_GAIN, Packed, pack, token_gain
+from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.offload import Offload
 
 # (batch, what the model's head gives at its predicting positions) -> (scalar loss, values that the caller gets back).
@@ -89,7 +89,7 @@ class Stage:
         # Every update starts from zeros: nobody misses gradients while the engine has the memory.
         self._dropped = Offload(tuple, self._gradients) if optim is not None else None
         if optim is not None:
-            with device.bridge():
+            with cpu_bridge.bridge():
                 self._make_trainable(optim)
 
     def _make_trainable(self, optim: OptimConfig) -> None:
@@ -140,7 +140,7 @@ class Stage:
         for part in (self._dropped, self._state, self._weights if weights else None):
             if part:
                 part.offload()
-        if device.on_gpu():
+        if cpu_bridge.on_gpu():
             torch.cuda.empty_cache()  # for the engine, which is another process
 
     def reload(self) -> None:
@@ -173,7 +173,7 @@ class Stage:
         self._finish_gather()
         if self._weights:
             self._weights.reload()
-        return hf_names.global_parameters(self.module)
+        return names.global_parameters(self.module)
 
     def _reload(self) -> None:
         for part in (self._weights, self._state, self._dropped):
@@ -238,7 +238,7 @@ class Stage:
             came_to["flops"] = forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
             self._run(batches, collect, head, forward_only=True)
         if self.grid.pipeline > 1 or self.grid.context > 1:
-            flat = torch.cat(result).to(device.default_device())
+            flat = torch.cat(result).to(cpu_bridge.default_device())
             dist.all_reduce(flat, group=self.grid.groups.cp)  # each rank has its part, and zeros
             source = dist.get_global_rank(self.grid.groups.pp, self.grid.pipeline - 1)
             dist.broadcast(flat, source, group=self.grid.groups.pp)
@@ -248,7 +248,7 @@ class Stage:
     def _step(self, lr: float) -> Update:
         optim = self.optim
         assert optim is not None
-        with device.bridge():
+        with cpu_bridge.bridge():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
@@ -293,7 +293,7 @@ class Stage:
             self._finish_gather()  # of the head, whose module is not called
             return head(hidden, batch)
 
-        with device.bridge():
+        with cpu_bridge.bridge():
             values = get_forward_backward_func()(
                 forward_step_func=partial(_forward_step, loss=loss, head=gathered),
                 data_iterator=iter(batches),
@@ -312,7 +312,7 @@ class Worker(Stage):
     def __init__(self, shape: ModelShape, grid: Grid, options: StageOptions, optim: OptimConfig | None = None) -> None:
         self.shape, self.outputs = shape, shape.vocab
         self.actor = build_actor(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
-        table = hf_names.entries(shape, grid.pipeline, self.actor.fused_norms)
+        table = names.entries(shape, grid.pipeline, self.actor.fused_norms)
         self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, options.dtype.itemsize)
         super().__init__(self.actor, options, optim)
 
@@ -352,7 +352,7 @@ class Worker(Stage):
         table = torch.zeros(len(prompts), self.shape.vocab, dtype=compute_dtype(self.options.dtype))
         for row, logits in found.items():
             table[row] = logits
-        table = table.to(device.default_device())
+        table = table.to(cpu_bridge.default_device())
         dist.all_reduce(table, group=self.grid.groups.cp)  # each rank has some rows, and zeros
         return table.cpu()
 
@@ -368,10 +368,10 @@ class Worker(Stage):
 
 def _reduce_gradients(models: list[Any], _tokens: Any, **kwargs: Any) -> None:
     """What Megatron's schedule calls after the last micro-batch; what it takes is communication and waiting."""
-    device.wait()
+    cpu_bridge.wait()
     with span("reduce gradients"):
         finalize_model_grads(models, **kwargs)
-        device.wait()
+        cpu_bridge.wait()
 
 
 def _forward_step(batches: Iterator[Packed], model: Any, loss: LossFunction, head: MakeHead) -> Any:

@@ -14,7 +14,7 @@ import bench_common
 import bench_rollout
 import measure
 
-from megatron_brorl.model_shape import parse_shape
+from megatron_brorl.families.shape import parse_shape
 
 KEYS = {"engine", "model", "lengths", "dtype", "tokens_per_s", "peak_mib", "gemm_peak_share"}
 T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256

@@ -21,7 +21,7 @@ from megatron_brorl.config.schema import Config, EngineConfig, ModelConfig, Roll
 from megatron_brorl.rollout.remote import engine as remote_engine
 from megatron_brorl.rollout.remote.engine import RemoteEngine, join
 from megatron_brorl.rollout.watchdog import Watchdog
-from megatron_brorl.train import refit
+from megatron_brorl.train import weight_sync
 
 
 class Events:
@@ -122,7 +122,7 @@ def stuck(rank: int, folder: str, name: str, which: int) -> list[str]:
 def updating(rank: int, name: str) -> list[str]:
     """The leader's engine is slow to load: it has the weights when the other rank has gone on, or waits."""
     events = Events(name)
-    agree = refit._agree
+    agree = weight_sync._agree
 
     def told_agree(*given: Any) -> str:
         if rank == 1:
@@ -137,8 +137,8 @@ def updating(rank: int, name: str) -> list[str]:
     worker: Any = SimpleNamespace(hf_tensors=lambda: iter(()), grid=SimpleNamespace(rank=rank, world=2))
     engine: Any = SimpleNamespace(update_weights=update_weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(refit, "_agree", told_agree)
-        refit.refit(worker, engine, 1)
+        patch.setattr(weight_sync, "_agree", told_agree)
+        weight_sync.refit(worker, engine, 1)
     if rank == 1:
         events.happened("other goes on")
     return events.all()

@@ -14,7 +14,7 @@ from dist.jobs import grid_of
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.rollout.sampler import deal
-from megatron_brorl.train import exchange as exchanges
+from megatron_brorl.train import redistribute as exchanges
 from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.groups import gather, select
 from megatron_brorl.types import Rollout, ScoredRollout

@@ -7,8 +7,8 @@ from pathlib import Path
 from dist.jobs import grid_of
 
 from megatron_brorl.parallel import collectives
-from megatron_brorl.timeline import Span, Timeline
-from megatron_brorl.train.figures import cluster_figures
+from megatron_brorl.tracking.timeline import Span, Timeline
+from megatron_brorl.train.throughput import cluster_figures
 from megatron_brorl.train.trace import write_trace
 
 

@@ -14,14 +14,14 @@ from ops.linear_cases import make
 from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ParallelConfig
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused import linear as fused
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel import grid as grids
-from megatron_brorl.parallel.batch import Packed
+from megatron_brorl.parallel.packing import Packed
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.train.update import update_policy

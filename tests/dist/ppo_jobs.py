@@ -8,17 +8,17 @@ import torch
 from dist.jobs import grid_of, rows
 
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ReferenceConfig
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.models import hf_names
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.critic import body
+from megatron_brorl.models.weights import names
+from megatron_brorl.models.weights.plan import make_plan
+from megatron_brorl.models.weights.stream import stream
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.reshard.execute import stream
-from megatron_brorl.reshard.plan import make_plan
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.experience import make_experience
 from megatron_brorl.train.groups import mini_batches
+from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.training_models import TrainingModels
 from megatron_brorl.train.update import update_critic, update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout
@@ -70,8 +70,8 @@ def ppo(
     figures = []
     for step in range(steps):
         prompts, responses, sampled, rewards = batch(step)
-        names = [prompts[OF_PROMPT.index(g)] for g in range(4)]
-        groups = [OpenGroup(Prompt(str(i), "", tuple(p.tolist()), None, "exact"), step, i) for i, p in enumerate(names)]
+        drawn = [prompts[OF_PROMPT.index(g)] for g in range(4)]
+        groups = [OpenGroup(Prompt(str(i), "", tuple(p.tolist()), None, "exact"), step, i) for i, p in enumerate(drawn)]
         all_rows, advantages = [], torch.zeros(4, 11)
         for i, group in enumerate(OF_PROMPT):
             sibling = i - OF_PROMPT.index(group)
@@ -91,8 +91,8 @@ def ppo(
 def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
     """The full weights of the body by Hugging Face name and, on the last stage, the value head."""
     shape, grid = body(critic.shape), critic.grid
-    plan = make_plan(hf_names.entries(shape, grid.pipeline), shape.kv_heads, grid.tensor, grid.pipeline, 4)
-    found = {n: t.clone() for n, t in stream(plan, hf_names.global_parameters(critic.critic), grid, torch.float32)}
+    plan = make_plan(names.entries(shape, grid.pipeline), shape.kv_heads, grid.tensor, grid.pipeline, 4)
+    found = {n: t.clone() for n, t in stream(plan, names.global_parameters(critic.critic), grid, torch.float32)}
     if grid.last_stage:
         found["value_head"] = critic.critic.output_layer.weight.detach().clone()
     return found

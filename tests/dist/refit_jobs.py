@@ -17,17 +17,17 @@ from safetensors.torch import load_file
 
 from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.models.weights.names import hf_shapes
+from megatron_brorl.models.weights.plan import make_plan
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.ops.reference.sampling import sample_tokens
-from megatron_brorl.parallel import device
-from megatron_brorl.reshard.plan import make_plan
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive
-from megatron_brorl.train.refit import refit
 from megatron_brorl.train.verify import verify_reshard
+from megatron_brorl.train.weight_sync import refit
 from megatron_brorl.train.worker import StageOptions, Worker
 
 OPTIONS = StageOptions(100, backend("fused", torch.device("cpu")))
@@ -200,7 +200,7 @@ def between_layouts(_rank: int, directory: str, source: dict[str, Any], target: 
     with torch.no_grad():
         for p in second.actor.parameters():
             p.fill_(7.0)
-    with device.bridge():
+    with cpu_bridge.bridge():
         swap_model_weights(first.actor, second.actor, CpuCopies())
     expected = load_file(os.path.join(directory, "model.safetensors"))
     return [n for n, x in second.hf_tensors() if not torch.equal(x, expected[n])]
@@ -214,7 +214,7 @@ def load_converted(
     with torch.no_grad():
         for p in worker.actor.parameters():
             p.fill_(7.0)
-    with device.bridge():
+    with cpu_bridge.bridge():
         state = dist_checkpointing.load({"model": worker.actor.sharded_state_dict(prefix="")}, checkpoint)
         worker.actor.load_state_dict(state["model"])
     expected = load_file(os.path.join(directory, "model.safetensors"))
@@ -229,6 +229,6 @@ def save_by_megatron(rank: int, directory: str, checkpoint: str, parallel: dict[
     with contextlib.suppress(FileExistsError):
         os.mkdir(checkpoint)
     dist.barrier()
-    with device.bridge():
+    with cpu_bridge.bridge():
         dist_checkpointing.save({"model": worker.actor.sharded_state_dict(prefix="")}, checkpoint)
     dist.barrier()

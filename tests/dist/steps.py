@@ -24,9 +24,9 @@ from megatron_brorl.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.gpt import DTYPES
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops import philox
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.reference import sampling
@@ -39,10 +39,10 @@ from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.train.critic_worker import CriticWorker
-from megatron_brorl.train.loop import Trainer
-from megatron_brorl.train.record import Recorder
+from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.rollouts import Rollouts
+from megatron_brorl.train.sample_and_score import Rollouts
+from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import OpenGroup

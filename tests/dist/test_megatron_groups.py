@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 
 LAYOUTS = [(1, {}), (2, {"tensor": 2}), (4, {"pipeline": 2}), (4, {"context": 2, "tensor": 2})]
 
@@ -40,5 +40,5 @@ def test_groups_are_of_their_ranks_and_made_once(worlds, size, parallel):
     for rank, (ranks, sums, same) in enumerate(worlds(size).run("jobs:groups", parallel, list(of))):
         assert ranks == expected[rank]
         assert sums == {name: sum(10.0**r for r in members) for name, members in ranks.items()}
-        if not device.on_gpu():
+        if not cpu_bridge.on_gpu():
             assert same == [(a, b) for a in of for b in of if ranks[a] == ranks[b]]

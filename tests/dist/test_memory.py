@@ -8,7 +8,7 @@ import torch
 from random_model import qwen2_config
 
 from megatron_brorl.cli import memory_plan
-from megatron_brorl.model_shape import parse_shape, read_shape
+from megatron_brorl.families.shape import parse_shape, read_shape
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ def never_ends() -> None:
 def hanging(arguments: list[str]) -> None:
     """The command line, in which rank 1 never leaves the second step's experience."""
     from megatron_brorl.cli.main import main
-    from megatron_brorl.train import loop
+    from megatron_brorl.train import trainer
 
-    make_experience, calls = loop.make_experience, []
+    make_experience, calls = trainer.make_experience, []
 
     def planted(*given):
         calls.append(1)
@@ -31,7 +31,7 @@ def hanging(arguments: list[str]) -> None:
             never_ends()
         return make_experience(*given)
 
-    loop.make_experience = planted
+    trainer.make_experience = planted
     main(arguments)
 
 

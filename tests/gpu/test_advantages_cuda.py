@@ -16,8 +16,8 @@ from ops.advantage_cases import (
     sample,
 )
 
-from megatron_brorl.algo import advantage as algo
-from megatron_brorl.algo.advantage import Moments
+from megatron_brorl.algo import advantages as algo
+from megatron_brorl.algo.advantages import Moments
 from megatron_brorl.ops.fused import advantages as fused
 
 pytestmark = MARKS

@@ -7,8 +7,8 @@ import tiny
 import torch
 from kernel_device import EMULATED, MARKS
 
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine

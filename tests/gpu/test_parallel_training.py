@@ -9,13 +9,13 @@ import tiny
 import torch
 from dist.world import World
 
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not device.on_gpu(), reason="no CUDA device"),
-    pytest.mark.skipif(not device.has_transformer_engine(), reason="no Transformer Engine"),
+    pytest.mark.skipif(not cpu_bridge.on_gpu(), reason="no CUDA device"),
+    pytest.mark.skipif(not cpu_bridge.has_transformer_engine(), reason="no Transformer Engine"),
 ]
 ZERO = {"distributed_optimizer": True}
 OVERLAP = {**ZERO, "overlap": True}
@@ -77,8 +77,8 @@ def test_steps_are_near_those_of_one_gpu(case, directory, single):
 
 def test_context_parallel_streams_are_cut_as_transformer_engine_cuts_them():
     tex = pytest.importorskip("transformer_engine_torch")
-    from megatron_brorl.parallel.batch import Group
     from megatron_brorl.parallel.context import own_tokens, segment_lengths
+    from megatron_brorl.parallel.packing import Group
 
     groups = (Group(0, ((3, 8), (2, 24))), Group(0, ((1, 16),)))
     ends = torch.tensor([0, *segment_lengths(groups)]).cumsum(0).int().cuda()

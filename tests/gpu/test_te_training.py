@@ -8,18 +8,18 @@ import torch
 from dist.jobs import rows
 
 from megatron_brorl.config.schema import AlgoConfig, Fp8Config, OptimConfig, ParallelConfig
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models import fp8
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.parallel import device, grid
+from megatron_brorl.parallel import cpu_bridge, grid
 from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not device.on_gpu(), reason="no CUDA device"),
-    pytest.mark.skipif(not device.has_transformer_engine(), reason="no Transformer Engine"),
+    pytest.mark.skipif(not cpu_bridge.on_gpu(), reason="no CUDA device"),
+    pytest.mark.skipif(not cpu_bridge.has_transformer_engine(), reason="no Transformer Engine"),
 ]
 CASES = [Fp8Config()] + [
     Fp8Config(recipe=recipe, parameters=parameters)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def test_a_step_is_near_the_one_in_fp32(config, offload, tmp_path):
     model = tiny.make_model(tmp_path, "qwen2", True, std=0.05, **sizes)
     shape = read_shape(tmp_path)
     fp8.check(config, shape, 1)
-    ops, fields = backend("fused", device.default_device()), fp8.settings(config)
+    ops, fields = backend("fused", cpu_bridge.default_device()), fp8.settings(config)
     options = StageOptions(2048, ops, torch.bfloat16, share_prompt=False, fields=fields, offload=offload)
     worker = Worker(shape, grid.build(ParallelConfig()), options, OptimConfig(lr=1e-4))
     worker.load_hf(tmp_path)

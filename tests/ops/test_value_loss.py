@@ -9,7 +9,7 @@ import pytest
 import torch
 from ops.value_cases import CASES, Case, assert_agree, by_hand, make
 
-from megatron_brorl.algo.advantage import explained_variance, merge
+from megatron_brorl.algo.advantages import explained_variance, merge
 from megatron_brorl.ops.fused.value import value_loss
 from megatron_brorl.ops.reference import value as reference
 

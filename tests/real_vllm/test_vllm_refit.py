@@ -17,8 +17,8 @@ from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.rollout.remote import process
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
-from megatron_brorl.train.refit import refit
 from megatron_brorl.train.verify import reshard_gap, verify_reshard
+from megatron_brorl.train.weight_sync import refit
 
 CONFIG = Config(rollout=RolloutConfig(engine="vllm"))
 STALE = """

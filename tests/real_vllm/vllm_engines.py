@@ -12,8 +12,8 @@ import tiny
 import torch
 
 from megatron_brorl.config.schema import EngineConfig
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.checksum import seal
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import RemoteEngine

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from megatron_brorl.record import files as records
+from megatron_brorl.rollout_log import files as records
 
 _TIMED = ("job_seconds", "peak_rss_mib")  # keys of summary.json
 _FILES = {"metrics": "metrics.jsonl", "summary": "metrics.jsonl", "records": "rollouts"}  # the file behind each part

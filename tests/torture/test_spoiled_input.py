@@ -20,8 +20,8 @@ from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.prompts import Verifiers, read_rows
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import CONFIG, WEIGHTS, read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import CONFIG, WEIGHTS, read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.rope import inverse_frequencies
 from megatron_brorl.train.state import saved
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.metrics import MetricsWriter, read_metrics
+from megatron_brorl.tracking.metrics import MetricsWriter, read_metrics
 from megatron_brorl.tracking.trackers import open_trackers
 
 SECONDS = {"step": 2.0, "generate": 1.5}

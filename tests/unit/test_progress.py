@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from megatron_brorl.progress import progress
+from megatron_brorl.tracking.progress import progress
 
 
 class _Clock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_brorl.timeline import Span, Timeline, record, span
+from megatron_brorl.tracking.timeline import Span, Timeline, record, span
 
 
 def test_spans_nest_and_add_up():

@@ -9,7 +9,7 @@ import sys
 # A run from Python imports these in this order, and a checkpoint is read by the second.
 IMPORTS = """
 import megatron_brorl, warnings
-import megatron_brorl.face.training, megatron_brorl.checkpoints.training
+import megatron_brorl.api.training, megatron_brorl.checkpoints.training
 from megatron.core.transformer.transformer_config import TransformerConfig
 TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
 print("imported")

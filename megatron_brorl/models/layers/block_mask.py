@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from megatron_brorl.parallel.batch import Group
+from megatron_brorl.parallel.packing import Group
 
 BLOCK = 128  # tokens of a block's side, FlexAttention's own
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_brorl.models.layers.attention import Segments
 from megatron_brorl.ops.dtypes import compute_dtype
-from megatron_brorl.parallel.batch import Group
+from megatron_brorl.parallel.packing import Group
 
 
 class FusedSelfAttention(SelfAttention):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.advantage import Moments
+from megatron_brorl.algo.advantages import Moments
 from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.reference.advantages import GroupKind, check_kind
 

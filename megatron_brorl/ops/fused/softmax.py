@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.loss import PolicyTokens
+from megatron_brorl.algo.policy_loss import PolicyTokens
 from megatron_brorl.algo.policy_losses import PolicyLossSettings, policy_loss_entry
 from megatron_brorl.ops.fused import native
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.advantage import group_baseline, group_normalised
+from megatron_brorl.algo.advantages import group_baseline, group_normalised
 
 GroupKind = Literal["mean", "mean_std"]
 

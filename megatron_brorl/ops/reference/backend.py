@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_brorl.algo import advantage
+from megatron_brorl.algo.advantages import moments, whiten
 from megatron_brorl.ops.reference import advantages, linear, sampling, value
 from megatron_brorl.ops.reference.decode import ReferenceDecode
 
@@ -18,8 +18,8 @@ class ReferenceBackend:
     value_loss = staticmethod(value.value_loss)
     gae = staticmethod(advantages.gae)
     group_advantages = staticmethod(advantages.group_advantages)
-    moments = staticmethod(advantage.moments)
-    whiten = staticmethod(advantage.whiten)
+    moments = staticmethod(moments)
+    whiten = staticmethod(whiten)
     sample_tokens = staticmethod(sampling.sample_tokens)
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.loss import PolicyLoss, PolicyTokens, policy_loss
+from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyTokens, policy_loss
 from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.ops.dtypes import compute_dtype
 

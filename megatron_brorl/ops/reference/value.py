@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.advantage import Moments, moments
+from megatron_brorl.algo.advantages import Moments, moments
 
 
 @dataclass(frozen=True)

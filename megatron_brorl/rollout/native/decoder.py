@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_brorl.families import dense, gemma3
 from megatron_brorl.families.family import Parameter
-from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.decode import PAGE, DecodeOps, HeadNorms, Rows
 from megatron_brorl.rollout.native.pages import PagePool, pages_for

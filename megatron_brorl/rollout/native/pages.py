@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops.decode import PAGE
 
 BLOCK = 64  # tokens

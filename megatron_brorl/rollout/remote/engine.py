@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_brorl.config.schema import Config, EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling, Supply, Watch, check_context
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
@@ -116,7 +116,7 @@ class RemoteEngine:
     def _by_ipc(self) -> bool:
         """Return whether weights go by CUDA IPC (config key engine.transport)."""
         why = ""
-        if not device.on_gpu():
+        if not cpu_bridge.on_gpu():
             why = "there is no GPU"
         elif self.settings.tensor > 1:
             why = "engine.tensor is above 1, and a rank reaches its own GPU alone"
@@ -353,7 +353,7 @@ def join(
             "spans the GPUs of its ranks"
         )
     # An engine's GPU kernels know few dtypes; tests on a CPU use others.
-    if device.on_gpu() and config.rollout.dtype not in kind.dtypes:
+    if cpu_bridge.on_gpu() and config.rollout.dtype not in kind.dtypes:
         raise UserError(
             f'rollout.dtype = "{config.rollout.dtype}": {kind.name} engines compute in {", ".join(kind.dtypes)}; set '
             f'rollout.dtype = "{kind.dtypes[0]}"'

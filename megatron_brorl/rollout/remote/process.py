@@ -22,10 +22,10 @@ import zmq
 import megatron_brorl
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.ranks import LAUNCHER
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message, WorkerBucket, decode, encode
 from megatron_brorl.rollout.remote.weights_send import HostWeights
+from megatron_brorl.signals import LAUNCHER
 
 PREFIX = "brorl-engine-"
 _POLL_S = 0.2

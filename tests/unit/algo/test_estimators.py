@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megatron_brorl.algo.estimators import SHARE, Interval, bootstrap_mean, bootstrap_mean_of_means, pass_at_k
+from megatron_brorl.algo.statistics import SHARE, Interval, bootstrap_mean, bootstrap_mean_of_means, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 8))

@@ -6,14 +6,14 @@ import pytest
 import tiny
 import torch
 
-from megatron_brorl.algo.loss import PolicyTokens
+from megatron_brorl.algo.policy_loss import PolicyTokens
 from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.checkpoints import hugging_face
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.gpt import build_actor
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.parallel import device
-from megatron_brorl.parallel.batch import pack
+from megatron_brorl.parallel import cpu_bridge
+from megatron_brorl.parallel.packing import pack
 
 
 @pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -24,7 +24,7 @@ from megatron_brorl.parallel.batch import pack
 def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, tied, ops, share):
     tiny.make_model(tmp_path, family, tied)
     shape = read_shape(tmp_path)
-    actor = build_actor(shape, processes, torch.float64, backend(ops, device.default_device()))
+    actor = build_actor(shape, processes, torch.float64, backend(ops, cpu_bridge.default_device()))
     hugging_face.load(actor, shape, processes, tmp_path, actor.fused_norms)
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (4, 7)]
@@ -35,7 +35,7 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     advantages = torch.randn(3, dtype=torch.float64, generator=g)
 
     def head():
-        with device.bridge():
+        with cpu_bridge.bridge():
             return actor.head(actor.forward_packed(batch), batch, 0.8)
 
     with torch.no_grad():

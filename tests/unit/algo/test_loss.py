@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from megatron_brorl.algo.advantage import Moments, group_baseline, merge, moments, whiten
+from megatron_brorl.algo.advantages import Moments, group_baseline, merge, moments, whiten
 from megatron_brorl.algo.aggregation import token_weights
 from megatron_brorl.algo.kl import kl_estimate
-from megatron_brorl.algo.loss import PolicyTokens, policy_loss, token_cross_entropy
+from megatron_brorl.algo.policy_loss import PolicyTokens, policy_loss, token_cross_entropy
 from megatron_brorl.algo.policy_losses import PolicyLossSettings
 from megatron_brorl.algo.selection import has_signal
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron_brorl.algo.estimators import bootstrap_mean
 from megatron_brorl.algo.paired import paired, student_tail
+from megatron_brorl.algo.statistics import bootstrap_mean
 
 
 @pytest.mark.parametrize("t", [-30.0, -1.5, 0.0, 0.3, 1.0, 4.0, 50.0])

@@ -7,7 +7,7 @@ import torch
 
 from megatron_brorl.checkpoints.training import Part
 from megatron_brorl.config.schema import OptimConfig
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.train.worker import StageOptions, Worker
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from megatron_brorl.checkpoints import convert
 from megatron_brorl.cli.main import main
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 
 REPOSITORY = Path(__file__).parents[3]
 TOOL = REPOSITORY / "tools" / "convert_checkpoint.py"

@@ -9,8 +9,8 @@ import tiny
 
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import parse_shape, read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import parse_shape, read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 
 
 @pytest.mark.parametrize(("family", "tied"), tiny.CASES)

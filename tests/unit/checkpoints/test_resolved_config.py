@@ -13,7 +13,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import parse_shape, read_shape
+from megatron_brorl.families.shape import parse_shape, read_shape
 from megatron_brorl.ops.rope import inverse_frequencies
 
 SIZES = {

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_brorl.api.engine import Engine
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.face.engine import Engine
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_brorl.cli.train import batch_line
 from megatron_brorl.config.schema import AlgoConfig, Config, RolloutConfig
-from megatron_brorl.parallel.batch import pack
+from megatron_brorl.parallel.packing import pack
 
 
 def line(prompts, n, max_tokens, mini_batches=1, epochs=1, longest=1, limit=32768, replicas=1, context=1):

@@ -19,7 +19,7 @@ from unit.data.test_tokenizers import CHAT, make_hf
 from megatron_brorl import train
 from megatron_brorl.cli import main, memory_plan, run_folder
 from megatron_brorl.config.load import load
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 
 NAMES = ["tokenizer", "data", "ranks", "run.dir", "disk", "inputs", "checkpoint", "engine", "reward"]
 NAMES += ["micro-step", "dry"]
@@ -78,7 +78,7 @@ def dry(capfd, *overrides: str, told: str = "") -> tuple[int, list[str], str]:
 @pytest.fixture
 def ranks(monkeypatch):
     """Signals and children are the test process's own."""
-    monkeypatch.setattr(main.ranks, "begin", lambda **_: None)
+    monkeypatch.setattr(main.signals, "begin", lambda **_: None)
 
 
 pytestmark = pytest.mark.usefixtures("ranks")

@@ -24,7 +24,7 @@ HEEDING = [sys.executable, "-c", "import os, signal, sys; [signal.signal(getattr
 RANK = """
 import os, sys, time
 from pathlib import Path
-from megatron_brorl import ranks
+from megatron_brorl import signals
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 
@@ -34,17 +34,17 @@ def wait(name):
 
 (folder / f"started_{rank}").touch()
 wait("begin")
-ranks.begin(saves=True)
+signals.begin(saves=True)
 pid = os.fork()
 if pid == 0:
     time.sleep(600)
 (folder / f"began_{rank}").write_text(str(pid))
-while not ranks.stop_requested():
+while not signals.stop_requested():
     time.sleep(0.01)
 (folder / f"asked_{rank}").touch()
 wait("saved")
 os.kill(pid, 9)
-sys.exit(ranks.SAVED)
+sys.exit(signals.SAVED)
 """
 
 

@@ -10,7 +10,7 @@ from random_model import qwen2_config
 from megatron_brorl.cli import memory_plan as memory
 from megatron_brorl.config.load import load_table
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import parse_shape
+from megatron_brorl.families.shape import parse_shape
 
 # DeepSeek-R1-Distill-Qwen-1.5B. Per layer: queries, keys and values 2048 x 1536 with their bias, output 1536 x 1536,
 # MLP 3 x 1536 x 8960, two norms; twice the vocabulary; the last norm.

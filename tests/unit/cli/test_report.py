@@ -9,7 +9,7 @@ import pytest
 
 from megatron_brorl.cli.main import main
 from megatron_brorl.files import write_json
-from megatron_brorl.metrics import MetricsWriter
+from megatron_brorl.tracking.metrics import MetricsWriter
 
 
 def test_what_was_not_measured_and_why_nothing_was_learned(tmp_path, capsys):

@@ -13,7 +13,7 @@ from megatron_brorl.config.load import load_table
 from megatron_brorl.config.rules import fixed_keys
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.families.shape import ModelShape
 
 WHERE = Path("runs/x/checkpoints/step_00000003")
 SHAPE = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})

@@ -21,8 +21,8 @@ from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.prompts import render
 from megatron_brorl.data.tokenizers import load_tokenizer
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 

@@ -12,7 +12,7 @@ from random_model import qwen2_config
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Fp8Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import ModelShape, parse_shape
+from megatron_brorl.families.shape import ModelShape, parse_shape
 from megatron_brorl.models import fp8
 
 H100, B200, L40, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
@@ -70,7 +70,7 @@ def test_megatron_knows_every_field():
 
 
 def test_not_on_this_machine():
-    if fp8.device.has_transformer_engine():
+    if fp8.cpu_bridge.has_transformer_engine():
         pytest.skip("Transformer Engine is here")
     with pytest.raises(UserError, match=r'fp8\.recipe = "delayed": needs a GPU and Transformer Engine'):
         fp8.check(Fp8Config(recipe="delayed"), shape(), 1)

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from megatron_brorl.checkpoints import hugging_face, safetensors_files
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import parse_shape, read_shape
+from megatron_brorl.families.shape import parse_shape, read_shape
 from megatron_brorl.models.gpt import build_actor
-from megatron_brorl.models.hf_names import entries, global_parameters
+from megatron_brorl.models.weights.names import entries, global_parameters
+from megatron_brorl.models.weights.plan import make_plan
+from megatron_brorl.models.weights.stream import stream
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.reshard.execute import stream
-from megatron_brorl.reshard.plan import make_plan
 
 
 def load(directory, processes):

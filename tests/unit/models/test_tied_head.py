@@ -17,7 +17,7 @@ from megatron_brorl.checkpoints import convert as conversion
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.cli.convert import convert
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import WEIGHTS, read_shape
+from megatron_brorl.families.shape import WEIGHTS, read_shape
 from megatron_brorl.models import critic
 from megatron_brorl.models.gpt import build_actor
 from megatron_brorl.ops.backend import backend

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import parse_shape
+from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.ops import rope
 
 SCALINGS = {

@@ -10,9 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from megatron_brorl.model_shape import parse_shape
+from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, assign, loads_of, pair_cost
-from megatron_brorl.parallel.batch import pack
+from megatron_brorl.parallel.packing import pack
 
 WHOLE = 10**9  # tokens of a micro-batch that holds everything
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_brorl.parallel.batch import Packed, pack, token_gain
+from megatron_brorl.parallel.packing import Packed, pack, token_gain
 
 
 def rows(count: int, seed: int = 0):

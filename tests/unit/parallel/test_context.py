@@ -8,8 +8,8 @@ import torch
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import grid
-from megatron_brorl.parallel.batch import Packed, pack
 from megatron_brorl.parallel.context import own_tokens, segment_lengths, share
+from megatron_brorl.parallel.packing import Packed, pack
 
 
 def batch(size: int, count: int = 20) -> tuple[list[torch.Tensor], list[torch.Tensor], Packed]:

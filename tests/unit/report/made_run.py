@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from megatron_brorl.metrics import MetricsWriter
-from megatron_brorl.record import files
-from megatron_brorl.record.files import Moment
-from megatron_brorl.record.schema import GROUPS, ROLLOUTS
+from megatron_brorl.rollout_log import files
+from megatron_brorl.rollout_log.files import Moment
+from megatron_brorl.rollout_log.schema import GROUPS, ROLLOUTS
+from megatron_brorl.tracking.metrics import MetricsWriter
 
 TASKS = ("gcd", "spell_backward")
 HOSTILE = (

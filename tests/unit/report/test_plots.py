@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.report.content import Run, evaluations
 from megatron_brorl.report.plots import build_figure, build_theory_figure, plot_run, plot_theory
+from megatron_brorl.tracking.metrics import MetricsWriter
 
 REWARD, ACCURACY, LENGTH, KEPT, SECONDS, HEALTH = range(6)
 BEFORE = {"mean": 0.153, "low": 0.13, "high": 0.18}

@@ -12,10 +12,10 @@ from made_run import group, rollout
 from rich.console import Console
 
 from megatron_brorl.cli.main import main
-from megatron_brorl.record import files
-from megatron_brorl.record.files import Moment
-from megatron_brorl.record.schema import GROUPS, ROLLOUTS
 from megatron_brorl.report.rollout_browser import Page, one_prompt, read
+from megatron_brorl.rollout_log import files
+from megatron_brorl.rollout_log.files import Moment
+from megatron_brorl.rollout_log.schema import GROUPS, ROLLOUTS
 
 LAST = Moment("evaluation", 4)
 # The answers to each prompt, a right one with a star; None is a response without an answer.

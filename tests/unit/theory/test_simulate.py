@@ -13,9 +13,9 @@ import torch
 
 from megatron_brorl.cli.main import main
 from megatron_brorl.report.simulation import build_figure
-from megatron_brorl.theory import simulate as module
+from megatron_brorl.theory import simulator as module
 from megatron_brorl.theory.mass_balance import general_terms, softmax
-from megatron_brorl.theory.simulate import MOVED, PREDICTED, Settings, simulate, write_csv
+from megatron_brorl.theory.simulator import MOVED, PREDICTED, Settings, simulate, write_csv
 
 SMALL = Settings(vocabulary=300, correct=40, steps=60)
 

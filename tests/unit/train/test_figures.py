@@ -11,10 +11,10 @@ import pytest
 import torch
 from dist.steps import configured, make_trainer
 
-from megatron_brorl.parallel.batch import pack
-from megatron_brorl.progress import progress
-from megatron_brorl.timeline import Span, Timeline
-from megatron_brorl.train import figures, loop
+from megatron_brorl.parallel.packing import pack
+from megatron_brorl.tracking.progress import progress
+from megatron_brorl.tracking.timeline import Span, Timeline
+from megatron_brorl.train import throughput
 from megatron_brorl.train.console import console_line
 
 # Four ranks; the second is the slow one.
@@ -42,7 +42,7 @@ COLUMNS = {name: np.array(values) for name, values in RANKS.items()}
 
 
 def test_who_waits_for_whom():
-    got = figures.waiting(COLUMNS)
+    got = throughput.waiting(COLUMNS)
     assert (got["ranks/train_slowest"], got["ranks/train_mean"], got["ranks/train_fastest"]) == (40.0, 30.0, 20.0)
     assert got["ranks/train_idle"] == 0.25
     assert got["ranks/generate_idle"] == pytest.approx(0.2)
@@ -52,7 +52,7 @@ def test_who_waits_for_whom():
 
 
 def test_throughput_of_a_device():
-    got = figures.throughput(COLUMNS, 4000.0, peak=1e12)
+    got = throughput.throughput(COLUMNS, 4000.0, peak=1e12)
     assert got["throughput/tokens_per_s"] == 8000 / 80 / 4
     assert got["throughput/generate_tokens_per_s"] == 8000 / 10 / 4
     assert got["throughput/train_tokens_per_s"] == 4000 / 50 / 4
@@ -60,7 +60,7 @@ def test_throughput_of_a_device():
     assert got["throughput/update_mfu"] == pytest.approx(24 / 40 / 4)  # the peak is one TFLOP/s
     assert got["throughput/forward_mfu"] == pytest.approx(4 / 5 / 4)
     assert got["throughput/mfu"] == pytest.approx(28 / 80 / 4)
-    unknown = figures.throughput(COLUMNS, 4000.0, peak=None)
+    unknown = throughput.throughput(COLUMNS, 4000.0, peak=None)
     assert unknown == {name: value for name, value in got.items() if "mfu" not in name}
 
 
@@ -72,7 +72,7 @@ def test_own_seconds_leave_the_wait_for_others_out():
         Span("reduce gradients", 8.0, 11.0, {}),
         Span("optimizer step", 6.0, 12.0, {"flops": 21.0}),
     ]
-    own = figures.own_figures(Timeline(spans=spans))
+    own = throughput.own_figures(Timeline(spans=spans))
     assert own["train"] == 2.0 + 6.0 - 3.0
     assert (own["generate"], own["sampled_tokens"]) == (4.0, 80.0)
     assert (own["update_s"], own["update_flops"], own["forward_s"], own["forward_flops"]) == (6.0, 21.0, 2.0, 7.0)
@@ -91,7 +91,7 @@ class Writer:
 
 
 def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "peak_flops", lambda: 1e9)
+    monkeypatch.setattr("megatron_brorl.train.trainer.peak_flops", lambda: 1e9)
     changes = {
         "run": {"dir": str(tmp_path), "trace_every": 2},
         "rollout": {"n": 16, "prompts": 2},
@@ -140,7 +140,7 @@ def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path,
 
 def test_operations_by_hand(model):
     """Weights of the model itself, pairs of a mask that is filled in token by token."""
-    from megatron_brorl.model_shape import read_shape
+    from megatron_brorl.families.shape import read_shape
     from megatron_brorl.parallel.flops import forward_flops, peak_of
 
     shape, g = read_shape(model[0]), torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ import fakes
 import pytest
 from dist.steps import _Silent, configured, make_trainer
 
-from megatron_brorl.algo.estimators import Interval
+from megatron_brorl.algo.statistics import Interval
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.folders import Best

@@ -14,9 +14,9 @@ from dist.steps import configured, make_trainer
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.data.source import FileSource
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.record.files import Moment, moments, read_groups, read_rollouts
-from megatron_brorl.train import record
-from megatron_brorl.train.record import Recorder
+from megatron_brorl.rollout_log.files import Moment, moments, read_groups, read_rollouts
+from megatron_brorl.train import recorder
+from megatron_brorl.train.recorder import Recorder
 
 N, PROMPTS, MOST, SEED = 8, 5, 12, 3
 SAMPLED = {"n": N, "prompts": PROMPTS, "max_tokens": MOST}
@@ -111,7 +111,7 @@ def test_a_step_is_recorded(processes, model, tmp_path):
 
 def test_it_has_no_part_in_training(processes, model, tmp_path, monkeypatch):
     """Check that a recorder changes no metrics and no weights, and drops the last siblings at its token limit."""
-    monkeypatch.setattr(record, "MAX_TOKENS", 60)
+    monkeypatch.setattr(recorder, "MAX_TOKENS", 60)
     recorded = trainer_of(model, processes, tmp_path / "rollouts", {"record_groups": 3})
     bare = trainer_of(model, processes, tmp_path / "bare")
     bare.recorder = None

@@ -14,7 +14,7 @@ from dist.steps import configured, make_trainer
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.data.source import FileSource
 from megatron_brorl.errors import UserError
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Sampling

@@ -11,8 +11,8 @@ from dist.steps import configured, make_trainer
 
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.native.engine import TorchEngine
 

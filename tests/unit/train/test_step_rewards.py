@@ -13,12 +13,12 @@ from by_hand import responses, update
 from dist.steps import configured, make_trainer
 from step_verifiers import RULES
 
-from megatron_brorl.algo.no_signal import why_no_signal
+from megatron_brorl.algo.group_signal import why_no_signal
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.progress import progress
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.worker_pool import RewardPool
+from megatron_brorl.tracking.progress import progress
 from megatron_brorl.train.console import console_line, evaluation_line, evaluation_metrics
 
 N, TOKENS = 32, 12

@@ -12,7 +12,7 @@ from dist.steps import configured, make_trainer
 
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.errors import UserError
-from megatron_brorl.progress import progress
+from megatron_brorl.tracking.progress import progress
 
 N, TOKENS, LIMIT = 512, 12, 2.0
 KILLED, STALLED = ("p/0", 17), ("p/1", 300)

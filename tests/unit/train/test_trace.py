@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from megatron_brorl.parallel import collectives
-from megatron_brorl.timeline import Timeline
+from megatron_brorl.tracking.timeline import Timeline
 from megatron_brorl.train.trace import write_trace
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import OptimConfig, SftConfig
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.sft import sft_optim

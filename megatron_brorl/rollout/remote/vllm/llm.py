@@ -22,7 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from megatron_brorl.config.schema import EngineConfig
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineLeaf, EngineOptions, check_draws
 
 EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.BrorlExtension"

@@ -12,13 +12,13 @@ from megatron.core.transformer import TransformerConfig
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
-from megatron_brorl.model_shape import parse_shape
+from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.models.gpt import transformer_config
 from megatron_brorl.models.layers import attention
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.parallel.batch import Group
+from megatron_brorl.parallel.packing import Group
 
 GROUPS = [
     (Group(7, ((2, 3), (1, 5))),),

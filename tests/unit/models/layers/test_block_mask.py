@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from megatron_brorl.models.layers.block_mask import block_mask
-from megatron_brorl.parallel.batch import Group
+from megatron_brorl.parallel.packing import Group
 
 STREAMS = {
     "one token": (Group(0, ((1, 1),)),),

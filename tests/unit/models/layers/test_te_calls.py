@@ -15,7 +15,7 @@ import torch
 
 import megatron_brorl
 from megatron_brorl.models.layers.attention import Segments
-from megatron_brorl.parallel.batch import Group
+from megatron_brorl.parallel.packing import Group
 
 SOURCE = ast.parse((Path(megatron_brorl.__file__).parent / "models" / "layers" / "te.py").read_text(encoding="utf-8"))
 EXTENSION = "megatron.core.extensions.transformer_engine"

@@ -7,8 +7,8 @@ import tiny
 import torch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.fused import sampling as fused_sampling
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.philox import stream_key

@@ -12,8 +12,8 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.fused import sampling as fused_sampling
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.rollout.engine import Request, Sampling

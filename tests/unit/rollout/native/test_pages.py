@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine

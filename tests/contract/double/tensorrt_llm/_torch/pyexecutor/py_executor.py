@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_brorl.model_shape import read_shape
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops import philox
 from megatron_brorl.ops.fp8_blocks import dequantize
 from megatron_brorl.ops.reference.sampling import sample, sampling_log_probs

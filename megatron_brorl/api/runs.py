@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.metrics import METRICS_FILE, read_metrics
-from megatron_brorl.record.files import FOLDER, Moment, moments, read_groups, read_rollouts
+from megatron_brorl.rollout_log.files import FOLDER, Moment, moments, read_groups, read_rollouts
+from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
 _SUMMARY = "summary.json"
 

@@ -17,8 +17,8 @@ from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
 from megatron_brorl.train import verify
-from megatron_brorl.train.rollouts import Rollouts
-from megatron_brorl.train.training_models import TrainingModels
+from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.sample_and_score import Rollouts
 from megatron_brorl.train.worker import Worker
 
 TRIES = 2

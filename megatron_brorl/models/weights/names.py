@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_brorl.families.family import Init, Parameter
-from megatron_brorl.model_shape import ModelShape
-from megatron_brorl.reshard.layout import Entry
+from megatron_brorl.families.shape import ModelShape
+from megatron_brorl.models.weights.layouts import Entry
 
 
 def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list[Entry]:

@@ -11,23 +11,23 @@ import time
 from collections.abc import Callable
 
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.metrics import MetricsWriter
 from megatron_brorl.parallel.flops import peak_flops
-from megatron_brorl.progress import Progress
-from megatron_brorl.timeline import span
+from megatron_brorl.tracking.metrics import MetricsWriter
+from megatron_brorl.tracking.progress import Progress
+from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.advantages import of_rollouts, with_shaped_rewards
 from megatron_brorl.train.assignment import cost_model
 from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import mass_balance_metrics
 from megatron_brorl.train.experience import make_experience, token_gain
-from megatron_brorl.train.figures import cluster_figures
 from megatron_brorl.train.finite import check_steps, nonfinite_steps
 from megatron_brorl.train.groups import group_metrics, mini_batches, trained
 from megatron_brorl.train.keep_best import new_best
 from megatron_brorl.train.run import Run
-from megatron_brorl.train.setup import training_sampling
+from megatron_brorl.train.sampling_params import training_sampling
 from megatron_brorl.train.state import stalls
+from megatron_brorl.train.throughput import cluster_figures
 from megatron_brorl.train.trace import StepTrace
 from megatron_brorl.train.update import update_models
 

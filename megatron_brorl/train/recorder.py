@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.config.schema import Config, RunConfig
-from megatron_brorl.record import files
-from megatron_brorl.record.schema import GROUPS, ROLLOUTS
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import judged_when_cut_off, without_stop
+from megatron_brorl.rollout_log import files
+from megatron_brorl.rollout_log.schema import GROUPS, ROLLOUTS
 from megatron_brorl.train.groups import Outcomes, trained
 from megatron_brorl.types import OpenGroup, ScoredRollout
 

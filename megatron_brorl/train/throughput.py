@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_brorl.parallel import collectives
-from megatron_brorl.timeline import Timeline
+from megatron_brorl.tracking.timeline import Timeline
 
 PHASES = ("generate", "score", "exchange", "train", "refit")
 _TRAINING = ("forward", "optimizer step")  # spans of passes, of which the second reduces gradients

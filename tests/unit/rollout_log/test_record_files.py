@@ -6,10 +6,10 @@ import pyarrow as pa
 import pytest
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.record import files
-from megatron_brorl.record.files import Moment
-from megatron_brorl.record.schema import GROUPS, ROLLOUTS
-from megatron_brorl.record.text import one_line, printable
+from megatron_brorl.rollout_log import files
+from megatron_brorl.rollout_log.files import Moment
+from megatron_brorl.rollout_log.schema import GROUPS, ROLLOUTS
+from megatron_brorl.rollout_log.text import one_line, printable
 
 STEP = Moment("step", 3)
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl import ranks
+from megatron_brorl import signals
+from megatron_brorl.api.runs import RunRecord, load_run
 from megatron_brorl.cli import train as command
 from megatron_brorl.cli.finished import finished
 from megatron_brorl.cli.session import Program
 from megatron_brorl.config.load import load, load_table
 from megatron_brorl.config.schema import Config
-from megatron_brorl.face.runs import RunRecord, load_run
 from megatron_brorl.files import check_outputs
-from megatron_brorl.metrics import METRICS_FILE
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rewards import custom
 from megatron_brorl.rewards.custom import OwnReward
+from megatron_brorl.tracking.metrics import METRICS_FILE
 from megatron_brorl.train.callbacks import Callback, Callbacks
 
 _BY_A_TABLE = "the tables"  # what messages call a configuration without a file
@@ -73,8 +73,8 @@ def train(
     # A rank of a launcher ends with it and heeds its signals; a notebook keeps its own.
     launched = "RANK" in os.environ
     if launched:
-        ranks.begin(saves=True)
-    device.leave_out_compiler()
+        signals.begin(saves=True)
+    cpu_bridge.leave_out_compiler()
     again = f"megatron_brorl.train({'{...}' if isinstance(config, Mapping) else repr(str(config))}, ...)"
     status = command.execute(loaded, lambda _: again, Program(reward, Callbacks(callbacks), continues=not launched))
     return _came_to(Path(loaded.run.dir), finished=status == 0)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl import __version__
-from megatron_brorl.ranks import LAUNCHER
+from megatron_brorl.signals import LAUNCHER
 
 FILE = "run.json"
 # Packages that decide what a run computes, where they are installed.

@@ -16,12 +16,12 @@ from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.prompts import render
 from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.gpt import DTYPES
-from megatron_brorl.models.hf_names import hf_shapes
+from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.parallel import device
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rewards.scoring import without_stop
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
@@ -74,7 +74,7 @@ class Engine:
         checkpoint.check_tied(shape)
 
         # The engine as a run has it, without a trainer to hand it weights.
-        where = device.default_device()
+        where = cpu_bridge.default_device()
         ops = backend(implementation, where)
         engine = TorchEngine(
             shape=shape,

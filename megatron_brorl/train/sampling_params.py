@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.model_shape import ModelShape
+from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.rollout.engine import Sampling
 
 

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 
+from megatron_brorl.api.engine import Engine, Sample
 from megatron_brorl.data.tokenizers import load_tokenizer
-from megatron_brorl.face.engine import Engine, Sample
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.train.worker import StageOptions, Worker
 

@@ -22,7 +22,7 @@ from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, deal, improbable, requests
 from megatron_brorl.rollout.watchdog import GenerationResult, Watchdog
 from megatron_brorl.rollout.work_stealing import SlotSupply, WorkStealing
-from megatron_brorl.timeline import span
+from megatron_brorl.tracking.timeline import span
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
 MOST_UNSCORED = 0.5  # with a larger share of failed verdicts rewards mean nothing

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import rename_aside
-from megatron_brorl.record.schema import GROUPS, ROLLOUTS
+from megatron_brorl.rollout_log.schema import GROUPS, ROLLOUTS
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"(step|evaluation)_(\d+)\.(?:groups|rollouts\.\d+)\.parquet")

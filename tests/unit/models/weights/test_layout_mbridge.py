@@ -10,10 +10,10 @@ import tiny
 import torch
 from transformers import AutoConfig
 
-from megatron_brorl.model_shape import read_shape
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.gpt import padded_vocab
-from megatron_brorl.models.hf_names import entries, hf_shapes
-from megatron_brorl.reshard.layout import local_shape, to_hf, to_local
+from megatron_brorl.models.weights.layouts import local_shape, to_hf, to_local
+from megatron_brorl.models.weights.names import entries, hf_shapes
 
 mbridge = pytest.importorskip("mbridge", reason="mbridge is part of the test extra of pyproject.toml")
 BRIDGES = {"llama": "LLaMABridge", "qwen2": "Qwen2Bridge", "qwen3": "Qwen3Bridge"}  # those of text models

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_brorl.reshard.layout import Entry, local_shape
+from megatron_brorl.models.weights.layouts import Entry, local_shape
 
 BUCKET_BYTES = 64 << 20
 ALIGN = 64  # bytes between the places of two tensors in a message

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron_brorl.model_shape import parse_shape
-from megatron_brorl.models.hf_names import entries, hf_shapes
-from megatron_brorl.reshard.layout import Entry, local_shape, to_hf, to_local
-from megatron_brorl.reshard.plan import make_plan
+from megatron_brorl.families.shape import parse_shape
+from megatron_brorl.models.weights.layouts import Entry, local_shape, to_hf, to_local
+from megatron_brorl.models.weights.names import entries, hf_shapes
+from megatron_brorl.models.weights.plan import make_plan
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_brorl.models.weights.layouts import to_hf
+from megatron_brorl.models.weights.plan import Bucket, Place, Plan
 from megatron_brorl.ops.checksum import Sealed, checksum
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.reshard.layout import to_hf
-from megatron_brorl.reshard.plan import Bucket, Place, Plan
 
 
 def stream(plan: Plan, parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype) -> Iterator[Sealed]:

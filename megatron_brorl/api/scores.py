@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_brorl.api.engine import Sample
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.prompts import Verifiers, check_row
 from megatron_brorl.errors import UserError
-from megatron_brorl.face.engine import Sample
 from megatron_brorl.rewards import custom
 from megatron_brorl.rewards.custom import OwnReward
 from megatron_brorl.rewards.extract import Found, extract
