@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_brorl.ops.decode import PAGE, HeadNorms, Rows
+from megatron_brorl.ops.interface import PAGE, DecodeBatch, HeadNorms
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 EPS, THETA = 1e-5, 100.0
@@ -30,7 +30,7 @@ class Case:
     norms: HeadNorms | None
     keys: Tensor
     values: Tensor
-    rows: Rows
+    rows: DecodeBatch
     heads: int
     dim: int
     expected: Tensor  # [B, heads d] float64
@@ -91,7 +91,7 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
     positions = torch.tensor([prompt_lengths[p] + n - 1 for p, n in zip(prompts, own, strict=True)])
     angle = positions.double()[:, None] * THETA ** (-torch.arange(dim // 2).double() / (dim // 2))
     pad = torch.nn.utils.rnn.pad_sequence
-    rows = Rows(
+    rows = DecodeBatch(
         cos=angle.cos().float(),
         sin=angle.sin().float(),
         tables=pad(list(order[: len(own)]), batch_first=True, padding_value=-7),

@@ -7,16 +7,23 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.decode import PAGE, HeadNorms, Rows
+from megatron_brorl.ops.interface import PAGE, DecodeBatch, HeadNorms
 
 GATHERED = 1 << 26  # keys gathered at a time, in numbers, so that N = 512 long rows fit a GPU's memory
 
 
 class ReferenceDecode:
-    """See ops.decode.DecodeOps; gathers every row's pages, the prompt's too."""
+    """See ops.interface.DecodeOps; gathers every row's pages, the prompt's too."""
 
     def attend(
-        self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Rows, scale: float, heads: int
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        keys: Tensor,
+        values: Tensor,
+        rows: DecodeBatch,
+        scale: float,
+        heads: int,
     ) -> Tensor:
         """See DecodeOps: qkv [B, (heads + 2 K) d] -> [B, heads d]."""
         # Queries, keys and values, normed and rotated in float32.
