@@ -31,13 +31,12 @@ class Case:
     keys: Tensor
     values: Tensor
     rows: DecodeBatch
-    heads: int
     dim: int
     expected: Tensor  # [B, heads d] float64
     new_keys: Tensor  # [B, K, d] float64
 
     def run(self, ops: Any) -> Tensor:
-        return ops.attend(self.qkv, self.norms, self.keys, self.values, self.rows, self.dim**-0.5, self.heads)
+        return ops.attend(self.qkv, self.norms, self.keys, self.values, self.rows, self.dim**-0.5)
 
 
 def rotate(x: Tensor, position: int) -> Tensor:
@@ -102,7 +101,7 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
     )
     norms = HeadNorms(*weights, EPS) if with_norms else None
     out = torch.stack(expected).view(len(own), -1)
-    return Case(qkv.to(dtype), norms, keys, values, rows, heads, dim, out, torch.stack(new_keys))
+    return Case(qkv.to(dtype), norms, keys, values, rows, dim, out, torch.stack(new_keys))
 
 
 def check(case: Case, got: Tensor) -> None:

@@ -63,14 +63,7 @@ class HeadNorms:
 
 class DecodeOps(Protocol):
     def attend(
-        self,
-        qkv: Tensor,
-        norms: HeadNorms | None,
-        keys: Tensor,
-        values: Tensor,
-        rows: DecodeBatch,
-        scale: float,
-        heads: int,
+        self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
     ) -> Tensor:
         """Write each row's new key and value to its place, then attend to the row's prompt and own tokens.
 

@@ -17,21 +17,15 @@ class FusedDecode:
     """See ops.interface.DecodeOps; on CPUs."""
 
     def attend(
-        self,
-        qkv: Tensor,
-        norms: HeadNorms | None,
-        keys: Tensor,
-        values: Tensor,
-        rows: DecodeBatch,
-        scale: float,
-        heads: int,
+        self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
     ) -> Tensor:
         """See DecodeOps: qkv [B, (heads + 2 K) d] -> [B, heads d]."""
-        native.check_devices("decode_attention_", qkv, keys, values, *vars(rows).values())
-        out = qkv.new_empty(len(qkv), heads * keys.shape[2])
+        native.check_devices("decode_attention_", qkv, keys, values, *vars(batch).values())
+        _, kv_heads, dim, _ = keys.shape
+        out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * dim)
         q, k, eps = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
-        places = (rows.tables, rows.lengths, rows.prompt_tables, rows.prompt_lengths, rows.prompts)
-        torch.ops.brorl.decode_attention_(qkv, q, k, eps, rows.cos, rows.sin, keys, values, *places, scale, out)
+        places = (batch.tables, batch.lengths, batch.prompt_tables, batch.prompt_lengths, batch.prompts)
+        torch.ops.brorl.decode_attention_(qkv, q, k, eps, batch.cos, batch.sin, keys, values, *places, scale, out)
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -187,9 +187,7 @@ class Decoder:
 
         def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
             where = local_rows if layer.local else rows
-            return self.ops.attend(
-                qkv, layer.head_norms, pool.keys[i], pool.values[i], where, self.scale, self.shape.heads
-            )
+            return self.ops.attend(qkv, layer.head_norms, pool.keys[i], pool.values[i], where, self.scale)
 
         return self._through(self._embed(ids), attend)
 
