@@ -23,10 +23,10 @@ N, TOKENS = 32, 12
 class Source:
     def __init__(self, log: Path) -> None:
         prompts = fakes.prompts(2)
-        self.prompts = [replace(p, verifier="logged", metadata={"log": str(log)}) for p in prompts]
+        self.batch = [replace(p, verifier="logged", metadata={"log": str(log)}) for p in prompts]
 
-    def take(self, start: int, count: int) -> list[Prompt]:
-        return self.prompts
+    def prompts(self, start: int, count: int) -> list[Prompt]:
+        return self.batch
 
 
 class _Deaf:
