@@ -156,7 +156,7 @@ def test_a_verifier_that_raises_on_the_reference_too_ends_the_run(processes, poo
     assert "verifier nonsense is broken: it raises on a reference answer too: KeyError: 'nonsense'" in (
         capfd.readouterr().err
     )
-    trainer.held_out = trainer.train_source.prompts
+    trainer.held_out = trainer.train_source.batch
     with progress(1, "train", False) as p, pytest.raises(UserError, match=r"^evaluation: the verifiers failed on"):
         trainer.evaluate(p)
 
@@ -173,7 +173,7 @@ def test_what_counts_as_correct_follows_the_key(processes, pool, model, correct_
     assert values["all_right_share"] == pytest.approx(sum(min(g[2]) >= correct_at for g in groups) / 3)
     assert values["all_wrong_share"] == pytest.approx(sum(max(g[2]) < correct_at for g in groups) / 3)
 
-    trainer.held_out = trainer.train_source.prompts
+    trainer.held_out = trainer.train_source.batch
     with progress(1, "train", False) as p:
         found = trainer.evaluate(p)
     rewards = []
