@@ -91,7 +91,7 @@ def update_policy(
     """
 
     def score(rows: list[int]) -> list[Tensor]:
-        part = experience.take(rows)
+        part = experience.select(rows)
         return worker.log_probs(part.prompts, part.responses, temperature)
 
     attempt = partial(_policy_step, worker, experience, algo, temperature)
@@ -137,7 +137,7 @@ def update_critic(
     """
 
     def score(rows: list[int]) -> list[Tensor]:
-        part = experience.take(rows)
+        part = experience.select(rows)
         return critic.values(part.prompts, part.responses)
 
     attempt = partial(_critic_step, critic, experience, clip)
@@ -207,7 +207,7 @@ def _take_steps(
 def _policy_step(
     worker: Worker, experience: Experience, algo: AlgoConfig, temperature: float, lr: float, rows: list[int]
 ) -> tuple[Update, dict[str, float]] | None:
-    part = experience.take(rows)
+    part = experience.select(rows)
     lengths = [len(r) for r in part.responses]
     own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
     size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
@@ -226,7 +226,7 @@ def _policy_step(
 def _critic_step(
     critic: CriticWorker, experience: Experience, clip: float, lr: float, rows: list[int]
 ) -> tuple[Update, dict[str, float]] | None:
-    part = experience.take(rows)
+    part = experience.select(rows)
     own_tokens = float(sum(len(r) for r in part.responses))
     tokens = collectives.all_reduce_sum({"tokens": own_tokens}, critic.grid.groups.dp)["tokens"]
     if not tokens:

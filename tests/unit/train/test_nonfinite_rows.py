@@ -254,7 +254,7 @@ class Sums:
 
     eos_id = 2
 
-    def take(self, start, count):
+    def prompts(self, start, count):
         return [replace(p, answer="7") for p in fakes.prompts(count, start)]
 
     def encode(self, text):
