@@ -34,7 +34,7 @@ class Limits:
     files: int = 64  # open at a time
 
 
-def tell_workers(bare: bool, timeout_s: float) -> None:
+def set_environment(bare: bool, timeout_s: float) -> None:
     """Put reward.unsandboxed and reward.timeout_s into the environment of worker processes."""
     os.environ[UNSANDBOXED], os.environ[TIMEOUT_S] = str(int(bare)), str(timeout_s)
 
