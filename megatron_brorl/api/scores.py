@@ -9,7 +9,7 @@ from typing import Any
 from megatron_brorl.api.engine import Sample
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.chat import spoken
-from megatron_brorl.data.prompts import Verifiers, check_row
+from megatron_brorl.data.prompts import RowFormat, check_row
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import custom
 from megatron_brorl.rewards.custom import OwnReward
@@ -57,7 +57,7 @@ def score(
     _check(responses, rows, function)
 
     # The rows as a data file's, and what of each response is judged.
-    prompts = [_prompt(row, i, Verifiers(name, config)) for i, row in enumerate(rows)]
+    prompts = [_prompt(row, i, RowFormat(name, config)) for i, row in enumerate(rows)]
     flat = [(p, r) for p, given in zip(prompts, responses, strict=True) for r in _listed(given)]
     found = [_found(prompt, response, config) for prompt, response in flat]
 
@@ -82,11 +82,11 @@ def _check(responses: Sequence[Any], rows: Sequence[Any], function: OwnReward | 
         custom.check_parameters(function, "reward")
 
 
-def _prompt(row: str | Mapping[str, Any] | None, i: int, verifiers: Verifiers) -> Prompt:
+def _prompt(row: str | Mapping[str, Any] | None, i: int, row_format: RowFormat) -> Prompt:
     raw = {"answer": row} if row is None or isinstance(row, str) else dict(row)
     # A row without an id is known by its place, which is what error messages say.
     where = f"rows[{i}]"
-    checked = check_row({"prompt": _NO_PROMPT, **raw}, where, where, verifiers)
+    checked = check_row({"prompt": _NO_PROMPT, **raw}, where, where, row_format)
     return Prompt(checked.id, spoken(checked.prompt), (), checked.answer, checked.verifier, checked.metadata)
 
 
