@@ -18,7 +18,7 @@ from megatron_brorl.algo.advantages import Moments, explained_variance, merge
 from megatron_brorl.algo.objectives import over_group_mean, pass_at_k_advantages
 from megatron_brorl.algo.shaping import shaped
 from megatron_brorl.config.schema import AlgoConfig, Config
-from megatron_brorl.ops.backend import Backend
+from megatron_brorl.ops.interface import Backend
 from megatron_brorl.parallel import collectives
 from megatron_brorl.train.groups import Outcomes
 

@@ -14,8 +14,8 @@ from megatron_brorl.algo.mismatch import mismatch_mask
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel import collectives
 from megatron_brorl.train.advantages import kl_in_reward, of_tokens
-from megatron_brorl.train.finite import finite_rows, log_rows
 from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.nonfinite import finite_rows, log_rows
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Experience, OpenGroup, ScoredRollout
 
@@ -32,7 +32,7 @@ def make_experience(
 ) -> tuple[list[ScoredRollout], Experience, dict[str, float]]:
     """Those of this replica's rollouts that are finite, their experience, and metrics, the same on every rank.
 
-    A rollout is left out, and counted, where a log-probability or value of it is NaN or infinite (train.finite). A
+    A rollout is left out, and counted, where a log-probability or value of it is NaN or infinite (train.nonfinite). A
     collective. group_advantages: [groups, N] of the whole step (advantages.of_rollouts).
     """
     actor = models.actor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_brorl.checkpoints.training import Part
+from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.worker import Stage, Worker
@@ -29,15 +29,15 @@ class TrainingModels:
         if self.reference:
             self.reference.offload()
 
-    def checkpoint_parts(self) -> list[Part]:
+    def checkpoint_parts(self) -> list[ModelState]:
         """What a checkpoint holds of them, in device memory."""
         for stage in self.stages():
             stage.reload()
         if self.reference:
             self.reference.reload()
-        parts = [Part("", self.actor.actor, self.actor.optimizer)]
+        parts = [ModelState("", self.actor.actor, self.actor.optimizer)]
         if self.critic:
-            parts.append(Part("critic", self.critic.critic, self.critic.optimizer))
+            parts.append(ModelState("critic", self.critic.critic, self.critic.optimizer))
         if self.reference:
-            parts.append(Part("reference", self.actor.actor, weights=self.reference.weights))
+            parts.append(ModelState("reference", self.actor.actor, weights=self.reference.weights))
         return parts

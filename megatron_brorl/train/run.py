@@ -52,7 +52,7 @@ class Run:
     recorder: Recorder | None = None  # of what people can read of the rollouts
     callbacks: Callbacks = field(default_factory=Callbacks)  # of a program of the user's; none on other ranks
     saving: BackgroundSaver = field(default_factory=BackgroundSaver)  # the checkpoint that is on its way
-    nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
+    nonfinite_steps: int = 0  # steps in a row, see train.nonfinite; each process counts from 0
 
     def __post_init__(self) -> None:
         # From here on a clock that nobody sets.
