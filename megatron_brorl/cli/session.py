@@ -315,7 +315,7 @@ class Session:
         return None
 
     def writer(self, resume_step: int | None) -> MetricsWriter | None:
-        """Return the writer of metrics on the main rank. resume_step: see metrics.Lines."""
+        """Return the writer of metrics on the main rank. resume_step: see MetricsWriter."""
         if not self.is_main_rank:
             return None
         trackers = open_trackers(self.config.run.log, self.dir, resume_step, asdict(self.config))
