@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.advantages import Moments
-from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyTokens
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.decode import DecodeOps
 from megatron_brorl.ops.reference.advantages import GroupKind
 from megatron_brorl.ops.reference.value import ValueLoss

@@ -122,7 +122,7 @@ def stuck(rank: int, folder: str, name: str, which: int) -> list[str]:
 def updating(rank: int, name: str) -> list[str]:
     """The leader's engine is slow to load: it has the weights when the other rank has gone on, or waits."""
     events = Events(name)
-    agree = weight_sync._agree
+    agree = weight_sync._problem
 
     def told_agree(*given: Any) -> str:
         if rank == 1:
@@ -138,7 +138,7 @@ def updating(rank: int, name: str) -> list[str]:
     engine: Any = SimpleNamespace(update_weights=update_weights)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_sync, "_agree", told_agree)
-        weight_sync.refit(worker, engine, 1)
+        weight_sync.sync_weights(worker, engine, 1)
     if rank == 1:
         events.happened("other goes on")
     return events.all()
