@@ -106,7 +106,7 @@ class Experience:
     def __len__(self) -> int:
         return len(self.responses)
 
-    def take(self, rows: list[int]) -> Experience:
+    def select(self, rows: list[int]) -> Experience:
         """The given rows, in the given order."""
         fields = {k: v and tuple(v[i] for i in rows) for k, v in vars(self).items()}
         return Experience(**fields)

@@ -33,7 +33,7 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
 class Source:
     """An endless row of prompts."""
 
-    def take(self, start: int, count: int) -> list[Prompt]:
+    def prompts(self, start: int, count: int) -> list[Prompt]:
         return prompts(count, start)
 
 

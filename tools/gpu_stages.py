@@ -158,7 +158,8 @@ def _token_ops(job: Job) -> dict[str, Callable[[str, Any], Any]]:
     import torch
 
     from megatron_brorl.algo.advantages import Moments
-    from megatron_brorl.ops.backend import Backend, backend
+    from megatron_brorl.ops.backend import backend
+    from megatron_brorl.ops.interface import Backend
 
     device = torch.device(job.device)
     generator = torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rollout_log.files import FOLDER, Moment, moments, read_groups, read_rollouts
+from megatron_brorl.rollout_log import FOLDER, Moment, moments, read_groups, read_rollouts
 from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
 _SUMMARY = "summary.json"

@@ -39,7 +39,7 @@ def dry_run(config: Config) -> int:
     _tell("reward", session.check_verifiers([*session.sources.first(), *session.sources.held_out]))
 
     worker = session.worker(config.optim, _Worker)
-    found = _forward_backward(worker, session.sources.train.take(0, 1)[0], config)
+    found = _forward_backward(worker, session.sources.train.prompts(0, 1)[0], config)
     _tell("micro-step", f"loss {found['loss']:.3g}, gradient norm {found['grad_norm']:.3g}, nothing is changed")
     grid.leave()  # no rank waits for another
     _tell("dry run", "all is well; the same command without --dry-run starts the run")

@@ -35,7 +35,7 @@ def _rollouts(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_brorl.report.rollout_browser import Filters, Page, export, listed, one_prompt, prompt_list, read
-    from megatron_brorl.rollout_log.files import FOLDER, moments, only
+    from megatron_brorl.rollout_log import FOLDER, filter_rows, moments
 
     folder = args.run / FOLDER
     kind = "step" if args.step is not None else "evaluation" if args.evaluation is not None else ""
@@ -63,5 +63,5 @@ def _rollouts(args: argparse.Namespace) -> int:
         page.line(f"recorded are {listed(moments(folder))}")
     else:
         for group in found.groups.to_pylist():
-            one_prompt(page, found.moment, group, only(found.rollouts, "group", [group["group"]]).to_pylist())
+            one_prompt(page, found.moment, group, filter_rows(found.rollouts, "group", [group["group"]]).to_pylist())
     return 0

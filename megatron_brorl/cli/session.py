@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import psutil
 import torch.distributed as dist
 
-from megatron_brorl import signals
+from megatron_brorl import rollout_log, signals
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import Base, Training, model_card
@@ -43,7 +43,6 @@ from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
-from megatron_brorl.rollout_log import files as record_files
 from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.timeline import dump_stacks_after
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
@@ -325,10 +324,10 @@ class Session:
         return writer
 
     def recorder(self, resume_step: int | None) -> Recorder:
-        """Return the writer of run.dir/rollouts. resume_step: see record.files.begin."""
-        folder = self.dir / record_files.FOLDER
+        """Return the writer of run.dir/rollouts. resume_step: see rollout_log.prepare_folder."""
+        folder = self.dir / rollout_log.FOLDER
         if self.is_main_rank:
-            record_files.begin(folder, resume_step)
+            rollout_log.prepare_folder(folder, resume_step)
         return Recorder(folder, self.config, self.tokenizer.decode, self.stop_ids, self.grid.rank)
 
     def stop_requested(self, save_s: float = 0.0) -> bool:

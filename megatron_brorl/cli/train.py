@@ -132,7 +132,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
 
 def _sizes(trainer: Trainer) -> str:
     """Return batch_line for the prompts of the next step."""
-    prompts = trainer.train_source.take(trainer.state.taken.prompts, trainer.config.rollout.prompts)
+    prompts = trainer.train_source.prompts(trainer.state.taken.prompts, trainer.config.rollout.prompts)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     limit = trainer.worker.options.tokens_per_micro_batch
     return batch_line(trainer.config, longest, limit, trainer.grid.data, trainer.grid.context)

@@ -39,7 +39,7 @@ _MAX_CHECKED = 512  # rows of a file, evenly spaced, that are encoded and decode
 
 
 class PromptSource(Protocol):
-    def take(self, start: int, count: int) -> list[Prompt]:
+    def prompts(self, start: int, count: int) -> list[Prompt]:
         """Return `count` prompts of the stream from a place on."""
 
 
@@ -49,7 +49,7 @@ class GeneratedSource:
     def __init__(self, prompts: GeneratedPrompts) -> None:
         self._prompts = prompts
 
-    def take(self, start: int, count: int) -> list[Prompt]:
+    def prompts(self, start: int, count: int) -> list[Prompt]:
         return [self._prompts.prompt(place) for place in range(start, start + count)]
 
 
@@ -60,7 +60,7 @@ class FileSource:
         self._prompts = prompts
         self._order = functools.lru_cache(maxsize=2)(functools.partial(_shuffled, len(prompts), seed))
 
-    def take(self, start: int, count: int) -> list[Prompt]:
+    def prompts(self, start: int, count: int) -> list[Prompt]:
         return [self.at(position) for position in range(start, start + count)]
 
     def at(self, position: int) -> Prompt:
@@ -88,7 +88,7 @@ class MixtureSource:
         self._sources = [FileSource(prompts, f"{seed}:{name}") for name, prompts in sources.items()]
         self._weights = whole_weights(weights)
 
-    def take(self, start: int, count: int) -> list[Prompt]:
+    def prompts(self, start: int, count: int) -> list[Prompt]:
         return [self._sources[source].at(position) for source, position in mixture_places(self._weights, start, count)]
 
 
@@ -134,7 +134,7 @@ class Sources:
 
     def first(self) -> Sequence[Prompt]:
         """Return all rows of files, or the first generated prompts, which identify the generator."""
-        return self.rows or self.train.take(0, 16)
+        return self.rows or self.train.prompts(0, 16)
 
     def digests(self, tokenizer: Path, date: datetime.date | None) -> dict[str, str]:
         """Return the SHA-256 of tokenizer files and rows by name, and the date that the chat template writes, if any.

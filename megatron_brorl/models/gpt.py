@@ -27,8 +27,7 @@ from megatron_brorl.models.layers.norm import FusedRmsNorm, PostNormRowLinear, R
 from megatron_brorl.models.weights.layouts import Entry
 from megatron_brorl.models.weights.names import entries, global_parameters
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.backend import Backend
-from megatron_brorl.ops.dtypes import compute_dtype
+from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed

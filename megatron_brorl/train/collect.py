@@ -73,7 +73,7 @@ class Collector:
         missing = target - len(groups)
         # All ranks see the same tables, so that they leave this loop together.
         for _ in range(1 + c.rollout.refills):
-            prompts = self.source.take(taken.prompts, prompts_to_ask(missing, taken, c.rollout))
+            prompts = self.source.prompts(taken.prompts, prompts_to_ask(missing, taken, c.rollout))
             groups += open_groups(prompts, taken.rounds, taken.prompts)
             taken = taken.with_round(len(prompts))
             sampled = self._sample(carried, groups, len(prompts))

@@ -22,11 +22,11 @@ from megatron_brorl.algo.kl import kl_estimate
 from megatron_brorl.algo.policy_loss import mismatch_mask
 from megatron_brorl.algo.shaping import shaped
 from megatron_brorl.config.schema import AlgoConfig, Config
-from megatron_brorl.ops.backend import Backend
+from megatron_brorl.ops.interface import Backend
 from megatron_brorl.parallel import collectives
-from megatron_brorl.train.finite import finite_rows, log_rows
 from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.nonfinite import finite_rows, log_rows
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Experience, OpenGroup, ScoredRollout
 

@@ -8,13 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl import rollout_log
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.checkpoints.training import BackgroundSaver, NotWritten
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout_log import files as record_files
 from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train import keep_best, state
@@ -51,7 +51,7 @@ class Run:
     recorder: Recorder | None = None  # of what people can read of the rollouts
     callbacks: Callbacks = field(default_factory=Callbacks)  # of a program of the user's; none on other ranks
     saving: BackgroundSaver = field(default_factory=BackgroundSaver)  # the checkpoint that is on its way
-    nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
+    nonfinite_steps: int = 0  # steps in a row, see train.nonfinite; each process counts from 0
 
     def __post_init__(self) -> None:
         # From here on a clock that nobody sets.
@@ -76,8 +76,8 @@ class Run:
             self.grid.barrier()  # every rank has written what it sampled
         with span("callbacks"):
             if self.callbacks:
-                moment = record_files.Moment("evaluation", self.state.step)
-                samples = record_files.read_rollouts(Path(self.config.run.dir) / record_files.FOLDER, moment)
+                moment = rollout_log.Moment("evaluation", self.state.step)
+                samples = rollout_log.read_rollouts(Path(self.config.run.dir) / rollout_log.FOLDER, moment)
                 self.callbacks.tell("on_evaluation", self.state.step, evaluation.as_dict(), samples)
         return evaluation
 

@@ -60,7 +60,7 @@ def sft(
         start = time.monotonic()
 
         # Every replica has its share of the examples; the loss is over the tokens of all.
-        taken = source.take(step * config.examples_per_step, config.examples_per_step)
+        taken = source.prompts(step * config.examples_per_step, config.examples_per_step)
         examples = sft_examples(taken, tokenizer)[grid.dp_rank :: grid.data]
         prompts = [torch.tensor(p) for p, _ in examples]
         responses = [torch.tensor(r) for _, r in examples]

@@ -20,9 +20,9 @@ from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import mass_balance_metrics
 from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, token_gain
-from megatron_brorl.train.finite import check_steps, nonfinite_steps
 from megatron_brorl.train.groups import group_metrics, mini_batches, trained
 from megatron_brorl.train.keep_best import new_best
+from megatron_brorl.train.nonfinite import check_steps, nonfinite_steps
 from megatron_brorl.train.run import Run
 from megatron_brorl.train.sampling_params import training_sampling
 from megatron_brorl.train.state import stalls

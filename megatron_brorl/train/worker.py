@@ -29,9 +29,8 @@ from megatron_brorl.models.nonfinite import require_finite
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.plan import make_plan
 from megatron_brorl.models.weights.stream import stream
-from megatron_brorl.ops.backend import Backend
 from megatron_brorl.ops.checksum import Sealed
-from megatron_brorl.ops.dtypes import compute_dtype
+from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.context import share
 from megatron_brorl.parallel.flops import TRAINING, forward_flops

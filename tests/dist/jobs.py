@@ -123,7 +123,7 @@ def train_steps(
         rollout_log_probs=tuple(base + 0.5 * n for n in noise),
         old_log_probs=tuple(base + n for n in noise),
         advantages=tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)),
-    ).take(own)
+    ).select(own)
     algo = AlgoConfig(**({"eps_low": 0.9, "eps_high": 4.0} | options.get("algo", {})))
     figures = []
     for update in range(2):

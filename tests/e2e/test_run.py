@@ -19,7 +19,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_brorl.data.tokenizers import train_sentencepiece
-from megatron_brorl.rollout_log.files import FOLDER, Moment, moments, read_groups, read_rollouts
+from megatron_brorl.rollout_log import FOLDER, Moment, moments, read_groups, read_rollouts
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_brorl.models.layers import flex_attention
 from megatron_brorl.models.layers.block_mask import block_mask
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.dtypes import compute_dtype
+from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel.context import own_tokens, segment_lengths
 from megatron_brorl.parallel.packing import Group
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from megatron_brorl.models.layers.attention import Segments
-from megatron_brorl.ops.dtypes import compute_dtype
+from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel.packing import Group
 
 

@@ -19,7 +19,6 @@ from megatron_brorl.cli import main, preflight
 from megatron_brorl.cli.memory_plan import plan_of
 from megatron_brorl.cli.preflight import Finding
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.fused import processor
 from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rollout.registry import ENGINES
 
@@ -81,10 +80,6 @@ def no_kernels(monkeypatch):
         raise ImportError(f"no module {name}")
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    monkeypatch.setattr(processor, "built", lambda: ["_C"])
-    monkeypatch.setattr(processor, "chosen", lambda *_: "_C")
-    monkeypatch.setattr(processor, "PACKAGE", Path("/nowhere/megatron_brorl"))
-    monkeypatch.setattr(sys, "path", [])
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_every_reader_of_rows_passes_the_variables_on(tmp_path: Path) -> None:
     for variables, end in (({}, "<think>\n"), ({"enable_thinking": False}, "</think>\n\n")):
         config = DataConfig(train=(str(rows),), held_out=(str(rows),), chat=True, chat_template_kwargs=variables)
         sources = load_sources(config, tokenizer, 100, 0)
-        (asked,), (kept,) = sources.train.take(0, 1), sources.held_out
+        (asked,), (kept,) = sources.train.prompts(0, 1), sources.held_out
         benchmark = load_benchmarks([f"b={rows}"], config, tokenizer, 100)[0]["b"][0]
         for prompt in (asked, kept, benchmark):
             assert prompt.text.endswith(end)

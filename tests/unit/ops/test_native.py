@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.fused import processor
-from megatron_brorl.ops.fused.processor import chosen
+from megatron_brorl.ops.fused.native import LEVELS, choose_module
 
 # As /proc/cpuinfo has them.
 HASWELL = "fpu sse2 ssse3 fma movbe sse4_2 popcnt avx f16c abm bmi1 avx2 bmi2"
@@ -31,29 +30,29 @@ def cpuinfo(tmp_path):
     [(SKYLAKE_X, "_C_v4"), (KNIGHTS_LANDING, "_C_v3"), (HASWELL, "_C_v3"), (SANDY_BRIDGE, "_C")],
 )
 def test_the_best_that_the_processor_runs(cpuinfo, flags, module):
-    assert chosen(ALL, cpuinfo=cpuinfo(flags)) == module
+    assert choose_module(ALL, cpuinfo=cpuinfo(flags)) == module
 
 
 def test_a_level_may_be_asked_for(cpuinfo):
     path = cpuinfo(SKYLAKE_X)
-    assert [chosen(ALL, level, path) for level in processor.LEVELS] == ["_C_v4", "_C_v3", "_C"]
+    assert [choose_module(ALL, level, path) for level in LEVELS] == ["_C_v4", "_C_v3", "_C"]
 
 
 def test_a_level_that_the_processor_has_not_is_refused(cpuinfo):
     with pytest.raises(UserError, match=r"^BRORL_CPU=x86-64-v4: this processor has no avx512bw, avx512dq, avx512vl$"):
-        chosen(ALL, "x86-64-v4", cpuinfo(KNIGHTS_LANDING))
+        choose_module(ALL, "x86-64-v4", cpuinfo(KNIGHTS_LANDING))
     with pytest.raises(UserError, match=r"no such level; it takes x86-64-v4, x86-64-v3, x86-64$"):
-        chosen(ALL, "avx2", cpuinfo(HASWELL))
+        choose_module(ALL, "avx2", cpuinfo(HASWELL))
 
 
 def test_a_build_for_one_processor_has_no_choice(tmp_path):
     """And nobody asks what the processor has."""
-    assert chosen({"_C"}, cpuinfo=tmp_path / "none") == chosen((), cpuinfo=tmp_path / "none") == "_C"
-    with pytest.raises(UserError, match="BRORL_CPU=x86-64: this build of csrc has the kernels for one processor alone"):
-        chosen({"_C"}, "x86-64")
+    assert choose_module({"_C"}, cpuinfo=tmp_path / "none") == choose_module((), cpuinfo=tmp_path / "none") == "_C"
+    with pytest.raises(UserError, match="BRORL_CPU=x86-64: this build of csrc is for one processor only"):
+        choose_module({"_C"}, "x86-64")
 
 
 def test_where_linux_does_not_tell(tmp_path):
-    with pytest.raises(UserError, match=r"does not say what this processor has \(flags\); set BRORL_CPU=x86-64"):
-        chosen(ALL, cpuinfo=tmp_path / "none")
-    assert chosen(ALL, "x86-64", tmp_path / "none") == "_C"
+    with pytest.raises(UserError, match=r"does not list the processor's flags; set BRORL_CPU=x86-64"):
+        choose_module(ALL, cpuinfo=tmp_path / "none")
+    assert choose_module(ALL, "x86-64", tmp_path / "none") == "_C"

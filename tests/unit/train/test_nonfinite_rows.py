@@ -15,7 +15,7 @@ from dist.steps import _Silent, configured, make_trainer
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.train.finite import nonfinite_steps
+from megatron_brorl.train.nonfinite import nonfinite_steps
 from megatron_brorl.train.sft import sft
 
 N, TOKENS = 32, 12
@@ -254,7 +254,7 @@ class Sums:
 
     eos_id = 2
 
-    def take(self, start, count):
+    def prompts(self, start, count):
         return [replace(p, answer="7") for p in fakes.prompts(count, start)]
 
     def encode(self, text):

@@ -31,7 +31,8 @@ def test_the_import_is_cheap_and_names_are_there():
         "import sys, megatron_brorl as m; assert 'torch' not in sys.modules; "
         "assert {'Engine', 'score', 'train'} <= {*dir(m)}; from megatron_brorl.train import early_stopping; "
         "from megatron_brorl import train; "
-        "assert callable(m.train) and m.train is train and train.early_stopping is early_stopping; assert 'torch' not in sys.modules"
+        "assert callable(m.train) and m.train is train and train.early_stopping is early_stopping; "
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError):

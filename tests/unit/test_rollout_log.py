@@ -5,11 +5,9 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
+from megatron_brorl import rollout_log
 from megatron_brorl.errors import UserError
-from megatron_brorl.rollout_log import files
-from megatron_brorl.rollout_log.files import Moment
-from megatron_brorl.rollout_log.schema import GROUPS, ROLLOUTS
-from megatron_brorl.rollout_log.text import one_line, printable
+from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, Moment, one_line, printable
 
 STEP = Moment("step", 3)
 
@@ -37,43 +35,43 @@ def groups(*numbers: int) -> pa.Table:
 
 
 def test_ranks_are_merged_bit_for_bit(tmp_path):
-    files.write_rollouts(tmp_path, STEP, 1, rows((0, 1), (2, 0)))
-    files.write_rollouts(tmp_path, STEP, 0, rows((2, 1), (0, 0)))
-    files.write_groups(tmp_path, STEP, groups(2, 0))
-    assert files.read_rollouts(tmp_path, STEP).to_pylist() == rows((0, 0), (0, 1), (2, 0), (2, 1)).to_pylist()
-    assert files.read_groups(tmp_path, STEP).to_pylist() == groups(0, 2).to_pylist()
-    assert files.moments(tmp_path) == [STEP]
+    rollout_log.write_rollouts(tmp_path, STEP, 1, rows((0, 1), (2, 0)))
+    rollout_log.write_rollouts(tmp_path, STEP, 0, rows((2, 1), (0, 0)))
+    rollout_log.write_groups(tmp_path, STEP, groups(2, 0))
+    assert rollout_log.read_rollouts(tmp_path, STEP).to_pylist() == rows((0, 0), (0, 1), (2, 0), (2, 1)).to_pylist()
+    assert rollout_log.read_groups(tmp_path, STEP).to_pylist() == groups(0, 2).to_pylist()
+    assert rollout_log.moments(tmp_path) == [STEP]
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    files.write_rollouts(tmp_path, STEP, 0, rows((2, 1), (0, 0)))
+    rollout_log.write_rollouts(tmp_path, STEP, 0, rows((2, 1), (0, 0)))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before  # and nothing left beside
 
 
 def test_a_step_without_recorded_rollouts_has_none(tmp_path):
-    files.write_groups(tmp_path, STEP, groups(1))
-    assert files.read_rollouts(tmp_path, STEP).to_pylist() == []
+    rollout_log.write_groups(tmp_path, STEP, groups(1))
+    assert rollout_log.read_rollouts(tmp_path, STEP).to_pylist() == []
 
 
 def test_a_resumed_run_drops_what_it_does_again(tmp_path):
     """After step 4: steps from 4 on and evaluations after more than 4 are of a past that is no more."""
     folder = tmp_path / "rollouts"
-    files.begin(folder, None)
+    rollout_log.prepare_folder(folder, None)
     for number in range(7):
         for kind in ("step", "evaluation"):
-            files.write_groups(folder, Moment(kind, number), groups(0))
-            files.write_rollouts(folder, Moment(kind, number), 5, rows((0, 0)))
+            rollout_log.write_groups(folder, Moment(kind, number), groups(0))
+            rollout_log.write_rollouts(folder, Moment(kind, number), 5, rows((0, 0)))
     (folder / ".step_000002.rollouts.00001.parquet.writing").write_bytes(b"half")  # of one that was killed
-    files.begin(folder, 4)
-    there = files.moments(folder)
+    rollout_log.prepare_folder(folder, 4)
+    there = rollout_log.moments(folder)
     assert there == [*(Moment("step", n) for n in range(4)), *(Moment("evaluation", n) for n in range(5))]
     assert len(list(folder.iterdir())) == 2 * len(there)
 
     # A new run in the same folder loses nothing either, but for what a killed one left.
     (folder / ".step_000003.groups.parquet.writing").write_bytes(b"half")
     for aside in ("rollouts.1", "rollouts.2"):
-        files.begin(folder, None)
+        rollout_log.prepare_folder(folder, None)
         assert list(folder.iterdir()) == []
         assert (tmp_path / aside).is_dir()
-    assert files.moments(tmp_path / "rollouts.1") == there
+    assert rollout_log.moments(tmp_path / "rollouts.1") == there
     assert len(list((tmp_path / "rollouts.1").iterdir())) == 2 * len(there)
 
 
@@ -84,19 +82,19 @@ def test_what_cannot_be_read_is_told_in_one_line(tmp_path):
         assert "\n" not in str(e.value)
         return str(e.value)
 
-    assert "holds no recorded rollouts; give the run.dir" in told(lambda: files.moments(tmp_path / "nowhere"))
-    files.write_groups(tmp_path, STEP, groups(1))
+    assert "holds no recorded rollouts; give the run.dir" in told(lambda: rollout_log.moments(tmp_path / "nowhere"))
+    rollout_log.write_groups(tmp_path, STEP, groups(1))
     path = tmp_path / "step_000003.groups.parquet"
     whole = path.read_bytes()
     for damaged in (b"", b"text", whole[:-30], b"\0" * len(whole)):
         path.write_bytes(damaged)
-        assert told(lambda: files.read_groups(tmp_path, STEP)).startswith(f"{path}: not a readable Parquet file")
-    files.write_rollouts(tmp_path, STEP, 0, groups(1))
-    assert "step_000003.rollouts.00000.parquet: has not the columns" in told(
-        lambda: files.read_rollouts(tmp_path, STEP)
+        assert told(lambda: rollout_log.read_groups(tmp_path, STEP)).startswith(f"{path}: not a readable Parquet file")
+    rollout_log.write_rollouts(tmp_path, STEP, 0, groups(1))
+    assert "step_000003.rollouts.00000.parquet: has other columns" in told(
+        lambda: rollout_log.read_rollouts(tmp_path, STEP)
     )
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in told(lambda: files.begin(tmp_path / "file" / "rollouts", 0))
+    assert "cannot be written" in told(lambda: rollout_log.prepare_folder(tmp_path / "file" / "rollouts", 0))
 
 
 def test_what_a_model_wrote_cannot_reach_the_terminal():
