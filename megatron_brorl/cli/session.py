@@ -63,7 +63,7 @@ T = TypeVar("T")
 class Program:
     """Reward function and callbacks that a Python program adds to a command."""
 
-    reward: custom.OwnReward | None = None  # scores rows whose verifier is custom.IN_PROCESS
+    reward: custom.RewardFunction | None = None  # scores rows whose verifier is custom.IN_PROCESS
     callbacks: Callbacks = field(default_factory=Callbacks)
     continues: bool = False  # True if the program survives an error, so that the session must release its resources
     tell: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result

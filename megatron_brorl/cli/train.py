@@ -187,7 +187,7 @@ def _summary(
         "held_out_prompts": len(trainer.held_out),
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,
-        "best_checkpoint": {"step": best.step, "figure": best.figure, "value": best.value} if best else None,
+        "best_checkpoint": {"step": best.step, "figure": best.metric, "value": best.value} if best else None,
         "job_seconds": trainer.seconds(),
         "peak_rss_mib": peak_rss_mib,
         "before": before,

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_brorl.checkpoints import hugging_face
-from megatron_brorl.checkpoints.training import Part
+from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.critic import body, build_critic
@@ -66,15 +66,15 @@ class TrainingModels:
         if self.reference:
             self.reference.offload()
 
-    def checkpoint_parts(self) -> list[Part]:
+    def checkpoint_parts(self) -> list[ModelState]:
         """What a checkpoint holds of them, in device memory."""
         for stage in self.stages():
             stage.reload()
         if self.reference:
             self.reference.reload()
-        parts = [Part("", self.actor.actor, self.actor.optimizer)]
+        parts = [ModelState("", self.actor.actor, self.actor.optimizer)]
         if self.critic:
-            parts.append(Part("critic", self.critic.critic, self.critic.optimizer))
+            parts.append(ModelState("critic", self.critic.critic, self.critic.optimizer))
         if self.reference:
-            parts.append(Part("reference", self.actor.actor, weights=self.reference.weights))
+            parts.append(ModelState("reference", self.actor.actor, weights=self.reference.weights))
         return parts
