@@ -47,7 +47,7 @@ from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.timeline import dump_stacks_after
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
-from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.sample_and_score import Rollouts
 from megatron_brorl.train.sampling_params import context
