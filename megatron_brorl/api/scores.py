@@ -9,16 +9,16 @@ from typing import Any
 from megatron_brorl.api.engine import Sample
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.chat import spoken
-from megatron_brorl.data.prompts import Verifiers, check_row
+from megatron_brorl.data.prompts import RowFormat, check_row
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import custom
-from megatron_brorl.rewards.custom import OwnReward
+from megatron_brorl.rewards.custom import RewardFunction
 from megatron_brorl.rewards.extract import Found, extract
 from megatron_brorl.rewards.preflight import check_verifiers
 from megatron_brorl.rewards.registry import entry
-from megatron_brorl.rewards.scoring import judged_when_cut_off, worth
+from megatron_brorl.rewards.scoring import final_reward, scores_cut_off
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
-from megatron_brorl.types import Prompt, Verdict
+from megatron_brorl.types import Prompt, ScoreResult
 
 _NO_PROMPT = "-"  # of a reference alone
 _UNSEEN = Found(None, "cut off")
@@ -39,7 +39,7 @@ class Reward:
 def score(
     responses: Sequence[str | Sample | Sequence[str | Sample]],
     rows: Sequence[str | Mapping[str, Any] | None],
-    verifier: str | OwnReward = "math",
+    verifier: str | RewardFunction = "math",
     *,
     config: RewardConfig | None = None,
 ) -> list[Any]:
@@ -57,7 +57,7 @@ def score(
     _check(responses, rows, function)
 
     # The rows as a data file's, and what of each response is judged.
-    prompts = [_prompt(row, i, Verifiers(name, config)) for i, row in enumerate(rows)]
+    prompts = [_prompt(row, i, RowFormat(name, config)) for i, row in enumerate(rows)]
     flat = [(p, r) for p, given in zip(prompts, responses, strict=True) for r in _listed(given)]
     found = [_found(prompt, response, config) for prompt, response in flat]
 
@@ -73,7 +73,7 @@ def score(
     return [next(rewards) if _is_one(given) else [next(rewards) for _ in _listed(given)] for given in responses]
 
 
-def _check(responses: Sequence[Any], rows: Sequence[Any], function: OwnReward | None) -> None:
+def _check(responses: Sequence[Any], rows: Sequence[Any], function: RewardFunction | None) -> None:
     if isinstance(responses, str) or isinstance(rows, str) or len(responses) != len(rows):
         raise UserError(
             f"score: {len(responses)} responses and {len(rows)} rows; give a list of responses, and a row for each"
@@ -82,11 +82,11 @@ def _check(responses: Sequence[Any], rows: Sequence[Any], function: OwnReward | 
         custom.check_parameters(function, "reward")
 
 
-def _prompt(row: str | Mapping[str, Any] | None, i: int, verifiers: Verifiers) -> Prompt:
+def _prompt(row: str | Mapping[str, Any] | None, i: int, row_format: RowFormat) -> Prompt:
     raw = {"answer": row} if row is None or isinstance(row, str) else dict(row)
     # A row without an id is known by its place, which is what error messages say.
     where = f"rows[{i}]"
-    checked = check_row({"prompt": _NO_PROMPT, **raw}, where, where, verifiers)
+    checked = check_row({"prompt": _NO_PROMPT, **raw}, where, where, row_format)
     return Prompt(checked.id, spoken(checked.prompt), (), checked.answer, checked.verifier, checked.metadata)
 
 
@@ -105,13 +105,13 @@ def _cut_off(response: str | Sample) -> bool:
 def _found(prompt: Prompt, response: str | Sample, config: RewardConfig) -> Found | None:
     """The answer in a response; None where nothing looks for one."""
     judged_by = entry(prompt.verifier, "verifier", config)
-    if _cut_off(response) and not judged_when_cut_off(judged_by, config):
+    if _cut_off(response) and not scores_cut_off(judged_by, config):
         return None
     text = response.text if isinstance(response, Sample) else response
     return extract(text, judged_by.find, judged_by.max_chars)
 
 
-def _reward(response: str | Sample, found: Found | None, verdict: Verdict, config: RewardConfig) -> Reward:
-    reward, right = worth(verdict, _cut_off(response), config)
+def _reward(response: str | Sample, found: Found | None, verdict: ScoreResult, config: RewardConfig) -> Reward:
+    reward, right = final_reward(verdict, _cut_off(response), config)
     answer, status = (found.answer, verdict.status) if found else (None, "length")
     return Reward(reward, right, verdict.reason, status, answer, verdict.parts)

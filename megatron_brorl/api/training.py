@@ -19,7 +19,7 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.files import check_outputs
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rewards import custom
-from megatron_brorl.rewards.custom import OwnReward
+from megatron_brorl.rewards.custom import RewardFunction
 from megatron_brorl.tracking.metrics import METRICS_FILE
 from megatron_brorl.train.callbacks import Callback, Callbacks
 
@@ -37,7 +37,7 @@ def train(
     config: str | Path | Mapping[str, Mapping[str, Any]],
     *,
     overrides: Sequence[str] = (),
-    reward: OwnReward | None = None,
+    reward: RewardFunction | None = None,
     callbacks: Sequence[Callback | Any] = (),
 ) -> Trained:
     """Train in this process, from the newest checkpoint in run.dir where there is one, as `brorl train` does.

@@ -47,7 +47,7 @@ from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.timeline import dump_stacks_after
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
-from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.sample_and_score import Rollouts
 from megatron_brorl.train.sampling_params import context
@@ -63,7 +63,7 @@ T = TypeVar("T")
 class Program:
     """Reward function and callbacks that a Python program adds to a command."""
 
-    reward: custom.OwnReward | None = None  # scores rows whose verifier is custom.IN_PROCESS
+    reward: custom.RewardFunction | None = None  # scores rows whose verifier is custom.IN_PROCESS
     callbacks: Callbacks = field(default_factory=Callbacks)
     continues: bool = False  # True if the program survives an error, so that the session must release its resources
     tell: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result

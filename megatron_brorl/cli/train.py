@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_brorl import signals
-from megatron_brorl.algo.statistics import widest
+from megatron_brorl.algo.pass_at_k import widest
 from megatron_brorl.checkpoints.model_card import Training
 from megatron_brorl.cli.dry_run import dry_run
 from megatron_brorl.cli.run_folder import Changes, change_line, check_fingerprint
@@ -187,7 +187,7 @@ def _summary(
         "held_out_prompts": len(trainer.held_out),
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,
-        "best_checkpoint": {"step": best.step, "figure": best.figure, "value": best.value} if best else None,
+        "best_checkpoint": {"step": best.step, "figure": best.metric, "value": best.value} if best else None,
         "job_seconds": trainer.seconds(),
         "peak_rss_mib": peak_rss_mib,
         "before": before,

@@ -17,8 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyTokens
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyLossSettings, PolicyTokens
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.layers.attention import PackedAttention, Segments

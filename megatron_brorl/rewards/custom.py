@@ -26,7 +26,7 @@ from megatron_brorl.rewards.verifier import Entry, VerifierRow
 from megatron_brorl.rewards.worker_process import WorkerLostError, call_in_worker
 
 IN_PROCESS = "this_process:reward"  # the verifier of rows that a program's own function judges
-OwnReward = Callable[[str, VerifierRow], Any]  # returns anything that rewards.judge accepts
+RewardFunction = Callable[[str, VerifierRow], Any]  # returns anything that rewards.judge accepts
 
 _NAME = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
 _TRL_PARAMETERS = {"prompts", "completions", "completion_ids"}
@@ -53,7 +53,7 @@ def entry(name: str) -> Entry:
     )
 
 
-def look_at(name: str) -> tuple[str, bool]:
+def validate(name: str) -> tuple[str, bool]:
     """Check a function in a worker process. Return the hash of its file, and whether it has a true attribute `pure`.
 
     Equal answers to a row have equal scores if it is pure. Raises UserError if the function cannot be used.
@@ -68,7 +68,7 @@ def look_at(name: str) -> tuple[str, bool]:
 
 
 def inspected(name: str) -> tuple[str, str, bool]:
-    """Return an error message and the values of `look_at`, found in this process."""
+    """Return an error message and the values of `validate`, found in this process."""
     try:
         function, module = _import(name)
         check_parameters(function, f"verifier {name}")
@@ -97,7 +97,7 @@ def check_parameters(function: Callable[..., Any], what: str) -> None:
         raise UserError(f"{what}: must take (response, row): {e}") from None
 
 
-def sha256(function: OwnReward) -> str:
+def sha256(function: RewardFunction) -> str:
     """Return the hash of a function's source, else of its compiled code, else of its name."""
     try:
         text = inspect.getsource(function)

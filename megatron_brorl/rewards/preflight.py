@@ -9,14 +9,14 @@ from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import custom, registry
 from megatron_brorl.rewards.sandbox import isolation, probe
-from megatron_brorl.rewards.scoring import verifier_name, worth
+from megatron_brorl.rewards.scoring import final_reward, verifier_name
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.worker_process import call_in_worker
-from megatron_brorl.types import Prompt, Verdict
+from megatron_brorl.types import Prompt, ScoreResult
 
 _ROWS = 8  # rows to look at, for each verifier and each of its tasks
 
-Judged = list[tuple[Prompt, Verdict]]
+Judged = list[tuple[Prompt, ScoreResult]]
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
     entries = {name: registry.entry(name, "verifier", config) for name in sorted(names)}
 
     # Verifiers that run programs of the model need a sandbox.
-    isolation.tell_workers(config.unsandboxed, config.timeout_s)
+    isolation.set_environment(config.unsandboxed, config.timeout_s)
     executing = [name for name, entry in entries.items() if entry.executes]
     if executing and not config.unsandboxed:
         reason = call_in_worker("megatron_brorl.rewards.sandbox.probe:problem")
         if reason:
             raise probe.refuse(f"verifier {executing[0]!r}", reason)
 
-    found = {name: custom.look_at(name) for name, entry in entries.items() if entry.foreign}
+    found = {name: custom.validate(name) for name, entry in entries.items() if entry.foreign}
     return CheckedVerifiers(
         sha256={name: sha256 for name, (sha256, _) in found.items()},
         impure=frozenset(name for name, (_, pure) in found.items() if not pure),
@@ -88,7 +88,7 @@ def _check_status(name: str, rows: Judged) -> None:
 
 def _refused(judged: Mapping[str, Judged], config: RewardConfig) -> list[str]:
     """Return warnings about reference answers that do not count as correct."""
-    wrong = {name: [(p, v) for p, v in rows if not worth(v, False, config)[1]] for name, rows in judged.items()}
+    wrong = {name: [(p, v) for p, v in rows if not final_reward(v, False, config)[1]] for name, rows in judged.items()}
     # A verifier with several tasks accepts references if it accepts those of any task.
     accepting = {rows[0][0].verifier for name, rows in judged.items() if len(wrong[name]) < len(rows)}
     warnings = []

@@ -19,7 +19,7 @@ from megatron_brorl.rewards.extract import Found, extract
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import Entry
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
-from megatron_brorl.types import Prompt, Rollout, Status, Verdict
+from megatron_brorl.types import Prompt, Rollout, ScoreResult, Status
 
 _RAISED = {
     "error": "verifier {} raised on an answer, which scores 0 (metric verdict_errors)",
@@ -35,8 +35,8 @@ class Scores:
     rewards: Tensor  # [B] float32
     right: list[bool]  # whether each counts as correct
     answers: list[str | None]  # the judged part of each response; None: it has no answer, or was not judged
-    verdicts: list[Verdict]
-    counts: dict[str, int]  # rollouts of each status of Verdict, and "length": those that were not judged
+    verdicts: list[ScoreResult]
+    counts: dict[str, int]  # rollouts of each status of ScoreResult, and "length": those that were not judged
     raised: dict[str, str]  # per verifier that raised or gave no score: what happened, and the first reason
 
 
@@ -93,7 +93,7 @@ class Scorer:
             raise self._error
         judged = [self._judged[place] for place in places]
         verdicts = [each.verdict.result() for each in judged]
-        worths = [worth(v, each.cut_off, self._config) for v, each in zip(verdicts, judged, strict=True)]
+        worths = [final_reward(v, each.cut_off, self._config) for v, each in zip(verdicts, judged, strict=True)]
 
         counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
         counts.update("length" if each.unseen else v.status for v, each in zip(verdicts, judged, strict=True))
@@ -125,7 +125,7 @@ class Scorer:
             self._entries[prompt.verifier] = entry(prompt.verifier, "verifier", self._config)
         judged_by = self._entries[prompt.verifier]
         cut_off = rollout.finish == "length"
-        unseen = cut_off and not judged_when_cut_off(judged_by, self._config)
+        unseen = cut_off and not scores_cut_off(judged_by, self._config)
         if unseen:
             found = Found(None, "cut off")
         else:
@@ -139,10 +139,10 @@ class _Judged:
     cut_off: bool  # by rollout.max_tokens
     unseen: bool  # no verifier judges it
     answer: str | None
-    verdict: Future[Verdict]
+    verdict: Future[ScoreResult]
 
 
-def worth(verdict: Verdict, cut_off: bool, config: RewardConfig) -> tuple[float, bool]:
+def final_reward(verdict: ScoreResult, cut_off: bool, config: RewardConfig) -> tuple[float, bool]:
     """Return the reward of a response with this verdict, and whether the response counts as correct.
 
     A response is correct if its verifier's own reward is at least reward.correct_at. Both are rounded to float32, so
@@ -157,7 +157,7 @@ def worth(verdict: Verdict, cut_off: bool, config: RewardConfig) -> tuple[float,
     return min(reward, config.cut_off_factor * reward), reaches and config.cut_off_factor == 1
 
 
-def judged_when_cut_off(judged_by: Entry, config: RewardConfig) -> bool:
+def scores_cut_off(judged_by: Entry, config: RewardConfig) -> bool:
     """Return whether the reward of a cut-off response can differ from 0, so that its verifier has to judge it."""
     return config.cut_off_factor > 0 or (judged_by.foreign and not config.strict)
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.custom import IN_PROCESS, OwnReward
+from megatron_brorl.rewards.custom import IN_PROCESS, RewardFunction
 from megatron_brorl.rewards.judge import Judge
 from megatron_brorl.rewards.verifier import MOST_REWARD, VerifierRow
 from megatron_brorl.rewards.worker_process import WorkerLostError, WorkerProcess
-from megatron_brorl.types import Prompt, Verdict
+from megatron_brorl.types import Prompt, ScoreResult
 
 _MAX_CHUNK = 256  # answers per message
 _START_ATTEMPTS = 3  # in a row, for each worker
@@ -51,7 +51,7 @@ class _Job:
     verifier: str
     answer: str
     row: VerifierRow
-    verdict: Future[Verdict] = field(default_factory=Future)
+    verdict: Future[ScoreResult] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
     crashed: bool = False  # Its worker died once. That may have been chance, so the answer gets a second attempt.
 
@@ -69,7 +69,7 @@ class RewardPool:
         timeout_s: float,
         make: str = "megatron_brorl.rewards.registry:judge",
         impure: frozenset[str] = frozenset(),
-        function: OwnReward | None = None,
+        function: RewardFunction | None = None,
     ) -> None:
         """make: "module:function" from the name of a verifier to its Judge. impure: verifiers that may score equal
         answers differently. function: judges requests of verifier IN_PROCESS in a thread of this process."""
@@ -78,7 +78,7 @@ class RewardPool:
         self._judge = Judge(function) if function else None
         self._changed = threading.Condition()  # guards the members below
         self._queue: deque[_Job] = deque()
-        self._cache: dict[Hashable, tuple[Future[Verdict], object]] = {}
+        self._cache: dict[Hashable, tuple[Future[ScoreResult], object]] = {}
         self._processes: set[WorkerProcess] = set()
         self._start()
 
@@ -94,7 +94,7 @@ class RewardPool:
         with self._changed:
             return [process.pid for process in self._processes]
 
-    def submit(self, request: ScoreRequest) -> Future[Verdict]:
+    def submit(self, request: ScoreRequest) -> Future[ScoreResult]:
         """Return the future verdict. A pure verifier judges equal answers to a prompt once, until `forget`.
 
         The future raises UserError if a worker cannot be started. Raises RuntimeError if the pool is closed.
@@ -102,8 +102,8 @@ class RewardPool:
         self._check_open()
         prompt, answer = request.prompt, request.answer
         if answer is None:
-            nothing: Future[Verdict] = Future()
-            nothing.set_result(Verdict(0.0, "no_answer", request.why))
+            nothing: Future[ScoreResult] = Future()
+            nothing.set_result(ScoreResult(0.0, "no_answer", request.why))
             return nothing
 
         row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=prompt.answer, metadata=prompt.metadata)
@@ -129,7 +129,7 @@ class RewardPool:
                 self._changed.notify()
         return job.verdict
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """Return one verdict per request, in order."""
         self._check_open()
         try:
@@ -228,7 +228,7 @@ class RewardPool:
             size = min(_MAX_CHUNK, max(1, len(self._queue) // (4 * self._count)))
             return deque() if self._stopped else deque(self._queue.popleft() for _ in range(size))
 
-    def _deliver(self, job: _Job, verdict: Verdict) -> None:
+    def _deliver(self, job: _Job, verdict: ScoreResult) -> None:
         stats = self.stats
         stats.latency_max_s = max(stats.latency_max_s, time.monotonic() - job.submitted)
         job.verdict.set_result(verdict)
@@ -239,9 +239,9 @@ class RewardPool:
             return
         self.stats.restarts += 1  # before the last verdict of a step is delivered
         if lost.timed_out and lost.started:
-            self._deliver(jobs.popleft(), Verdict(0.0, "timeout", f"no verdict in {self._timeout_s:g} s"))
+            self._deliver(jobs.popleft(), ScoreResult(0.0, "timeout", f"no verdict in {self._timeout_s:g} s"))
         elif lost.started and jobs[0].crashed:
-            self._deliver(jobs.popleft(), Verdict(0.0, "crash", "its process died, twice"))
+            self._deliver(jobs.popleft(), ScoreResult(0.0, "crash", "its process died, twice"))
         elif lost.started:
             jobs[0].crashed = True
 
@@ -254,14 +254,14 @@ class RewardPool:
             job.verdict.set_exception(error)
 
 
-def _verdict(reply: Any) -> Verdict:
+def _verdict(reply: Any) -> ScoreResult:
     """Return the verdict in a reply of a Judge. Raises WorkerLostError for anything else."""
     try:
         status, reward, reason, parts = reply
         numbers = [reward, *parts.values()]
         valid = status in ("ok", "error", "invalid", "broken") and isinstance(reason, str)
         if valid and all(type(n) in (int, float) and abs(n) <= MOST_REWARD for n in numbers):
-            return Verdict(float(reward), status, reason, parts)
+            return ScoreResult(float(reward), status, reason, parts)
     except (TypeError, ValueError, AttributeError):
         pass
     raise WorkerLostError("wrote a result that is not a verdict", started=True)

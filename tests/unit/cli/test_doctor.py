@@ -19,7 +19,7 @@ from megatron_brorl.cli import main, preflight
 from megatron_brorl.cli.memory_plan import plan_of
 from megatron_brorl.cli.preflight import Finding
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.sandbox import isolation, probe
+from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rollout.registry import ENGINES
 
 ROOT = Path(__file__).parents[3]
@@ -97,7 +97,7 @@ def no_kernels(monkeypatch):
             "note",
             "ulimit -n 1024",
         ),
-        (lambda m: m.setattr(isolation, "found", lambda: None), "_sandbox", "note", "apt-get install bubblewrap"),
+        (lambda m: m.setattr(shutil, "which", lambda _: None), "_sandbox", "note", "apt-get install bubblewrap"),
         (lambda m: m.setattr(shutil, "which", lambda _: "/bin/smi"), "_gpus", "BAD", "install a torch with CUDA"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -1,13 +1,15 @@
-"""Checkpoints of Megatron's distributed optimizer (ZeRO-1), in its "dp_reshardable" format.
+"""State of a model and its optimizer in a training checkpoint.
 
-Each rank writes the part of the optimizer state that it owns, and nothing is gathered. "fully_reshardable" would gather
-12 bytes per parameter on every rank: 21 GB at 1.5B parameters. The price is that the files follow the gradient buffers
-of one tensor- and pipeline-parallel layout; only the data-parallel size may differ when they are loaded.
+The state of Megatron's distributed optimizer (ZeRO-1) is in its "dp_reshardable" format: each rank writes the part that
+it owns. "fully_reshardable" would gather 12 bytes per parameter on every rank, 21 GB at 1.5B parameters. The price is
+that the files follow the gradient buffers of one tensor- and pipeline-parallel layout, so only the data-parallel size
+may differ when they are loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,64 @@ import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.models.nonfinite import require_finite
+from megatron_brorl.models.weights.names import global_parameters
 
 _FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """A model and its optimizer, as a checkpoint stores them. The actor's name is "", so it keeps Megatron's names."""
+
+    name: str
+    module: Any
+    optimizer: Any = None
+    weights: dict[str, Tensor] | None = None  # by the module's names, instead of the module's own weights
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of its tensors' names in the checkpoint."""
+        return f"{self.name}." if self.name else ""
+
+    def require_finite(self, what: str, then: str) -> None:
+        """Raise UserError if a weight is NaN or infinite; a collective. what, then: around its name in the message."""
+        named = global_parameters(self.module) if self.weights is None else self.weights
+        require_finite(named, f"{what}, {self.name or 'actor'}", then)
+
+    def sharded(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
+        """Return Megatron's sharded state. An optimizer that has not stepped has none."""
+        model = self.module.sharded_state_dict(prefix=self.prefix)
+        for name, weight in (self.weights or {}).items():
+            model[self.prefix + name].data = weight
+        if not with_optimizer:
+            return {"model": model}
+        if is_distributed(self.optimizer):
+            optimizer = _distributed_state(self.optimizer, model, self.prefix, loading)
+        else:
+            optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading)
+        return {"model": model, "optimizer": optimizer}
+
+    def restore(self, state: dict[str, Any], directory: Path) -> None:
+        """Load what `sharded` returned and Megatron filled. Without a saved state, the optimizer takes the weights.
+
+        directory: named in errors.
+        """
+        model = {k.removeprefix(self.prefix): v for k, v in state["model"].items()}
+        if self.weights is not None:
+            for name, weight in self.weights.items():
+                weight.copy_(model[name])
+            return
+        self.module.load_state_dict(model)
+        if "optimizer" in state and is_distributed(self.optimizer):
+            _restore_distributed(self.optimizer, state["optimizer"], directory)
+        elif "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.optimizer.reload_model_params()
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -26,7 +82,7 @@ def is_distributed(optimizer: Any) -> bool:
     return any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
 
 
-def sharded_state(optimizer: Any, model_state: dict[str, Any], prefix: str, loading: bool) -> dict[str, Any]:
+def _distributed_state(optimizer: Any, model_state: dict[str, Any], prefix: str, loading: bool) -> dict[str, Any]:
     """Return the sharded state of a distributed optimizer.
 
     prefix: prepended to the keys of all tensors, because Megatron names them by buffer and not by parameter, which
@@ -46,8 +102,8 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], prefix: str, load
     return state
 
 
-def restore(optimizer: Any, state: dict[str, Any], directory: Path) -> None:
-    """Load the state that `sharded_state` described and Megatron filled.
+def _restore_distributed(optimizer: Any, state: dict[str, Any], directory: Path) -> None:
+    """Load the state that `_distributed_state` described and Megatron filled.
 
     Raises UserError if the gradient buffers differ from the saved ones.
     """
