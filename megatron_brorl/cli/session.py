@@ -31,7 +31,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.files import rename_aside
 from megatron_brorl.models import fp8
-from megatron_brorl.models.gpt import ATTENTION_ALONE, DTYPES
+from megatron_brorl.models.gpt import DTYPES, RECOMPUTE_ATTENTION
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, cpu_bridge, grid, network
@@ -218,7 +218,7 @@ class Session:
             offload=c.train.offload,
             distributed_optimizer=c.parallel.distributed_optimizer,
             overlap=c.parallel.overlap,
-            fields={**fp8.settings(c.fp8), **(ATTENTION_ALONE if c.train.recompute == "attention" else {})},
+            fields={**fp8.settings(c.fp8), **(RECOMPUTE_ATTENTION if c.train.recompute == "attention" else {})},
         )
 
     def _filled(self, stage: AnyStage) -> AnyStage:
