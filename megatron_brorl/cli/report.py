@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.algo.statistics import widest
+from megatron_brorl.algo.pass_at_k import widest
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_text
 from megatron_brorl.report.content import SUMMARY, read_run

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_brorl import signals
-from megatron_brorl.algo.statistics import widest
+from megatron_brorl.algo.pass_at_k import widest
 from megatron_brorl.checkpoints.model_card import Training
 from megatron_brorl.cli.dry_run import dry_run
 from megatron_brorl.cli.run_folder import Changes, change_line, check_fingerprint
