@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron_brorl.errors import UserError
 
 def add_command(commands: Any) -> None:
     """Add it to the parser."""
-    text = "rollouts of a run: prompts with right of N, answers with counts, a right and a wrong response side by side"
+    text = "rollouts of a run: prompts with right of N, answers with counts, a right and a wrong response"
     command = commands.add_parser("rollouts", help=text, description=text)
     command.add_argument("run", metavar="RUN", type=Path, help="run.dir of a training run")
 
@@ -32,9 +31,7 @@ def add_command(commands: Any) -> None:
 
 
 def _rollouts(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megatron_brorl.report.rollout_browser import Filters, Page, export, listed, one_prompt, prompt_list, read
+    from megatron_brorl.report.rollout_browser import Filters, export, listed, print_prompt, print_prompts, read
     from megatron_brorl.rollout_log import FOLDER, filter_rows, moments
 
     folder = args.run / FOLDER
@@ -55,13 +52,10 @@ def _rollouts(args: argparse.Namespace) -> int:
         print(f"{export(found, args.export)} rollouts of {found.moment} written to {args.export}")
         return 0
 
-    # FORCE_COLOR must not put control codes into a file, so rich does not decide.
-    console = Console() if sys.stdout.isatty() else None
-    page = Page(console if console and not console.is_dumb_terminal else None)
     if args.prompt is None:
-        prompt_list(page, found, whole, args.limit)
-        page.line(f"recorded are {listed(moments(folder))}")
+        print_prompts(found, whole, args.limit)
+        print(f"recorded are {listed(moments(folder))}")
     else:
         for group in found.groups.to_pylist():
-            one_prompt(page, found.moment, group, filter_rows(found.rollouts, "group", [group["group"]]).to_pylist())
+            print_prompt(found.moment, group, filter_rows(found.rollouts, "group", [group["group"]]).to_pylist())
     return 0
