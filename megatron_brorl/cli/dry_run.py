@@ -20,7 +20,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import cpu_bridge, grid
 from megatron_brorl.train.state import saved
 from megatron_brorl.train.update import update_policy
-from megatron_brorl.train.worker import Update, Worker
+from megatron_brorl.train.worker import OptimizerStep, Worker
 from megatron_brorl.types import Experience, Prompt
 
 _ROLLOUTS, _TOKENS = 2, 8  # of the forward and backward pass
@@ -67,10 +67,10 @@ def _checkpoint(session: Session) -> str:
 class _Worker(Worker):
     """A worker that computes the norm of its gradient and does not step."""
 
-    def _step(self, lr: float) -> Update:
+    def _step(self, lr: float) -> OptimizerStep:
         with cpu_bridge.bridge():
             self.optimizer.prepare_grads()
-            return Update(float(self.optimizer.get_grad_norm()), applied=True)
+            return OptimizerStep(float(self.optimizer.get_grad_norm()), applied=True)
 
 
 def _forward_backward(worker: Worker, prompt: Prompt, config: Config) -> dict[str, float]:
@@ -95,7 +95,7 @@ def _forward_backward(worker: Worker, prompt: Prompt, config: Config) -> dict[st
     )
     mini_batches = [list(range(_ROLLOUTS))]
     found = update_policy(worker, experience, mini_batches, config.algo, config.optim, temperature, 0)
-    if not (math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"])) or found["nonfinite_rows"]:
+    if not math.isfinite(found["loss"]) or not math.isfinite(found["grad_norm"]):
         raise UserError(
             f"a forward and backward pass over {_ROLLOUTS} responses of {count} tokens: loss {found['loss']}, gradient "
             f"norm {found['grad_norm']}: not finite; check the weights of model.path, or train in fp32 (model.dtype)"
