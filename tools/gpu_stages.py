@@ -119,8 +119,7 @@ def _loss(what: str, dtype: str, job: Job) -> Row:
     import torch
     from bench_ops import LIMITS, fused, make_inputs
 
-    from megatron_brorl.algo.policy_loss import PolicyTokens
-    from megatron_brorl.algo.policy_losses import PolicyLossSettings
+    from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
     from megatron_brorl.ops.reference.linear import linear_ppo_loss
 
     tokens, width, vocab = LOSS[job.device]

@@ -26,12 +26,12 @@ ANSWERS = "evaluation.jsonl"
 
 def evaluate(args: argparse.Namespace) -> int:
     """Sample and score, and write evaluation.json, .jsonl (one line per prompt), .md and .png to run.dir."""
-    from megatron_brorl.algo.statistics import widest
+    from megatron_brorl.algo.pass_at_k import widest
     from megatron_brorl.cli.session import Session
     from megatron_brorl.report.comparison import evaluation_markdown, plot_evaluation
     from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
-    from megatron_brorl.train.weight_sync import refit
+    from megatron_brorl.train.weight_sync import sync_weights
 
     config = load(args.config, args.overrides)
     with Session(config, benchmarks=True) as session:
@@ -40,7 +40,7 @@ def evaluate(args: argparse.Namespace) -> int:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
         session.check_verifiers([prompt for part in names.values() for prompt in part])
         rollouts = session.rollouts()
-        refit(session.worker(None), rollouts.engine, 0)
+        sync_weights(session.worker(None), rollouts.engine, 0)
 
         e, r = config.evaluate, config.rollout
         sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)

@@ -95,7 +95,7 @@ def show(directory: Path, page: str = "") -> None:
 
 def _lines(s: dict[str, Any]) -> list[str]:
     """Return a summary as text."""
-    from megatron_brorl.algo.statistics import widest
+    from megatron_brorl.algo.pass_at_k import widest
 
     lines = [f"{s['steps']} steps, N = {s['rollouts_per_prompt']} rollouts, {s['held_out_prompts']} held-out prompts"]
     for name in ("before", "after"):

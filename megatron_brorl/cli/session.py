@@ -31,7 +31,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.files import rename_aside
 from megatron_brorl.models import fp8
-from megatron_brorl.models.gpt import ATTENTION_ALONE, DTYPES
+from megatron_brorl.models.gpt import DTYPES, RECOMPUTE_ATTENTION
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, cpu_bridge, grid, network
@@ -47,7 +47,7 @@ from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.timeline import dump_stacks_after
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
-from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.sample_and_score import Rollouts
 from megatron_brorl.train.sampling_params import context
@@ -63,7 +63,7 @@ T = TypeVar("T")
 class Program:
     """Reward function and callbacks that a Python program adds to a command."""
 
-    reward: custom.OwnReward | None = None  # scores rows whose verifier is custom.IN_PROCESS
+    reward: custom.RewardFunction | None = None  # scores rows whose verifier is custom.IN_PROCESS
     callbacks: Callbacks = field(default_factory=Callbacks)
     continues: bool = False  # True if the program survives an error, so that the session must release its resources
     on_check: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
@@ -211,7 +211,7 @@ class Session:
             offload=c.train.offload,
             distributed_optimizer=c.parallel.distributed_optimizer,
             overlap=c.parallel.overlap,
-            fields={**fp8.settings(c.fp8), **(ATTENTION_ALONE if c.train.recompute == "attention" else {})},
+            fields={**fp8.settings(c.fp8), **(RECOMPUTE_ATTENTION if c.train.recompute == "attention" else {})},
         )
 
     def _filled(self, stage: AnyStage) -> AnyStage:
@@ -308,7 +308,7 @@ class Session:
         return None
 
     def writer(self, resume_step: int | None) -> MetricsWriter | None:
-        """Return the writer of metrics on the main rank. resume_step: see metrics.Lines."""
+        """Return the writer of metrics on the main rank. resume_step: see MetricsWriter."""
         if not self.is_main_rank:
             return None
         trackers = open_trackers(self.config.run.log, self.dir, resume_step, asdict(self.config))

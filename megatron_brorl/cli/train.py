@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl import signals
-from megatron_brorl.algo.statistics import widest
+from megatron_brorl.algo.pass_at_k import widest
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import Training
 from megatron_brorl.cli import preflight, run_folder

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo import policy_loss as losses
-from megatron_brorl.algo.aggregation import token_weights
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLossSettings, token_weights
 from megatron_brorl.config.schema import AlgoConfig, Config, CriticConfig, OptimConfig
 from megatron_brorl.models.gpt import Head
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.packing import Packed
-from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.learning_rate import learning_rate, scaled, with_decay_steps
-from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.nonfinite import Score, train_on_finite
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.worker import LossFunction, Stage, Update, Worker

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from ops.linear_cases import make
 
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLossSettings
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ParallelConfig
 from megatron_brorl.families.shape import read_shape

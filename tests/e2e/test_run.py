@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_brorl.data.tokenizers import train_sentencepiece
+from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.rollout_log import FOLDER, Moment, moments, read_groups, read_rollouts
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo import policy_loss as algo_loss
-from megatron_brorl.algo.policy_loss import PolicyTokens
-from megatron_brorl.algo.policy_losses import POLICY_LOSSES, PolicyLossSettings
+from megatron_brorl.algo.policy_loss import POLICY_LOSSES, PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.ops.reference import linear as reference
 

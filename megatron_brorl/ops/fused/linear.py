@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.policy_loss import MAXIMA, SUMS, PolicyLoss, PolicyTokens, policy_loss
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import MAXIMA, SUMS, PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
 from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.fused.softmax import Shard, gemm_, merged, ppo_tokens, softmax_gradient_, softmax_statistics
 from megatron_brorl.ops.interface import compute_dtype

@@ -19,7 +19,7 @@ from megatron_brorl.cli import main, preflight
 from megatron_brorl.cli.memory_plan import plan_of
 from megatron_brorl.cli.preflight import Finding
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.sandbox import isolation, probe
+from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rollout.registry import ENGINES
 
 ROOT = Path(__file__).parents[3]
@@ -80,7 +80,7 @@ def no_kernels(monkeypatch):
         (disk_usage(free=10 << 20), "_disk", "BAD", "give a run.dir on a larger disk"),
         (disk_usage(gpu=True, total=64 << 20), "_shared_memory", "BAD", "docker run --shm-size=16g"),
         (disk_usage(total=64 << 20), "_shared_memory", "note", "docker run --shm-size=16g"),
-        (lambda m: m.setattr(isolation, "found", lambda: None), "_sandbox", "note", "apt-get install bubblewrap"),
+        (lambda m: m.setattr(shutil, "which", lambda _: None), "_sandbox", "note", "apt-get install bubblewrap"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl.config.schema import DataConfig
-from megatron_brorl.data.prompts import render
-from megatron_brorl.data.sft_rows import sft_examples
+from megatron_brorl.data.prompts import render, sft_examples
 from megatron_brorl.data.source import load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError

@@ -15,7 +15,7 @@ from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.sft import sft_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 

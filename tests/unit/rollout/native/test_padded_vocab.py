@@ -11,7 +11,8 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.data.sentencepiece import train_sentencepiece
+from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.fused import decode as fused_decode

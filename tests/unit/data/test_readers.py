@@ -14,8 +14,8 @@ import pytest
 
 from megatron_brorl.config.schema import ColumnsConfig, DataConfig
 from megatron_brorl.data.chat import conversation
-from megatron_brorl.data.files import parse_row, raw_rows, without_nulls
-from megatron_brorl.data.prompts import Row, read_rows
+from megatron_brorl.data.prompts import Row, RowFormat, read_rows
+from megatron_brorl.data.readers import parse_row, raw_rows, without_nulls
 from megatron_brorl.errors import UserError
 
 STDIN = {"tests": [{"input": "1 2", "output": "3"}]}
@@ -220,13 +220,13 @@ def test_named_columns_may_hold_null(tmp_path: Path) -> None:
         ("c", None, None, "code", "3", ASSERTS),
     ]
     for file in (jsonl(tmp_path / "f.jsonl", given), parquet(tmp_path / "f.parquet", given)):
-        assert content(read_rows(file, columns=names)) == expected
+        assert content(read_rows(file, RowFormat(columns=names))) == expected
         with pytest.raises(UserError, match=r"data\.columns\.target = 'cot': there is no such column"):
-            read_rows(file, columns=ColumnsConfig(prompt="q", target="cot"))
+            read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", target="cot")))
         with pytest.raises(UserError, match=r"data\.columns\.answer = 'reward_model\.truth'"):
-            read_rows(file, columns=ColumnsConfig(prompt="q", answer="reward_model.truth"))
+            read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", answer="reward_model.truth")))
         with pytest.raises(UserError, match=rf'{file}:3: verifier "exact" compares with the answer'):
-            read_rows(file, columns=ColumnsConfig(prompt="q", answer="reward_model.ground_truth"))
+            read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", answer="reward_model.ground_truth")))
 
 
 def test_messages_keep_no_nulls(tmp_path: Path) -> None:

@@ -7,53 +7,14 @@ import math
 import pytest
 import torch
 
-from megatron_brorl.algo.advantages import Moments, group_baseline, merge, moments, whiten
-from megatron_brorl.algo.aggregation import token_weights
 from megatron_brorl.algo.kl import kl_estimate
-from megatron_brorl.algo.policy_loss import PolicyTokens, policy_loss, token_cross_entropy
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
-from megatron_brorl.algo.selection import has_signal
-
-
-def test_dynamic_sampling_keeps_what_differs():
-    assert [has_signal(torch.tensor(r)) for r in ([0.0] * 4, [0.0, 1, 0, 0], [1.0] * 4, [1.0])] == [
-        False,
-        True,
-        False,
-        False,
-    ]
-    assert not has_signal(torch.full((512,), 0.95))  # whose float32 standard deviation is not zero
-
-
-@pytest.mark.parametrize("value", [0.0, 1.0, 0.95])
-def test_equal_rewards_give_exactly_zero(value):
-    centred = group_baseline(torch.full((512,), value))
-    assert torch.count_nonzero(centred) == 0
-    assert torch.count_nonzero(whiten(centred, moments(centred))) == 0
-
-
-def test_advantages_follow_the_equation():
-    """A = R - mean_group(R), then (A - mean_batch) / std_batch over all trajectories (BroRL, section 3.1)."""
-    generator = torch.Generator().manual_seed(0)
-    groups = [(torch.rand(n, generator=generator) < p).float() for n, p in ((512, 0.01), (512, 0.9), (511, 0.5))]
-    centred = [group_baseline(g) for g in groups]
-    batch = merge([moments(c) for c in centred])
-    got = torch.cat([whiten(c, batch) for c in centred])
-    raw = [x - sum(g.tolist()) / len(g) for g in groups for x in g.tolist()]
-    mean = math.fsum(raw) / len(raw)
-    std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw) / len(raw))
-    expected = torch.tensor([(x - mean) / std for x in raw])
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("cuts", [(0, 100), (1, 99), (50, 50), (100, 0)])
-def test_moments_merge_exactly(cuts):
-    x = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3 + 1e3
-    got = merge([moments(part) for part in x.split(list(cuts))])
-    assert got.count == 100
-    assert got.mean == pytest.approx(x.mean().item(), rel=1e-12)
-    assert got.std == pytest.approx(x.std(correction=0).item(), rel=1e-12)
-    assert merge([Moments(0, 0, 0)]).std == 0
+from megatron_brorl.algo.policy_loss import (
+    PolicyLossSettings,
+    PolicyTokens,
+    policy_loss,
+    token_cross_entropy,
+    token_weights,
+)
 
 
 def loss_by_hand(lp, old, rollout, adv, divisor, low, high, cap):

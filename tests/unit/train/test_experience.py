@@ -11,7 +11,7 @@ import torch
 
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.train.advantages import of_rollouts, of_tokens
+from megatron_brorl.train.experience import rollout_advantages, token_advantages
 from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes
 
 LENGTHS = [3, 1, 5, 2]
@@ -44,7 +44,7 @@ def recursive(reward, v, gamma, lam):
 def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
     v = values()
     algo = AlgoConfig(advantage="gae", gamma=gamma, lam=lam)
-    credit = of_tokens(torch.tensor(EARNED), LENGTHS, v, None, algo, ops, replicas)
+    credit = token_advantages(torch.tensor(EARNED), LENGTHS, v, None, algo, ops, replicas)
     raw = [recursive(r, x.tolist(), gamma, lam) for r, x in zip(EARNED, v, strict=True)]
     flat = [a for row in raw for a in row]
     mean, std = statistics.fmean(flat), statistics.pstdev(flat)
@@ -65,8 +65,8 @@ def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
     """gamma = lambda = 1 and V = 0: every token's advantage is its response's (REINFORCE++, section 3.3)."""
     algo = AlgoConfig(advantage="gae")
     zeros = [torch.zeros(n) for n in LENGTHS]
-    credit = of_tokens(torch.tensor(EARNED), LENGTHS, zeros, None, algo, ops, replicas)
-    free = of_tokens(torch.tensor(EARNED), LENGTHS, None, None, AlgoConfig(), ops, replicas)
+    credit = token_advantages(torch.tensor(EARNED), LENGTHS, zeros, None, algo, ops, replicas)
+    free = token_advantages(torch.tensor(EARNED), LENGTHS, None, None, AlgoConfig(), ops, replicas)
     assert free.returns is None
     assert [row.tolist() for row in free.advantages] == [[r] * n for r, n in zip(EARNED, LENGTHS, strict=True)]
     # With values of zero the returns are the advantages before whitening.
@@ -85,7 +85,7 @@ def test_kl_in_the_reward(replicas, ops, kind):
     kl = [torch.randn(n, generator=g) for n in LENGTHS]
     algo = AlgoConfig(advantage=kind, kl_coef=0.3, kl_in="reward", kl_estimator="k1")
     v = [torch.zeros(n) for n in LENGTHS] if kind == "gae" else None
-    credit = of_tokens(torch.tensor(EARNED), LENGTHS, v, kl, algo, ops, replicas)
+    credit = token_advantages(torch.tensor(EARNED), LENGTHS, v, kl, algo, ops, replicas)
     raw = [[r - 0.3 * sum(x.tolist()[t:]) for t in range(len(x))] for r, x in zip(EARNED, kl, strict=True)]
     flat = [a for row in raw for a in row]
     mean, std = (0.0, 1.0) if kind in ("grpo", "maxrl") else (statistics.fmean(flat), statistics.pstdev(flat))
@@ -98,9 +98,9 @@ def test_kl_in_the_reward(replicas, ops, kind):
 def test_no_rows_and_equal_returns(replicas, ops):
     """A replica without rows takes part; returns that do not vary leave no advantage and no variance to explain."""
     algo = AlgoConfig(advantage="gae")
-    nothing = of_tokens(torch.zeros(0), [], [], None, algo, ops, replicas)
+    nothing = token_advantages(torch.zeros(0), [], [], None, algo, ops, replicas)
     assert len(nothing.advantages) == len(nothing.returns) == 0
-    equal = of_tokens(torch.ones(2), [2, 3], [torch.zeros(2), torch.zeros(3)], None, algo, ops, replicas)
+    equal = token_advantages(torch.ones(2), [2, 3], [torch.zeros(2), torch.zeros(3)], None, algo, ops, replicas)
     assert torch.count_nonzero(torch.cat(equal.advantages)) == 0
     assert math.isnan(equal.metrics["explained_variance"])
 
@@ -121,7 +121,7 @@ def outcomes():
 def test_what_rollouts_earn(ops, kind):
     """Mixed, all-right and partly-right groups with lost siblings."""
     algo = AlgoConfig(advantage=kind, pass_k=2 * (kind == "pass_at_k"))
-    got = of_rollouts(outcomes(), [0, 1, 2], algo, ops)
+    got = rollout_advantages(outcomes(), [0, 1, 2], algo, ops)
     alive = [[r for r in row if r is not None] for row in REWARDS]
     centred = [[r - statistics.fmean(row) for r in row] for row in alive]
     if kind == "grpo":
@@ -137,8 +137,8 @@ def test_what_rollouts_earn(ops, kind):
     if kind in ("pass_at_k", "reinforce_pp_baseline"):
         flat = [x for row in expected for x in row]
         mean, std = statistics.fmean(flat), statistics.pstdev(flat)
-        kl = replace(algo, kl_coef=0.1, kl_in="reward")  # of_tokens whitens then, not this
-        table = of_rollouts(outcomes(), [0, 1, 2], kl, ops)
+        kl = replace(algo, kl_coef=0.1, kl_in="reward")  # token_advantages whitens then, not this
+        table = rollout_advantages(outcomes(), [0, 1, 2], kl, ops)
         assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
         expected = [[(x - mean) / std for x in row] for row in expected]
     for row, rewards, want in zip(got.tolist(), REWARDS, expected, strict=True):
@@ -147,5 +147,5 @@ def test_what_rollouts_earn(ops, kind):
 
 
 def test_a_critic_s_rollouts_earn_their_rewards():
-    got = of_rollouts(outcomes(), [0, 1, 2], AlgoConfig(advantage="gae"), OPS[0])
+    got = rollout_advantages(outcomes(), [0, 1, 2], AlgoConfig(advantage="gae"), OPS[0])
     assert got.tolist() == [[r or 0.0 for r in row] for row in REWARDS]

@@ -11,7 +11,7 @@ import csv
 import datetime
 import decimal
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,45 +54,26 @@ def parse_row(raw: Any, where: str) -> Any:
         raise UserError(f"{where}: not valid JSON: {shown(e)}; fix or remove the row") from None
 
 
-def without_nulls(value: Any, arrow: bool = False) -> Any:
+def without_nulls(value: Any, arrow: bool = False, parent_key: str = "") -> Any:
     """Return a copy of a JSON value in which no object has a null key. Null elements of lists stay.
 
     arrow: the value comes from an Arrow column. Nulls inside tests are removed too, dates become text, and decimals
-    become numbers, as JSON would hold them.
+    become numbers, as JSON would hold them. parent_key: the key under which the value was found.
     """
-    # A loop instead of recursion, because metadata may be nested deeper than Python's stack.
-    top = [value]
-    left: list[Any] = [top]
-    while left:
-        parent = left.pop()
-        kept = () if arrow else _keys_of_data(parent)
-        for key, child in parent.items() if isinstance(parent, dict) else enumerate(parent):
-            if key in kept:
-                continue
-            if isinstance(child, (dict, list)):
-                parent[key] = _without_own_nulls(key, child) if isinstance(child, dict) else list(child)
-                left.append(parent[key])
-            elif arrow:
-                parent[key] = _json_value(child)
-    return top[0]
+    if isinstance(value, list):
+        return [without_nulls(element, arrow) for element in value]
+    if not isinstance(value, dict):
+        return _json_value(value) if arrow else value
 
-
-def _without_own_nulls(name: str | int, found: dict[str, Any]) -> dict[str, Any]:
-    # `name` is the key of the object itself.
-    value = "expected" if _is_call(found) else "answer" if name == "entry" else None
-    return {key: child for key, child in found.items() if child is not None or key == value}
-
-
-def _is_call(found: dict[str, Any]) -> bool:
-    """Return whether an object is the test of a function (verifier `code`)."""
-    return isinstance(found.get("args"), list)
-
-
-def _keys_of_data(found: Any) -> Collection[str]:
-    """Return the keys of an object whose values reach a program or a scorer unchanged, nulls included."""
-    if not isinstance(found, dict):
-        return ()
-    return ("args", "kwargs", "expected") if _is_call(found) else ("entry",) if "source_dataset" in found else ()
+    # Values that reach a function under test or the scorer of a reasoning-gym task as they are.
+    is_call = isinstance(value.get("args"), list)
+    unchanged = ("args", "kwargs", "expected") if is_call else ("entry",) if "source_dataset" in value else ()
+    nullable = "expected" if is_call else "answer" if parent_key == "entry" else None
+    return {
+        key: child if key in unchanged and not arrow else without_nulls(child, arrow, key)
+        for key, child in value.items()
+        if child is not None or key == nullable
+    }
 
 
 def _json_value(value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_brorl.config.schema import Config, ModelConfig, RolloutConfig
-from megatron_brorl.train.verify import PROMPTS, SIBLINGS, TOKENS, gap_of, tolerance
+from megatron_brorl.train.weight_sync import PROMPTS, SIBLINGS, TOKENS, gap_statistics, tolerance
 
 ENGINES, PER_ENGINE = 64, PROMPTS * SIBLINGS * TOKENS
 LIMIT = tolerance(Config(model=ModelConfig(dtype="bf16"), rollout=RolloutConfig(dtype="bf16")))
@@ -32,7 +32,7 @@ def test_bf16_rounding_gives_no_false_alarm_in_200_rounds():
             sides.append(off.bfloat16().float().log_softmax(-1))
         token = torch.multinomial(sides[0].exp(), 1, generator=g)
         gaps = (sides[0].gather(1, token) - sides[1].gather(1, token)).abs()[:, 0]
-        gap = gap_of(gaps, engines)
+        gap = gap_statistics(gaps, engines)
         assert not gap.exceeds(LIMIT), gap
         largest = max(largest, gap.max)
     assert largest > 0.5  # A limit of 0.5 on the maximum would have raised.
@@ -101,7 +101,7 @@ def test_planted_faults_are_found(model, fault, faulty):
     if fault:
         with torch.no_grad():
             fault(engine)
-    gap = gap_of(*probe(actor, engine.bfloat16(), faulty, torch.Generator().manual_seed(11)))
+    gap = gap_statistics(*probe(actor, engine.bfloat16(), faulty, torch.Generator().manual_seed(11)))
     assert gap.exceeds(LIMIT) == (fault is not None), gap
 
 
@@ -109,7 +109,7 @@ def test_statistics_are_per_engine_and_nan_is_a_gap():
     """Hand-made: engine 3 is wrong everywhere by 0.4, 63 others are exact."""
     engines = torch.arange(64).repeat_interleave(64)
     gaps = torch.where(engines == 3, 0.4, 0.0)
-    assert gap_of(gaps, engines) == pytest.approx((0.4, 0.4, 0.4))  # 1.6% of the tokens
-    assert gap_of(gaps * (engines == 3) * (torch.arange(4096) % 2), engines) == pytest.approx((0.2, 0.0, 0.4))
+    assert gap_statistics(gaps, engines) == pytest.approx((0.4, 0.4, 0.4))  # 1.6% of the tokens
+    assert gap_statistics(gaps * (engines == 3) * (torch.arange(4096) % 2), engines) == pytest.approx((0.2, 0.0, 0.4))
     gaps[0] = float("nan")
-    assert gap_of(gaps, engines).exceeds(1e9)
+    assert gap_statistics(gaps, engines).exceeds(1e9)
