@@ -2,7 +2,7 @@
 which torch the package asks for, the one that the extension is compiled against. csrc/build_backend.py finds it.
 
 BRORL_NATIVE=1 builds the CPU kernels for this processor, as make does; 0, the default, for any: on x86-64 three times,
-of which the best that a processor runs is loaded (ops/fused/processor.py). BRORL_CUDA=1 builds the CUDA kernels, 0
+of which the best that a processor runs is loaded (ops/fused/native.py). BRORL_CUDA=1 builds the CUDA kernels, 0
 leaves them out; unset, they are built if torch has CUDA and CUDA_HOME has nvcc. cuBLAS may come from pip (nvidia/cu13).
 BRORL_SANITIZE=1 builds for `make sanitize`.
 """

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_brorl.families.shape import WEIGHTS, read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.ops.fused.sampling import sample_tokens
+from megatron_brorl.ops.fused.decode import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.types import Prompt

@@ -20,7 +20,7 @@ from torch import Tensor
 FinishReason = Literal["stop", "length", "cut"]
 
 
-# What the pool of verifiers says of a request; see Verdict.
+# What the pool of verifiers says of a request; see ScoreResult.
 Status = Literal["ok", "timeout", "error", "broken", "invalid", "crash", "no_answer"]
 
 
@@ -61,7 +61,7 @@ class OpenGroup:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ScoreResult:
     """The reward of one request; 0 unless the status is ok.
 
     timeout: took longer than the deadline. error: the verifier raised on the answer. broken: it raises on the prompt's
@@ -82,10 +82,10 @@ class ScoredRollout:
     group: int  # index among the step's open groups
     rollout: Rollout
     reward: float  # nan while the rollout is "cut"
-    right: bool  # whether the response counts as correct (rewards.scoring.worth); false while it is "cut"
+    right: bool  # whether the response counts as correct (rewards.scoring.final_reward); false while it is "cut"
     answer: int = 0  # rewards.extract.code of the final answer: equal answers have equal codes
     # What the reward was made of, for people; None while "cut", and of a row that came by train.exchange
-    verdict: Verdict | None = field(default=None, compare=False)
+    score: ScoreResult | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Experience:
     def __len__(self) -> int:
         return len(self.responses)
 
-    def take(self, rows: list[int]) -> Experience:
+    def select(self, rows: list[int]) -> Experience:
         """The given rows, in the given order."""
         fields = {k: v and tuple(v[i] for i in rows) for k, v in vars(self).items()}
         return Experience(**fields)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_brorl.ops.decode import PAGE, HeadNorms, Rows
+from megatron_brorl.ops.interface import PAGE, DecodeBatch, HeadNorms
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 EPS, THETA = 1e-5, 100.0
@@ -30,14 +30,13 @@ class Case:
     norms: HeadNorms | None
     keys: Tensor
     values: Tensor
-    rows: Rows
-    heads: int
+    rows: DecodeBatch
     dim: int
     expected: Tensor  # [B, heads d] float64
     new_keys: Tensor  # [B, K, d] float64
 
     def run(self, ops: Any) -> Tensor:
-        return ops.attend(self.qkv, self.norms, self.keys, self.values, self.rows, self.dim**-0.5, self.heads)
+        return ops.attend(self.qkv, self.norms, self.keys, self.values, self.rows, self.dim**-0.5)
 
 
 def rotate(x: Tensor, position: int) -> Tensor:
@@ -91,7 +90,7 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
     positions = torch.tensor([prompt_lengths[p] + n - 1 for p, n in zip(prompts, own, strict=True)])
     angle = positions.double()[:, None] * THETA ** (-torch.arange(dim // 2).double() / (dim // 2))
     pad = torch.nn.utils.rnn.pad_sequence
-    rows = Rows(
+    rows = DecodeBatch(
         cos=angle.cos().float(),
         sin=angle.sin().float(),
         tables=pad(list(order[: len(own)]), batch_first=True, padding_value=-7),
@@ -102,7 +101,7 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
     )
     norms = HeadNorms(*weights, EPS) if with_norms else None
     out = torch.stack(expected).view(len(own), -1)
-    return Case(qkv.to(dtype), norms, keys, values, rows, heads, dim, out, torch.stack(new_keys))
+    return Case(qkv.to(dtype), norms, keys, values, rows, dim, out, torch.stack(new_keys))
 
 
 def check(case: Case, got: Tensor) -> None:

@@ -119,8 +119,7 @@ def _loss(what: str, dtype: str, job: Job) -> Row:
     import torch
     from bench_ops import LIMITS, fused, make_inputs
 
-    from megatron_brorl.algo.policy_loss import PolicyTokens
-    from megatron_brorl.algo.policy_losses import PolicyLossSettings
+    from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
     from megatron_brorl.ops.reference.linear import linear_ppo_loss
 
     tokens, width, vocab = LOSS[job.device]
@@ -159,7 +158,8 @@ def _token_ops(job: Job) -> dict[str, Callable[[str, Any], Any]]:
     import torch
 
     from megatron_brorl.algo.advantages import Moments
-    from megatron_brorl.ops.backend import Backend, backend
+    from megatron_brorl.ops.backend import backend
+    from megatron_brorl.ops.interface import Backend
 
     device = torch.device(job.device)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-// The critic's loss token by token. megatron_brorl/ops/reference/value.py defines it.
+// The critic's loss token by token. megatron_brorl/ops/reference/advantages.py defines it.
 #pragma once
 
 #include <tuple>

@@ -11,12 +11,10 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from megatron_brorl.data.chat import DATE, Message, check_variables, dated, default_template
-from megatron_brorl.data.sentencepiece import SentencePieceTokenizer, is_exported, train_sentencepiece
+from megatron_brorl.data.sentencepiece import CONVERTED, MODEL, SentencePieceTokenizer, is_exported
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, refuse_gguf
 from megatron_brorl.files import read_object
-
-__all__ = ["HuggingFaceTokenizer", "Tokenizer", "load_tokenizer", "stop_ids", "train_sentencepiece"]
 
 GENERATION = "generation_config.json"
 _MARK = "\u2039message {}\u203a"  # stands for a message while its chat template is taken apart
@@ -29,29 +27,12 @@ class Tokenizer(Protocol):
     around it, which the user or the author of the model wrote, may contain special tokens.
     """
 
-    @property
-    def directory(self) -> Path:
-        """The directory that it was read from."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens; the model's vocabulary may be padded beyond it."""
-
-    @property
-    def eos_id(self) -> int:
-        """The last token of a response that ends by itself."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """The token before the first of a sequence, if there is one."""
-
-    @property
-    def pad_id(self) -> int | None:
-        """The padding token, if there is one."""
-
-    @property
-    def unk_id(self) -> int | None:
-        """The token for text that cannot be encoded; None if all text can."""
+    directory: Path  # that it was read from
+    vocab_size: int  # the number of tokens; the model's vocabulary may be padded beyond it
+    eos_id: int  # the last token of a response that ends by itself
+    bos_id: int | None  # the token before the first of a sequence
+    pad_id: int | None
+    unk_id: int | None  # the token for text that cannot be encoded; None if all text can
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of plain text. No special token is added or recognized."""
@@ -93,10 +74,10 @@ def load_tokenizer(directory: Path, today: datetime.date | None = None) -> Token
     chat templates write, by default that of this call. Raises UserError if there is no tokenizer, if a file is broken
     or if there is no end-of-sequence token.
     """
-    pieces = (directory / "tokenizer.model").is_file()
-    if (directory / "tokenizer.json").is_file() and not (pieces and is_exported(directory)):
+    has_model = (directory / MODEL).is_file()
+    if (directory / CONVERTED).is_file() and not (has_model and is_exported(directory)):
         return HuggingFaceTokenizer(directory, today)
-    if pieces:
+    if has_model:
         return SentencePieceTokenizer(directory)
     refuse_gguf(directory)
     raise UserError(
@@ -142,17 +123,19 @@ class HuggingFaceTokenizer:
         unk_id = self._inner.unk_token_id  # GPT-2's EOS has this name too, although it can encode all text.
         self.unk_id: int | None = None if unk_id in (self.eos_id, self.bos_id, self.pad_id) else unk_id
 
-        # A text by itself shows whether the tokenizer adds BOS.
         self._special = [t.content for t in self._inner.added_tokens_decoder.values() if t.special]
-        plain = self._ids("a")
-        led = self._inner("a").input_ids
-        self._leads_with_bos = self.bos_id is not None and led[:1] == [self.bos_id] and plain[:1] != [self.bos_id]
+        # Tokenizing a text shows whether the tokenizer adds BOS.
+        self._leads_with_bos = self.bos_id is not None and self._inner("a").input_ids[:1] == [self.bos_id]
 
     def encode(self, text: str) -> list[int]:
         return self._ids(text, split_special_tokens=True)
 
     def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
-        ids = self._framed(before, text, after)
+        # Encode in one piece, as in the training of the model, unless the text has special tokens.
+        if self._has_special(text):
+            ids = [*self._ids(before), *self.encode(text), *self._ids(after)]
+        else:
+            ids = self._ids(before + text + after)
         if self._leads_with_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
@@ -222,20 +205,12 @@ class HuggingFaceTokenizer:
                 "row, or data.system_prompt"
             ) from None
 
-    def _framed(self, before: str, text: str, after: str) -> list[int]:
-        """Encode in one piece, as in the training of the model, unless the text has special tokens."""
-        if self._has_special(text):
-            return [*self._ids(before), *self.encode(text), *self._ids(after)]
-        return self._ids(before + text + after)
-
     def _has_special(self, text: str) -> bool:
         return any(token in text for token in self._special)
 
     def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
-        encoded = self._inner(
-            text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False
-        ).input_ids
-        return [int(i) for i in encoded]
+        options = {"add_special_tokens": False, "split_special_tokens": split_special_tokens, "verbose": False}
+        return list(self._inner(text, **options).input_ids)
 
 
 def stop_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -1,14 +1,18 @@
-"""What dense decoders have in common: their parameters under both names, and what no family here supports."""
+"""Llama, Qwen2 and Qwen3, and the parameters that all dense families share."""
 
 from __future__ import annotations
 
-from megatron_brorl.families.family import Parameter, Requirement
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_brorl.families.family import ModelFamily, Parameter, Requirement
+from megatron_brorl.families.rope import one_rope
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, "vocab")
 FINAL_NORM = Parameter("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, "replicated", "ones")
 HEAD = Parameter("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, "vocab")
 
-# Of a layer.
+# Parameters of one layer.
 ATTENTION_NORM = Parameter(
     "input_layernorm.weight",
     {"input_layernorm.weight": ("hidden",)},
@@ -50,9 +54,44 @@ GATE_UP = Parameter(
 )
 DOWN = Parameter("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "ffn")}, "columns", "residual")
 
-SILU = Requirement("hidden_act", ("silu", "swish"), "only silu")
-FULL_ATTENTION = Requirement("use_sliding_window", (False, None), "only full attention")
-NO_MLP_BIAS = Requirement("mlp_bias", (False, None), "no dense family here has one")
+
+# Values of config.json that no family supports, and those that the families below do not.
 UNQUANTISED = Requirement("quantization_config", (None, {}), "train from an unquantised checkpoint")
 NO_ATTENTION_BIAS = Requirement("attention_bias", (False, None), "an output bias is not mapped")
 WHOLE_HEAD_ROPE = Requirement("partial_rotary_factor", (1.0, None), "RoPE covers the whole head")
+_LLAMA_REQUIRES = (
+    Requirement("hidden_act", ("silu", "swish"), "only silu"),
+    Requirement("use_sliding_window", (False, None), "only full attention"),
+    Requirement("mlp_bias", (False, None), "no dense family here has one"),
+    UNQUANTISED,
+    WHOLE_HEAD_ROPE,
+)
+
+
+def _family(
+    name: str,
+    defaults: Mapping[str, Any],
+    head_parameters: tuple[Parameter, ...] = (),
+    requires: tuple[Requirement, ...] = (NO_ATTENTION_BIAS,),
+) -> ModelFamily:
+    """Return a family whose layers are Llama's, with `head_parameters` after the projection to q, k and v."""
+    return ModelFamily(
+        name=name,
+        architecture=f"{name.capitalize()}ForCausalLM",
+        model_type=name,
+        requires=(*_LLAMA_REQUIRES, *requires),
+        defaults=defaults,
+        rest=one_rope,
+        layer=(ATTENTION_NORM, QKV, *head_parameters, ATTENTION_OUT, MLP_NORM, GATE_UP, DOWN),
+        embedding=EMBEDDING,
+        final_norm=FINAL_NORM,
+        head=HEAD,
+    )
+
+
+LLAMA = _family("llama", {"max_position_embeddings": 2048})
+# Qwen2 and Qwen2.5 have a bias on q, k and v, no matter what attention_bias in config.json says.
+QWEN2 = _family("qwen2", {"num_key_value_heads": 32, "max_position_embeddings": 32768}, (QKV_BIAS,), requires=())
+QWEN3 = _family(
+    "qwen3", {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}, (Q_NORM, K_NORM)
+)

@@ -1,6 +1,7 @@
-"""A family of models as a table of facts, for the trainer, the engine, the converter and random weights alike.
+"""A model family as data: its parameters, its config.json and its differences from Llama.
 
-Below all of them: no torch, no Megatron. A family is one file of this room and its line in model_shape.FAMILIES.
+The trainer, the built-in engine, the converter and tools/random_model.py read it. It imports no torch and no Megatron.
+A new family is a ModelFamily in this folder and an entry in families.shape.FAMILIES.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from megatron_brorl.errors import UserError, shown
 
-Layout = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]  # see reshard.layout
+Layout = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]  # see models.weights.layouts
 # q, kv: heads and kv heads times head size; head: one head; ffn: intermediate size.
 Dimension = Literal["vocab", "hidden", "q", "kv", "head", "ffn"]
 # What a new model begins with. residual: drawn like normal, but writes to the residual stream.

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.families import dense, gemma3, llama, qwen2, qwen3
+from megatron_brorl.families import dense, gemma3
 from megatron_brorl.families.family import ConfigJson, Dimension, ModelFamily, Requirement
 from megatron_brorl.files import read_object
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
-FAMILIES = {f.architecture: f for f in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, gemma3.FAMILY)}
+FAMILIES = {f.architecture: f for f in (dense.LLAMA, dense.QWEN2, dense.QWEN3, gemma3.FAMILY)}
 # Keys that change what a model of any family computes or where its weights are.
 _OF_EVERY_FAMILY = (
     Requirement("text_config", (None, {}), "give the directory of the text model alone"),
@@ -114,28 +114,15 @@ def read_shape(directory: str | Path) -> ModelShape:
 
 
 def refuse_gguf(path: Path) -> None:
-    """Raise UserError where `path` is a GGUF file, or a directory whose only weights are GGUF files."""
+    """Raise UserError if `path` is a GGUF file, or a directory whose only weights are GGUF files."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    if any(file.suffix == ".safetensors" for file in files):
-        return
-    found = [file for file in files if file.is_file() and _is_gguf(file)]
-    if found:
+    found = [file for file in files if file.suffix.lower() == ".gguf"]
+    if found and not any(file.suffix == ".safetensors" for file in files):
         raise UserError(
             f"{found[0]}: weights in the GGUF format are not read; first convert them to a Hugging Face directory: "
             f"transformers' AutoModelForCausalLM and AutoTokenizer.from_pretrained(DIR, gguf_file={found[0].name!r}) "
             "and save_pretrained(NEW_DIR) of both"
         )
-
-
-def _is_gguf(file: Path) -> bool:
-    """Whether the name or the first bytes of a file say so; Ollama's files have no suffix."""
-    if file.suffix.lower() == ".gguf":
-        return True
-    try:
-        with file.open("rb") as f:
-            return f.read(4) == b"GGUF"
-    except OSError:  # whoever needs this file reports the error
-        return False
 
 
 def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from megatron_brorl.algo.paired import SHARES, paired
-from megatron_brorl.algo.statistics import RESAMPLES, SHARE, Bounds, bootstrap_mean, pass_at_k
+from megatron_brorl.algo.pass_at_k import pass_at_k
+from megatron_brorl.algo.statistics import RESAMPLES, SHARE, SHARES, Bounds, bootstrap_mean, paired
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 from megatron_brorl.report.findings import verdict
-from megatron_brorl.rollout_log.files import FOLDER, Moment, moments, prompt_order, read_groups, read_rollouts
+from megatron_brorl.rollout_log import FOLDER, Moment, moments, prompt_sort_key, read_groups, read_rollouts
 from megatron_brorl.tracking import metric_docs, run_info
 from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
@@ -485,7 +485,7 @@ def heat(run: Run, kind: str, cells: int = MOST_CELLS) -> dict[str, Any] | None:
         for g in run.groups(moment).select(["prompt_id", "right", "rollouts"]).to_pylist():
             if g["rollouts"]:
                 found.setdefault(g["prompt_id"], {}).setdefault(place, []).append(g["right"] / g["rollouts"])
-    again = sorted((p for p, own in found.items() if len(own) > 1), key=prompt_order)
+    again = sorted((p for p, own in found.items() if len(own) > 1), key=prompt_sort_key)
     if not again:
         return None
     shown = again[: max(1, cells // len(there))]

@@ -23,8 +23,7 @@ from markupsafe import Markup
 
 from megatron_brorl import __version__
 from megatron_brorl.report.content import Row, Run, content
-from megatron_brorl.rollout_log.files import Moment, only, prompt_order
-from megatron_brorl.rollout_log.text import one_line
+from megatron_brorl.rollout_log import Moment, filter_rows, one_line, prompt_sort_key
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("dom.js", "charts.js", "sections.js", "prompts.js", "browser.js", "app.js")
@@ -168,12 +167,12 @@ def _units(run: Run, tables: Mapping[Moment, list[Row]], moved: set[str]) -> Ite
         wanted = [g for g in tables[moment] if g["recorded"] and (moment, g["group"]) not in done]
         if only_moved:
             wanted = [g for g in wanted if g["prompt_id"] in moved]
-        wanted.sort(key=lambda g: (prompt_order(g["prompt_id"]), g["group"]))
+        wanted.sort(key=lambda g: (prompt_sort_key(g["prompt_id"]), g["group"]))
         done |= {(moment, g["group"]) for g in wanted}
         if not wanted:
             continue
         rollouts: dict[int, list[Row]] = {}
-        for row in only(run.rollouts(moment), "group", [g["group"] for g in wanted]).to_pylist():
+        for row in filter_rows(run.rollouts(moment), "group", [g["group"] for g in wanted]).to_pylist():
             rollouts.setdefault(row["group"], []).append(row)
         for g in wanted:
             own = [_rollout(r) for r in telling(rollouts.get(g["group"], []))]

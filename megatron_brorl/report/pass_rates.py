@@ -10,7 +10,7 @@ from matplotlib.ticker import PercentFormatter
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.report.plots import BLUE, panel, save
-from megatron_brorl.rollout_log.files import FOLDER, moments, read_groups
+from megatron_brorl.rollout_log import FOLDER, moments, read_groups
 from megatron_brorl.theory.pass_rates import SIZES, Floats, Ints
 
 

@@ -18,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rollout_log.files import Moment, moments, only, read_groups, read_rollouts
-from megatron_brorl.rollout_log.text import one_line, printable
+from megatron_brorl.rollout_log import Moment, filter_rows, moments, one_line, printable, read_groups, read_rollouts
 
 Row = Mapping[str, Any]  # of schema.GROUPS or schema.ROLLOUTS
 EXPORTS = (".jsonl", ".parquet")
@@ -51,16 +50,16 @@ class Recorded:
         """Return the groups and rollouts that pass. A filter of responses removes groups without any."""
         groups, rollouts = self.groups, self.rollouts
         if by.prompt is not None:
-            groups = only(groups, "prompt_id", [by.prompt])
+            groups = filter_rows(groups, "prompt_id", [by.prompt])
         if by.mixed:
-            groups = only(groups, "outcome", ["mixed"])
-        rollouts = only(rollouts, "group", groups["group"].to_pylist())
+            groups = filter_rows(groups, "outcome", ["mixed"])
+        rollouts = filter_rows(rollouts, "group", groups["group"].to_pylist())
         if by.right != by.wrong:
-            rollouts = only(rollouts, "right", [by.right])
+            rollouts = filter_rows(rollouts, "right", [by.right])
         if by.contains:
             rollouts = rollouts.filter(pc.match_substring(rollouts["text"], by.contains, ignore_case=True))
         if by.right != by.wrong or by.contains:
-            groups = only(groups, "group", rollouts["group"].unique().to_pylist())
+            groups = filter_rows(groups, "group", rollouts["group"].unique().to_pylist())
         return replace(self, groups=groups, rollouts=rollouts)
 
 
@@ -80,7 +79,7 @@ def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Rec
     ids: dict[str, None] = {}
     for moment in reversed(found):
         groups = read_groups(folder, moment)
-        own = only(groups, "prompt_id", [prompt])
+        own = filter_rows(groups, "prompt_id", [prompt])
         if len(own) and pc.max(own["recorded"]).as_py():
             return Recorded(moment, groups, read_rollouts(folder, moment))
         ids |= dict.fromkeys(groups.filter(pc.greater(groups["recorded"], 0))["prompt_id"].to_pylist())

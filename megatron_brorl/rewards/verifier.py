@@ -49,7 +49,6 @@ Find = Callable[[str], str | None]  # a response's text -> the answer in it; Non
 class Entry:
     """Properties of a verifier that are known without loading it."""
 
-    about: str  # one line, for lists of verifiers
     load: Callable[[], Verifier]  # called in a worker process, which imports the libraries
     find: Find  # called in the trainer: linear in the text, executes nothing
     check_row: Callable[[VerifierRow, str], None]  # raises UserError naming `where` (file:row) and what is missing

@@ -13,7 +13,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.types import Prompt, Rollout
 
 # (logits [B, V], keys, index, position [B], temperature, top_p, top_k) -> ids and log-probs [B]: sample_tokens of
-# ops.reference.sampling or ops.fused.sampling.
+# ops.reference.sampling or ops.fused.decode.
 SampleTokens = Callable[[Tensor, Tensor, Tensor, Tensor, float, float, int], tuple[Tensor, Tensor]]
 Spans = tuple[tuple[int, int], ...]  # (version of the weights, tokens drawn with it), in order
 

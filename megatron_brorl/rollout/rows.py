@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from megatron_brorl.types import FinishReason, Rollout, ScoredRollout, Verdict
+from megatron_brorl.types import FinishReason, Rollout, ScoredRollout, ScoreResult
 
 _FINISH: tuple[FinishReason, ...] = get_args(FinishReason)
 
@@ -28,7 +28,7 @@ def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     ]
     spans = [span for r in rollouts for span in r.spans]
     # Equal answers share a verdict, object and all.
-    distinct = {id(row.verdict): row.verdict for row in rows if row.verdict}
+    distinct = {id(row.score): row.score for row in rows if row.score}
     place = {key: i for i, key in enumerate(distinct)}
     texts = [(v.reward, v.status, v.reason, dict(v.parts)) for v in distinct.values()]
     return {
@@ -38,7 +38,7 @@ def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
         "spans": torch.tensor(spans, dtype=torch.int64).view(-1, 2),
         "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float32),
         "verdicts": torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8),
-        "verdict": torch.tensor([place.get(id(row.verdict), -1) for row in rows], dtype=torch.int64),
+        "verdict": torch.tensor([place.get(id(row.score), -1) for row in rows], dtype=torch.int64),
     }
 
 
@@ -49,7 +49,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     ids, log_probs = tensors["token_ids"].split(lengths), tensors["log_probs"].split(lengths)
     spans = tensors["spans"].tolist()
     texts = json.loads(bytes(tensors["verdicts"].tolist()))
-    verdicts = [*(Verdict(*each) for each in texts), None]  # entry -1: none
+    verdicts = [*(ScoreResult(*each) for each in texts), None]  # entry -1: none
     rows, at = [], 0
     for (group, sibling, _, finish, count, right, answer), i, lp, reward, v in zip(
         heads, ids, log_probs, tensors["rewards"].tolist(), tensors["verdict"].tolist(), strict=True

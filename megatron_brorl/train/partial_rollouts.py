@@ -89,7 +89,7 @@ def read(directory: Path, source: PromptSource, grid: Grid) -> Carried:
     if not parts:
         return Carried()
     places = parts[0]["groups"].tolist()
-    groups = tuple(open_groups(source.take(start, place + 1), step, start)[place] for step, place, start in places)
+    groups = tuple(open_groups(source.prompts(start, place + 1), step, start)[place] for step, place, start in places)
     if len(parts) == grid.world:
         return Carried(groups, tuple(from_tensors(parts[grid.rank])))
     rows = in_order([row for part in parts for row in from_tensors(part)])

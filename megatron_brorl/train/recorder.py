@@ -17,12 +17,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from megatron_brorl import rollout_log
 from megatron_brorl.config.schema import Config, RunConfig
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
-from megatron_brorl.rewards.scoring import judged_when_cut_off, without_stop
-from megatron_brorl.rollout_log import files
-from megatron_brorl.rollout_log.schema import GROUPS, ROLLOUTS
+from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
+from megatron_brorl.rollout_log import GROUPS, ROLLOUTS
 from megatron_brorl.train.groups import Outcomes, trained
 from megatron_brorl.types import OpenGroup, ScoredRollout
 
@@ -37,7 +37,7 @@ def recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig,
     within MAX_TOKENS.
     """
     among = range(len(groups)) if every else outcomes.closed
-    chosen = sorted(among, key=lambda g: (files.prompt_order(groups[g].prompt.id), g))
+    chosen = sorted(among, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))
     chosen = chosen if every else chosen[: config.record_groups]
 
     where = torch.zeros_like(outcomes.ended)
@@ -85,7 +85,7 @@ class Recorder:
         boosts = algo.correct_boost * outcomes.right
         own = (advantages + boosts).masked_fill(~used, float("nan"))
         where = recorded(groups, outcomes, self.config.run)
-        self._write(files.Moment("step", step), groups, outcomes, where, outcomes.closed, rows, own)
+        self._write(rollout_log.Moment("step", step), groups, outcomes, where, outcomes.closed, rows, own)
         return time.monotonic() - begun
 
     def evaluation(
@@ -94,12 +94,12 @@ class Recorder:
         """Record an evaluation after so many steps. rows: all of this rank's."""
         where = recorded(groups, outcomes, self.config.run, every=True)
         nothing = torch.full_like(outcomes.rewards, float("nan"))
-        every, moment = range(len(groups)), files.Moment("evaluation", steps)
+        every, moment = range(len(groups)), rollout_log.Moment("evaluation", steps)
         self._write(moment, groups, outcomes, where, every, take_recorded(rows, where), nothing)
 
     def _write(
         self,
-        moment: files.Moment,
+        moment: rollout_log.Moment,
         groups: Sequence[OpenGroup],
         outcomes: Outcomes,
         where: Tensor,
@@ -110,10 +110,10 @@ class Recorder:
         try:
             if rows:
                 own = sorted(rows, key=lambda row: (row.group, row.rollout.index))
-                files.write_rollouts(self.folder, moment, self.rank, self._rollouts(own, groups, advantages))
+                rollout_log.write_rollouts(self.folder, moment, self.rank, self._rollouts(own, groups, advantages))
             # Last, for it says that the moment is there.
             if self.rank == 0:
-                files.write_groups(self.folder, moment, group_table(groups, outcomes, where, listed))
+                rollout_log.write_groups(self.folder, moment, group_table(groups, outcomes, where, listed))
         except OSError as e:
             if self.told:
                 return
@@ -137,7 +137,7 @@ class Recorder:
 
             # The answer of a response that was cut off may not have been judged (rewards.scoring).
             config = self.config.reward
-            if row.rollout.finish == "length" and not judged_when_cut_off(entry(verifier, "verifier", config), config):
+            if row.rollout.finish == "length" and not scores_cut_off(entry(verifier, "verifier", config), config):
                 answer = None
             own = worth[row.group][row.rollout.index]
             records.append(
@@ -163,17 +163,17 @@ class Recorder:
 
 def _columns(row: ScoredRollout) -> dict[str, object]:
     """What a rollout itself says of them."""
-    r, verdict = row.rollout, row.verdict
+    r, score = row.rollout, row.score
     return {
         "group": row.group,
         "sibling": r.index,
         "reward": row.reward,
         "right": row.right,
         # Of a rollout that waited in a checkpoint of an older version nothing more is known.
-        "score": verdict.reward if verdict else None,
-        "parts": list(verdict.parts.items()) if verdict else None,
-        "reason": _valid(verdict.reason) if verdict else None,
-        "status": verdict.status if verdict else None,
+        "score": score.reward if score else None,
+        "parts": list(score.parts.items()) if score else None,
+        "reason": _valid(score.reason) if score else None,
+        "status": score.status if score else None,
         "finish": r.finish,
         "tokens": len(r.token_ids),
         "versions": [{"version": version, "tokens": tokens} for version, tokens in r.spans],

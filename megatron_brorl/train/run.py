@@ -8,27 +8,26 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl import rollout_log
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.checkpoints.training import BackgroundSaver, NotWritten
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout_log import files as record_files
 from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train import keep_best, state
 from megatron_brorl.train.callbacks import Callbacks
-from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.evaluate import Evaluation, evaluate
-from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.sample_and_score import Rollouts
 from megatron_brorl.train.samples import look_at
 from megatron_brorl.train.sampling_params import evaluation_sampling
 from megatron_brorl.train.state import RunState
-from megatron_brorl.train.weight_sync import refit_engines
+from megatron_brorl.train.weight_sync import sync_engines
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Prompt
 
@@ -52,7 +51,7 @@ class Run:
     recorder: Recorder | None = None  # of what people can read of the rollouts
     callbacks: Callbacks = field(default_factory=Callbacks)  # of a program of the user's; none on other ranks
     saving: BackgroundSaver = field(default_factory=BackgroundSaver)  # the checkpoint that is on its way
-    nonfinite_steps: int = 0  # steps in a row, see train.finite; counted anew by every process
+    nonfinite_steps: int = 0  # steps in a row, see train.nonfinite; each process counts from 0
 
     def __post_init__(self) -> None:
         # From here on a clock that nobody sets.
@@ -60,11 +59,11 @@ class Run:
         self._held_up = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
     def refit(self) -> dict[str, float]:
-        """Hand the actor's weights to the engines; see refit.refit_engines."""
+        """Hand the actor's weights to the engines; see weight_sync.sync_engines."""
         # An engine that is a process may be started again.
         c = self.config
         with span("refit", 0.0 if c.rollout.engine == "torch" else c.engine.start_timeout_s):
-            return refit_engines(self.models(), self.rollouts, self.state.updates, c)
+            return sync_engines(self.models(), self.rollouts, self.state.updates, c)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Of the held-out prompts with the weights that the engines have; a collective."""
@@ -77,8 +76,8 @@ class Run:
             self.grid.barrier()  # every rank has written what it sampled
         with span("callbacks"):
             if self.callbacks:
-                moment = record_files.Moment("evaluation", self.state.step)
-                samples = record_files.read_rollouts(Path(self.config.run.dir) / record_files.FOLDER, moment)
+                moment = rollout_log.Moment("evaluation", self.state.step)
+                samples = rollout_log.read_rollouts(Path(self.config.run.dir) / rollout_log.FOLDER, moment)
                 self.callbacks.tell("on_evaluation", self.state.step, evaluation.as_dict(), samples)
         return evaluation
 

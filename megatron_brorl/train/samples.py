@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from megatron_brorl import rollout_log
 from megatron_brorl.rewards.scoring import without_stop
-from megatron_brorl.rollout_log import files
-from megatron_brorl.rollout_log.text import one_line
+from megatron_brorl.rollout_log import one_line
 from megatron_brorl.train.evaluate import See
 from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.recorder import Recorder
@@ -47,7 +47,7 @@ def sample_lines(
     first: dict[int, ScoredRollout] = {}
     for row in sorted(rows, key=lambda row: row.rollout.index, reverse=True):
         first[row.group] = row  # the first sibling stays
-    chosen = sorted(first, key=lambda g: (files.prompt_order(groups[g].prompt.id), g))[:_SAMPLES]
+    chosen = sorted(first, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))[:_SAMPLES]
 
     found = []
     for number, g in enumerate(chosen, start=1):
@@ -70,7 +70,7 @@ def verdict_line(row: ScoredRollout) -> str:
     parts = [word if row.reward == float(row.right) else f"{word} (reward {row.reward:.3g})"]
     if row.rollout.finish == "length":
         parts.append("cut off at rollout.max_tokens")
-    reason = one_line(row.verdict.reason, _MOST) if row.verdict else ""
+    reason = one_line(row.score.reason, _MOST) if row.score else ""
     if reason not in ("", word, "cut off"):
         parts.append(reason)
     return ", ".join(parts)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_brorl.algo.policy_loss import token_cross_entropy
 from megatron_brorl.config.schema import OptimConfig, SftConfig
-from megatron_brorl.data.sft_rows import sft_examples
+from megatron_brorl.data.prompts import sft_examples
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
@@ -60,7 +60,7 @@ def sft(
         start = time.monotonic()
 
         # Every replica has its share of the examples; the loss is over the tokens of all.
-        taken = source.take(step * config.examples_per_step, config.examples_per_step)
+        taken = source.prompts(step * config.examples_per_step, config.examples_per_step)
         examples = sft_examples(taken, tokenizer)[grid.dp_rank :: grid.data]
         prompts = [torch.tensor(p) for p, _ in examples]
         responses = [torch.tensor(r) for _, r in examples]

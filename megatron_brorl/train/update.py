@@ -12,23 +12,20 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo import policy_loss as losses
-from megatron_brorl.algo.aggregation import token_weights
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLossSettings, token_weights
 from megatron_brorl.config.schema import AlgoConfig, Config, CriticConfig, OptimConfig
 from megatron_brorl.models.gpt import Head
-from megatron_brorl.ops.backend import Backend
-from megatron_brorl.ops.dtypes import compute_dtype
+from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.packing import Packed
-from megatron_brorl.train.critic_worker import CriticWorker
-from megatron_brorl.train.finite import Score, train_on_finite
 from megatron_brorl.train.learning_rate import learning_rate, scaled, with_decay_steps
-from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.models import CriticWorker, TrainingModels
+from megatron_brorl.train.nonfinite import Score, train_on_finite
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.worker import LossFunction, Stage, Update, Worker
 from megatron_brorl.types import Experience
 
-_VALUE_SUMS = ("loss", "clipped", "tokens")  # of ops.reference.ValueLoss
+_VALUE_SUMS = ("loss", "clipped", "tokens")  # of ops.interface.ValueLoss
 
 # (learning rate, rows) -> the optimizer step and its metrics over all ranks; None if no replica has a token
 Attempt = Callable[[float, list[int]], "tuple[Update, dict[str, float]] | None"]
@@ -92,7 +89,7 @@ def update_policy(
     """
 
     def score(rows: list[int]) -> list[Tensor]:
-        part = experience.take(rows)
+        part = experience.select(rows)
         return worker.log_probs(part.prompts, part.responses, temperature)
 
     attempt = partial(_policy_step, worker, experience, algo, temperature)
@@ -138,7 +135,7 @@ def update_critic(
     """
 
     def score(rows: list[int]) -> list[Tensor]:
-        part = experience.take(rows)
+        part = experience.select(rows)
         return critic.values(part.prompts, part.responses)
 
     attempt = partial(_critic_step, critic, experience, clip)
@@ -208,7 +205,7 @@ def _take_steps(
 def _policy_step(
     worker: Worker, experience: Experience, algo: AlgoConfig, temperature: float, lr: float, rows: list[int]
 ) -> tuple[Update, dict[str, float]] | None:
-    part = experience.take(rows)
+    part = experience.select(rows)
     lengths = [len(r) for r in part.responses]
     own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
     size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
@@ -227,7 +224,7 @@ def _policy_step(
 def _critic_step(
     critic: CriticWorker, experience: Experience, clip: float, lr: float, rows: list[int]
 ) -> tuple[Update, dict[str, float]] | None:
-    part = experience.take(rows)
+    part = experience.select(rows)
     own_tokens = float(sum(len(r) for r in part.responses))
     tokens = collectives.all_reduce_sum({"tokens": own_tokens}, critic.grid.groups.dp)["tokens"]
     if not tokens:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from ops.linear_cases import make
 
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLossSettings
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ParallelConfig
 from megatron_brorl.families.shape import read_shape
@@ -123,7 +123,7 @@ def train_steps(
         rollout_log_probs=tuple(base + 0.5 * n for n in noise),
         old_log_probs=tuple(base + n for n in noise),
         advantages=tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)),
-    ).take(own)
+    ).select(own)
     algo = AlgoConfig(**({"eps_low": 0.9, "eps_high": 4.0} | options.get("algo", {})))
     figures = []
     for update in range(2):

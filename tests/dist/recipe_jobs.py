@@ -15,8 +15,7 @@ from dist.steps import configured, make_trainer
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.ops.fused.decode import FusedDecode
-from megatron_brorl.ops.fused.sampling import sample_tokens
+from megatron_brorl.ops.fused.decode import FusedDecode, sample_tokens
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.train.trainer import Trainer
 

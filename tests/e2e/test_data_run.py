@@ -12,7 +12,7 @@ from e2e.conftest import REPOSITORY
 from e2e.runs import brorl, rows
 
 from megatron_brorl.cli.main import main
-from megatron_brorl.rollout_log.files import FOLDER, moments, read_groups
+from megatron_brorl.rollout_log import FOLDER, moments, read_groups
 
 GSM8K = [{"question": f"Ann has {i} nuts and gets {i}. How many?", "answer": f"#### {2 * i}"} for i in range(12)]
 DEEPSCALER = [{"problem": f"Find ${i}^2$.", "answer": str(i * i), "solution": ""} for i in range(13)]

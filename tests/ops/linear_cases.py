@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo import policy_loss as algo_loss
-from megatron_brorl.algo.policy_loss import PolicyTokens
-from megatron_brorl.algo.policy_losses import POLICY_LOSSES, PolicyLossSettings
-from megatron_brorl.ops.dtypes import compute_dtype
+from megatron_brorl.algo.policy_loss import POLICY_LOSSES, PolicyLossSettings, PolicyTokens
+from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.ops.reference import linear as reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.ops.fused import native, processor
+from megatron_brorl.ops.fused import native
 from megatron_brorl.ops.reference.decode import ReferenceDecode
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -38,7 +39,7 @@ def test_what_is_loaded_is_what_was_chosen():
     """Of a build for one processor, and of one for any, whose levels tools/test_wheel.sh asks for in turn."""
     several = {"_C_v4": "x86-64-v4", "_C_v3": "x86-64-v3", "_C": "x86-64"}
     alone = ("this processor", f"any {platform.machine()}")
-    if len(processor.built()) > 1:
+    if len(list(Path(native.__file__).parents[2].glob("_C*.so"))) > 1:
         assert several[native.EXTENSION.__name__.rpartition(".")[2]] == native.PROCESSOR
         assert os.environ.get("BRORL_CPU", native.PROCESSOR) == native.PROCESSOR
     else:

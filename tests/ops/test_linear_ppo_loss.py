@@ -21,11 +21,10 @@ from ops.linear_cases import (
     make,
 )
 
-from megatron_brorl.algo.policy_loss import PolicyTokens
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
-from megatron_brorl.ops.dtypes import compute_dtype
+from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.fused import linear as fused
 from megatron_brorl.ops.fused.softmax import softmax_gradient_
+from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.ops.reference import linear as reference
 
 

@@ -9,8 +9,8 @@ import torch
 from sampling_cases import CASES, Case, check, normal, weights
 
 from megatron_brorl.ops import philox
+from megatron_brorl.ops.fused.decode import sample_tokens
 from megatron_brorl.ops.fused.native import EXTENSION
-from megatron_brorl.ops.fused.sampling import sample_tokens
 from megatron_brorl.ops.reference import sampling
 
 

@@ -10,8 +10,8 @@ import torch
 from ops.value_cases import CASES, Case, assert_agree, by_hand, make
 
 from megatron_brorl.algo.advantages import explained_variance, merge
-from megatron_brorl.ops.fused.value import value_loss
-from megatron_brorl.ops.reference import value as reference
+from megatron_brorl.ops.fused.advantages import value_loss
+from megatron_brorl.ops.reference import advantages as reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
 

@@ -17,8 +17,7 @@ from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.rollout.remote import process
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
-from megatron_brorl.train.verify import reshard_gap, verify_reshard
-from megatron_brorl.train.weight_sync import refit
+from megatron_brorl.train.weight_sync import log_prob_gap, sync_weights, verify_weights
 
 CONFIG = Config(rollout=RolloutConfig(engine="vllm"))
 STALE = """
@@ -105,9 +104,9 @@ def test_a_stale_head_is_found_by_the_probe(model, start, tmp_path, monkeypatch,
 
     # What is right passes, and costs no restart.
     right = start(model)
-    refit(worker, right, 0)
-    gap, again = verify_reshard(worker, Watchdog(right, 60.0), 0, CONFIG)
-    assert (gap, again) == (reshard_gap(worker, Watchdog(right, 60.0), 0), 0)
+    sync_weights(worker, right, 0)
+    gap, again = verify_weights(worker, Watchdog(right, 60.0), 0, CONFIG)
+    assert (gap, again) == (log_prob_gap(worker, Watchdog(right, 60.0), 0), 0)
     assert gap.max < 1e-4
     right.close()
 
@@ -115,9 +114,9 @@ def test_a_stale_head_is_found_by_the_probe(model, start, tmp_path, monkeypatch,
     monkeypatch.setattr(process.megatron_brorl, "__file__", str(planted / "__init__.py"))
     monkeypatch.chdir(tmp_path)  # python -m looks there first
     wrong = start(model)
-    refit(worker, wrong, 0)
+    sync_weights(worker, wrong, 0)
     pid = wrong.supervisor.pid
     with pytest.raises(UserError, match=r"train.verify_reshard: after version 0 an engine's log-probs differ .* by"):
-        verify_reshard(worker, Watchdog(wrong, 60.0), 0, CONFIG)
+        verify_weights(worker, Watchdog(wrong, 60.0), 0, CONFIG)
     assert wrong.supervisor.pid != pid
     assert "starting it again with the weights of version 0" in capfd.readouterr().err

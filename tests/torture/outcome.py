@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from megatron_brorl.rollout_log import files as records
+from megatron_brorl import rollout_log
 
 _TIMED = ("job_seconds", "peak_rss_mib")  # keys of summary.json
 _FILES = {"metrics": "metrics.jsonl", "summary": "metrics.jsonl", "records": "rollouts"}  # the file behind each part
@@ -29,13 +29,13 @@ class Outcome:
         """Return the outcome of the run in a directory."""
         lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads((directory / "summary.json").read_text())
-        folder = directory / records.FOLDER
+        folder = directory / rollout_log.FOLDER
         return cls(
             metrics=[{k: v for k, v in line.items() if k != "time"} for line in lines],
             summary={k: v for k, v in summary.items() if k not in _TIMED},
             records={
-                str(m): (records.read_groups(folder, m), records.read_rollouts(folder, m))
-                for m in records.moments(folder)
+                str(m): (rollout_log.read_groups(folder, m), rollout_log.read_rollouts(folder, m))
+                for m in rollout_log.moments(folder)
             },
             weights=(directory / "model" / "model.safetensors").read_bytes(),
         )

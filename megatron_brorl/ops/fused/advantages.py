@@ -1,17 +1,20 @@
-"""GAE, group advantages, moments and whitening by csrc/policy/advantages.*.
+"""GAE, group advantages, moments, whitening and the value loss by csrc/policy/{advantages,value_loss}.*.
 
-The ops take float32 or float64 tensors on one device: the CPU, or CUDA if the extension was built for it. None of them
-is differentiable. Results do not depend on the number of CPU threads.
+The ops take float32 or float64 tensors on one device: the CPU, or CUDA if the extension was built for it. Only
+value_loss is differentiable. Results do not depend on the number of CPU threads.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_brorl.algo.advantages import Moments
 from megatron_brorl.ops.fused.native import check_devices
-from megatron_brorl.ops.reference.advantages import GroupKind, check_kind
+from megatron_brorl.ops.interface import GroupKind, ValueLoss
 
 
 def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -23,7 +26,6 @@ def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam
 
 def group_advantages(rewards: Tensor, starts: Tensor, kind: GroupKind = "mean") -> Tensor:
     """Return advantages [B] as ops.reference.advantages.group_advantages does."""
-    check_kind(kind)
     check_devices("group_advantages", rewards, starts)
     with torch.no_grad():
         return torch.ops.brorl.group_advantages(rewards, starts, kind == "mean_std")
@@ -49,3 +51,33 @@ def whiten(values: Tensor, batch: Moments) -> Tensor:
         raise ValueError("whiten: values require a gradient, which this op does not give; detach them")
     torch.ops.brorl.whiten_(values, batch.mean, batch.std)
     return values
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> ValueLoss:
+    """Return what ops.reference.advantages.value_loss returns, differentiable once and in values only.
+
+    All tensors are [R].
+    """
+    check_devices("value_loss", values, old_values, returns, weights)
+    losses, clipped = _ValueLoss.apply(values, old_values, returns, weights, clip)
+    loss = losses.sum()
+    of_returns, of_residuals = moments(returns, weights), moments(returns - values.detach(), weights)
+    sums = {"loss": float(loss.detach()), "clipped": float(clipped.sum()), "tokens": of_returns.count}
+    return ValueLoss(loss, sums, of_returns, of_residuals)
+
+
+class _ValueLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float
+    ) -> tuple[Tensor, Tensor]:
+        losses, gradient, clipped = torch.ops.brorl.value_loss(values, old_values, returns, weights, clip)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(clipped)
+        return losses, clipped
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Any) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream, None, None, None, None

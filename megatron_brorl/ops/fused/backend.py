@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.decode import DecodeOps
-from megatron_brorl.ops.fused import advantages, linear, native, sampling, value
-from megatron_brorl.ops.fused.decode import FusedDecode
-from megatron_brorl.ops.reference import sampling as reference_sampling
+from megatron_brorl.ops.fused import advantages, decode, linear, native
+from megatron_brorl.ops.interface import DecodeOps
+from megatron_brorl.ops.reference import sampling
 from megatron_brorl.ops.reference.decode import ReferenceDecode
 
 
@@ -18,7 +17,7 @@ class FusedBackend:
     linear_log_probs = staticmethod(linear.linear_log_probs)
     linear_ppo_loss = staticmethod(linear.linear_ppo_loss)
     linear_logits = staticmethod(linear.linear_logits)
-    value_loss = staticmethod(value.value_loss)
+    value_loss = staticmethod(advantages.value_loss)
     gae = staticmethod(advantages.gae)
     group_advantages = staticmethod(advantages.group_advantages)
     moments = staticmethod(advantages.moments)
@@ -33,5 +32,5 @@ class FusedBackend:
                 'BRORL_CUDA=1 and CUDA_HOME set, or set it to "reference"'
             )
         self.fused_layers = on_cpu
-        self.decode: DecodeOps = FusedDecode() if on_cpu else ReferenceDecode()
-        self.sample_tokens = sampling.sample_tokens if on_cpu else reference_sampling.sample_tokens
+        self.decode: DecodeOps = decode.FusedDecode() if on_cpu else ReferenceDecode()
+        self.sample_tokens = decode.sample_tokens if on_cpu else sampling.sample_tokens

@@ -1,4 +1,4 @@
-"""The ops of a decoding step on CPUs by csrc/cpu/decode_attention.* and layer_ops.*, for heads of up to 256.
+"""Decoding and sampling on CPUs by csrc/cpu/{decode_attention,layer_ops,sample_tokens}.*, for heads of up to 256.
 
 Several queries read a prompt's pages together, new keys and values are written to their places in memory, and nothing
 is gathered. Tensors are float32 or bfloat16; tensors that do not fit raise ValueError, TypeError or IndexError.
@@ -9,22 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_brorl.ops.decode import HeadNorms, Rows
 from megatron_brorl.ops.fused import native
+from megatron_brorl.ops.interface import DecodeBatch, HeadNorms
 
 
 class FusedDecode:
-    """See ops.decode.DecodeOps; on CPUs."""
+    """See ops.interface.DecodeOps; on CPUs."""
 
     def attend(
-        self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Rows, scale: float, heads: int
+        self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
     ) -> Tensor:
         """See DecodeOps: qkv [B, (heads + 2 K) d] -> [B, heads d]."""
-        native.check_devices("decode_attention_", qkv, keys, values, *vars(rows).values())
-        out = qkv.new_empty(len(qkv), heads * keys.shape[2])
+        native.check_devices("decode_attention_", qkv, keys, values, *vars(batch).values())
+        _, kv_heads, dim, _ = keys.shape
+        out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * dim)
         q, k, eps = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
-        places = (rows.tables, rows.lengths, rows.prompt_tables, rows.prompt_lengths, rows.prompts)
-        torch.ops.brorl.decode_attention_(qkv, q, k, eps, rows.cos, rows.sin, keys, values, *places, scale, out)
+        places = (batch.tables, batch.lengths, batch.prompt_tables, batch.prompt_lengths, batch.prompts)
+        torch.ops.brorl.decode_attention_(qkv, q, k, eps, batch.cos, batch.sin, keys, values, *places, scale, out)
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -36,3 +37,26 @@ class FusedDecode:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See DecodeOps: [B, 2 F] -> [B, F]."""
         return torch.ops.brorl.silu_mul(gate_up)
+
+
+def sample_tokens(
+    logits: Tensor,
+    keys: Tensor,
+    index: Tensor,
+    position: Tensor,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """As ops.reference.sampling.sample_tokens, in vocabulary order, but without a copy of the logits or a sort of them.
+
+    logits [B, V] float32 or bfloat16, whose rows may lie apart; keys (63 bits), index and position (32 bits) [B] int64.
+    Returns ids [B] int64 and their log-probabilities [B] float32 in nats under the distribution they were drawn from.
+    A row depends neither on its neighbours nor on the number of threads. An id can differ from the reference's where
+    the uniform falls within float32 rounding of a step of the CDF. -inf masks a token. Raises ValueError for a row with
+    NaN or +inf or with nothing above -inf, and for a shape, value or device that does not fit; TypeError for a dtype.
+    """
+    native.check_devices("sample_tokens", logits, keys, index, position)
+    with torch.no_grad():
+        ids, log_probs = torch.ops.brorl.sample_tokens(logits, keys, index, position, temperature, top_p, top_k)
+    return ids, log_probs

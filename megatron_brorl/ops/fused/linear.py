@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.policy_loss import MAXIMA, SUMS, PolicyLoss, PolicyTokens, policy_loss
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
-from megatron_brorl.ops.dtypes import compute_dtype
+from megatron_brorl.algo.policy_loss import MAXIMA, SUMS, PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
 from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.fused.softmax import Shard, gemm_, merged, ppo_tokens, softmax_gradient_, softmax_statistics
+from megatron_brorl.ops.interface import compute_dtype
 
 # Rows of logits held at a time. With fewer, the products lose speed (the weight's gradient is read and written once per
 # chunk); with more, only memory grows. A very large vocabulary gives way to the limit in bytes.

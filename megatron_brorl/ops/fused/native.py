@@ -1,10 +1,14 @@
-"""Loads the extension built from csrc/; importing this file registers its ops as torch.ops.brorl."""
+"""The extension built from csrc/. Importing this module loads it and registers its ops as torch.ops.brorl.
+
+A wheel for x86-64 has the CPU kernels once for each level of the processor (x86-64 psABI, "micro-architecture levels"),
+each in a module of its own. A build for one processor, or for ARM, has one module.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
-import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +16,69 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.fused import processor
+
+LEVEL_VARIABLE = "BRORL_CPU"  # environment variable that asks for a level
+CPUINFO = Path("/proc/cpuinfo")
+ONLY = "_C"
+
+_V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# Best first: the module, and the flags of /proc/cpuinfo that it needs. Linux lists only features that it has enabled.
+LEVELS = {"x86-64-v4": ("_C_v4", _V4), "x86-64-v3": ("_C_v3", _V3), "x86-64": (ONLY, frozenset[str]())}
 
 
-def _hidden_copy() -> Path | None:
-    """The folder of an installed copy that has the extension, where this one, imported in its stead, has none."""
-    own = processor.PACKAGE
-    folders = [Path(p or ".").resolve() / own.name for p in sys.path]
-    built = [p for p in (own, *folders) if any(p.glob("_C.*.so"))]
-    return built[0] if built and built[0] != own else None
+def choose_module(built: Collection[str], level: str = "", cpuinfo: Path = CPUINFO) -> str:
+    """Return which of the built modules to load.
+
+    level: the level that the user asks for, or "". Raises UserError for one that is unknown or that does not run here.
+    """
+    if set(built) <= {ONLY}:
+        if level:
+            raise UserError(f"{LEVEL_VARIABLE}={level}: this build of csrc is for one processor only; unset it")
+        return ONLY
+    if level and level not in LEVELS:
+        raise UserError(f"{LEVEL_VARIABLE}={level}: there is no such level; it takes {', '.join(LEVELS)}")
+
+    for candidate in [level] if level else LEVELS:
+        module, needs = LEVELS[candidate]
+        lacking = needs - _flags(cpuinfo) if needs else needs
+        if level and lacking:
+            raise UserError(f"{LEVEL_VARIABLE}={level}: this processor has no {', '.join(sorted(lacking))}")
+        if module in built and not lacking:
+            return module
+    return ONLY
+
+
+def _flags(cpuinfo: Path) -> frozenset[str]:
+    text = cpuinfo.read_text(encoding="ascii", errors="replace") if cpuinfo.exists() else ""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    raise UserError(f"{cpuinfo}: does not list the processor's flags; set {LEVEL_VARIABLE}=x86-64 for any processor")
 
 
 def _load() -> Any:
-    """The module of the extension for this processor. Raises UserError where it does not load into this torch."""
-    # One set of kernels of those that were built.
-    name = processor.chosen(processor.built(), os.environ.get(processor.VARIABLE, ""))
+    """Return the extension's module for this processor. Raises UserError if it does not load into this torch."""
+    built = {path.name.split(".")[0] for path in Path(__file__).parents[2].glob("_C*.so")}
+    name = choose_module(built, os.environ.get(LEVEL_VARIABLE, ""))
     try:
-        found = importlib.import_module(f"megatron_brorl.{name}")
+        extension = importlib.import_module(f"megatron_brorl.{name}")
     except ImportError as error:
-        # Sources that were not built hide a copy that was: another place to start from is all it takes.
-        hidden = _hidden_copy()
-        if hidden:
-            raise UserError(
-                f"ops: Python imports megatron_brorl from the sources in {processor.PACKAGE}, which are not "
-                f"built, and not the copy installed in {hidden}: start from another folder than the checkout, or "
-                "install with pip install -e ."
-            ) from error
-        # Or there is none, or one for another Python.
         raise UserError(
             f"ops: the extension megatron_brorl.{name} does not load ({error}): build it for this Python and torch "
-            'with pip install . in the checkout (make does it), or set ops.implementation = "reference"'
+            "with pip install . in the checkout (make does it), start from another folder if the checkout hides an "
+            'installed package, or set ops.implementation = "reference"'
         ) from error
 
-    # Another release may load, and then read memory that lies otherwise.
-    of = getattr(found, "torch", "nobody knows which")  # a build before it was written down
-    if torch.__version__.split("+")[0] != of:
+    # An extension built for another release of torch may load and then misread torch's objects.
+    release = extension.torch
+    if torch.__version__.split("+")[0] != release:
         raise UserError(
-            f"ops: the extension was built for torch {of}, this is {torch.__version__}: install "
+            f"ops: the extension was built for torch {release}, this is {torch.__version__}: install "
             'megatron-brorl again, or set ops.implementation = "reference"'
         )
-    return found
+    return extension
 
 
 EXTENSION: Any = _load()

@@ -1,22 +1,15 @@
-"""Advantages of tokens and of rollouts in plain torch: the definitions that csrc/policy/advantages* must agree with."""
+"""Advantages and the value loss in plain torch, which define the results of csrc/policy/advantages* and value_loss*."""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.advantages import group_baseline, group_normalised
-
-GroupKind = Literal["mean", "mean_std"]
-
-
-def check_kind(kind: str) -> None:
-    """Raises ValueError for a kind that group_advantages does not know."""
-    if kind not in get_args(GroupKind):
-        raise ValueError(f"group_advantages: kind is {kind!r}; it takes {' or '.join(map(repr, get_args(GroupKind)))}")
+from megatron_brorl.algo.advantages import group_baseline, group_normalised, moments
+from megatron_brorl.ops.interface import GroupKind, ValueLoss
 
 
 def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -45,10 +38,26 @@ def group_advantages(rewards: Tensor, starts: Tensor, kind: GroupKind = "mean") 
     "mean": algo.advantage.group_baseline, the first step of REINFORCE++-baseline; "mean_std": group_normalised there,
     as in GRPO. The advantage is exactly 0 in groups of one and in groups whose rewards are all equal.
     """
-    check_kind(kind)
     formula = group_baseline if kind == "mean" else group_normalised
     result = torch.zeros_like(rewards)
     for begin, end in pairwise(starts.tolist()):
         if end - begin > 1:
             result[begin:end] = formula(rewards[begin:end])
     return result
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> ValueLoss:
+    """loss = sum_t w_t max((v_t - R_t)^2, (clip(v_t, old_t - clip, old_t + clip) - R_t)^2) / 2; all tensors are [R].
+
+    The value loss of PPO (Schulman et al. 2017) as in OpenAI baselines, ppo2. weights carry the mask and the divisor:
+    a token of weight 0 contributes nothing to anything, whatever its other entries hold. clip in units of value,
+    infinity: unclipped, and old_values are not looked at.
+    """
+    kept = weights != 0  # selected, because 0 * nan is nan, forward and backward
+    v, old, target, w = values[kept], old_values[kept], returns[kept], weights[kept]
+    plain = (v - target).square()
+    clipped = plain if math.isinf(clip) else (v.clamp(old - clip, old + clip) - target).square()
+    loss = (w * torch.maximum(plain, clipped)).sum() / 2
+    sums = {"loss": float(loss.detach()), "clipped": float((clipped > plain).sum()), "tokens": float(len(v))}
+    residual = target.double() - v.detach().double()
+    return ValueLoss(loss, sums, moments(target), moments(residual))

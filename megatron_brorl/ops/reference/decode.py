@@ -7,44 +7,44 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.decode import PAGE, HeadNorms, Rows
+from megatron_brorl.ops.interface import PAGE, DecodeBatch, HeadNorms
 
 GATHERED = 1 << 26  # keys gathered at a time, in numbers, so that N = 512 long rows fit a GPU's memory
 
 
 class ReferenceDecode:
-    """See ops.decode.DecodeOps; gathers every row's pages, the prompt's too."""
+    """See ops.interface.DecodeOps; gathers every row's pages, the prompt's too."""
 
     def attend(
-        self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Rows, scale: float, heads: int
+        self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
     ) -> Tensor:
         """See DecodeOps: qkv [B, (heads + 2 K) d] -> [B, heads d]."""
         # Queries, keys and values, normed and rotated in float32.
         _, kv_heads, dim, _ = keys.shape
-        q, k, v = qkv.float().unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
+        q, k, v = qkv.float().unflatten(-1, (-1, dim)).tensor_split([-2 * kv_heads, -kv_heads], dim=1)
         # Heads are normed before they are rotated.
         if norms is not None:
             q, k = rms_norm(q, (dim,), norms.q, norms.eps), rms_norm(k, (dim,), norms.k, norms.eps)
-        cos, sin = (torch.cat((x, x), dim=-1).unsqueeze(1) for x in (rows.cos, rows.sin))
+        cos, sin = (torch.cat((x, x), dim=-1).unsqueeze(1) for x in (batch.cos, batch.sin))
         q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
 
         # The new key and value of each row go to the place of its last token.
-        place = rows.lengths - 1
-        page = rows.tables.gather(1, (place // PAGE).unsqueeze(1)).squeeze(1).long()
+        place = batch.lengths - 1
+        page = batch.tables.gather(1, (place // PAGE).unsqueeze(1)).squeeze(1).long()
         # Keys are stored with their tokens last, values with their tokens before d.
         keys[page, :, :, place % PAGE] = k.to(keys.dtype)
         values[page, :, place % PAGE, :dim] = v.to(values.dtype)
 
         # The pages of each row's prompt and of its own tokens, and which slots in them hold a token.
-        used = int(-(-rows.lengths.max() // PAGE))
-        tables = torch.cat((rows.prompt_tables[rows.prompts], rows.tables[:, :used]), dim=1).long()
+        used = int(-(-batch.lengths.max() // PAGE))
+        tables = torch.cat((batch.prompt_tables[batch.prompts], batch.tables[:, :used]), dim=1).long()
         slots = torch.arange(PAGE * used, device=qkv.device)
-        prompt_slots = torch.arange(PAGE * rows.prompt_tables.shape[1], device=qkv.device)
+        prompt_slots = torch.arange(PAGE * batch.prompt_tables.shape[1], device=qkv.device)
         # Prompt first, as in the tables.
         there = torch.cat(
             (
-                prompt_slots < rows.prompt_lengths[rows.prompts].unsqueeze(1),
-                slots < rows.lengths.unsqueeze(1),
+                prompt_slots < batch.prompt_lengths[batch.prompts].unsqueeze(1),
+                slots < batch.lengths.unsqueeze(1),
             ),
             dim=1,
         )

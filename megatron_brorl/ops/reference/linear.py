@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyTokens, policy_loss
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
-from megatron_brorl.ops.dtypes import compute_dtype
+from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
+from megatron_brorl.ops.interface import compute_dtype
 
 CHUNK_BYTES = 64 << 20  # of logits held at a time
 

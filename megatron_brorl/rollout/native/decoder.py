@@ -1,6 +1,6 @@
 """A plain decoder for the dense families of model_shape.FAMILIES over paged keys and values.
 
-Shapes: B rows, H hidden size, V vocabulary; pages as in ops.decode.
+Shapes: B rows, H hidden size, V vocabulary; pages as in ops.interface.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_brorl.families import dense, gemma3
 from megatron_brorl.families.family import Parameter
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.decode import PAGE, DecodeOps, HeadNorms, Rows
+from megatron_brorl.ops.interface import PAGE, DecodeBatch, DecodeOps, HeadNorms
 from megatron_brorl.rollout.native.pages import PagePool, pages_for
 
 QUERIES = 1024  # queries of a passage that attend to the earlier tokens at a time
@@ -178,7 +178,7 @@ class Decoder:
             delta = self._post(layer.down(gated), layer.post2)
         return self.ops.add_norm(x, delta, self.norm, eps)
 
-    def step(self, pool: PagePool, rows: Rows, ids: Tensor) -> Tensor:
+    def step(self, pool: PagePool, rows: DecodeBatch, ids: Tensor) -> Tensor:
         """Feed each row's newest token [B]; returns the hidden states [B, H] after it."""
         local_rows = rows
         if self.shape.local_layers:
@@ -187,9 +187,7 @@ class Decoder:
 
         def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
             where = local_rows if layer.local else rows
-            return self.ops.attend(
-                qkv, layer.head_norms, pool.keys[i], pool.values[i], where, self.scale, self.shape.heads
-            )
+            return self.ops.attend(qkv, layer.head_norms, pool.keys[i], pool.values[i], where, self.scale)
 
         return self._through(self._embed(ids), attend)
 

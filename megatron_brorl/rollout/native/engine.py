@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
-from megatron_brorl.ops.decode import DecodeOps
+from megatron_brorl.ops.interface import DecodeOps
 from megatron_brorl.ops.reference.decode import ReferenceDecode
 from megatron_brorl.rollout.engine import KvUsage, Request, SampleTokens, Sampling, Supply, Watch, check_context
 from megatron_brorl.rollout.native.decoder import Decoder

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.families.shape import ModelShape
-from megatron_brorl.ops.decode import PAGE
+from megatron_brorl.ops.interface import PAGE
 
 BLOCK = 64  # tokens
 PAGES = BLOCK // PAGE  # in a block

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_brorl.ops.decode import PAGE, Rows
+from megatron_brorl.ops.interface import PAGE, DecodeBatch
 from megatron_brorl.rollout.engine import Request, Sampling, Supply, extended
 from megatron_brorl.rollout.native.decoder import Decoder, Passage
 from megatron_brorl.rollout.native.pages import BLOCK, PagePool, Prefixes, pages_for
@@ -215,13 +215,13 @@ class Scheduler:
         self.tables[rows, place[needy] // PAGE] = self.pool.take(len(rows))
         return len(self.active)
 
-    def rows(self) -> Rows:
+    def rows(self) -> DecodeBatch:
         """Return the places of the active rows on the decoder's device; each has its newest token to be fed."""
         active, device = self.active, self.decoder.device
         prompts, lengths = self.prompt[active], self.produced[active]
         cos, sin = self.decoder.angles((self.prompt_lengths[prompts] + lengths - 1).to(device))
         used = pages_for(int(lengths.max()))
-        return Rows(
+        return DecodeBatch(
             cos=cos,
             sin=sin,
             tables=self.tables[active, :used].to(device),

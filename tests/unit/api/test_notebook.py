@@ -1,4 +1,4 @@
-"""The cells of examples/python_face.ipynb, in order and in one process, as a notebook runs them."""
+"""The cells of examples/python_api.ipynb, in order and in one process, as a notebook runs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[3] / "examples" / "python_face.ipynb"
+NOTEBOOK = Path(__file__).parents[3] / "examples" / "python_api.ipynb"
 
 
 def test_its_cells_do_what_they_say(tmp_path, monkeypatch):

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl.config.schema import DataConfig
-from megatron_brorl.data.prompts import render
-from megatron_brorl.data.sft_rows import sft_examples
+from megatron_brorl.data.prompts import render, sft_examples
 from megatron_brorl.data.source import load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
@@ -72,7 +71,7 @@ def test_every_reader_of_rows_passes_the_variables_on(tmp_path: Path) -> None:
     for variables, end in (({}, "<think>\n"), ({"enable_thinking": False}, "</think>\n\n")):
         config = DataConfig(train=(str(rows),), held_out=(str(rows),), chat=True, chat_template_kwargs=variables)
         sources = load_sources(config, tokenizer, 100, 0)
-        (asked,), (kept,) = sources.train.take(0, 1), sources.held_out
+        (asked,), (kept,) = sources.train.prompts(0, 1), sources.held_out
         benchmark = load_benchmarks([f"b={rows}"], config, tokenizer, 100)[0]["b"][0]
         for prompt in (asked, kept, benchmark):
             assert prompt.text.endswith(end)

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from megatron_brorl.config.schema import DataConfig, MixtureConfig, TaskConfig
-from megatron_brorl.data.sft_rows import sft_examples
+from megatron_brorl.data.prompts import sft_examples
+from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.source import (
     FileSource,
-    MixturePlace,
     MixtureSource,
     load_sources,
-    mixture_places,
+    mixture_positions,
     prompts_digest,
     tokenizer_digest,
     whole_weights,
 )
-from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
+from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.types import Prompt
 
@@ -48,7 +48,7 @@ def ids(batch: list[Prompt]) -> list[str]:
 
 def test_every_epoch_is_a_permutation_of_its_own() -> None:
     source = FileSource(prompts(20), seed=3)
-    epochs = [ids(source.take(20 * e, 20)) for e in range(50)]
+    epochs = [ids(source.prompts(20 * e, 20)) for e in range(50)]
     everything = sorted(map(str, range(20)))
     assert all(sorted(e) == everything for e in epochs)
     assert len({tuple(e) for e in epochs}) == 50
@@ -58,7 +58,7 @@ def test_every_epoch_is_a_permutation_of_its_own() -> None:
 
 def test_the_order_is_pinned() -> None:
     """A resumed run must see the order it began with, whatever was upgraded in between."""
-    assert ids(FileSource(prompts(6), seed=0).take(0, 12)) == list("135402354210")
+    assert ids(FileSource(prompts(6), seed=0).prompts(0, 12)) == list("135402354210")
 
 
 def test_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -68,7 +68,7 @@ def test_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
         template="{prompt}=",
     )
     sources = load_sources(config, tokenizer, 100, seed=1)
-    batch = sources.train.take(0, 9)
+    batch = sources.train.prompts(0, 9)
     assert sorted(p.text for p in batch) == [f"{i}+{i}=" for i in range(9)]
     assert all(p.answer == str(2 * int(p.id[1:])) for p in batch)
     assert ids(sources.held_out) == ["q8", "q9", "q10"]
@@ -78,7 +78,7 @@ def test_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
         f"data.held_out: 3 prompts from {tmp_path}/h.jsonl",
         "data.held_out: 1 of 3 prompts also occur in data.train",
     ]
-    assert sources.train.take(12, 4) != load_sources(config, tokenizer, 100, seed=2).train.take(12, 4)
+    assert sources.train.prompts(12, 4) != load_sources(config, tokenizer, 100, seed=2).train.prompts(12, 4)
 
 
 def test_wrong_data_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -98,7 +98,7 @@ def test_mixtures(tmp_path: Path, tokenizer: Tokenizer) -> None:
     parts = (MixtureConfig(files=(files[0],), weight=0.5), MixtureConfig(files=tuple(files[1:]), weight=1, name="rest"))
     config = DataConfig(mixture=parts, held_out=(files[2],), template="{prompt}=")
     sources = load_sources(config, tokenizer, 100, seed=1)
-    taken = sources.train.take(0, 30)
+    taken = sources.train.prompts(0, 30)
     assert Counter(p.id for p in taken) == {f"q{i}": 2 for i in (*range(5), *range(10, 15), *range(20, 25))}
     assert sources.report.splitlines() == [
         f"data.mixture[0]: 5 prompts from {files[0]}",
@@ -134,21 +134,21 @@ def test_generated_sources(tokenizer: Tokenizer) -> None:
     other = load_sources(config, tokenizer, 100, seed=2)
     assert len({p.text for p in sources.held_out}) == 64
     for step in range(5):
-        sources.train.take(8 * step, 8)
-    assert sources.train.take(40, 8) == again.train.take(40, 8)
-    assert sources.train.take(40, 8) != other.train.take(40, 8)
+        sources.train.prompts(8 * step, 8)
+    assert sources.train.prompts(40, 8) == again.train.prompts(40, 8)
+    assert sources.train.prompts(40, 8) != other.train.prompts(40, 8)
     assert sources.held_out == other.held_out  # so that runs of several seeds can be compared
-    seen = {p.text for step in range(20) for p in sources.train.take(32 * step, 32)}
+    seen = {p.text for step in range(20) for p in sources.train.prompts(32 * step, 32)}
     assert not seen & {p.text for p in sources.held_out}
-    assert [p for s in (0, 4) for p in sources.train.take(s, 4)] == sources.train.take(0, 8)
-    train_ids = [p.id for step in range(20) for p in sources.train.take(32 * step, 32)]
+    assert [p for s in (0, 4) for p in sources.train.prompts(s, 4)] == sources.train.prompts(0, 8)
+    train_ids = [p.id for step in range(20) for p in sources.train.prompts(32 * step, 32)]
     assert len(set(train_ids) | set(ids(sources.held_out))) == 640 + 64
     assert sources.report == "data.tasks: endless prompts of chain_sum; 64 different ones held out"
 
 
 def test_sft_examples(tokenizer: Tokenizer) -> None:
     source = load_sources(DataConfig(tasks=(TASK,), held_out_prompts=4), tokenizer, 100, 0)
-    batch = source.train.take(0, 8)
+    batch = source.train.prompts(0, 8)
     for prompt, (prompt_ids, response) in zip(batch, sft_examples(batch, tokenizer), strict=True):
         assert tuple(prompt_ids) == prompt.token_ids
         assert response == [*tokenizer.encode(prompt.answer or ""), tokenizer.eos_id]
@@ -162,13 +162,13 @@ def test_sft_examples(tokenizer: Tokenizer) -> None:
 WEIGHTS = [[1], [1, 1], [2, 3, 5], [1, 100], [333, 333, 334], [1, 2, 3, 4, 5, 6, 7]]
 
 
-def sainte_lague(weights: list[int], count: int) -> list[MixturePlace]:
+def sainte_lague(weights: list[int], count: int) -> list[tuple[int, int]]:
     """Give each seat to the party with the largest votes / (2 seats + 1), by definition."""
     seats = [0] * len(weights)
     order = []
     for _ in range(count):
         best = max(range(len(weights)), key=lambda i: (Fraction(weights[i], 2 * seats[i] + 1), -i))
-        order.append(MixturePlace(best, seats[best]))
+        order.append((best, seats[best]))
         seats[best] += 1
     return order
 
@@ -182,16 +182,16 @@ def test_whole_weights() -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_places_of_a_mixture_are_seats_by_sainte_lague(weights: list[int]) -> None:
     whole = sainte_lague(weights, 400)
-    assert mixture_places(weights, 0, 400) == whole
+    assert mixture_positions(weights, 0, 400) == whole
     for start in (1, 7, 123, 399):
-        assert mixture_places(weights, start, 30)[: 400 - start] == whole[start : start + 30]
+        assert mixture_positions(weights, start, 30)[: 400 - start] == whole[start : start + 30]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_shares_are_exact_at_every_multiple_and_near_in_between(weights: list[int]) -> None:
     total, k = sum(weights), len(weights)
     had: Counter[int] = Counter()
-    for p, (source, position) in enumerate(mixture_places(weights, 0, 3 * total + 11), start=1):
+    for p, (source, position) in enumerate(mixture_positions(weights, 0, 3 * total + 11), start=1):
         assert position == had[source]
         had[source] += 1
         for i, w in enumerate(weights):
@@ -203,14 +203,14 @@ def test_shares_are_exact_at_every_multiple_and_near_in_between(weights: list[in
 def test_sources_of_a_mixture_have_epochs_of_their_own_and_can_be_resumed() -> None:
     sizes = {"a": 5, "b": 3, "c": 40}
     sources = {name: [replace(p, text=name) for p in prompts(size)] for name, size in sizes.items()}
-    whole = MixtureSource(sources, [0.5, 0.3, 0.2], seed=1).take(0, 200)
+    whole = MixtureSource(sources, [0.5, 0.3, 0.2], seed=1).prompts(0, 200)
     assert Counter(p.text for p in whole) == {"a": 100, "b": 60, "c": 40}
     for name, rows in sources.items():
         mine = [p.id for p in whole if p.text == name]
-        assert mine == ids(FileSource(rows, f"1:{name}").take(0, len(mine)))
+        assert mine == ids(FileSource(rows, f"1:{name}").prompts(0, len(mine)))
     for start, size in ((0, 1), (3, 8), (60, 24)):
-        assert MixtureSource(sources, [5, 3, 2], seed=1).take(start, size) == whole[start : start + size]
-    assert MixtureSource(sources, [5, 3, 2], seed=2).take(0, 200) != whole
+        assert MixtureSource(sources, [5, 3, 2], seed=1).prompts(start, size) == whole[start : start + size]
+    assert MixtureSource(sources, [5, 3, 2], seed=2).prompts(0, 200) != whole
 
 
 PROMPT = Prompt("a", "1+1=", (3, 4), "2", "exact", {"b": 1, "a": [2.5, None]})

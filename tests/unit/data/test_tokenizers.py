@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.data.sentencepiece import train_sentencepiece
+from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 
 SUMS = [f"{a} + {b} = {a + b}" for a in range(30) for b in range(30)]

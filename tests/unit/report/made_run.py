@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from megatron_brorl.rollout_log import files
-from megatron_brorl.rollout_log.files import Moment
-from megatron_brorl.rollout_log.schema import GROUPS, ROLLOUTS
+from megatron_brorl import rollout_log
+from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, Moment
 from megatron_brorl.tracking.metrics import MetricsWriter
 
 TASKS = ("gcd", "spell_backward")
@@ -141,8 +140,8 @@ def _write(
         reward = right / n if mean is None else mean + 0.1 * (-1) ** g
         trained = moment.kind == "step" and 0 < right < n
         groups.append(group(g, own, recorded, verifier=TASKS[g % 2], reward=reward, trained=trained))
-    files.write_groups(folder / "rollouts", moment, pa.Table.from_pylist(groups, GROUPS))
-    files.write_rollouts(folder / "rollouts", moment, 0, pa.Table.from_pylist(rollouts, ROLLOUTS))
+    rollout_log.write_groups(folder / "rollouts", moment, pa.Table.from_pylist(groups, GROUPS))
+    rollout_log.write_rollouts(folder / "rollouts", moment, 0, pa.Table.from_pylist(rollouts, ROLLOUTS))
 
 
 def _rollout(number: int, name: str, sibling: int, right: bool, moment: Moment) -> dict[str, Any]:

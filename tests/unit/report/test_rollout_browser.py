@@ -11,11 +11,10 @@ import pytest
 from made_run import group, rollout
 from rich.console import Console
 
+from megatron_brorl import rollout_log
 from megatron_brorl.cli.main import main
 from megatron_brorl.report.rollout_browser import Page, one_prompt, read
-from megatron_brorl.rollout_log import files
-from megatron_brorl.rollout_log.files import Moment
-from megatron_brorl.rollout_log.schema import GROUPS, ROLLOUTS
+from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, Moment
 
 LAST = Moment("evaluation", 4)
 # The answers to each prompt, a right one with a star; None is a response without an answer.
@@ -34,9 +33,9 @@ def made(group: int, prompt: str, answers: list[str | None]) -> list[dict[str, o
 
 
 def write(folder, moment, groups, rollouts, ranks):
-    files.write_groups(folder, moment, pa.Table.from_pylist(groups, GROUPS))
+    rollout_log.write_groups(folder, moment, pa.Table.from_pylist(groups, GROUPS))
     for rank in range(ranks):
-        files.write_rollouts(folder, moment, rank, pa.Table.from_pylist(rollouts[rank::ranks], ROLLOUTS))
+        rollout_log.write_rollouts(folder, moment, rank, pa.Table.from_pylist(rollouts[rank::ranks], ROLLOUTS))
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +139,7 @@ def test_filters_and_exports(ask, tmp_path, options, left):
 def test_a_terminal_shows_a_right_and_a_wrong_response_side_by_side(run):
     found = read(run / "rollouts", "evaluation", 4, "b")
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    rollouts = files.only(found.rollouts, "prompt_id", ["b"]).to_pylist()
+    rollouts = rollout_log.filter_rows(found.rollouts, "prompt_id", ["b"]).to_pylist()
     one_prompt(Page(console), found.moment, found.groups.to_pylist()[1], rollouts)
     (line,) = (line for line in console.file.getvalue().splitlines() if "is 2" in line)
     assert [part.strip() for part in line.strip("\u2502").split("\u2502")] == [

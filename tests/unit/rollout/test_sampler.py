@@ -13,7 +13,7 @@ from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
 from megatron_brorl.rollout.sampler import LEAST_NATS, deal, even_shares, improbable, requests
-from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout, Verdict
+from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout, ScoreResult
 
 
 def best_by_search(total: int, loads: list[int]) -> list[int]:
@@ -88,13 +88,11 @@ def test_rows_travel_bit_for_bit():
         reward = float("nan") if finish == "cut" else 1 / 3
         rollout = Rollout(i, ids, torch.randn(length, generator=g), finish, spans)
         rows.append(ScoredRollout(i % 2, rollout, reward, i == 2, 2**52 - i))
-    half = Verdict(1 / 3, "ok", 'says "\u2028"', {"format": 1.0, "answer": 0.1})
-    rows[0], rows[2] = (replace(row, verdict=half) for row in (rows[0], rows[2]))
+    half = ScoreResult(1 / 3, "ok", 'says "\u2028"', {"format": 1.0, "answer": 0.1})
+    rows[0], rows[2] = (replace(row, score=half) for row in (rows[0], rows[2]))
     for sent in (rows, []):
         back = from_tensors(to_tensors(sent))
-        assert [vars(r.verdict) if r.verdict else None for r in back] == [
-            vars(r.verdict) if r.verdict else None for r in sent
-        ]
+        assert [vars(r.score) if r.score else None for r in back] == [vars(r.score) if r.score else None for r in sent]
         for a, b in zip(sent, back, strict=True):
             assert (a.group, a.rollout.index, a.rollout.finish, a.rollout.spans) == (
                 b.group,

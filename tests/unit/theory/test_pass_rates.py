@@ -9,8 +9,7 @@ import pyarrow as pa
 import pytest
 
 from megatron_brorl.cli.main import main
-from megatron_brorl.rollout_log.files import FOLDER, Moment, write_groups
-from megatron_brorl.rollout_log.schema import GROUPS
+from megatron_brorl.rollout_log import FOLDER, GROUPS, Moment, write_groups
 from megatron_brorl.theory.pass_rates import mixed_share
 
 

@@ -14,7 +14,7 @@ from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,
     get_linear_schedule_with_warmup,
 )
-from unit.train.test_finite import Sums
+from unit.train.test_nonfinite_rows import Sums
 from unit.train.test_updates_counted import Pool
 
 from megatron_brorl.config.schema import OptimConfig, SftConfig

@@ -14,7 +14,7 @@ from dist.steps import configured, make_trainer
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.data.source import FileSource
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout_log.files import Moment, moments, read_groups, read_rollouts
+from megatron_brorl.rollout_log import Moment, moments, read_groups, read_rollouts
 from megatron_brorl.train import recorder
 from megatron_brorl.train.recorder import Recorder
 

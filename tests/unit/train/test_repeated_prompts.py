@@ -34,7 +34,7 @@ def test_no_two_groups_of_a_run_draw_the_same(rows, prompts):
         source = FileSource(fakes.prompts(rows), seed)
         drawn = []
         for step in range(3 * rows // prompts + 3):
-            taken = source.take(step * prompts, prompts)
+            taken = source.prompts(step * prompts, prompts)
             asked, _ = requests([(g, 0) for g in range(prompts)], open_groups(taken, step), {}, seed)
             assert [r.prompt for r in asked] == taken
             seen = set()

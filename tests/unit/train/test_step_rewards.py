@@ -38,10 +38,10 @@ class Source:
     """The prompts of a batch, each with its verifier."""
 
     def __init__(self, rules: list[str]) -> None:
-        self.prompts = [replace(p, verifier=rule) for p, rule in zip(fakes.prompts(3), rules, strict=True)]
+        self.batch = [replace(p, verifier=rule) for p, rule in zip(fakes.prompts(3), rules, strict=True)]
 
-    def take(self, start: int, count: int) -> list:
-        return self.prompts
+    def prompts(self, start: int, count: int) -> list:
+        return self.batch
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_a_step_of_nothing_but_nan_ends_the_run_in_one_line(processes, pool, mod
 def with_reference(trainer, answer):
     """The trainer's prompts, with this reference answer."""
     source = trainer.train_source
-    source.prompts = [replace(p, answer=answer) for p in source.prompts]
+    source.batch = [replace(p, answer=answer) for p in source.batch]
 
 
 def test_exceptions_on_answers_are_counted_zeros_and_told_once(processes, pool, model, capfd):
@@ -156,7 +156,7 @@ def test_a_verifier_that_raises_on_the_reference_too_ends_the_run(processes, poo
     assert "verifier nonsense is broken: it raises on a reference answer too: KeyError: 'nonsense'" in (
         capfd.readouterr().err
     )
-    trainer.held_out = trainer.train_source.prompts
+    trainer.held_out = trainer.train_source.batch
     with progress(1, "train", False) as p, pytest.raises(UserError, match=r"^evaluation: the verifiers failed on"):
         trainer.evaluate(p)
 
@@ -173,7 +173,7 @@ def test_what_counts_as_correct_follows_the_key(processes, pool, model, correct_
     assert values["all_right_share"] == pytest.approx(sum(min(g[2]) >= correct_at for g in groups) / 3)
     assert values["all_wrong_share"] == pytest.approx(sum(max(g[2]) < correct_at for g in groups) / 3)
 
-    trainer.held_out = trainer.train_source.prompts
+    trainer.held_out = trainer.train_source.batch
     with progress(1, "train", False) as p:
         found = trainer.evaluate(p)
     rewards = []

@@ -23,10 +23,10 @@ N, TOKENS = 32, 12
 class Source:
     def __init__(self, log: Path) -> None:
         prompts = fakes.prompts(2)
-        self.prompts = [replace(p, verifier="logged", metadata={"log": str(log)}) for p in prompts]
+        self.batch = [replace(p, verifier="logged", metadata={"log": str(log)}) for p in prompts]
 
-    def take(self, start: int, count: int) -> list[Prompt]:
-        return self.prompts
+    def prompts(self, start: int, count: int) -> list[Prompt]:
+        return self.batch
 
 
 class _Deaf:
@@ -111,7 +111,7 @@ def test_a_step_shares_verdicts_over_its_rounds(processes, pool, model, tmp_path
     trainer = trainer_of(model, processes, pool, fakes.Engine(), log)
     changes = {"rollout": {"n": N, "prompts": 2, "refills": 1}, "algo": {"dynamic_sampling": True}}
     trainer.config = configured(changes)
-    trainer.train_source.prompts = [replace(p, verifier="logged") for p in trainer.train_source.prompts[:1]]
+    trainer.train_source.batch = [replace(p, verifier="logged") for p in trainer.train_source.batch[:1]]
     values, _ = trainer.train_step()
     answers = log.read_text().splitlines()
     assert values["prompts_sampled"] == 2  # one group is too few, so that the step asked again

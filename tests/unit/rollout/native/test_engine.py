@@ -9,7 +9,7 @@ import torch
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.ops.fused import sampling as fused_sampling
+from megatron_brorl.ops.fused import decode as fused_decode
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.ops.reference.decode import ReferenceDecode
@@ -153,7 +153,7 @@ def test_both_samplers_draw_the_same_tokens(one, temperature, top_p, top_k):
     sampling = Sampling(temperature, top_p, top_k, 30, STOPS)
     asked = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
     reference = make_engine(*one).generate(asked, sampling)
-    fused = make_engine(*one, sample=fused_sampling.sample_tokens).generate(asked, sampling)
+    fused = make_engine(*one, sample=fused_decode.sample_tokens).generate(asked, sampling)
     for a, b in zip(reference, fused, strict=True):
         assert same_tokens(a, b) >= 0.98  # the rest is a uniform within rounding of a step of the CDF
         for x, y in zip(a, b, strict=True):
@@ -161,7 +161,7 @@ def test_both_samplers_draw_the_same_tokens(one, temperature, top_p, top_k):
                 torch.testing.assert_close(x.log_probs, y.log_probs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("sample", [sample_tokens, fused_sampling.sample_tokens])
+@pytest.mark.parametrize("sample", [sample_tokens, fused_decode.sample_tokens])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_row_without_a_distribution_ends_the_call(one, sample, value):
     def broken(logits, *places):

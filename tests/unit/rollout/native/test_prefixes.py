@@ -10,7 +10,7 @@ import torch
 
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.ops.fused import sampling as fused_sampling
+from megatron_brorl.ops.fused import decode as fused_decode
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native import decoder
@@ -88,7 +88,7 @@ def engine_of(model, rows=64, memory=0):
         torch.device("cpu"),
         torch.float32,
         rows,
-        fused_sampling.sample_tokens,
+        fused_decode.sample_tokens,
         FusedDecode(),
         memory,
     )

@@ -12,7 +12,8 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.data.sentencepiece import train_sentencepiece
+from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.rollout.native.stopping import Stops
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<|im_end|>", "<pad>"]

@@ -1,0 +1,166 @@
+"""The Python face against transformers, a brute force, and the command line's own parts."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tiny
+import tokenizers
+import torch
+from transformers import AutoTokenizer
+from unit.data.test_tokenizers import CHAT, make_hf
+
+import megatron_brorl
+from megatron_brorl import Engine, UserError, score
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("face")
+    made = tiny.make_model(directory, "qwen2", True, vocab_size=300, bos_token_id=0, eos_token_id=1)
+    make_hf(directory, chat_template=CHAT)
+    return directory, made
+
+
+def test_the_import_is_cheap_and_names_are_there():
+    code = (
+        "import sys, megatron_brorl as m; assert 'torch' not in sys.modules; "
+        "assert {'Engine', 'score', 'train'} <= {*dir(m)}; from megatron_brorl.train import early_stopping; "
+        "from megatron_brorl import train; "
+        "assert callable(m.train) and m.train is train and train.early_stopping is early_stopping; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError):
+        _ = megatron_brorl.nothing
+
+
+def test_log_probs_are_those_of_transformers(model):
+    directory, made = model
+    prompts = ["12 + 7 =", [{"role": "user", "content": "12 + 7"}], "1"]
+    with Engine.from_pretrained(directory) as engine:
+        samples = engine.sample(prompts, n=3, max_tokens=5, seed=3)
+        # A prompt's samples are its own: alone, again, and of more siblings.
+        alone = engine.sample(prompts[1:2], n=5, max_tokens=5, seed=3)
+        other = engine.sample(prompts[:1], n=3, max_tokens=5, seed=4)
+    assert [s.token_ids for s in alone[0][:3]] == [s.token_ids for s in samples[1]]
+    assert [s.token_ids for s in other[0]] != [s.token_ids for s in samples[0]]
+
+    # The prompt's ids by transformers' own tokenizer.
+    reader = AutoTokenizer.from_pretrained(directory)
+    texts = ["12 + 7 =", reader.apply_chat_template(prompts[1], tokenize=False, add_generation_prompt=True), "1"]
+    for text, rows in zip(texts, samples, strict=True):
+        prompt = reader(text, add_special_tokens=False)["input_ids"]
+        for row in rows:
+            with torch.no_grad():
+                logits = made(torch.tensor([[*prompt, *row.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1)[range(len(row.token_ids)), list(row.token_ids)]
+            torch.testing.assert_close(torch.tensor(row.log_probs), expected, atol=1e-4, rtol=1e-4)
+            ended = row.token_ids[-1] == 1
+            assert row.finish == ("stop" if ended else "length")
+            assert row.text == reader.decode([i for i in row.token_ids if i != 1])
+
+
+def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
+    """The likeliest token after the prompt that transformers makes with the same variables; special tokens are text."""
+    directory, made = model
+    shutil.copytree(directory, tmp_path / "model")
+    make_hf(tmp_path / "model", chat_template=CHAT + "{% if not enable_thinking %}7 + 7{% endif %}")
+    reader = AutoTokenizer.from_pretrained(tmp_path / "model")
+    messages, firsts = [{"role": "user", "content": "12 + 7"}], []
+    with Engine.from_pretrained(tmp_path / "model") as engine:
+        for enable in (True, False):
+            [[row]] = engine.sample(
+                [messages], n=1, max_tokens=1, temperature=0, chat_template_kwargs={"enable_thinking": enable}
+            )
+            asked = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": enable}
+            ids = reader(reader.apply_chat_template(messages, **asked), add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                assert row.token_ids == (int(made(torch.tensor([ids])).logits[0, -1].argmax()),)
+            firsts.append(ids)
+        # Every token is drawn, special ones too.
+        [rows] = engine.sample(["1"], n=400, max_tokens=1, temperature=50.0, stop=("<|user|>",))
+    assert firsts[0] != firsts[1]
+    for token, text, finish in ((2, "<|user|>", "stop"), (3, "<|assistant|>", "length"), (1, "", "stop")):
+        found = {(row.text, row.finish) for row in rows if row.token_ids == (token,)}
+        assert found == {(text, finish)}
+
+
+def test_greedy_is_the_likeliest_token(model):
+    directory, made = model
+    with Engine.from_pretrained(str(directory)) as engine:
+        [[row]] = engine.sample(["1"], n=1, max_tokens=1, temperature=0)
+    ids = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")).encode("1").ids
+    with torch.no_grad():
+        assert row.token_ids == (int(made(torch.tensor([ids])).logits[0, -1].argmax()),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": "1"}, "give a list"),
+        ({"prompts": ["1"], "n": 0}, "n = 0: must be at least 1"),
+        ({"prompts": ["1"], "top_p": 0.0}, "top_p = 0.0"),
+        ({"prompts": [""]}, "the prompt has no tokens"),
+        ({"prompts": [[{"role": "robot", "content": "x"}]]}, "unknown role 'robot'"),
+        ({"prompts": ["1"], "max_tokens": 256}, "leave room for a response"),
+        ({"prompts": ["1"], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: no prompt is a list of messages"),
+        (
+            {"prompts": [[{"role": "user", "content": "x"}]], "chat_template_kwargs": {"a": 1}},
+            "kwargs.a: the chat temp",
+        ),
+    ],
+)
+def test_mistakes_end_in_one_line(model, arguments, message):
+    with Engine.from_pretrained(model[0]) as engine, pytest.raises(UserError, match=message) as e:
+        engine.sample(**{"n": 2, "max_tokens": 4, **arguments})
+    assert "\n" not in str(e.value)
+
+
+def test_a_closed_engine_says_so(model):
+    engine = Engine.from_pretrained(model[0])
+    engine.close()
+    with pytest.raises(UserError, match="is closed"):
+        engine.sample(["1"])
+
+
+def test_scores_are_those_of_the_verifier():
+    rewards = score([r"so \boxed{1/2}", ["\\boxed{0.5}", r"\boxed{2}", "none"]], ["0.5", "1/2"])
+    assert [rewards[0].reward, *(r.reward for r in rewards[1])] == [1.0, 1.0, 0.0, 0.0]
+    assert rewards[1][2].status == "no_answer"
+    with pytest.raises(UserError, match="no verifier is called 'maths'"):
+        score(["1"], ["1"], verifier="maths")
+    with pytest.raises(UserError, match="2 responses and 1 rows"):
+        score(["1", "2"], ["1"])
+
+
+def test_a_row_without_an_id_is_known_by_its_place():
+    """An id that differs from the place in an error message would lead to the wrong row."""
+    ids = []
+
+    def see(response, row):
+        ids.append(row["id"])
+        return 1.0
+
+    score(["a", "b"], ["1", {"answer": "2", "id": "mine"}], verifier=see)
+    assert ids == ["rows[0]", "mine"]
+    with pytest.raises(UserError, match=r"^rows\[0\]: answer must be a string"):
+        score(["a"], [{"answer": 4}], verifier=see)
+
+
+def test_a_function_is_a_verifier():
+    def half(response, row):
+        if response == "raise":
+            raise ValueError("oh")
+        return {"reward": 0.5 if response == row["metadata"]["want"] else math.inf if response == "much" else 0.0}
+
+    row = {"prompt": "p", "metadata": {"want": "a"}}
+    found = score([["a", "b", "raise", "much"]], [row], verifier=half)[0]
+    assert [r.reward for r in found] == [0.5, 0.0, 0.0, 0.0]
+    assert [r.status for r in found] == ["ok", "ok", "error", "invalid"]
+    with pytest.raises(UserError, match=r"must take \(response, row\)"):
+        score(["a"], [row], verifier=lambda response: 1.0)

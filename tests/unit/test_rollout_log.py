@@ -1,0 +1,108 @@
+"""Files of recorded rollouts: whole or not at all, merged over ranks, made anew from where a run goes on."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from megatron_brorl import rollout_log
+from megatron_brorl.errors import UserError
+from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, Moment, one_line, printable
+
+STEP = Moment("step", 3)
+
+
+def rows(*slots: tuple[int, int]) -> pa.Table:
+    return pa.Table.from_pylist(
+        [
+            {
+                "group": group,
+                "sibling": sibling,
+                "text": "é\n\x1b",
+                "parts": [("a", 1 / 3)],
+                "token_ids": [sibling, 2**31 - 1],
+                "log_probs": [-0.5, -1.0],
+                "versions": [{"version": 7, "tokens": 2}],
+            }
+            for group, sibling in slots
+        ],
+        ROLLOUTS,
+    )
+
+
+def groups(*numbers: int) -> pa.Table:
+    return pa.Table.from_pylist([{"group": n, "prompt_id": f"p/{n}", "right": n} for n in numbers], GROUPS)
+
+
+def test_ranks_are_merged_bit_for_bit(tmp_path):
+    rollout_log.write_rollouts(tmp_path, STEP, 1, rows((0, 1), (2, 0)))
+    rollout_log.write_rollouts(tmp_path, STEP, 0, rows((2, 1), (0, 0)))
+    rollout_log.write_groups(tmp_path, STEP, groups(2, 0))
+    assert rollout_log.read_rollouts(tmp_path, STEP).to_pylist() == rows((0, 0), (0, 1), (2, 0), (2, 1)).to_pylist()
+    assert rollout_log.read_groups(tmp_path, STEP).to_pylist() == groups(0, 2).to_pylist()
+    assert rollout_log.moments(tmp_path) == [STEP]
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    rollout_log.write_rollouts(tmp_path, STEP, 0, rows((2, 1), (0, 0)))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before  # and nothing left beside
+
+
+def test_a_step_without_recorded_rollouts_has_none(tmp_path):
+    rollout_log.write_groups(tmp_path, STEP, groups(1))
+    assert rollout_log.read_rollouts(tmp_path, STEP).to_pylist() == []
+
+
+def test_a_resumed_run_drops_what_it_does_again(tmp_path):
+    """After step 4: steps from 4 on and evaluations after more than 4 are of a past that is no more."""
+    folder = tmp_path / "rollouts"
+    rollout_log.prepare_folder(folder, None)
+    for number in range(7):
+        for kind in ("step", "evaluation"):
+            rollout_log.write_groups(folder, Moment(kind, number), groups(0))
+            rollout_log.write_rollouts(folder, Moment(kind, number), 5, rows((0, 0)))
+    (folder / ".step_000002.rollouts.00001.parquet.writing").write_bytes(b"half")  # of one that was killed
+    rollout_log.prepare_folder(folder, 4)
+    there = rollout_log.moments(folder)
+    assert there == [*(Moment("step", n) for n in range(4)), *(Moment("evaluation", n) for n in range(5))]
+    assert len(list(folder.iterdir())) == 2 * len(there)
+
+    # A new run in the same folder loses nothing either, but for what a killed one left.
+    (folder / ".step_000003.groups.parquet.writing").write_bytes(b"half")
+    for aside in ("rollouts.1", "rollouts.2"):
+        rollout_log.prepare_folder(folder, None)
+        assert list(folder.iterdir()) == []
+        assert (tmp_path / aside).is_dir()
+    assert rollout_log.moments(tmp_path / "rollouts.1") == there
+    assert len(list((tmp_path / "rollouts.1").iterdir())) == 2 * len(there)
+
+
+def test_what_cannot_be_read_is_told_in_one_line(tmp_path):
+    def told(of) -> str:
+        with pytest.raises(UserError) as e:
+            of()
+        assert "\n" not in str(e.value)
+        return str(e.value)
+
+    assert "holds no recorded rollouts; give the run.dir" in told(lambda: rollout_log.moments(tmp_path / "nowhere"))
+    rollout_log.write_groups(tmp_path, STEP, groups(1))
+    path = tmp_path / "step_000003.groups.parquet"
+    whole = path.read_bytes()
+    for damaged in (b"", b"text", whole[:-30], b"\0" * len(whole)):
+        path.write_bytes(damaged)
+        assert told(lambda: rollout_log.read_groups(tmp_path, STEP)).startswith(f"{path}: not a readable Parquet file")
+    rollout_log.write_rollouts(tmp_path, STEP, 0, groups(1))
+    assert "step_000003.rollouts.00000.parquet: has other columns" in told(
+        lambda: rollout_log.read_rollouts(tmp_path, STEP)
+    )
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in told(lambda: rollout_log.prepare_folder(tmp_path / "file" / "rollouts", 0))
+
+
+def test_what_a_model_wrote_cannot_reach_the_terminal():
+    hostile = "a\x1b[31mb\r\x07\u202ec\td\ne\x9b"
+    assert printable(hostile) == "a\ufffd[31mb\ufffd\ufffd\ufffdc d\ne\ufffd"
+    assert one_line(hostile) == "a\ufffd[31mb\ufffd\ufffd\ufffdc d e\ufffd"
+    text = "".join(chr(ord("a") + i % 26) for i in range(100))
+    short = one_line(text, 29)
+    assert short == f"{text[:8]} ... {text[-16:]}"
+    assert len(short) == 29
+    assert one_line(text, 100) == one_line(text) == text

@@ -1,0 +1,203 @@
+"""metrics.jsonl survives crashes, resumes, NaN and full disks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.tracking.metrics import MetricsWriter, read_metrics
+from megatron_brorl.tracking.trackers import open_trackers
+
+SECONDS = {"step": 2.0, "generate": 1.5}
+
+
+def _record(run: Path, steps: range, resume_step: int | None = None, offset: float = 0.0) -> None:
+    with MetricsWriter(run, resume_step=resume_step) as metrics:
+        for step in steps:
+            metrics.write(step, {"reward": step / 10 + offset}, SECONDS)
+
+
+def test_a_line_is_exactly_what_the_docstring_says(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(3, {"reward": 0.1, "kept": 7}, {"step": 2.5, "generate": 1.25})
+        # Durable before write() returns: nothing waits for close().
+        assert (tmp_path / "metrics.jsonl").read_bytes() == (
+            b'{"step": 3, "reward": 0.1, "kept": 7, "time": {"step": 2.5, "generate": 1.25}}\n'
+        )
+
+
+def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
+    values = {
+        "third": 1 / 3,
+        "sum": 0.1 + 0.2,
+        "tiny": 5e-324,
+        "huge": math.nextafter(math.inf, 0),
+        "minus_zero": -0.0,
+        "whole": 2.0,
+    }
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(0, values, {})
+    row = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert {key: row[key].hex() for key in values} == {key: value.hex() for key, value in values.items()}
+    assert list(row) == ["step", *values, "time"]
+
+
+def test_what_is_not_finite_becomes_null_and_is_named(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(0, {"loss": math.nan, "reward": 0.5, "norm": math.inf}, {"step": 1.0})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert row == {
+        "step": 0,
+        "loss": None,
+        "reward": 0.5,
+        "norm": None,
+        "nonfinite": ["loss", "norm"],
+        "time": {"step": 1.0},
+    }
+
+
+def test_resume_drops_the_replayed_steps_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _record(tmp_path, range(6))
+    kept = path.read_bytes().splitlines(keepends=True)[:4]
+    _record(tmp_path, range(4, 8), resume_step=4, offset=100.0)
+    assert path.read_bytes().splitlines(keepends=True)[:4] == kept
+    assert [(row["step"], row["reward"]) for row in read_metrics(path)] == [
+        *[(step, step / 10) for step in range(4)],
+        *[(step, step / 10 + 100.0) for step in range(4, 8)],
+    ]
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 3, "rew', b"\x00\x00\x00\xff"])
+def test_a_torn_last_line_is_skipped_and_gone_after_resume(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _record(tmp_path, range(3))
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2]
+    _record(tmp_path, range(3, 4), resume_step=3)
+    assert path.read_bytes().startswith(whole)
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
+
+
+def test_a_malformed_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"ste\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: .*delete this line"):
+        read_metrics(path)
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: "):
+        MetricsWriter(tmp_path, resume_step=2)
+    assert path.read_text() == '{"step": 0}\n{"ste\n{"step": 2}\n'
+    with pytest.raises(UserError, match="no such file"):
+        read_metrics(tmp_path / "elsewhere.jsonl")
+
+
+def test_a_new_run_moves_the_old_record_aside(tmp_path: Path) -> None:
+    for reward in (0.0, 1.0, 2.0):
+        _record(tmp_path, range(1), offset=reward)
+    found = {path.name: read_metrics(path)[0]["reward"] for path in tmp_path.iterdir()}
+    assert found == {"metrics.1.jsonl": 0.0, "metrics.2.jsonl": 1.0, "metrics.jsonl": 2.0}
+
+
+class _FullDisk:
+    """A raw file that takes half of what it is given, then nothing, until there is room again."""
+
+    def __init__(self, file) -> None:  # type: ignore[no-untyped-def]
+        self._file, self.room, self._halves = file, False, 0
+        self.closed = False
+
+    def write(self, data: memoryview) -> int:
+        if self.room:
+            return self._file.write(data)
+        self._halves += 1
+        if self._halves % 2:
+            return self._file.write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self.closed = True
+        self._file.close()
+
+
+def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsWriter(tmp_path)
+    metrics.write(0, {"reward": 0.0}, {})
+    metrics._file = disk = _FullDisk(metrics._file)  # type: ignore[assignment]
+    metrics.write(1, {"reward": 0.1}, {})
+    assert [row["step"] for row in read_metrics(path)] == [0]  # half a line is a torn line
+    metrics.write(2, {"reward": 0.2}, {})
+    disk.room = True
+    metrics.write(3, {"reward": 0.3}, {})
+    metrics.close()
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
+    assert path.read_bytes().count(b"\n") == 4
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {path}: No space left on device; training continues; ")
+
+
+def test_tensorboard_shows_the_scalars_and_purges_replayed_steps(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsWriter(tmp_path, open_trackers(["tensorboard"], tmp_path, None, {})) as metrics:
+        for step in range(4):
+            metrics.write(step, {"reward": float(step), "loss": math.nan}, {"generate": 1.5})
+    with MetricsWriter(tmp_path, open_trackers(["tensorboard"], tmp_path, 2, {}), resume_step=2) as metrics:
+        metrics.write(2, {"reward": 20.0}, {"generate": 2.5})
+    board = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in board.Scalars("reward/reward")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert [(e.step, e.value) for e in board.Scalars("time/generate")] == [(0, 1.5), (1, 1.5), (2, 2.5)]
+
+
+def test_a_broken_tracker_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken:
+        name = "wandb"
+
+        def log(self, *_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Whole:
+        name = "mlflow"
+
+        def __init__(self) -> None:
+            self.seen: list[object] = []
+
+        def log(self, step: int, figures: object) -> None:
+            self.seen.append((step, figures))
+
+        def close(self) -> None:
+            self.seen.append("closed")
+
+    whole = Whole()
+    with MetricsWriter(tmp_path, [Broken(), whole]) as metrics:  # type: ignore[list-item]
+        metrics.write(0, {"reward": 0.0}, {"step": 2.0})
+        metrics.write(1, {"reward": 0.5}, {})
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert whole.seen == [(0, {"reward/reward": 0.0, "time/step": 2.0}), (1, {"reward/reward": 0.5}), "closed"]
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: run.log: wandb: [Errno 28] No space left on device; it gets no more metrics"
+    ]
+
+
+def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written: .*make run\.dir a writable folder"):
+        MetricsWriter(tmp_path / "file")
+
+
+def test_reserved_names_are_refused(tmp_path: Path) -> None:
+    with (
+        MetricsWriter(tmp_path) as metrics,
+        pytest.raises(ValueError, match="reserved metric names: time"),
+    ):
+        metrics.write(0, {"time": 1.0}, {})

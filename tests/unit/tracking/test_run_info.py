@@ -1,0 +1,43 @@
+"""run.json: what a run was started with, and when it went on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import torch
+
+from megatron_brorl.signals import LAUNCHER
+from megatron_brorl.tracking import run_info
+
+
+def test_a_resumed_run_has_two_starts(tmp_path):
+    run_info.write(tmp_path, {"rollout": {"n": 4}}, None, "brorl train a.toml", 2, "no GPU")
+    run_info.write(tmp_path, {"rollout": {"n": 8}}, 3, "brorl train a.toml rollout.n=8", 1, "no GPU")
+    found = json.loads((tmp_path / run_info.FILE).read_text())
+    assert found["config"] == {"rollout": {"n": 8}}
+    starts = [(s["step"], s["command"], s["ranks"]) for s in found["starts"]]
+    assert starts == [(0, "brorl train a.toml", 2), (3, "brorl train a.toml rollout.n=8", 1)]
+    versions = found["starts"][0]["versions"]
+    assert (versions["python"], versions["torch"]) == (sys.version.split()[0], torch.__version__)
+
+    # A new run in the same folder begins anew.
+    run_info.write(tmp_path, {}, None, "brorl train b.toml", 1, "no GPU")
+    assert [s["command"] for s in run_info.read(tmp_path)["starts"]] == ["brorl train b.toml"]
+
+
+def test_the_command_is_what_a_user_types(monkeypatch):
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    arguments = ["train", "my runs/a.toml", 'data.template="{prompt} ="']
+    assert shlex.split(run_info.command(arguments, 2)) == ["brorl", *arguments]  # torchrun is the user's
+    monkeypatch.setenv(LAUNCHER, "17")
+    assert run_info.command(["train", "a.toml"], 2) == "brorl train --processes 2 a.toml"
+
+
+def test_what_cannot_be_written_or_read_ends_nothing(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    run_info.write(tmp_path / "file", {}, None, "brorl train a.toml", 1, "no GPU")
+    assert "run.json: cannot be written: " in capsys.readouterr().err
+    (tmp_path / run_info.FILE).write_text("[1, 2")
+    assert run_info.read(tmp_path) == {}

@@ -1,0 +1,283 @@
+"""NaN and infinities in a step: rows are left out against the step written out, updates are skipped, runs end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import fakes
+import pytest
+import tiny
+import torch
+from by_hand import responses, update
+from dist.steps import _Silent, configured, make_trainer
+
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.config.schema import OptimConfig, SftConfig
+from megatron_brorl.errors import UserError
+from megatron_brorl.train.nonfinite import nonfinite_steps
+from megatron_brorl.train.sft import sft
+
+N, TOKENS = 32, 12
+NAN, INF = float("nan"), float("inf")
+ROWS = {("p/0", 3): NAN, ("p/1", 0): -INF, ("p/1", 31): INF, ("p/2", 17): NAN}  # of the engine's log-probs
+PPO = {"algo": {"advantage": "gae"}, "critic": {"lr": 2e-3}}
+
+
+def trainer_of(model, processes, changes, nonfinite=None):
+    base = {"rollout": {"n": N, "prompts": 3}, "optim": {"weight_decay": 0.0, "lr": 1e-3}}
+    engine = fakes.Engine(nonfinite=nonfinite or {})
+    trainer = make_trainer(model[0], processes, configured({**base, **changes}), engine)
+    trainer.held_out = []
+    trainer.refit()
+    return trainer
+
+
+def groups_of(seed):
+    """Prompts, responses and rewards of the first step; a response that was cut off is wrong."""
+    groups = []
+    for prompt in fakes.prompts(3):
+        rows = responses(seed, prompt, N, TOKENS)
+        rewards = [float(row[-1] == fakes.STOP and sum(row[:-1]) % 2 == 0) for row in rows]
+        groups.append((prompt, rows, rewards))
+    return groups
+
+
+def token_of_few(groups):
+    """A token that no prompt has, and the rows that the model reads it in (a last token is only predicted)."""
+    asked = {token for prompt, _, _ in groups for token in prompt.token_ids}
+    for token in set(range(3, tiny.VOCAB)) - asked:
+        rows = {(p.id, i) for p, found, _ in groups for i, row in enumerate(found) if token in row[:-1]}
+        if 3 <= len(rows) <= 6 and len({name for name, _ in rows}) > 1:
+            return token, rows
+    raise AssertionError("no such token")
+
+
+def poison(module, token, active=lambda: True):
+    """What the embedding of `token` comes to is NaN wherever it is read; the weights stay finite."""
+
+    def hook(_module, _args, kwargs, output):
+        return output.masked_fill(kwargs["input_ids"].T.eq(token)[..., None], NAN) if active() else output
+
+    module.embedding.register_forward_hook(hook, with_kwargs=True)
+
+
+def poison_gradients(module, active=lambda: True):
+    def hook(_module, _args, output):
+        if output.requires_grad and active():
+            output.register_hook(lambda gradient: gradient * NAN)
+
+    module.embedding.register_forward_hook(hook)
+
+
+def assert_step_without(values, trainer, model, left_out):
+    """The figures are those of the step written out: baselines with all rows, loss and divisor without left_out."""
+    groups = groups_of(trainer.config.run.seed)
+    loss, norm, tokens = update(model[1], groups, trainer.config.algo.is_cap, left_out)
+    assert (values["nonfinite_rows"], values["updates"], values["updates_skipped"]) == (len(left_out), 1, 0)
+    assert values["trained_tokens"] == tokens
+    assert values["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    assert values["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    rewards = [r for _, _, found in groups for r in found]
+    assert values["reward"] == pytest.approx(sum(rewards) / len(rewards))
+    assert values["lost_share"] == 0
+    assert all(math.isfinite(values[key]) for key in ("entropy", "approx_kl", "ratio_max", "logprob_gap_max"))
+
+
+@pytest.mark.parametrize("ops", ["fused", "reference"])
+def test_rows_that_the_engine_gives_no_finite_log_prob(processes, model, capfd, ops):
+    trainer = trainer_of(model, processes, {"ops": {"implementation": ops}}, ROWS)
+    values, _ = trainer.train_step()
+    assert "not finite: p/0/3, p/1/0, p/1/31, p/2/17\n" in capfd.readouterr().err
+    assert_step_without(values, trainer, model, set(ROWS))
+    assert values["finite_rows"] == 3 * N - len(ROWS)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("ops", ["fused", "reference"])
+def test_rows_whose_activations_are_nan_in_the_update(processes, model, ops, share):
+    """One update per step: no pass before it shows the NaN."""
+    trainer = trainer_of(model, processes, {"ops": {"implementation": ops}})
+    object.__setattr__(trainer.worker.options, "share_prompt", share)
+    token, left_out = token_of_few(groups_of(trainer.config.run.seed))
+    poison(trainer.worker.actor, token)
+    values, _ = trainer.train_step()
+    assert_step_without(values, trainer, model, left_out)
+    assert values["finite_rows"] == 3 * N  # before the update
+
+
+def value_loss(left_out):
+    """Values begin at 0: a token's return is its response's reward, and its loss half of that squared."""
+    rows = [
+        (len(row), reward)
+        for prompt, found, rewards in groups_of(3)
+        for i, (row, reward) in enumerate(zip(found, rewards, strict=True))
+        if (prompt.id, i) not in left_out
+    ]
+    return sum(n * reward**2 for n, reward in rows) / sum(n for n, _ in rows) / 2
+
+
+@pytest.mark.parametrize("changes", [{"algo": {"mini_batches": 2, "epochs": 2}}, PPO], ids=["two epochs", "gae"])
+def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
+    """Found in whichever pass, a row is left out of all: as if the engine had given no log-prob of it."""
+    critic = "critic" in changes
+    first = trainer_of(model, processes, changes)
+    token, left_out = token_of_few(groups_of(first.config.run.seed))
+    poison(first.critic.critic if critic else first.worker.actor, token)
+    second = trainer_of(model, processes, changes, dict.fromkeys(left_out, NAN))
+    values, expected = first.train_step()[0], second.train_step()[0]
+    for key in ("nonfinite_rows", "finite_rows", "updates", "trained_tokens", "loss", "grad_norm", "reward"):
+        assert values[key] == expected[key], key
+    assert (values["nonfinite_rows"], values["updates_skipped"]) == (len(left_out), 0)
+    weights = dict(second.worker.hf_tensors())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in first.worker.hf_tensors())
+    if critic:
+        wanted = value_loss(left_out)
+        assert values["value_loss"] == pytest.approx(wanted, rel=1e-6)
+        assert values["return_mean"] == pytest.approx(2 * wanted, rel=1e-6)
+        assert (values["critic_updates"], values["critic_updates_skipped"]) == (1, 0)
+        assert values["critic_nonfinite_rows"] == 0  # none in the update itself
+
+
+def test_rows_whose_values_turn_nan_in_the_critic_s_update(processes, model):
+    """After the values were asked for: the critic does without these rows, the actor trains on them."""
+    trainer = trainer_of(model, processes, PPO)
+    groups = groups_of(trainer.config.run.seed)
+    token, left_out = token_of_few(groups)
+    turned, values_of = [], trainer.critic.values
+    poison(trainer.critic.critic, token, lambda: bool(turned))
+
+    def values(prompts, responses):
+        found = values_of(prompts, responses)
+        turned.append(True)
+        return found
+
+    trainer.critic.values = values
+    figures, _ = trainer.train_step()
+    assert (figures["critic_nonfinite_rows"], figures["nonfinite_rows"]) == (len(left_out), 0)
+    assert (figures["critic_updates"], figures["critic_updates_skipped"], figures["updates_skipped"]) == (1, 0, 0)
+    assert figures["value_loss"] == pytest.approx(value_loss(left_out), rel=1e-6)
+    assert figures["trained_tokens"] == sum(len(row) for _, found, _ in groups for row in found)
+
+
+def test_a_gradient_that_no_row_explains_is_skipped_and_its_rows_are_named(processes, model, capfd):
+    trainer = trainer_of(model, processes, {})
+    before = {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+    poison_gradients(trainer.worker.actor)
+    values, _ = trainer.train_step()
+    assert (values["updates"], values["updates_skipped"], values["nonfinite_rows"]) == (0, 1, 0)
+    said = capfd.readouterr().err
+    assert "its gradient is not finite; its rows are: p/0/0, p/0/1, " in said
+    assert f" and {values['finite_rows'] - 16:.0f} more\n" in said
+    assert trainer.worker.optimizer.optimizer.state == {}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.worker.hf_tensors())
+
+
+@pytest.mark.parametrize("what", ["rows", "gradients"])
+def test_a_run_ends_after_so_many_steps_in_a_row(processes, model, tmp_path, what):
+    """Two such steps, one that is none, and three: the run ends after the sixth, which is saved."""
+    changes = {
+        "run": {"seed": 3, "dir": str(tmp_path)},
+        "train": {"steps": 20, "max_nonfinite_steps": 3},
+        "theory": {"every": 0},
+    }
+    trainer = trainer_of(model, processes, changes)
+    if what == "rows":
+        every = {(f"p/{i}", s): NAN for i in range(60) for s in range(N) if i // 3 != 2}
+        trainer.rollouts.engine.engine.nonfinite = every
+    else:
+        poison_gradients(trainer.worker.actor, lambda: trainer.state.step != 2)
+    with pytest.raises(UserError) as caught:
+        trainer.run(None, _Silent(), lambda: False)
+    said = str(caught.value)
+    assert said.startswith("3 steps in a row (train.max_nonfinite_steps = 3) skipped an update")
+    assert "the state after 6 steps is saved" in said
+    assert "\n" not in said
+    found = checkpoint.find(tmp_path / "checkpoints")
+    assert found is not None
+    assert checkpoint.read_run(found)["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ({"updates_skipped": 0.0, "nonfinite_rows": 0.0, "finite_rows": 0.0}, 0),  # nothing was kept
+        ({"updates_skipped": 0.0, "nonfinite_rows": 5.0, "finite_rows": 5.0}, 0),
+        ({"updates_skipped": 0.0, "nonfinite_rows": 6.0, "finite_rows": 5.0}, 3),
+        ({"updates_skipped": 1.0, "nonfinite_rows": 0.0, "finite_rows": 5.0}, 3),
+        ({"updates_skipped": 0.0, "critic_updates_skipped": 1.0, "nonfinite_rows": 0.0, "finite_rows": 5.0}, 3),
+    ],
+)
+def test_what_counts_as_a_step_that_is_not_finite(figures, expected):
+    assert nonfinite_steps(2, figures) == expected
+
+
+def break_weight(trainer, value=NAN):
+    name = "decoder.layers.2.mlp.linear_fc2.weight"
+    with torch.no_grad():
+        trainer.worker.actor.get_parameter(name)[1, 2] = value
+    return name
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_checkpoint_never_holds_what_is_not_finite(processes, model, tmp_path, value):
+    trainer = trainer_of(model, processes, {"run": {"seed": 3, "dir": str(tmp_path)}, **PPO})
+    trainer.state.step = 1
+    trainer.save()
+    files = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    trainer.state.step = 2
+    name = break_weight(trainer, value)
+    with pytest.raises(UserError) as caught:
+        trainer.save()
+    assert str(caught.value).startswith(
+        f"the state after 2 steps, actor: weights that are not finite: {name}; no checkpoint is written"
+    )
+    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == files
+    assert checkpoint.find(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_00000001"
+
+
+def breaking(trainer):
+    """An optimizer step with a finite gradient that leaves a weight infinite (an overflow); the weight's name."""
+    train = trainer.worker.train
+
+    def broken(*arguments):
+        done = train(*arguments)
+        break_weight(trainer, INF)
+        return done
+
+    trainer.worker.train = broken
+    return "decoder.layers.2.mlp.linear_fc2.weight"
+
+
+class Sums:
+    """Prompts with answers, and their tokens."""
+
+    eos_id = 2
+
+    def prompts(self, start, count):
+        return [replace(p, answer="7") for p in fakes.prompts(count, start)]
+
+    def encode(self, text):
+        return [int(text), 11]
+
+
+@pytest.mark.parametrize(
+    ("lr", "said"),
+    [(1e30, "step 1: loss nan, gradient norm nan"), (0.0, "step 0: weights that are not finite: decoder.layers.2.mlp")],
+)
+def test_supervised_training_stops_where_it_is_not_finite(processes, model, lr, said):
+    trainer = trainer_of(model, processes, {})
+    if not lr:
+        breaking(trainer)
+    with pytest.raises(UserError) as caught:
+        sft(trainer.worker, Sums(), Sums(), SftConfig(5, 4), OptimConfig(lr), None, _Silent())
+    assert str(caught.value).startswith(f"sft {said}")
+    assert "nothing is exported" in str(caught.value)
+
+
+def test_weights_that_an_update_breaks_reach_no_engine(processes, model):
+    trainer = trainer_of(model, processes, {})
+    name, engine = breaking(trainer), trainer.rollouts.engine.engine
+    with pytest.raises(UserError, match=rf"^the state after 1 step, actor: weights that are not finite: {name}; "):
+        trainer.train_step()
+    assert engine.verbs.count("update_weights") == 1  # before the step
