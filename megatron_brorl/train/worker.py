@@ -24,8 +24,7 @@ from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.models.nonfinite import require_finite
 from megatron_brorl.models.weights import names
-from megatron_brorl.models.weights.plan import make_plan
-from megatron_brorl.models.weights.stream import stream
+from megatron_brorl.models.weights.stream import make_buckets, stream
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import cpu_bridge
@@ -317,7 +316,7 @@ class Worker(Stage):
         self.outputs = shape.vocab
         self.actor = build_actor(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
         table = names.entries(shape, grid.pipeline, self.actor.fused_norms)
-        self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, options.dtype.itemsize)
+        self.buckets = make_buckets(table, options.dtype.itemsize)
         super().__init__(self.actor, options, optim)
 
     def load_hf(self, directory: str | Path) -> None:
@@ -330,7 +329,7 @@ class Worker(Stage):
     def hf_tensors(self) -> Iterator[Sealed]:
         """Yield the full weights as (Hugging Face name, tensor) with checksums, the same on every rank. Collective."""
         plain = {n: dequantize_fp8_tensor(p) if is_float8tensor(p) else p for n, p in self._named().items()}
-        return stream(self.plan, plain, self.grid, self.options.dtype)
+        return stream(self.buckets, self.shape.kv_heads, plain, self.grid, self.options.dtype)
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """Return log-probabilities [G] float32 of every response, in row order, on all ranks of the replica."""

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.models.weights.plan import make_plan
+from megatron_brorl.models.weights.stream import make_buckets
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.checksum import Sealed
 from megatron_brorl.ops.reference.sampling import sample_tokens
@@ -96,10 +96,9 @@ FAULTS = {"drop": _drop, "swap": _swap, "flip": _flip, "stop": _stop, "die": _di
 
 def _small_buckets(worker: Worker) -> None:
     """Several buckets per stage also for a model of some kilobytes."""
-    plan, shape = worker.plan, worker.shape
-    table = [entry for bucket in plan.buckets for entry in bucket.entries]
-    worker.plan = make_plan(table, shape.kv_heads, plan.tensor, plan.pipeline, 4, 30_000)
-    assert len(worker.plan.buckets) > 4
+    table = [entry for bucket in worker.buckets for entry in bucket]
+    worker.buckets = make_buckets(table, 4, limit=30_000)
+    assert len(worker.buckets) > 4
 
 
 def refits(_rank: int, directories: list[str], parallel: dict[str, Any]) -> list[str]:
