@@ -95,18 +95,17 @@ def requests(
     group in a step. begun: "cut" rollouts among the slots, which continue from their tokens.
     """
     runs: list[list[Slot]] = []
-    for group, sibling in slots:
-        if runs and runs[-1][-1] == (group, sibling - 1):
-            runs[-1].append((group, sibling))
+    for number, sibling in slots:
+        if runs and runs[-1][-1] == (number, sibling - 1):
+            runs[-1].append((number, sibling))
         else:
-            runs.append([(group, sibling)])
+            runs.append([(number, sibling)])
     asked = []
     for run in runs:
-        group, first = run[0]
-        g = groups[group]
-        going_on = tuple(begun[slot] for slot in run if slot in begun)
-        key = stream_key(seed, g.step, *([g.occurrence] if g.occurrence else []), g.prompt.id)
-        asked.append(Request(g.prompt, key, len(run), first, going_on))
+        number, first = run[0]
+        group = groups[number]
+        key = stream_key(seed, group.step, *([group.occurrence] if group.occurrence else []), group.prompt.id)
+        asked.append(Request(group.prompt, key, len(run), first, tuple(begun[slot] for slot in run if slot in begun)))
     return asked, [run[0][0] for run in runs]
 
 
