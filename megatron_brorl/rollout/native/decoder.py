@@ -78,16 +78,16 @@ class Decoder:
         self.shape = shape
         self.dtype = dtype
         self.ops = ops
-        facts = shape.facts
+        family = shape.model_family
 
         # Outside of the layers.
-        self.embedding = _fused(weights, "", facts.embedding).to(dtype)
+        self.embedding = _fused(weights, "", family.embedding).to(dtype)
         self.device = self.embedding.device
-        self.head = Linear(self.embedding if shape.tied else _fused(weights, "", facts.head).to(dtype))
+        self.head = Linear(self.embedding if shape.tied else _fused(weights, "", family.head).to(dtype))
         self.embedding_scale = (
             None if shape.embedding_scale is None else self.embedding.new_tensor(shape.embedding_scale)
         )
-        self.norm = self._scale(_fused(weights, "", facts.final_norm)).to(dtype)
+        self.norm = self._scale(_fused(weights, "", family.final_norm)).to(dtype)
 
         self.layers = [self._layer(weights, f"model.layers.{i}.", i) for i in range(shape.layers)]
 
@@ -105,7 +105,7 @@ class Decoder:
     def _layer(self, weights: Mapping[str, Tensor], prefix: str, number: int) -> _Layer:
         def find(part: Parameter) -> Tensor | None:
             # Fused once, so that a step has one product for q, k and v, and one for gate and up.
-            found = self.shape.facts.find(part)
+            found = self.shape.model_family.find(part)
             return None if found is None else _fused(weights, prefix, found)
 
         def get(part: Parameter) -> Tensor:

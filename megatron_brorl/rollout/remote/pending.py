@@ -75,7 +75,7 @@ class PendingRollouts:
         vocab: int,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """most: rollouts that the engine has at a time. vocab: of the model, with its padding. decode: see StopCriteria."""
+        """most: rollouts the engine has at a time. vocab: of the model, with padding. decode: see StopCriteria."""
         self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
         self._sampling, self._watch, self._supply, self._most, self._vocab = sampling, watch, supply, most, vocab
         self.faults: list[str] = []  # of invalid answers, each of which costs its rollout
