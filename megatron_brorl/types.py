@@ -53,7 +53,7 @@ class OpenGroup:
 
     prompt: Prompt
     step: int | str  # the step that began it; part of the key of its random stream
-    place: int  # index among the prompts of that step
+    index: int  # among the prompts of that step
     occurrence: int = 0  # how often the prompt occurs before in that step; part of the key of the stream as well
     start: int = 0  # index in the source's stream of the first prompt of that step
 

@@ -84,7 +84,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
         return launch(args.processes, command)
 
     # Signal handlers come first, because importing torch takes seconds.
-    signals.begin(saves=args.command is _train)
+    signals.install(saves=args.command is _train)
     from megatron_brorl.parallel import cpu_bridge
 
     cpu_bridge.leave_out_compiler()
