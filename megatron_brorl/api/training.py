@@ -12,7 +12,7 @@ from typing import Any
 from megatron_brorl import signals
 from megatron_brorl.api.runs import RunRecord, load_run
 from megatron_brorl.cli import train as command
-from megatron_brorl.cli.finished import finished
+from megatron_brorl.cli.main import finished
 from megatron_brorl.cli.session import Program
 from megatron_brorl.config.load import load, load_table
 from megatron_brorl.files import check_outputs

@@ -66,7 +66,7 @@ def add_commands(commands: Any) -> None:
         if name == "to-megatron":
             command.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
             command.add_argument("--pipeline", type=int, default=1, help="pipeline stages (%(default)s)")
-    convert.set_defaults(command=_convert)
+    convert.set_defaults(command=convert)
 
     quantize = commands.add_parser(
         "quantize",
@@ -86,13 +86,8 @@ def add_commands(commands: Any) -> None:
     quantize.set_defaults(command=_quantize)
 
 
-def _convert(args: argparse.Namespace) -> int:
-    convert(args)
-    return 0
-
-
-def convert(args: argparse.Namespace) -> None:
-    """Carry out `brorl convert`. Raises UserError."""
+def convert(args: argparse.Namespace) -> int:
+    """Carry out `brorl convert`, and return 0. Raises UserError."""
     from megatron_brorl.checkpoints import convert, folders
     from megatron_brorl.checkpoints.megatron_format import METADATA
     from megatron_brorl.tracking.progress import progress
@@ -119,6 +114,7 @@ def convert(args: argparse.Namespace) -> None:
         check = verify if args.verify else None
         size = write(source, shape, companions, args.target, *layout, _report(shape.layers + 2, p), check)
     print(f"{args.target}: {size:,} bytes of weights in {time.monotonic() - begun:.1f} s")
+    return 0
 
 
 def _check_target(args: argparse.Namespace) -> None:

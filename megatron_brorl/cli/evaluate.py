@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
-from megatron_brorl.files import write_json, write_text
+from megatron_brorl.files import read_object, write_json, write_text
 from megatron_brorl.tracking.progress import Progress, progress
 
 if TYPE_CHECKING:  # they import torch, which the other commands here do without
@@ -46,7 +47,7 @@ def evaluate(args: argparse.Namespace) -> int:
         count = -(-e.samples * sum(map(len, names.values())) // session.grid.world)
         with progress(count, "evaluate", session.is_main_rank) as p:
             p.note(session.report)
-            ended = _Counter(p, count)
+            ended = _sample_counter(p, count)
             answers = {}
             for name, prompts in names.items():
                 show = functools.partial(_show, session, p, name)
@@ -86,16 +87,16 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Counter:
-    """Counts samples that end, and updates the progress twenty times."""
+def _sample_counter(shown: Progress, total: int) -> Callable[[], None]:
+    """Return a function that counts a sample that has ended, and updates the progress twenty times in all."""
+    counter = itertools.count(1)
 
-    def __init__(self, shown: Progress, total: int) -> None:
-        self._shown, self._total, self._done = shown, total, 0
+    def count() -> None:
+        done = next(counter)
+        if 20 * done // total > 20 * (done - 1) // total:
+            shown.update(done, {})
 
-    def __call__(self) -> None:
-        self._done += 1
-        if 20 * self._done // self._total > 20 * (self._done - 1) // self._total:
-            self._shown.update(self._done, {})
+    return count
 
 
 def _show(
@@ -129,13 +130,10 @@ def _compare(args: argparse.Namespace) -> int:
 
     out = args.out or args.after
 
-    # Equal ids of prompts do not show different dates of the chat template.
-    dates = [_template_date(directory) for directory in (args.before, args.after)]
+    # A prompt keeps its id if the chat template writes another date into it.
+    dates = [read_object(folder / "evaluation.json").get("template_date") for folder in (args.before, args.after)]
     if dates[0] != dates[1]:
-        names = " and ".join(
-            f"{date or 'no date'} in {d}" for date, d in zip(dates, (args.before, args.after), strict=True)
-        )
-        print(f"warning: the chat template wrote other dates: {names}; the prompts differ", file=sys.stderr)
+        print(f"warning: the chat templates wrote other dates: {dates[0]} and {dates[1]}", file=sys.stderr)
     before, after = (read_answers(directory.absolute() / ANSWERS) for directory in (args.before, args.after))
     result = compare(before, after, str(args.before), str(args.after))
 
@@ -148,12 +146,3 @@ def _compare(args: argparse.Namespace) -> int:
     print(table)
     print(f"written to {out / 'compare.json'}, compare.md and {figure.name}")
     return 0
-
-
-def _template_date(directory: Path) -> str | None:
-    """Return the date that an evaluation's chat template wrote, or None."""
-    try:
-        found = json.loads((directory / "evaluation.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found.get("template_date") if isinstance(found, dict) else None

@@ -147,36 +147,38 @@ def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int
     )
 
 
-def lines(plan: Plan, gpu: int, ranks_per_node: int) -> list[str]:
-    """Return the plan in words. gpu: bytes of a GPU, or 0 for ranks on CPUs."""
-    found = []
-    if gpu:
-        kv = {"keys and values": plan.kv_tokens(gpu) * plan.kv_per_token} if plan.kv_per_token else {}
-        for phase, parts in (("training", plan.training), ("generating", {**plan.generation, **kv})):
-            found.append(f"memory of a GPU, {phase}: {amount(sum(parts.values()))} of {amount(gpu)} ({_each(parts)})")
+def plan_lines(plan: Plan, machines: Machines) -> list[str]:
+    """Return the plan in words."""
+    gpu = machines.gpu
+    if not gpu:
+        found = [f"memory of a rank, training: {amount(sum(plan.training.values()))} ({_amounts(plan.training)})"]
     else:
-        found.append(f"memory of a rank, training: {amount(sum(plan.training.values()))} ({_each(plan.training)})")
-
+        kv = {"keys and values": plan.kv_tokens(gpu) * plan.kv_per_token} if plan.kv_per_token else {}
+        found = [
+            f"memory of a GPU, {phase}: {amount(sum(parts.values()))} of {amount(gpu)} ({_amounts(parts)})"
+            for phase, parts in (("training", plan.training), ("generating", {**plan.generation, **kv}))
+        ]
     if gpu and plan.kv_per_token:
         found.append(
             f"keys and values: {plan.kv_per_token / 1024:g} KiB a token on each GPU, {plan.kv_tokens(gpu)} tokens, "
             f"{plan.rows(gpu)} rollouts of {plan.context} tokens at a time"
         )
+    if plan.shared or plan.offloaded:
+        offloaded = amount(plan.offloaded * machines.ranks_per_node)
+        found.append(f"memory of a node: {amount(plan.shared)} of engine weights, {offloaded} of offloaded states")
+    return found
 
-    shared = [f"{amount(plan.shared)} shared (weights in use and those of an update)"] if plan.shared else []
-    moved = [f"{amount(plan.offloaded * ranks_per_node)} of offloaded states"] if plan.offloaded else []
-    return [*found, f"memory of a node: {', '.join(shared + moved)}"] if shared or moved else found
 
-
-def _each(parts: Parts) -> str:
+def _amounts(parts: Parts) -> str:
     return ", ".join(f"{name} {amount(x)}" for name, x in parts.items())
 
 
-def check_plan(plan: Plan, gpu: int, host: int, shared: int, ranks_per_node: int, folder: str) -> None:
+def check_plan(plan: Plan, machines: Machines, host: int, shared: int, folder: str) -> None:
     """Raise UserError if the plan does not fit.
 
-    gpu: bytes of a GPU, or 0. host, shared: bytes of a node's memory, and of the file system of `folder`.
+    host, shared: bytes of a node's memory, and of the file system of `folder`.
     """
+    gpu = machines.gpu
     need = sum(plan.training.values())
     if gpu and need > gpu:
         raise UserError(
@@ -190,20 +192,24 @@ def check_plan(plan: Plan, gpu: int, host: int, shared: int, ranks_per_node: int
             f"while an engine generates, {plan.kv_tokens(gpu)} tokens of keys and values fit on a GPU and one response "
             f"with its prompt may take {plan.context}: set train.offload = true, or lower rollout.max_tokens"
         )
-
     if plan.shared > shared:
         raise UserError(
             f"{folder} has room for {amount(shared)} and a node needs {amount(plan.shared)}, the weights in use and "
             f"those of an update: docker run --shm-size={math.ceil(plan.shared / GIB)}g, or name another folder in "
             "memory"
         )
-    # Without GPUs, everything is in host memory anyway.
-    whole = plan.offloaded * ranks_per_node + plan.shared
-    if gpu and whole > host:
-        raise UserError(
-            f"a node needs {amount(whole)} of host memory for train.offload and for the engine's weights, and has "
-            f"{amount(host)}: set train.offload = false, or parallel.distributed_optimizer = true"
-        )
+
+    # Without GPUs, everything is in host memory.
+    if gpu:
+        need = plan.offloaded * machines.ranks_per_node + plan.shared
+        what = "train.offload and the engine's weights"
+        remedy = "set train.offload = false, or parallel.distributed_optimizer = true"
+    else:
+        need *= machines.ranks_per_node
+        what = f"the training of {machines.ranks_per_node} ranks"
+        remedy = "lower train.tokens_per_micro_batch, or take a smaller model or a GPU"
+    if need > host:
+        raise UserError(f"a node needs {amount(need)} of host memory for {what}, and has {amount(host)}: {remedy}")
 
 
 def amount(count: int) -> str:
@@ -221,30 +227,14 @@ def gpu_bytes() -> int:
 def plan_run(config: Config, shape: ModelShape, machines: Machines) -> tuple[Plan, list[str]]:
     """Return the plan of the largest pipeline stage, and its lines to print. Raises UserError if it does not fit."""
     plans = [plan_stage(config, shape, machines, stage) for stage in range(config.parallel.pipeline)]
-    found = max(plans, key=lambda x: sum(x.training.values()))
-    host = psutil.virtual_memory().total
-
-    folder = config.engine.shared_memory if found.shared else ""
-    look = machines.here and folder and Path(folder).is_dir()
-    check_plan(
-        found,
-        gpu=machines.gpu,
-        host=host if machines.here else sys.maxsize,
-        shared=shutil.disk_usage(folder).total if look else sys.maxsize,
-        ranks_per_node=machines.ranks_per_node,
-        folder=folder,
-    )
-    return found, lines(found, machines.gpu, machines.ranks_per_node)
-
-
-def check_host(plan: Plan, machines: Machines) -> None:
-    """Raise UserError if ranks on CPUs need more memory for training than this machine has."""
-    need, have = sum(plan.training.values()) * machines.ranks_per_node, psutil.virtual_memory().total
-    if not machines.gpu and need > have:
-        raise UserError(
-            f"training needs about {amount(need)} of memory for {machines.ranks_per_node} ranks here, and there "
-            f"are {amount(have)}: lower train.tokens_per_micro_batch, or take a smaller model or a GPU"
-        )
+    largest = max(plans, key=lambda plan: sum(plan.training.values()))
+    folder = config.engine.shared_memory
+    host = shared = sys.maxsize
+    if machines.here:
+        host = psutil.virtual_memory().total
+        shared = shutil.disk_usage(folder).total if Path(folder).is_dir() else shared
+    check_plan(largest, machines, host, shared, folder)
+    return largest, plan_lines(largest, machines)
 
 
 def plan_of(args: argparse.Namespace) -> list[str]:

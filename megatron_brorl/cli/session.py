@@ -66,7 +66,7 @@ class Program:
     reward: custom.RewardFunction | None = None  # scores rows whose verifier is custom.IN_PROCESS
     callbacks: Callbacks = field(default_factory=Callbacks)
     continues: bool = False  # True if the program survives an error, so that the session must release its resources
-    tell: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
+    on_check: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
 
 
 class Session:
@@ -95,7 +95,7 @@ class Session:
                 f"is {self.shape.vocab}: tokenizer and model do not belong together"
             )
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
-        program.tell("tokenizer", self._tokenizer_line())
+        program.on_check("tokenizer", self._tokenizer_line())
 
         # Checked before data is read, which may take long.
         check_installed(() if benchmarks else config.run.log)
@@ -114,12 +114,12 @@ class Session:
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
             self.report = self.sources.report
         self._verifiers = verifiers
-        program.tell("data", self.report)
+        program.on_check("data", self.report)
 
         # Join the other ranks last, so that an error above ends each of them at once.
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # rank 0 writes the run's files and prints its progress
-        program.tell("ranks", self.grid.line())
+        program.on_check("ranks", self.grid.line())
         self.job_end, self.stopped_by = JobEnd(), ""
         self._kv_tokens = 0  # room for keys and values, set by `preflight`; 0 = as many as fit
         self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse order
@@ -141,16 +141,16 @@ class Session:
 
     def _lock(self) -> None:
         """Raise UserError on all ranks if another run writes to run.dir."""
-        handle = self.together(lambda: run_folder.take(self.dir) if self.is_main_rank else None)
+        handle = self.share_errors(lambda: run_folder.lock(self.dir) if self.is_main_rank else None)
         if handle:
             self._closing.append(handle.close)
-        self.together(lambda: run_folder.keep_template_date(self.dir, self.template_date, self.is_main_rank))
+        self.share_errors(lambda: run_folder.keep_template_date(self.dir, self.template_date, self.is_main_rank))
 
-    def together(self, look: Callable[[], T]) -> T:
-        """Return the result of `look` on this rank. Raises the UserError of the first rank with one, on all ranks."""
+    def share_errors(self, check: Callable[[], T]) -> T:
+        """Return the result of `check` on this rank, or raise on all ranks if it raises UserError on one of them."""
         found, refused = None, ""
         try:
-            found = look()
+            found = check()
         except UserError as e:
             refused = str(e)
         for text in filter(None, collectives.all_gather_text(refused)):
@@ -161,13 +161,12 @@ class Session:
         """Plan memory and disk space, and print the plan; a collective. Raises UserError if something does not fit."""
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         machines = memory_plan.Machines(self.grid.world, per_node, memory_plan.gpu_bytes())
-        plan, lines = memory_plan.plan_run(self.config, self.shape, machines)
+        plan, lines = self.share_errors(lambda: memory_plan.plan_run(self.config, self.shape, machines))
         self._kv_tokens = plan.kv_tokens(machines.gpu)
-        self.together(lambda: memory_plan.check_host(plan, machines))
-        room = self.together(lambda: run_folder.disk_line(self.config, self.shape, self.dir))
+        room = self.share_errors(lambda: run_folder.disk_line(self.config, self.shape, self.dir))
         if self.is_main_rank:
             print("\n".join(lines), flush=True)
-        self.program.tell("disk", room)
+        self.program.on_check("disk", room)
 
     def check_verifiers(self, prompts: Sequence[Prompt]) -> str:
         """Let the verifiers score reference answers, and return the result in words; a collective.
@@ -175,7 +174,7 @@ class Session:
         Warnings go to stderr. Raises UserError, on all ranks, if a verifier fails.
         """
 
-        def look() -> str:
+        def score_references() -> str:
             if not self.is_main_rank:
                 return ""
             found, warnings = check_references(self.pool, prompts, self.config.reward)
@@ -183,17 +182,11 @@ class Session:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
             return found
 
-        return self.together(look)
+        return self.share_errors(score_references)
 
     def _tokenizer_line(self) -> str:
-        """Return the tokenizer in words: its size, its stop tokens, and whether it has a chat template."""
-        try:
-            self.tokenizer.apply_chat([{"role": "user", "content": "hello"}], self.config.data.chat_template_kwargs)
-            chat = "a chat template"
-        except UserError:
-            chat = "no chat template"
         stops = ", ".join(map(str, self.stop_ids))
-        return f"{self.tokenizer.vocab_size} tokens, {chat}, responses end at {stops}"
+        return f"{self.tokenizer.vocab_size} tokens, responses end at {stops}"
 
     def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
         """Return the model with the weights of model.path. optim: None for a model that is not trained."""

@@ -106,7 +106,7 @@ class Rollouts:
             with span("verdicts", self.reward.timeout_s):
                 scores = scorer.scores([(i, r.index) for i, r in done])
         # Answers go on as codes: tables of numbers cross ranks, texts do not.
-        columns = scores.rewards.tolist(), scores.right, map(code, scores.answers), scores.verdicts
+        columns = scores.rewards.tolist(), scores.right, map(code, scores.answers), scores.results
         scored = [ScoredRollout(numbers[i], r, *own) for (i, r), *own in zip(done, *columns, strict=True)]
         score = time.monotonic() - middle
 

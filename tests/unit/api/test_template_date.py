@@ -105,7 +105,7 @@ def test_a_run_goes_on_and_is_evaluated_with_the_date_of_its_first_start(config,
         assert found["chat_template_kwargs"] == {"enable_thinking": False}
     compared = brorl("compare", tmp_path / "parts", tmp_path / "elsewhere")
     assert compared.returncode == 0, compared.stderr
-    assert "warning: the chat template wrote other dates: 2026-01-31 in" in compared.stderr
+    assert "warning: the chat templates wrote other dates: 2026-01-31 and " in compared.stderr
 
     # Without its date the run is another one; a run that starts anew takes today's.
     (tmp_path / "parts" / TEMPLATE_DATE).unlink()

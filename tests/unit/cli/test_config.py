@@ -51,7 +51,7 @@ def test_what_brorl_says_without_a_command(capsys):
     shown = said(capsys)
     assert shown.startswith("usage: brorl")
     assert "reinforcement learning: sample, score" in shown
-    assert "generate" in said(capsys, "data")
+    assert "generate" in said(capsys, "data", code=2)
 
 
 def test_init_writes_what_load_reads(capsys, tmp_path):
