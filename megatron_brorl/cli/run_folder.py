@@ -120,7 +120,7 @@ def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank
     """Write the date of this start if the template uses one; a collective. Raises UserError."""
     if date is None:
         return
-    path, dates = directory / TEMPLATE_DATE, sorted(set(collectives.all_gather_text(str(date))))
+    path, dates = directory / TEMPLATE_DATE, sorted(set(collectives.all_gather(str(date))))
     if len(dates) > 1:  # midnight came between two ranks
         raise UserError(f"{path}: ranks started on different days, {' and '.join(dates)}: start again")
     if is_main_rank:

@@ -153,7 +153,7 @@ class Session:
             found = check()
         except UserError as e:
             refused = str(e)
-        for text in filter(None, collectives.all_gather_text(refused)):
+        for text in filter(None, collectives.all_gather(refused)):
             raise UserError(text)
         return typing.cast(T, found)
 

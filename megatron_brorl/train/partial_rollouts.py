@@ -40,7 +40,7 @@ class Carried:
 
     def loads(self) -> list[int]:
         """How many rollouts go on, per rank; a collective."""
-        return [int(count) for (count,) in collectives.all_gather([len(self.begun())], None)]
+        return collectives.all_gather(len(self.begun()))
 
 
 def carry(groups: Sequence[OpenGroup], rows: Sequence[ScoredRollout], closed: Sequence[int]) -> Carried:
