@@ -99,7 +99,7 @@ class Save:
 
     def agree(self) -> None:
         """Raise NotWritten on all ranks if the disk refused something on one; a collective, after `write`."""
-        errors = [text for text in collectives.all_gather_text(self.error) if text]
+        errors = [text for text in collectives.all_gather(self.error) if text]
         if errors:
             raise NotWritten(
                 f"{self.target}: cannot be written: {errors[0]}; free some space or make the folder writable"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.files import check_output, holds
+from megatron_brorl.files import check_output, contains
 
 if TYPE_CHECKING:
     pass
@@ -125,7 +125,7 @@ def convert(args: argparse.Namespace) -> int:
 def _check_target(args: argparse.Namespace) -> None:
     """Raise UserError if the target would replace something that has to stay."""
     check_output(args.target, [("the source", args.source), *([("--config", args.config)] if args.config else [])])
-    if args.target.exists() and holds(args.source, args.target):
+    if args.target.exists() and contains(args.source, args.target):
         raise UserError(f"{args.target}: is a part of the source, {args.source}; name another target")
     if args.target.exists() and not args.overwrite:
         raise UserError(f"{args.target}: exists; give another target or --overwrite")

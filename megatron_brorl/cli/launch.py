@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from megatron_brorl.signals import LAUNCHER, LISTENER, SAVED, STOPPING, Signals
+from megatron_brorl.signals import LAUNCHER, LISTENER, SAVED, STOPPING, StopSignals
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 10.0  # for the other ranks to report when one has failed; then they are killed
@@ -25,7 +25,7 @@ def launch(processes: int, command: Sequence[str]) -> int:
     """Run `command` in each of `processes` ranks, and return 0, SAVED (75) or the first failing rank's exit code.
 
     The result is SAVED if every rank returned it, and 128 + number if a signal ended a rank or all of them. A signal of
-    ranks.STOPPING is forwarded to the ranks, which save at their next step boundary. A second signal kills them.
+    signals.STOPPING is forwarded to the ranks, which save at their next step boundary. A second signal kills them.
     """
     ranks: list[subprocess.Popen[bytes]] = []
 
@@ -33,7 +33,7 @@ def launch(processes: int, command: Sequence[str]) -> int:
         for process in ranks:
             process.send_signal(number)
 
-    signals = Signals(forward, lambda _: _kill(ranks))
+    signals = StopSignals(forward, lambda _: _kill(ranks))
     # Ranks inherit the mask and lift it when they have their handlers, so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
@@ -100,7 +100,7 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _exit_code(ended: Mapping[int, int], signals: Signals) -> int:
+def _exit_code(ended: Mapping[int, int], signals: StopSignals) -> int:
     """Return the launcher's exit code, and print a line if the ranks could not report themselves."""
     codes = set(ended.values())
     if codes in ({0}, {SAVED}):

@@ -89,7 +89,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
         return launch(args.processes, command)
 
     # Signal handlers come first, because importing torch takes seconds.
-    signals.begin(saves=args.name == "train")
+    signals.install(saves=args.name == "train")
     from megatron_brorl.parallel import cpu_bridge
 
     cpu_bridge.leave_out_compiler()

@@ -121,7 +121,7 @@ def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank
     if date is None:
         return
     path = directory / TEMPLATE_DATE
-    dates = sorted(set(collectives.all_gather_text(str(date))))
+    dates = sorted(set(collectives.all_gather(str(date))))
     if len(dates) > 1:  # midnight came between two ranks
         raise UserError(f"{path}: ranks started on different days, {' and '.join(dates)}: start again")
     if is_main_rank:

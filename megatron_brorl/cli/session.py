@@ -155,7 +155,7 @@ class Session:
             found = check()
         except UserError as e:
             error = str(e)
-        for text in filter(None, collectives.all_gather_text(error)):
+        for text in filter(None, collectives.all_gather(error)):
             raise UserError(text)
         return typing.cast(T, found)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.answer_text import plain_text, quote, tidy
-from megatron_brorl.rewards.final_answer import final_or_bare_answer, places
+from megatron_brorl.rewards.extract import final_answer, is_short_line, places
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 _LETTERS = "ABCDEFGHIJ"
@@ -33,7 +33,7 @@ _OTHER = re.compile(r"[(\[]\s*([A-Ja-j])\s*[)\]]|(?<![\w'])([B-HJ])(?![\w'])|(?<
 
 def find(response: str) -> str | None:
     """Return the answer in a response; the whole response if it is one short line."""
-    return final_or_bare_answer(response, same, _MAX_CHARS, _names_options)
+    return final_answer(response, same, is_short_line, _names_options)
 
 
 def same(a: str, b: str) -> bool:

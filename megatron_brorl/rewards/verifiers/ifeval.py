@@ -18,8 +18,7 @@ from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.extract import after_thought
-from megatron_brorl.rewards.judge import MOST_PARTS
-from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
+from megatron_brorl.rewards.verifier import MOST_PARTS, Score, Verifier, VerifierRow
 from megatron_brorl.rewards.verifiers.ifeval_checks import (
     AT_LEAST,
     CHECKS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 
 def _words(text: str) -> frozenset[str]:
@@ -27,7 +27,7 @@ _NOT_IN_WORDS = re.compile(r"[\s,:;@#$%&?!*()\[\]{}<>\"`«»“”„\u2012-\u20
 _BULLETS = (re.compile(r"^[^\S\n]*\*[^*].*$", re.MULTILINE), re.compile(r"^[^\S\n]*-.*$", re.MULTILINE))
 _HIGHLIGHTS = (re.compile(r"\*([^\n*]*)\*"), re.compile(r"\*\*([^\n*]*)\*\*"))
 _POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\."), "P.P.S": re.compile(r"p\.\s?p\.\s?s")}
-_PARAGRAPH_DIVIDER = re.compile(r"\s?\*\*\*\s?")
+_PARAGRAPH_DIVIDER, _RESPONSE_DIVIDER = re.compile(r"\s?\*\*\*\s?"), re.compile(r"\*{6}")
 _FIRST_WORD_END = re.compile(r"[.,?!'\"]")
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
@@ -53,50 +53,29 @@ _STARTERS = _words(
 )
 
 
-def keywords_existence(response: str, keywords: Sequence[str]) -> bool:
-    """Return whether every keyword occurs, also within a word."""
-    return all(re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords)
+def _occurs(pattern: str, text: str) -> bool:
+    return re.search(pattern, text, re.IGNORECASE) is not None
 
 
-def keywords_frequency(response: str, keyword: str, frequency: int, relation: str) -> bool:
-    """Compare how often a keyword occurs, also within words."""
-    found = re.findall(re.escape(keyword.strip()), response, re.IGNORECASE)
-    return _compare(len(found), relation, frequency)
+def _compare(count: int, relation: str, threshold: int) -> bool:
+    return count < threshold if relation == LESS_THAN else count >= threshold
 
 
-def forbidden_words(response: str, forbidden_words: Sequence[str]) -> bool:
-    """Return whether none of the words occurs as a word of its own."""
-    return not any(re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words)
-
-
-def letter_frequency(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """Compare how often a letter occurs in either case."""
-    return _compare(response.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-def response_language(response: str, language: str) -> bool:
+def is_in_language(response: str, language: str) -> bool:
     """Return whether the response is in a language. A text without letters is in every language, as published."""
     return detected_language(response) in (None, language)
 
 
-def number_words(response: str, num_words: int, relation: str) -> bool:
-    """Compare the number of words."""
-    return _compare(count_words(response), relation, num_words)
-
-
-def number_sentences(response: str, num_sentences: int, relation: str) -> bool:
-    """Compare the number of sentences."""
-    return _compare(count_sentences(response), relation, num_sentences)
+def _divided(text: str, divider: re.Pattern[str]) -> list[str]:
+    """Return the parts between dividers, [] if one between two dividers is empty; the first and last may be empty."""
+    first, *others = (part.strip() for part in divider.split(text))
+    inner, last = others[:-1], others[-1:]
+    return [part for part in (first, *inner, *last) if part] if all(inner) else []
 
 
 def number_paragraphs(response: str, num_paragraphs: int) -> bool:
-    """Return whether the dividers *** separate exactly num_paragraphs paragraphs.
-
-    The text before the first divider and after the last one may be empty. Other empty paragraphs fail the check.
-    """
-    first, *others = (part.strip() for part in _PARAGRAPH_DIVIDER.split(response))
-    inner, last = others[:-1], others[-1:]
-    return all(inner) and len(inner) + sum(map(bool, (first, *last))) == num_paragraphs
+    """Return whether the dividers *** separate exactly num_paragraphs paragraphs."""
+    return len(_divided(response, _PARAGRAPH_DIVIDER)) == num_paragraphs
 
 
 def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -127,11 +106,6 @@ def postscript(response: str, postscript_marker: str) -> bool:
 def number_bullet_lists(response: str, num_bullets: int) -> bool:
     """Return whether exactly num_bullets lines begin with * or -. A line that begins with ** does not count."""
     return sum(len(bullet.findall(response)) for bullet in _BULLETS) == num_bullets
-
-
-def constrained_response(response: str) -> bool:
-    """Return whether the response has one of the three published answers."""
-    return any(answer in response for answer in _ANSWERS)
 
 
 def number_highlighted_sections(response: str, num_highlights: int) -> bool:
@@ -171,74 +145,53 @@ def title(response: str) -> bool:
 
 def two_responses(response: str) -> bool:
     """Return whether six asterisks separate two different texts; asterisks may also open and close the response."""
-    first, *others = (part.strip() for part in response.split("******"))
-    inner, last = others[:-1], others[-1:]
-    found = [part for part in (first, *inner, *last) if part]
-    return all(inner) and len(found) == 2 and found[0] != found[1]
-
-
-def repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
-    """Return whether the response begins with the prompt in either case."""
-    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def end_checker(response: str, end_phrase: str) -> bool:
-    """Return whether the response ends with a phrase, ignoring case and quotes around the response."""
-    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def quotation(response: str) -> bool:
-    """Return whether double quotes enclose the whole response."""
-    text = response.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
-
-
-def capital_word_frequency(response: str, capital_frequency: int, capital_relation: str) -> bool:
-    """Compare the number of words in capital letters."""
-    return _compare(count_capital_words(response), capital_relation, capital_frequency)
-
-
-def english_capital(response: str) -> bool:
-    """Return whether the response is English without a small letter."""
-    return response.isupper() and response_language(response, "en")
-
-
-def english_lowercase(response: str) -> bool:
-    """Return whether the response is English without a capital letter."""
-    return response.islower() and response_language(response, "en")
-
-
-def no_comma(response: str) -> bool:
-    """Return whether the response has no comma."""
-    return "," not in response
+    found = _divided(response, _RESPONSE_DIVIDER)
+    return len(found) == 2 and found[0] != found[1]
 
 
 CHECKS: Mapping[str, Callable[..., bool]] = {
-    "keywords:existence": keywords_existence,
-    "keywords:frequency": keywords_frequency,
-    "keywords:forbidden_words": forbidden_words,
-    "keywords:letter_frequency": letter_frequency,
-    "language:response_language": response_language,
-    "length_constraints:number_words": number_words,
-    "length_constraints:number_sentences": number_sentences,
+    # Keywords may occur within words.
+    "keywords:existence": lambda response, keywords: all(_occurs(re.escape(word), response) for word in keywords),
+    "keywords:frequency": lambda response, keyword, frequency, relation: _compare(
+        len(re.findall(re.escape(keyword.strip()), response, re.IGNORECASE)), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda response, forbidden_words: (
+        not any(_occurs(rf"\b{re.escape(word)}\b", response) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation: _compare(
+        response.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    "language:response_language": is_in_language,
+    "length_constraints:number_words": lambda response, num_words, relation: _compare(
+        count_words(response), relation, num_words
+    ),
+    "length_constraints:number_sentences": lambda response, num_sentences, relation: _compare(
+        count_sentences(response), relation, num_sentences
+    ),
     "length_constraints:number_paragraphs": number_paragraphs,
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
     "detectable_content:number_placeholders": number_placeholders,
     "detectable_content:postscript": postscript,
     "detectable_format:number_bullet_lists": number_bullet_lists,
-    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:constrained_response": lambda response: any(answer in response for answer in _ANSWERS),
     "detectable_format:number_highlighted_sections": number_highlighted_sections,
     "detectable_format:multiple_sections": multiple_sections,
     "detectable_format:json_format": json_format,
     "detectable_format:title": title,
     "combination:two_responses": two_responses,
-    "combination:repeat_prompt": repeat_prompt,
-    "startend:end_checker": end_checker,
-    "startend:quotation": quotation,
-    "change_case:capital_word_frequency": capital_word_frequency,
-    "change_case:english_capital": english_capital,
-    "change_case:english_lowercase": english_lowercase,
-    "punctuation:no_comma": no_comma,
+    "combination:repeat_prompt": lambda response, prompt_to_repeat: (
+        response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda response, end_phrase: (
+        response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda response: re.fullmatch(r'\s*".*"\s*', response, re.DOTALL) is not None,
+    "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation: _compare(
+        count_capital_words(response), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda response: response.isupper() and is_in_language(response, "en"),
+    "change_case:english_lowercase": lambda response: response.islower() and is_in_language(response, "en"),
+    "punctuation:no_comma": lambda response: "," not in response,
 }
 
 
@@ -273,10 +226,6 @@ def count_sentences(text: str) -> int:
             count += _WORD.search(text, start, mark.start()) is not None
             start = mark.end()
     return count + (_WORD.search(text, start) is not None)
-
-
-def _compare(count: int, relation: str, threshold: int) -> bool:
-    return count < threshold if relation == LESS_THAN else count >= threshold
 
 
 def _ends_sentence(text: str, mark: re.Match[str]) -> bool:
