@@ -107,21 +107,21 @@ def _exit_code(ended: Mapping[int, int], signals: StopSignals) -> int:
         return codes.pop()
 
     rank, code = next(((r, c) for r, c in ended.items() if c not in (0, SAVED)), (-1, 1))
-    reported = rank >= 0 and code > 0
-    what = f"rank {rank} ended with exit code {code}"
-    # Popen has minus the signal's number; shells report 128 plus the number.
-    if code < 0:
+    if code < 0:  # Popen has minus the signal's number; shells report 128 plus the number
         memory = " (out of memory?)" if code == -signal.SIGKILL and not signals.first else ""
-        what = f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
+        reason = f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
         code = 128 - code
     elif rank < 0:
-        what = f"ranks {sorted(r for r, c in ended.items() if c == 0)} had ended before"
+        reason = f"ranks {sorted(r for r, c in ended.items() if c == 0)} had ended before"
+    elif signals.first:
+        reason = f"rank {rank} ended with exit code {code}"
+    else:
+        return code  # the rank has reported the error itself
 
     if signals.second:
-        what, code = f"a second signal, {signal.Signals(signals.second).name}, ended the ranks", 128 + signals.second
+        reason = f"a second signal, {signal.Signals(signals.second).name}, ended the ranks"
+        code = 128 + signals.second
     elif signals.first:
-        what = f"{signal.Signals(signals.first).name} came, and not every rank has saved: {what}"
-    elif reported:
-        return code
-    print(f"brorl: {what}", file=sys.stderr)
+        reason = f"{signal.Signals(signals.first).name} came, and not every rank has saved: {reason}"
+    print(f"brorl: {reason}", file=sys.stderr)
     return code

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_brorl.ops.checksum import Sealed, checksum, seal
+from megatron_brorl.ops.checksum import ChecksummedTensor, checksum, with_checksums
 
 SIZES = [0, 1, 3, 8, 9, 1000, 1024 * 8, 1024 * 8 + 5, 1024 * 8 * 300 + 123]
 MASK = 2**64 - 1
@@ -95,7 +95,7 @@ def test_name_type_and_shape_count():
 
 def test_seal_is_a_pair_with_a_checksum():
     x = torch.arange(5.0)
-    (pair,) = seal([("x", x)])
+    (pair,) = with_checksums([("x", x)])
     name, tensor = pair
-    assert isinstance(pair, Sealed)
+    assert isinstance(pair, ChecksummedTensor)
     assert (name, tensor is x, int(pair.checksum)) == ("x", True, int(checksum("x", x)))

@@ -93,7 +93,8 @@ def distribution_by_hand(logits: np.ndarray, temperature: float, top_p: float, t
     if top_k:
         p[order[top_k:]] = 0
     p /= p.sum()
-    kept, mass = [], 0.0
+    kept = []
+    mass = 0.0
     for i in order:
         if mass >= top_p:
             break
