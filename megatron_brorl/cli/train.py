@@ -39,7 +39,7 @@ from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.state import RunState, saved
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import update_policy
-from megatron_brorl.train.worker import Update, Worker
+from megatron_brorl.train.worker import OptimizerStep, Worker
 from megatron_brorl.types import Experience, Prompt
 
 _ROLLOUTS = 2  # of the dry run's forward and backward pass
@@ -48,7 +48,8 @@ _TOKENS = 8  # of each of these rollouts
 
 def run(args: argparse.Namespace) -> int:
     """Train by a configuration file, see `execute`."""
-    words, config = ["train", args.config, *args.overrides], load(args.config, args.overrides)
+    words = ["train", args.config, *args.overrides]
+    config = load(args.config, args.overrides)
     if args.dry_run:
         return dry_run(config)
     return execute(config, lambda ranks: run_info.command(words, ranks), Program())
@@ -64,7 +65,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     with Session(config, program=program) as session:
         trainer = build_trainer(session, begun)
 
-        found, changes = session.newest_checkpoint(), Changes()
+        found = session.newest_checkpoint()
+        changes = Changes()
         if found:
             changes = check_fingerprint(saved(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
@@ -236,10 +238,10 @@ def _checkpoint(session: Session) -> str:
 class _Worker(Worker):
     """A worker that computes the norm of its gradient and does not step."""
 
-    def _step(self, lr: float) -> Update:
+    def _step(self, lr: float) -> OptimizerStep:
         with cpu_bridge.bridge():
             self.optimizer.prepare_grads()
-            return Update(float(self.optimizer.get_grad_norm()), applied=True)
+            return OptimizerStep(float(self.optimizer.get_grad_norm()), applied=True)
 
 
 def _forward_backward(worker: Worker, prompt: Prompt, config: Config) -> dict[str, float]:
@@ -264,7 +266,7 @@ def _forward_backward(worker: Worker, prompt: Prompt, config: Config) -> dict[st
     )
     mini_batches = [list(range(_ROLLOUTS))]
     found = update_policy(worker, experience, mini_batches, config.algo, config.optim, temperature, 0)
-    if not (math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"])) or found["nonfinite_rows"]:
+    if not math.isfinite(found["loss"]) or not math.isfinite(found["grad_norm"]):
         raise UserError(
             f"a forward and backward pass over {_ROLLOUTS} responses of {count} tokens: loss {found['loss']}, gradient "
             f"norm {found['grad_norm']}: not finite; check the weights of model.path, or train in fp32 (model.dtype)"

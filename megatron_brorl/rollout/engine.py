@@ -104,7 +104,7 @@ class RolloutEngine(Protocol):
         """Take full tensors [any shape] by Hugging Face name, or nothing at all.
 
         Raises weight_receiver.UpdateRefused, and keeps the version it has, where one is missing, unknown, of the wrong
-        shape or not what its checksum says (pairs of ops.checksum.Sealed), or where the stream itself breaks off.
+        shape or not what its checksum says (ops.checksum.ChecksummedTensor), or where the stream breaks off.
         """
 
     def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

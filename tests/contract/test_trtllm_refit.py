@@ -13,7 +13,7 @@ import torch
 from contract.engines import draw, handles, same
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.fp8_blocks import dequantize, quantize
 from megatron_brorl.rollout.remote.weights_send import IpcSender, Node
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
@@ -26,7 +26,7 @@ def broken(model, what):
     if what == "missing":
         return pairs[:-1]
     name, tensor = pairs[3]
-    pairs[3] = Sealed(name, tensor.clone().fill_(1.0), pairs[3].checksum)
+    pairs[3] = ChecksummedTensor(name, tensor.clone().fill_(1.0), pairs[3].checksum)
     return pairs
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron_brorl.errors import shown
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch, extended
-from megatron_brorl.rollout.native.stopping import Stops
+from megatron_brorl.rollout.native.stopping import StopCriteria
 from megatron_brorl.rollout.remote.protocol import Message
 from megatron_brorl.types import FinishReason, Rollout
 
@@ -75,8 +75,8 @@ class PendingRollouts:
         vocab: int,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """most: rollouts that the engine has at a time. vocab: of the model, with its padding. decode: see Stops."""
-        self._stops = Stops(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
+        """most: rollouts the engine has at a time. vocab: of the model, with padding. decode: see StopCriteria."""
+        self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
         self._sampling, self._watch, self._supply, self._most, self._vocab = sampling, watch, supply, most, vocab
         self.faults: list[str] = []  # of invalid answers, each of which costs its rollout
         self.rows: dict[int, PendingRollout] = {}  # by the number in the engine's answers

@@ -134,7 +134,7 @@ def test_a_file_without_a_date_is_an_error(tmp_path):
 
 
 def test_ranks_that_start_on_two_days_do_not_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder.collectives, "all_gather_text", lambda text: [text, str(NEXT)])
+    monkeypatch.setattr(run_folder.collectives, "all_gather", lambda text: [text, str(NEXT)])
     with pytest.raises(UserError, match="ranks started on different days, 2026-01-31 and 2026-02-01"):
         run_folder.keep_template_date(tmp_path, FIRST, True)
     assert not list(tmp_path.iterdir())
