@@ -12,7 +12,7 @@ from typing import Any
 from megatron_brorl import signals
 from megatron_brorl.api.runs import RunRecord, load_run
 from megatron_brorl.cli import train as command
-from megatron_brorl.cli.finished import finished
+from megatron_brorl.cli.main import finished
 from megatron_brorl.cli.session import Program
 from megatron_brorl.config.load import load, load_table
 from megatron_brorl.files import check_outputs
@@ -66,7 +66,7 @@ def train(
     # A rank of a launcher ends with it and handles its signals. A notebook keeps its own signal handlers.
     launched = "RANK" in os.environ
     if launched:
-        signals.begin(saves=True)
+        signals.install(saves=True)
     cpu_bridge.leave_out_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
     status = command.execute(loaded, lambda _: again, Program(reward, Callbacks(callbacks), continues=not launched))

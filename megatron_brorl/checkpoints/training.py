@@ -99,7 +99,7 @@ class Save:
 
     def agree(self) -> None:
         """Raise NotWritten on all ranks if the disk refused something on one; a collective, after `write`."""
-        errors = [text for text in collectives.all_gather_text(self.error) if text]
+        errors = [text for text in collectives.all_gather(self.error) if text]
         if errors:
             raise NotWritten(
                 f"{self.target}: cannot be written: {errors[0]}; free some space or make the folder writable"
@@ -218,13 +218,13 @@ class BackgroundSaver:
         save.agree()
         return save
 
-    def finish(self, tell: Callable[[str], None]) -> None:
-        """Wait when the run ends by an error, without collectives and exceptions. Failures go to `tell`."""
+    def finish(self, warn: Callable[[str], None]) -> None:
+        """Wait when the run ends by an error, without collectives and exceptions. Failures go to `warn`."""
         if self._save is None:
             return
         self._thread.join()
         if error := self._save.error or " ".join(str(self._error or "").split()):
-            tell(f"warning: {self._save.target}: cannot be written: {error}")
+            warn(f"warning: {self._save.target}: cannot be written: {error}")
         self._save = None
 
     def seconds_to_come(self) -> float:
@@ -273,7 +273,8 @@ def load(directory: Path, models: Sequence[ModelState]) -> None:
     """
     run = read_run(directory)
     stepped = run[STEPPED]
-    saved, now = run.get(LAYOUT), _optimizer_layout(models)
+    saved = run.get(LAYOUT)
+    now = _optimizer_layout(models)
     if stepped and saved != now:
         raise UserError(
             f"{directory}: its optimizer state was saved with {_describe(saved)} and this run has {_describe(now)}; "

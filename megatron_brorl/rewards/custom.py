@@ -25,7 +25,7 @@ from megatron_brorl.rewards.verifier import Entry, VerifierRow
 from megatron_brorl.rewards.worker_process import WorkerLostError, call_in_worker
 
 IN_PROCESS = "this_process:reward"  # the verifier of rows that a program's own function judges
-RewardFunction = Callable[[str, VerifierRow], Any]  # returns anything that rewards.judge accepts
+RewardFunction = Callable[[str, VerifierRow], Any]  # returns anything that rewards.verifier accepts
 
 _NAME = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
 _TRL_PARAMETERS = {"prompts", "completions", "completion_ids"}

@@ -13,8 +13,7 @@ import functools
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import custom, extract
-from megatron_brorl.rewards.judge import Judge, score_of
-from megatron_brorl.rewards.verifier import Entry, Score, Verifier, VerifierRow
+from megatron_brorl.rewards.verifier import Entry, Judge, Score, Verifier, VerifierRow, score_of
 from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, ifeval, math, short_answer
 
 ENTRIES: dict[str, Entry] = {

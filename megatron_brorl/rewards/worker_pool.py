@@ -17,8 +17,7 @@ from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.custom import IN_PROCESS, RewardFunction
-from megatron_brorl.rewards.judge import Judge
-from megatron_brorl.rewards.verifier import MOST_REWARD, VerifierRow
+from megatron_brorl.rewards.verifier import MOST_REWARD, Judge, VerifierRow
 from megatron_brorl.rewards.worker_process import WorkerLostError, WorkerProcess
 from megatron_brorl.types import Prompt, ScoreResult
 

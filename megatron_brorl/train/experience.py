@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.advantages import ADVANTAGES, Moments, explained_variance, merge
+from megatron_brorl.algo.advantages import ADVANTAGES, explained_variance, merge
 from megatron_brorl.algo.kl import kl_estimate
 from megatron_brorl.algo.policy_loss import mismatch_mask
 from megatron_brorl.algo.shaping import shaped
@@ -105,7 +105,7 @@ def token_advantages(
     advantages, returns = ops.gae(per_token, old, starts, gamma=algo.gamma, lam=algo.lam)
 
     # An advantage is the residual of the critic: the return minus the value.
-    of_returns, of_residuals = (_over_replicas(ops.moments(x), replicas) for x in (returns, advantages))
+    of_returns, of_residuals = (merge(collectives.all_gather(ops.moments(x), replicas)) for x in (returns, advantages))
     if ADVANTAGES[algo.advantage].whitened:
         advantages = ops.whiten(advantages, of_residuals)
 
@@ -118,10 +118,6 @@ def token_advantages(
         "value_mean": of_returns.mean - of_residuals.mean,
     }
     return TokenAdvantages(advantages.split(sizes), returns.split(sizes), metrics)
-
-
-def _over_replicas(own: Moments, replicas: dist.ProcessGroup | None) -> Moments:
-    return merge([Moments(*part) for part in collectives.all_gather([own.count, own.mean, own.m2], replicas)])
 
 
 def make_experience(

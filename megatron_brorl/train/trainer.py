@@ -150,8 +150,6 @@ class Trainer(Run):
         with span("update"):
             kept = int(trained(outcomes, c.algo.overlong_filter).sum())  # of all ranks, for the learning rate's rule
             updated = update_models(self.models(), experience, batches, kept, c, s)
-        # Rows that were left out before the update, and those that it left out itself.
-        updated["nonfinite_rows"] += metrics["nonfinite_rows"]
         metrics |= updated | collected.metrics | balance
         if c.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]

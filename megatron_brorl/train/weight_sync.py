@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.rollout.engine import RolloutEngine, Sampling
@@ -70,7 +70,7 @@ def sync_weights(worker: Worker, engine: RolloutEngine | Watchdog, version: int)
         checksum = 0
         refused = None
 
-        def summed(tensors: Iterable[Sealed]) -> Iterator[Sealed]:
+        def summed(tensors: Iterable[ChecksummedTensor]) -> Iterator[ChecksummedTensor]:
             nonlocal checksum
             for sealed in tensors:
                 checksum += int(sealed.checksum)
@@ -89,12 +89,10 @@ def sync_weights(worker: Worker, engine: RolloutEngine | Watchdog, version: int)
 
 def _problem(checksum: int, refused: bool) -> str:
     """Return why the engines of all ranks do not hold the same bytes, or "" if they do."""
-    # float64 holds integers of 32 bits exactly.
-    own = [float(refused), float(checksum & 0xFFFFFFFF), float(checksum >> 32 & 0xFFFFFFFF)]
-    ranks = collectives.all_gather(own, None)
-    if any(rank[0] for rank in ranks):
+    ranks = collectives.all_gather((refused, checksum % 2**64))
+    if any(refusal for refusal, _ in ranks):
         return f"refused by the engine of another rank of {len(ranks)}"
-    if any(rank != ranks[0] for rank in ranks):
+    if len(set(ranks)) > 1:
         return "the ranks were sent different bytes (their copies of the weights differ)"
     return ""
 

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_brorl.rewards.plain_number import equal, plain_number, unit, units_clash
+from megatron_brorl.rewards.answer_text import plain_number, unit
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,14 @@ def test_values_are_exact(text, value):
     ["", "x", "1,23", "1 2", "1-2", "2x", "5!", "3:4", "2^3", "10²3", "1/0", "1/2/3", "12 and 13", "12 minus one",
      "1e99999", "3 5/2", "log 3", "log x = 3", "xy = 6", "12 hundredths", "--5", "5m", "1" * 201, "12 " * 30, "²"],
 )  # fmt: skip
-def test_what_is_no_plain_number(text):
+def test_other_texts_are_not_plain_numbers(text):
     assert plain_number(text) is None
 
 
-def test_percent_of_one_side_is_forgiven_and_no_other_factor():
+def test_a_percent_sign_on_one_side_is_accepted():
     ten = plain_number("10%")
     for text, right in [("10", True), ("0.1", True), ("10%", True), ("0.1%", False), ("1", False), ("1000", False)]:
-        assert equal(ten, plain_number(text)) == equal(plain_number(text), ten) == right, text
+        assert ten.equals(plain_number(text)) == plain_number(text).equals(ten) == right, text
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,16 @@ def test_units(text, powers):
     assert unit(text) == powers
 
 
-def test_units_clash_unless_one_is_a_part_of_the_other():
-    def clash(a, b):
-        return units_clash(plain_number(a).unit, plain_number(b).unit)
-
-    assert clash("5 m", "5 cm")
-    assert clash("5 m", "5 m^2")
-    assert not clash("5 dollars", "$5 per day")
-    assert not clash("5 apples", "5 m")
+@pytest.mark.parametrize(
+    ("a", "b", "clash"),
+    [
+        ("5 m", "5 cm", True),
+        ("5 m", "5 m^2", True),
+        ("5 dollars", "$5 per day", False),
+        ("5 apples", "5 m", False),
+        ("x = 5", "y = 5", True),
+        ("x = 5", "S = 5", False),
+    ],
+)
+def test_different_units_and_variables_clash(a, b, clash):
+    assert plain_number(a).clashes(plain_number(b)) == clash

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_brorl.rewards.judge import NoScore, score_of
-from megatron_brorl.rewards.verifier import Score
+from megatron_brorl.rewards.verifier import NoScore, Score, score_of
 
 
 @pytest.mark.parametrize(
