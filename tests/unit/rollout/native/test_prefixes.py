@@ -37,7 +37,9 @@ def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
     pages = 26
     pool.size = pages
     pool.reset()
-    prefixes, draw, held = PrefixCache(pool), random.Random(5), []
+    prefixes = PrefixCache(pool)
+    draw = random.Random(5)
+    held = []
     written: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to its last
     found_some = 0
     for _ in range(600):

@@ -106,7 +106,8 @@ def brute_force(decode, strings, ids):
 
 def ids_with(tokenizer, text):
     """The ids of a text in which tags are special tokens."""
-    parts, rest = [], text
+    parts = []
+    rest = text
     tags = {tag: [i for i in range(3, 12) if tokenizer.decode_all([i]) == tag] for tag in TAGS}
     while rest:
         at, tag = min(((rest.find(t), t) for t, ids in tags.items() if ids and t in rest), default=(len(rest), ""))
@@ -133,7 +134,9 @@ def responses(tokenizer, strings, draw):
 
 
 def test_a_response_ends_where_brute_force_ends_it(tokenizer):
-    draw, wrong, ended = random.Random(1), [], 0
+    draw = random.Random(1)
+    wrong = []
+    ended = 0
     for decode in (tokenizer.decode, tokenizer.decode_all):
         for strings in [*((s,) for s in STRINGS), *PAIRS]:
             stops = StopCriteria((), strings, decode)
