@@ -12,7 +12,7 @@ from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_state import ModelState
 
 
-def quiet(_done: int, _total: int, _name: str) -> None:
+def quiet(_done: int, _name: str) -> None:
     pass
 
 

@@ -148,7 +148,8 @@ def _loss(what: str, dtype: str, job: Job) -> Row:
         large[0].grad = large[1].grad = None
         fused(*large)
 
-    base, taken = seconds(products, job), seconds(loss, job)
+    base = seconds(products, job)
+    taken = seconds(loss, job)
     wrong = f"the error is {error:.2g}" if not error < LOSS_ERROR[dtype] else ""
     return judged(what, wrong, error=error, ms=1e3 * taken, **{"over three products": taken / base})
 

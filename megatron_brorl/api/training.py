@@ -66,7 +66,7 @@ def train(
     # A rank of a launcher ends with it and handles its signals. A notebook keeps its own signal handlers.
     launched = "RANK" in os.environ
     if launched:
-        signals.begin(saves=True)
+        signals.install(saves=True)
     cpu_bridge.leave_out_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
     status = command.execute(loaded, lambda _: again, Program(reward, Callbacks(callbacks), continues=not launched))

@@ -26,7 +26,8 @@ from megatron_brorl.checkpoints.writer import sha256, write_verified
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.files import read_object
 
-LATEST, BEST = "latest", "best"
+LATEST = "latest"
+BEST = "best"
 MANIFEST = "manifest.json"
 RUN = "run.json"
 # Keys of run.json. `best` has [step, metric, value] or null.

@@ -218,13 +218,13 @@ class BackgroundSaver:
         save.agree()
         return save
 
-    def finish(self, tell: Callable[[str], None]) -> None:
-        """Wait when the run ends by an error, without collectives and exceptions. Failures go to `tell`."""
+    def finish(self, warn: Callable[[str], None]) -> None:
+        """Wait when the run ends by an error, without collectives and exceptions. Failures go to `warn`."""
         if self._save is None:
             return
         self._thread.join()
         if error := self._save.error or " ".join(str(self._error or "").split()):
-            tell(f"warning: {self._save.target}: cannot be written: {error}")
+            warn(f"warning: {self._save.target}: cannot be written: {error}")
         self._save = None
 
     def seconds_to_come(self) -> float:
@@ -273,7 +273,8 @@ def load(directory: Path, models: Sequence[ModelState]) -> None:
     """
     run = read_run(directory)
     stepped = run[STEPPED]
-    saved, now = run.get(LAYOUT), _optimizer_layout(models)
+    saved = run.get(LAYOUT)
+    now = _optimizer_layout(models)
     if stepped and saved != now:
         raise UserError(
             f"{directory}: its optimizer state was saved with {_describe(saved)} and this run has {_describe(now)}; "

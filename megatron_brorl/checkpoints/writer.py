@@ -45,7 +45,8 @@ class HashingFile:
     """A file open for writing that computes the SHA-256 of the data written to it."""
 
     def __init__(self, raw: BinaryIO) -> None:
-        self._raw, self._digest = raw, hashlib.sha256()
+        self._raw = raw
+        self._digest = hashlib.sha256()
         self.error: OSError | None = None  # of the first failed write
 
     def write(self, data: bytes) -> int:
@@ -118,11 +119,11 @@ class _Planned(filesystem_async.FileSystemWriterAsync):
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self.prefix = plan.storage_data.prefix
-        take = _host_copy if self.copy else _compact
+        prepare = _host_copy if self.copy else _compact
         for items in filesystem_async._split_by_size_and_type(_FILES, plan.items):
             data = [(item, planner.resolve_data(item)) for item in items]
             objects = [pair for pair in data if pair[0].type == WriteItemType.BYTE_IO]
-            tensors = [(i, take(cast(Tensor, x))) for i, x in data if i.type != WriteItemType.BYTE_IO]
+            tensors = [(i, prepare(cast(Tensor, x))) for i, x in data if i.type != WriteItemType.BYTE_IO]
             if objects or tensors:
                 self.files.append([*objects, *tensors])
         if self.copy:

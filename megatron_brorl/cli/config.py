@@ -177,7 +177,8 @@ def run_dir(file: Path) -> str:
     Raises UserError where that folder holds a run.
     """
     # Outside of the working directory only the name of the file is left.
-    path, here = Path(os.path.abspath(file)), Path.cwd()
+    path = Path(os.path.abspath(file))
+    here = Path.cwd()
     below = path.relative_to(here) if path.is_relative_to(here) else Path(path.name)
     folder = Path("runs") / (below.relative_to("runs") if below.is_relative_to("runs") else below).with_suffix("")
 

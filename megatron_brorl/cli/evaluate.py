@@ -26,7 +26,6 @@ ANSWERS = "evaluation.jsonl"
 
 def evaluate(args: argparse.Namespace) -> int:
     """Sample and score, and write evaluation.json, .jsonl (one line per prompt), .md and .png to run.dir."""
-    from megatron_brorl.algo.pass_at_k import widest
     from megatron_brorl.cli.session import Session
     from megatron_brorl.report.comparison import evaluation_markdown, plot_evaluation
     from megatron_brorl.rollout.engine import Sampling
@@ -42,28 +41,41 @@ def evaluate(args: argparse.Namespace) -> int:
         rollouts = session.rollouts()
         sync_weights(session.worker(None), rollouts.engine, 0)
 
-        e, r = config.evaluate, config.rollout
-        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
-        count = -(-e.samples * sum(map(len, names.values())) // session.grid.world)
+        evaluation = config.evaluate
+        rollout = config.rollout
+        sampling = Sampling(
+            evaluation.temperature,
+            evaluation.top_p,
+            evaluation.top_k,
+            rollout.max_tokens,
+            session.stop_ids,
+            rollout.stop_strings,
+        )
+        count = -(-evaluation.samples * sum(map(len, names.values())) // session.grid.world)
         with progress(count, "evaluate", session.is_main_rank) as p:
             p.note(session.report)
             ended = _sample_counter(p, count)
             answers = {}
             for name, prompts in names.items():
                 show = functools.partial(_show, session, p, name)
-                answers[name] = sample_answers(rollouts, prompts, e.samples, sampling, on_end=ended, see=show)
+                answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, on_end=ended, see=show)
         every = [a for part in answers.values() for a in part]
-        whole = sum_up(every, sum(map(len, names.values())), e, rollouts.seed)
+        whole = sum_up(every, sum(map(len, names.values())), evaluation, rollouts.seed)
 
         result = {
             **whole.as_dict(),
-            "benchmarks": {n: sum_up(answers[n], len(names[n]), e, rollouts.seed).as_dict() for n in names},
-            "mean_of_benchmarks": mean_over(list(answers.values()), e, rollouts.seed),
+            "benchmarks": {n: sum_up(answers[n], len(names[n]), evaluation, rollouts.seed).as_dict() for n in names},
+            "mean_of_benchmarks": mean_over(list(answers.values()), evaluation, rollouts.seed),
             "model": config.model.path,
             # Two evaluations have the same prompts only if these are equal.
             "chat_template_kwargs": config.data.chat_template_kwargs,
             "template_date": str(session.template_date) if session.template_date else None,
-            "sampling": {"temperature": e.temperature, "top_p": e.top_p, "top_k": e.top_k, "max_tokens": r.max_tokens},
+            "sampling": {
+                "temperature": evaluation.temperature,
+                "top_p": evaluation.top_p,
+                "top_k": evaluation.top_k,
+                "max_tokens": rollout.max_tokens,
+            },
         }
 
         if session.is_main_rank:
@@ -74,12 +86,6 @@ def evaluate(args: argparse.Namespace) -> int:
             write_text(session.dir / "evaluation.md", table)
             figure = plot_evaluation(result, session.dir / "evaluation.png")
 
-            p, k = result["pass_at_1"], widest(result["pass_at_k"])
-            more = f"   pass@{k[0]} {k[1]:.4f}" if k else ""
-            print(f"pass@1 {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
-            r = result["mean_reward"]
-            if r["mean"] != p["mean"]:
-                print(f"mean reward {r['mean']:.4g}  95% interval {r['low']:.4g} to {r['high']:.4g}")
             print(table)
             if whole.lost:
                 print(whole.remark())
@@ -131,10 +137,12 @@ def _compare(args: argparse.Namespace) -> int:
     out = args.out or args.after
 
     # A prompt keeps its id if the chat template writes another date into it.
-    dates = [read_object(folder / "evaluation.json").get("template_date") for folder in (args.before, args.after)]
+    remedy = "give the run.dir of an evaluation"
+    folders = (args.before, args.after)
+    dates = [read_object(folder / "evaluation.json", remedy).get("template_date") for folder in folders]
     if dates[0] != dates[1]:
         print(f"warning: the chat templates wrote other dates: {dates[0]} and {dates[1]}", file=sys.stderr)
-    before, after = (read_answers(directory.absolute() / ANSWERS) for directory in (args.before, args.after))
+    before, after = (read_answers(directory.absolute() / ANSWERS) for directory in folders)
     result = compare(before, after, str(args.before), str(args.after))
 
     out.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
         if e.errno not in _REFUSED:
             raise
         # The other ranks see that this one is gone.
-        rank, place = os.environ.get("RANK", "0"), f"{e.filename}: " if e.filename else ""
+        rank = os.environ.get("RANK", "0")
+        place = f"{e.filename}: " if e.filename else ""
         print(f"brorl: rank {rank}: {place}{e.strerror}; fix that and run the same command again", file=sys.stderr)
         status = 2
     except RuntimeError as e:
@@ -88,7 +89,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
         return launch(args.processes, command)
 
     # Signal handlers come first, because importing torch takes seconds.
-    signals.begin(saves=args.name == "train")
+    signals.install(saves=args.name == "train")
     from megatron_brorl.parallel import cpu_bridge
 
     cpu_bridge.leave_out_compiler()
@@ -178,22 +179,14 @@ def finished(config: Config) -> str:
     if config.train.resume == "never" or not all((folder / name).exists() for name in _LEFT):
         return ""
 
-    # Compared as JSON, with lists instead of tuples.
-    asked, recorded = json.loads(json.dumps(dataclasses.asdict(config))), run_info.read(folder).get("config")
-    if not isinstance(recorded, dict) or not isinstance(recorded.get("run"), dict):
-        return ""
-    # The folder may have been moved.
-    asked["run"].pop("dir")
-    recorded["run"].pop("dir", None)
+    # Compared as JSON, with lists instead of tuples, and without run.dir, because the folder may have been moved.
+    asked = json.loads(json.dumps(dataclasses.asdict(config)))
+    recorded = run_info.read(folder).get("config", {})
+    for values in (asked, recorded):
+        values.get("run", {}).pop("dir", None)
     if asked != recorded:
         return ""
-
-    # The end of the run writes a damaged file again.
-    try:
-        steps = read_object(folder / "summary.json").get("steps")
-    except UserError:
-        return ""
-
+    steps = read_object(folder / "summary.json").get("steps")
     return (
         f"run.dir = {config.run.dir}: this run has finished (steps: {steps}; its model is {folder / 'model'}); raise "
         "train.steps to continue it, or choose another run.dir"

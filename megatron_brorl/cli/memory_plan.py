@@ -92,10 +92,14 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int)
     first. With recomputation: the input of each layer, and all of one layer. A stage has one micro-batch in flight for
     itself and for each following stage.
     """
-    p, q, k = config.parallel, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    whole = 4 * shape.hidden + (2 * q + 2 * k + 3 * shape.ffn) // p.tensor
-    layers, flying = shape.layers // p.pipeline, p.pipeline - stage
-    per_token = flying * layers * shape.hidden + whole if config.train.recompute == "full" else flying * layers * whole
+    parallel = config.parallel
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    per_layer = 4 * shape.hidden + (attention + 3 * shape.ffn) // parallel.tensor
+    layers_in_flight = (parallel.pipeline - stage) * (shape.layers // parallel.pipeline)
+    if config.train.recompute == "full":
+        per_token = layers_in_flight * shape.hidden + per_layer
+    else:
+        per_token = layers_in_flight * per_layer
     return tokens * per_token * DTYPES[config.model.dtype].itemsize
 
 
@@ -106,15 +110,15 @@ def micro_batch_tokens(config: Config, on_gpu: bool) -> int:
 
 def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int = 0) -> Plan:
     """Return the plan of a rank of a pipeline stage. Raises UserError if [parallel] does not fit the ranks."""
-    p, offload = config.parallel, config.train.offload
-    of_a_model = p.tensor * p.pipeline
-    if machines.ranks % (of_a_model * p.context):
+    parallel = config.parallel
+    of_a_model = parallel.tensor * parallel.pipeline
+    if machines.ranks % (of_a_model * parallel.context):
         raise UserError(
-            f"parallel.tensor x parallel.pipeline x parallel.context = {of_a_model * p.context} does not divide "
+            f"parallel.tensor x parallel.pipeline x parallel.context = {of_a_model * parallel.context} does not divide "
             f"{machines.ranks} ranks"
         )
-    shards = machines.ranks // of_a_model if p.distributed_optimizer else 1
-    parts = training_parts(shape, stage, p.tensor, p.pipeline, DTYPES[config.model.dtype], shards)
+    shards = machines.ranks // of_a_model if parallel.distributed_optimizer else 1
+    parts = training_parts(shape, stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], shards)
     models = {"": parts} | ({"critic's ": parts} if config.algo.advantage == "gae" else {})
 
     # While the engine generates, gradients are dropped, and the rest stays or moves to the host.
@@ -123,26 +127,28 @@ def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int
     gradients = {f"{of}gradients": own["gradients"] for of, own in models.items()}
     activations = activation_bytes(config, shape, micro_batch_tokens(config, bool(machines.gpu)), stage)
     training = {**staying, **gradients, "activations (estimate)": activations}
-    offloaded = sum(staying.values()) if offload else 0
-    left = {} if offload else {f"trainer's {name}": x for name, x in staying.items()}
+    offloaded = sum(staying.values()) if config.train.offload else 0
+    left = {} if config.train.offload else {f"trainer's {name}": x for name, x in staying.items()}
 
     # The built-in engine uses the free memory.
     if config.rollout.engine not in ENGINES:
         return Plan(training, left, offloaded)
 
     # TensorRT-LLM's sampler has a table of log-probs for the longest response of every row.
-    e, dtype, length = config.engine, DTYPES[config.rollout.dtype], context(config, shape)
-    fp8 = ENGINES[config.rollout.engine].takes_fp8_blocks and e.quantization == "fp8"
+    engine = config.engine
+    dtype = DTYPES[config.rollout.dtype]
+    length = context(config, shape)
+    fp8 = ENGINES[config.rollout.engine].takes_fp8_blocks and engine.quantization == "fp8"
     sent = layout(hf_shapes(shape), dtype, in_fp8_blocks if fp8 else as_is)[1]
     table = 4 * config.rollout.max_num_seqs * length
-    heads = -(-shape.kv_heads // e.tensor)
+    heads = -(-shape.kv_heads // engine.tensor)
     return Plan(
         training=training,
-        generation={**left, "engine's weights": sent // e.tensor, "table of log-probs": table},
+        generation={**left, "engine's weights": sent // engine.tensor, "table of log-probs": table},
         offloaded=offloaded,
         shared=2 * sent,
-        kv_per_token=2 * shape.layers * heads * shape.head_dim * (1 if e.kv_dtype == "fp8" else dtype.itemsize),
-        fraction=e.memory_fraction,
+        kv_per_token=2 * shape.layers * heads * shape.head_dim * (1 if engine.kv_dtype == "fp8" else dtype.itemsize),
+        fraction=engine.memory_fraction,
         context=length,
     )
 

@@ -68,7 +68,8 @@ def examine() -> list[Finding]:
 
 def report(findings: list[Finding]) -> tuple[list[str], int]:
     """Return lines to print, and the exit code: 1 if a problem stops every run."""
-    lines, status = [], 0
+    lines = []
+    status = 0
     for f in findings:
         mark = "  ok" if not f.remedy else "BAD " if f.stops else "note"
         lines.append(f"{mark}  {f.name:20} {f.value}" + (f": {f.remedy}" if f.remedy else ""))
@@ -214,7 +215,8 @@ def engine_line(name: str, python: str) -> str:
     """
     if name not in ENGINES:
         return "built in"
-    kind, python = ENGINES[name], python or sys.executable
+    kind = ENGINES[name]
+    python = python or sys.executable
     found, version = ask_engine(kind, python)
     if not found.get(kind.package):
         raise UserError(f"engine.python = {python}: has no {kind.package}; give the interpreter of its environment")

@@ -12,7 +12,8 @@ from typing import Any
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_text
 
-PAGE, SEVERAL = "report.html", "comparison.html"
+PAGE = "report.html"
+SEVERAL = "comparison.html"
 
 
 def add_commands(commands: Any) -> None:

@@ -29,7 +29,9 @@ _WRITING_MARGIN = 1.05  # file size of a checkpoint over its tensors' size, at m
 Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as in JSON
 Changes = dict[str, tuple[Any, Any]]  # section.key -> values before and now
 # Further sections of a fingerprint: the model's shape, and the SHA-256 of the user's own verifiers and of the data.
-_SHAPE, _VERIFIERS, _INPUTS = "shape", "own_verifiers", "inputs"
+_SHAPE = "shape"
+_VERIFIERS = "own_verifiers"
+_INPUTS = "inputs"
 
 
 def lock(directory: Path) -> TextIO:
@@ -47,8 +49,6 @@ def check_writable(directory: Path) -> str:
     """Check whether `lock` would succeed, without changing anything. Raises UserError."""
     existing = _nearest(directory)
     try:
-        if not existing.is_dir():
-            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(existing, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         if (directory / LOCK).exists():
@@ -80,11 +80,11 @@ def disk_line(config: Config, shape: ModelShape, directory: Path) -> str:
     The run needs the model and its checkpoints: train.keep_checkpoints, the best one (train.keep_best) and the one
     that is written before the oldest is deleted, less those that exist.
     """
-    t = config.train
     one = int(checkpoint_bytes(config, shape) * _WRITING_MARGIN)
     model = training_parts(shape, 0, 1, 1, DTYPES[config.model.dtype])["weights"]
 
-    missing = t.keep_checkpoints + 1 + bool(t.keep_best) - len(folders.by_step(directory / "checkpoints"))
+    kept = config.train.keep_checkpoints + 1 + bool(config.train.keep_best)
+    missing = kept - len(folders.by_step(directory / "checkpoints"))
     need = one * max(missing, 1) + model
     free = shutil.disk_usage(_nearest(directory)).free
     parts = f"checkpoints of {amount(one)}, {amount(model)} of the model"
@@ -120,7 +120,8 @@ def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank
     """Write the date of this start if the template uses one; a collective. Raises UserError."""
     if date is None:
         return
-    path, dates = directory / TEMPLATE_DATE, sorted(set(collectives.all_gather(str(date))))
+    path = directory / TEMPLATE_DATE
+    dates = sorted(set(collectives.all_gather(str(date))))
     if len(dates) > 1:  # midnight came between two ranks
         raise UserError(f"{path}: ranks started on different days, {' and '.join(dates)}: start again")
     if is_main_rank:
@@ -158,7 +159,8 @@ def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> 
         before = saved.get(section, {})
         fixed = section in (_SHAPE, _VERIFIERS, _INPUTS)
         for key, new in values.items():
-            old, path = before.get(key), f"{section}.{key}"
+            old = before.get(key)
+            path = f"{section}.{key}"
             if key in before and old == new:
                 continue
             # Without the key, another version wrote the checkpoint.

@@ -120,7 +120,8 @@ class Session:
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # rank 0 writes the run's files and prints its progress
         program.on_check("ranks", self.grid.line())
-        self.job_end, self.stopped_by = JobEnd(), ""
+        self.job_end = JobEnd()
+        self.stopped_by = ""
         self._kv_tokens = 0  # room for keys and values, set by `preflight`; 0 = as many as fit
         self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse order
 
@@ -148,12 +149,13 @@ class Session:
 
     def share_errors(self, check: Callable[[], T]) -> T:
         """Return the result of `check` on this rank, or raise on all ranks if it raises UserError on one of them."""
-        found, refused = None, ""
+        found = None
+        error = ""
         try:
             found = check()
         except UserError as e:
-            refused = str(e)
-        for text in filter(None, collectives.all_gather(refused)):
+            error = str(e)
+        for text in filter(None, collectives.all_gather(error)):
             raise UserError(text)
         return typing.cast(T, found)
 
@@ -194,24 +196,25 @@ class Session:
 
     def critic(self) -> CriticWorker | None:
         """Return the critic with the weights of model.path, or None if algo.advantage needs none."""
-        c = self.config
-        if c.algo.advantage != "gae":
+        if self.config.algo.advantage != "gae":
             return None
-        optim = critic_optim(c.critic, c.optim)
+        optim = critic_optim(self.config.critic, self.config.optim)
         return self._filled(CriticWorker(self.shape, self.grid, self._stage_options(), optim))
 
     def _stage_options(self) -> StageOptions:
-        c = self.config
+        train = self.config.train
+        parallel = self.config.parallel
+        attention_only = RECOMPUTE_ATTENTION if train.recompute == "attention" else {}
         return StageOptions(
-            tokens_per_micro_batch=memory_plan.micro_batch_tokens(c, cpu_bridge.on_gpu()),
-            dtype=DTYPES[c.model.dtype],
+            tokens_per_micro_batch=memory_plan.micro_batch_tokens(self.config, cpu_bridge.on_gpu()),
+            dtype=DTYPES[self.config.model.dtype],
             ops=self.ops,
-            share_prompt=c.train.share_prompt,
-            recompute=c.train.recompute == "full",
-            offload=c.train.offload,
-            distributed_optimizer=c.parallel.distributed_optimizer,
-            overlap=c.parallel.overlap,
-            fields={**fp8.settings(c.fp8), **(RECOMPUTE_ATTENTION if c.train.recompute == "attention" else {})},
+            share_prompt=train.share_prompt,
+            recompute=train.recompute == "full",
+            offload=train.offload,
+            distributed_optimizer=parallel.distributed_optimizer,
+            overlap=parallel.overlap,
+            fields={**fp8.settings(self.config.fp8), **attention_only},
         )
 
     def _filled(self, stage: AnyStage) -> AnyStage:
@@ -242,52 +245,49 @@ class Session:
 
     def rollouts(self) -> Rollouts:
         """Return the engine and the reward workers, which end with the session."""
-        c = self.config
-        engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
-        watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
+        engine = self._torch_engine() if self.config.rollout.engine == "torch" else self._remote_engine()
+        watchdog = Watchdog(engine, self.config.rollout.timeout_s, self.grid.rank)
 
         return Rollouts(
             engine=watchdog,
             pool=self.pool,
             tokenizer=self.tokenizer,
-            reward=c.reward,
-            seed=c.run.seed,
+            reward=self.config.reward,
+            seed=self.config.run.seed,
             grid=self.grid,
-            max_lost_share=c.rollout.max_lost_share,
-            work_stealing=WorkStealing(network.shared_store()) if c.rollout.pull else None,
+            max_lost_share=self.config.rollout.max_lost_share,
+            work_stealing=WorkStealing(network.shared_store()) if self.config.rollout.pull else None,
         )
 
     @functools.cached_property
     def pool(self) -> RewardPool:
         """The reward workers, which end with the session."""
-        c = self.config.reward
         impure = self.started_verifiers.impure
-        pool = RewardPool(c.workers, c.timeout_s, impure=impure, function=self.program.reward)
+        reward = self.config.reward
+        pool = RewardPool(reward.workers, reward.timeout_s, impure=impure, function=self.program.reward)
         self._closing.append(pool.close)
         return pool
 
     def _torch_engine(self) -> RolloutEngine:
-        c = self.config
         return TorchEngine(
             shape=self.shape,
             names=hf_shapes(self.shape),
             device=cpu_bridge.default_device(),
-            dtype=DTYPES[c.rollout.dtype],
-            max_rows=c.rollout.max_num_seqs,
+            dtype=DTYPES[self.config.rollout.dtype],
+            max_rows=self.config.rollout.max_num_seqs,
             sample=self.ops.sample_tokens,
             ops=self.ops.decode,
-            memory=c.rollout.kv_cache_mib * 2**20,
+            memory=self.config.rollout.kv_cache_mib * 2**20,
             decode=self.tokenizer.decode_all,
         )
 
     def _remote_engine(self) -> RolloutEngine:
         from megatron_brorl.rollout.remote.engine import join
 
-        c = self.config
         engine = join(
-            c,
+            self.config,
             names=hf_shapes(self.shape),
-            context=context(c, self.shape),
+            context=context(self.config, self.shape),
             vocab=self.shape.vocab,
             stop_ids=self.stop_ids,
             kv_tokens=self._kv_tokens,
@@ -349,10 +349,12 @@ class Session:
         Raises UserError if a weight is not finite.
         """
         worker.require_finite("the trained model", f"{self.dir / 'model'} is not written; lower the learning rate")
-        tensors, differs = worker.hf_tensors(), False
+        tensors = worker.hf_tensors()
+        differs = False
         if self.is_main_rank:
             dtype = str(worker.options.dtype).removeprefix("torch.")
-            text, source = model_card(card), self.config.model.path
+            text = model_card(card)
+            source = self.config.model.path
             differs = hugging_face.save(tensors, source, self.dir / "model", dtype, text)
         else:
             for _ in tensors:
@@ -362,15 +364,14 @@ class Session:
 
     def card(self, how: str, tag: str, sizes: Mapping[str, int], began: float) -> Training:
         """Return the content of the exported model's card, see model_card.Training."""
-        c = self.config
         return Training(
             run=self.dir.name,
             how=how,
             tag=tag,
-            base=Base.of(self.base, Path(c.model.path)),
+            base=Base.of(self.base, Path(self.config.model.path)),
             sizes=[(name, str(value)) for name, value in sizes.items()],
             files=self.sources.files,
-            tasks=[task.name for task in c.data.tasks],
+            tasks=[task.name for task in self.config.data.tasks],
             began=began,
         )
 

@@ -92,7 +92,8 @@ def _pass_rates(args: argparse.Namespace) -> int:
     kind, right, rollouts = latest_groups(args.run)
     rates = right / rollouts
     print(f"{len(rates)} prompts, the last {kind} of each, {rollouts.min()} to {rollouts.max()} rollouts per prompt")
-    never, always = int((rates == 0).sum()), int((rates == 1).sum())
+    never = int((rates == 0).sum())
+    always = int((rates == 1).sum())
     low, middle, high = np.quantile(rates, (0.25, 0.5, 0.75))
     print(f"success rate: mean {rates.mean():.3f}, quartiles {low:.3f} {middle:.3f} {high:.3f}")
     print(f"{never} prompts without a right rollout, {always} without a wrong one")

@@ -48,7 +48,8 @@ _TOKENS = 8  # of each of these rollouts
 
 def run(args: argparse.Namespace) -> int:
     """Train by a configuration file, see `execute`."""
-    words, config = ["train", args.config, *args.overrides], load(args.config, args.overrides)
+    words = ["train", args.config, *args.overrides]
+    config = load(args.config, args.overrides)
     if args.dry_run:
         return dry_run(config)
     return execute(config, lambda ranks: run_info.command(words, ranks), Program())
@@ -64,7 +65,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     with Session(config, program=program) as session:
         trainer = build_trainer(session, begun)
 
-        found, changes = session.newest_checkpoint(), Changes()
+        found = session.newest_checkpoint()
+        changes = Changes()
         if found:
             changes = check_fingerprint(saved(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_brorl.data.chat import DATE, Message, check_variables, dated, default_template
+from megatron_brorl.data.chat import DATE, Message, check_variables, dated
 from megatron_brorl.data.sentencepiece import CONVERTED, MODEL, SentencePieceTokenizer, is_exported
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, refuse_gguf
@@ -109,7 +108,6 @@ class HuggingFaceTokenizer:
                 f"{directory}/tokenizer.json: transformers cannot load it: {shown(e)}; copy the tokenizer files again"
             ) from None
 
-        self._checked: set[str] = set()  # variables, as JSON, that the chat template reads
         self.vocab_size = len(self._inner)  # Its own vocab_size leaves out added tokens.
         eos_id = self._inner.eos_token_id
         if eos_id is None:
@@ -142,23 +140,12 @@ class HuggingFaceTokenizer:
 
     @property
     def template_date(self) -> datetime.date | None:
-        template = self._inner.chat_template
-        return self._today if template and DATE in default_template(template, self.directory) else None
+        return self._today if self._inner.chat_template and DATE in self._template() else None
 
     def apply_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[str, list[int]]:
-        if not self._inner.chat_template:
-            raise UserError(
-                f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
-                "set data.chat = false or use an instruction-tuned model"
-            )
-        key = json.dumps(variables, default=dict, sort_keys=True)
-        if key not in self._checked:
-            template = default_template(self._inner.chat_template, self.directory)
-            check_variables(template, variables, self.directory)
-            self._checked.add(key)
-
+        check_variables(self._template(), variables, self.directory)
         # Without special tokens in the messages, the text is tokenized as a whole, as in the training of the model.
         rendered = self._render(messages, variables)
         contents = [message["content"] for message in messages]
@@ -168,15 +155,17 @@ class HuggingFaceTokenizer:
         # Otherwise render it again with a mark in place of each message. The text between marks is the template's own.
         marks = [_MARK.format(i) for i in range(len(contents))]
         marked = self._render([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)], variables)
-        frames = re.split("|".join(map(re.escape, marks)), marked)
-        if re.findall("|".join(map(re.escape, marks)), marked) != marks:
+        pattern = "|".join(map(re.escape, marks))
+        frames = re.split(pattern, marked)
+        if re.findall(pattern, marked) != marks:
             raise UserError(
                 f"{self.directory}: a prompt contains a special token of the tokenizer, and its chat template does not "
                 "keep messages apart; remove the special token from the data"
             )
 
         # Only the template's own text may become special tokens. Messages are tokenized as plain text.
-        text, ids = frames[0], self._ids(frames[0])
+        text = frames[0]
+        ids = self._ids(text)
         for content, frame in zip(contents, frames[1:], strict=True):
             text += content + frame
             ids += [*self.encode(content), *self._ids(frame)]
@@ -189,10 +178,19 @@ class HuggingFaceTokenizer:
         known = [int(i) for i in ids]
         return str(self._inner.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def _template(self) -> str:
+        try:
+            return str(self._inner.get_chat_template())
+        except ValueError:  # there is none, or there are several and no default
+            raise UserError(
+                f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
+                "set data.chat = false or use an instruction-tuned model"
+            ) from None
+
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         given = {**variables}
         if self.template_date is not None:
-            given |= dated(default_template(self._inner.chat_template, self.directory), self.template_date)
+            given |= dated(self._template(), self.template_date)
         try:
             rendered = self._inner.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **given

@@ -13,21 +13,21 @@ _ROWS = 128  # rows summed at a time: 1 MiB
 _SIGN = 1 << 63
 
 
-class Sealed(tuple[str, Tensor]):
+class ChecksummedTensor(tuple[str, Tensor]):
     """(name, full tensor) with the checksum, [] int64, of the bytes that its sender meant to send under that name."""
 
     checksum: Tensor
 
-    def __new__(cls, name: str, tensor: Tensor, checksum: Tensor) -> Sealed:
+    def __new__(cls, name: str, tensor: Tensor, checksum: Tensor) -> ChecksummedTensor:
         self = super().__new__(cls, (name, tensor))
         self.checksum = checksum
         return self
 
 
-def seal(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Sealed]:
+def with_checksums(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[ChecksummedTensor]:
     """Put a checksum on every pair, whose tensor has any shape."""
     for name, tensor in tensors:
-        yield Sealed(name, tensor, checksum(name, tensor))
+        yield ChecksummedTensor(name, tensor, checksum(name, tensor))
 
 
 def checksum(name: str, tensor: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def sample_answers(
             reward, length = rewards[ended], tokens[ended]
             right = int(correct[ended].sum())
             means = float(reward.mean()), float(length.mean())
-            found.append(Answers(g.prompt, g.place, int(ended.sum()), right, *means))
+            found.append(Answers(g.prompt, g.index, int(ended.sum()), right, *means))
 
     # rollout.max_lost_share = 1 lets even this come so far.
     if not found:

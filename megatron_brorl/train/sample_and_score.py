@@ -19,7 +19,7 @@ from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
-from megatron_brorl.rollout.sampler import Slot, deal, improbable, requests
+from megatron_brorl.rollout.sampler import Slot, deal, improbable_rollouts, requests
 from megatron_brorl.rollout.watchdog import GenerationResult, Watchdog
 from megatron_brorl.rollout.work_stealing import SlotSupply, WorkStealing
 from megatron_brorl.tracking.timeline import span
@@ -182,7 +182,7 @@ def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, flo
 
 def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], if_repeating: str) -> None:
     """Raise UserError, on every rank, where rollouts of any ranks were drawn by the same random numbers."""
-    hashes, names = improbable(asked, rollouts)
+    hashes, names = improbable_rollouts(asked, rollouts)
     found, counts = torch.cat(collectives.all_gather(hashes)).unique(return_counts=True)
     again = set(found[counts > 1].tolist())
     if again:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.rollout.engine import RolloutEngine, Sampling
@@ -70,7 +70,7 @@ def sync_weights(worker: Worker, engine: RolloutEngine | Watchdog, version: int)
         checksum = 0
         refused = None
 
-        def summed(tensors: Iterable[Sealed]) -> Iterator[Sealed]:
+        def summed(tensors: Iterable[ChecksummedTensor]) -> Iterator[ChecksummedTensor]:
             nonlocal checksum
             for sealed in tensors:
                 checksum += int(sealed.checksum)

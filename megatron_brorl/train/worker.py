@@ -25,7 +25,7 @@ from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.models.nonfinite import require_finite
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.stream import make_buckets, stream
-from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.context import share
@@ -326,7 +326,7 @@ class Worker(Stage):
         if self.optim is not None:
             self._fill_masters(read)
 
-    def hf_tensors(self) -> Iterator[Sealed]:
+    def hf_tensors(self) -> Iterator[ChecksummedTensor]:
         """Yield the full weights as (Hugging Face name, tensor) with checksums, the same on every rank. Collective."""
         plain = {n: dequantize_fp8_tensor(p) if is_float8tensor(p) else p for n, p in self._named().items()}
         return stream(self.buckets, self.shape.kv_heads, plain, self.grid, self.options.dtype)

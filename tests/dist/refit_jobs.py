@@ -20,7 +20,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.models.weights.stream import make_buckets
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.native.engine import TorchEngine
@@ -58,10 +58,10 @@ def _swap(tensors: Any) -> Any:
     held = None
     for pair in tensors:
         if pair[0] == "model.layers.2.self_attn.k_proj.weight":
-            held = Sealed(pair[0], pair[1].clone(), pair.checksum)
+            held = ChecksummedTensor(pair[0], pair[1].clone(), pair.checksum)
         elif held is not None and pair[0] == "model.layers.2.self_attn.v_proj.weight":
-            yield Sealed(held[0], pair[1], pair.checksum)
-            yield Sealed(pair[0], held[1], held.checksum)
+            yield ChecksummedTensor(held[0], pair[1], pair.checksum)
+            yield ChecksummedTensor(pair[0], held[1], held.checksum)
         else:
             yield pair
 
@@ -72,7 +72,7 @@ def _flip(tensors: Any) -> Any:
         if name == "model.layers.3.mlp.down_proj.weight":
             tensor = tensor.clone()
             tensor.view(torch.uint8).view(-1)[1234] ^= 64
-        yield Sealed(name, tensor, pair.checksum)
+        yield ChecksummedTensor(name, tensor, pair.checksum)
 
 
 def _stop(tensors: Any) -> Any:

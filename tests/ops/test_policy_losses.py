@@ -48,7 +48,8 @@ def test_the_names_are_those_of_the_configuration_and_of_this_file():
 @pytest.mark.parametrize("ops", ["fused", "reference"])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_value_and_gradient(name, ops, dtype, ratio):
-    case, settings = make(240, 20, 90), dataclasses.replace(SETTINGS, policy_loss=name, ratio=ratio)
+    case = make(240, 20, 90)
+    settings = dataclasses.replace(SETTINGS, policy_loss=name, ratio=ratio)
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     t = case.tokens
     log_pi = (hidden @ weight.T / TEMPERATURE).log_softmax(-1).gather(-1, case.ids[:, None]).squeeze(-1)

@@ -13,7 +13,7 @@ from vllm_engines import GREEDY, Model, draw, tokens
 import megatron_brorl
 from megatron_brorl.config.schema import Config, RolloutConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.rollout.remote import process
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
@@ -43,23 +43,26 @@ def test_twenty_refits_each_are_the_actor(family, tied, start, tmp_path):
         assert greedy.spans == ((version, len(greedy.token_ids)),)
 
 
-def _dropped(pairs: list[Sealed]) -> list[Sealed]:
+def _dropped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
     return pairs[:5] + pairs[8:]
 
 
-def _swapped(pairs: list[Sealed]) -> list[Sealed]:
+def _swapped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
     """Two tensors of one shape under each other's name, each with the checksum that it had."""
     a, b = [i for i, (name, _) in enumerate(pairs) if name.endswith("input_layernorm.weight")][:2]
     (name, tensor), (other, another) = pairs[a], pairs[b]
-    pairs[a], pairs[b] = Sealed(name, another, pairs[b].checksum), Sealed(other, tensor, pairs[a].checksum)
+    pairs[a], pairs[b] = (
+        ChecksummedTensor(name, another, pairs[b].checksum),
+        ChecksummedTensor(other, tensor, pairs[a].checksum),
+    )
     return pairs
 
 
-def _flipped(pairs: list[Sealed]) -> list[Sealed]:
+def _flipped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
     name, tensor = pairs[3]
     tensor = tensor.clone()
     tensor.view(torch.int32).view(-1)[1] ^= 1
-    pairs[3] = Sealed(name, tensor, pairs[3].checksum)
+    pairs[3] = ChecksummedTensor(name, tensor, pairs[3].checksum)
     return pairs
 
 

@@ -81,7 +81,8 @@ class Segments(PackedSeqParams):
 
 def segment_table(groups: tuple[PackedGroup, ...]) -> Tensor:
     """Return [segments, 4] int64: first token, length, and both of the prompt it attends to (length 0: none)."""
-    rows, begin = [], 0
+    rows = []
+    begin = 0
     for group in groups:
         front = begin
         if group.prefix:
@@ -119,7 +120,8 @@ class PackedAttention(torch.nn.Module):
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d], not yet rotated -> [T, 1, heads * d]."""
         # Positions, which Megatron would have given the query and key before.
         query, key = (packed_seq_params.rotate(x.squeeze(1), self.layer) for x in (query, key))
-        value, dtype = value.squeeze(1), query.dtype
+        value = value.squeeze(1)
+        dtype = query.dtype
 
         # On a GPU one masked call; over context-parallel ranks every segment is cut.
         if query.is_cuda and packed_seq_params.shared:
@@ -132,7 +134,8 @@ class PackedAttention(torch.nn.Module):
             return out.flatten(1).unsqueeze(1).to(dtype)
 
         # Otherwise group by group: the prompt, if it is shared, by itself, then all that follow it.
-        outputs, begin = [], 0
+        outputs = []
+        begin = 0
         for group in packed_seq_params.groups:
             # A group's tokens lie together: its prompt, then its runs of equally long segments.
             front = slice(begin, begin + group.prefix)
@@ -232,7 +235,8 @@ class _SharedPrompt(torch.autograd.Function):
 
         out, total = _merged(_flat(on_prompt), _flat(prompt_sum), on_own, own_sum)
         ctx.save_for_backward(query, key, value, prompt_key, prompt_value, out, total)
-        ctx.segments, ctx.scale = segments, scale
+        ctx.segments = segments
+        ctx.scale = scale
         return out
 
     @staticmethod

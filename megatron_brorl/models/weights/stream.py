@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.models.weights.layouts import Entry, to_hf
-from megatron_brorl.ops.checksum import Sealed, checksum
+from megatron_brorl.ops.checksum import ChecksummedTensor, checksum
 from megatron_brorl.parallel.grid import Grid
 
 BUCKET_BYTES = 64 << 20
@@ -39,7 +39,7 @@ def make_buckets(entries: Sequence[Entry], item_bytes: int, limit: int = BUCKET_
 
 def stream(
     buckets: Sequence[Sequence[Entry]], kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype
-) -> Iterator[Sealed]:
+) -> Iterator[ChecksummedTensor]:
     """Yield every full tensor [Entry.hf_shapes] once, in the order of the buckets, on every rank of the grid.
 
     parameters holds this rank's parts under Entry.megatron names. A collective: every rank must consume the stream to
@@ -67,7 +67,7 @@ def stream(
             full = _split(message, shapes)
 
         for name, tensor, total in zip(names, full, sums, strict=True):
-            yield Sealed(name, tensor, total)
+            yield ChecksummedTensor(name, tensor, total)
 
 
 def _gather(bucket: Sequence[Entry], kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid) -> list[Tensor]:

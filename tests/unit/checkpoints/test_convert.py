@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -114,7 +115,7 @@ def copy(made, tmp_path):
 def test_the_command_verifies_and_shows_progress(made, tmp_path):
     done = tool("to-megatron", made / "hf", tmp_path / "m", "--tensor", "2", "--pipeline", "2", "--verify")
     assert done.returncode == 0, done.stderr
-    assert "convert 6/6" in done.stderr
+    assert re.search(r"^convert (\d+)/\1 ", done.stderr, re.M)
     assert f"{tmp_path / 'm'}: logits equal those of {made / 'hf'} within" in done.stderr
     done = tool("to-hf", tmp_path / "m", tmp_path / "back", "--verify")
     assert done.returncode == 0, done.stderr
@@ -241,7 +242,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stderr is not None
     for line in process.stderr:
-        if line.startswith("convert 10/"):
+        if line.startswith("convert "):
             os.kill(process.pid, signal.SIGKILL)
             break
     assert process.wait() == -signal.SIGKILL

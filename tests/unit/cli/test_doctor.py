@@ -130,7 +130,8 @@ def test_the_plan_of_a_configuration(tmp_path):
     """The 1.5B example on 64 GPUs of 80 GiB of another machine, and on this machine."""
     sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 131072}
     (tmp_path / "config.json").write_text(json.dumps({**qwen2_config(**sizes), "tie_word_embeddings": False}))
-    example, model = ROOT / "examples" / "brorl_1.5b.toml", f"model.path={tmp_path}"
+    example = ROOT / "examples" / "brorl_1.5b.toml"
+    model = f"model.path={tmp_path}"
     there = ["--ranks", "64", "--ranks-per-node", "8", "--gpu-gib", "80"]
     training, generating, keys, node = doctor_of(example, model, *there)
     # 1,777,088,000 parameters: bf16, fp32 gradients, twelve bytes over 64 ranks.

@@ -78,7 +78,7 @@ def dry(capfd, *overrides: str, told: str = "") -> tuple[int, list[str], str]:
 @pytest.fixture
 def ranks(monkeypatch):
     """Signals and children are the test process's own."""
-    monkeypatch.setattr(main.signals, "begin", lambda **_: None)
+    monkeypatch.setattr(main.signals, "install", lambda **_: None)
 
 
 pytestmark = pytest.mark.usefixtures("ranks")
@@ -171,7 +171,8 @@ def test_a_run_ends_at_once_if_disk_or_memory_is_too_small(folder, capfd, monkey
 
 def test_the_bytes_of_a_checkpoint(folder):
     """12 bytes per parameter of transformers' model, and Megatron's own; 16 with a reference in bf16."""
-    config, shape = load("run.toml"), read_shape("model")
+    config = load("run.toml")
+    shape = read_shape("model")
     parameters = sum(t.numel() for t in tiny.weights("model").values())
     assert run_folder.checkpoint_bytes(config, shape) == 12 * parameters
     train("run.toml", overrides=["algo.dynamic_sampling=false"])  # an optimizer that never stepped has no moments

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_brorl.ops.checksum import Sealed, checksum, seal
+from megatron_brorl.ops.checksum import checksum
 
 SIZES = [0, 1, 3, 8, 9, 1000, 1024 * 8, 1024 * 8 + 5, 1024 * 8 * 300 + 123]
 MASK = 2**64 - 1
@@ -91,11 +91,3 @@ def test_name_type_and_shape_count():
         checksum("a", torch.zeros(4, 7)),
     ]
     assert len({int(s) for s in sums}) == 5
-
-
-def test_seal_is_a_pair_with_a_checksum():
-    x = torch.arange(5.0)
-    (pair,) = seal([("x", x)])
-    name, tensor = pair
-    assert isinstance(pair, Sealed)
-    assert (name, tensor is x, int(pair.checksum)) == ("x", True, int(checksum("x", x)))

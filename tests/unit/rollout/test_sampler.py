@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout.engine import Request
-from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
-from megatron_brorl.rollout.sampler import LEAST_NATS, deal, even_shares, improbable, requests
+from megatron_brorl.rollout.engine import Request, from_tensors, in_order, to_tensors
+from megatron_brorl.rollout.sampler import MIN_NATS, deal, even_shares, improbable_rollouts, requests
 from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout, ScoreResult
 
 
@@ -112,13 +111,13 @@ def test_duplicates_are_told_from_likely_repeats():
         return Rollout(index, torch.tensor(ids), torch.full((len(ids),), -nats / len(ids)), "length")
 
     prompts = [Request(Prompt(str(k), "", (1,), None, ""), k, 3) for k in (4, 5)]
-    likely, rare = LEAST_NATS - 1, LEAST_NATS + 1
+    likely, rare = MIN_NATS - 1, MIN_NATS + 1
     first = [rollout(0, [1, 2], rare), rollout(1, [1, 2], rare), rollout(2, [1, 3], rare)]
     second = [rollout(0, [1, 2], rare), rollout(1, [9, 9], likely), rollout(2, [9, 9], likely)]
     nan = Rollout(3, torch.tensor([1, 2]), torch.full((2,), float("nan")), "length")
-    hashes, names = improbable(prompts, [first, [*second, nan]])
+    hashes, names = improbable_rollouts(prompts, [first, [*second, nan]])
     assert names == [f"prompt 4: sibling {i}" for i in range(3)] + ["prompt 5: sibling 0"]
     assert hashes[0] == hashes[1]
     assert len(set(hashes.tolist())) == 3  # another prompt's rollouts are others
     again = Request(prompts[0].prompt, 6, 3)  # a second group of the prompt, by a key of its own
-    assert improbable([again], [first[:1]])[0] == hashes[0]
+    assert improbable_rollouts([again], [first[:1]])[0] == hashes[0]

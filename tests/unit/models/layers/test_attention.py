@@ -45,7 +45,8 @@ STREAMS = {
 
 def by_definition(groups) -> torch.Tensor:
     """Bool [T, T], pair by pair."""
-    segments, at = [], 0  # (tokens, tokens of the prompt)
+    segments = []  # (tokens, tokens of the prompt)
+    at = 0
     for group in groups:
         prompt = range(at, at + group.prefix)
         lengths = [group.prefix, *(n for count, n in group.segments for _ in range(count))]

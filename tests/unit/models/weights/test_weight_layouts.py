@@ -53,7 +53,8 @@ def part_by_hand(entry: Entry, full: list[torch.Tensor], rank: int, size: int) -
         for i in range(rank * each, (rank + 1) * each):
             rows.append(full[0][i] if i < len(full[0]) else torch.zeros_like(full[0][0]))
     elif entry.layout == "qkv":
-        d, per = SHAPE.head_dim, SHAPE.heads // SHAPE.kv_heads
+        d = SHAPE.head_dim
+        per = SHAPE.heads // SHAPE.kv_heads
         for group in range(rank * SHAPE.kv_heads // size, (rank + 1) * SHAPE.kv_heads // size):
             for head in range(group * per, (group + 1) * per):
                 rows += list(full[0][head * d : (head + 1) * d])

@@ -40,7 +40,8 @@ def bridge(config, tensor: int):
 @pytest.mark.parametrize(("family", "tied"), [c for c in tiny.CASES if c[0] in BRIDGES])
 def test_names_and_parts_equal_mbridge_s(tmp_path, family, tied, tensor):
     model = tiny.make_model(tmp_path, family, tied, num_key_value_heads=4, num_attention_heads=8)
-    shape, other = read_shape(tmp_path), bridge(AutoConfig.from_pretrained(tmp_path), tensor)
+    shape = read_shape(tmp_path)
+    other = bridge(AutoConfig.from_pretrained(tmp_path), tensor)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     seen = []
     for entry in entries(shape, 1, fused_norms=True):

@@ -78,7 +78,8 @@ def test_ids_that_the_tokenizer_does_not_have_decode_to_nothing(padded):
 def test_the_engine_samples_them_with_the_models_probabilities(padded):
     """Log-probs are those of transformers' softmax over the whole vocabulary; what is padded stops nothing."""
     directory, tokenizer, decode, module = padded
-    sample, ops = fused_decode.sample_tokens, FusedDecode()
+    sample = fused_decode.sample_tokens
+    ops = FusedDecode()
     shape = read_shape(directory)
     names = hf_shapes(shape)
     cpu = torch.device("cpu")

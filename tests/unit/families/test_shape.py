@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from transformers import AutoConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -108,10 +109,12 @@ def write(directory: Path, kind: str, changes: dict[str, Any]) -> dict[str, Any]
 def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
     table, _, case = name.partition(": ")
     write(tmp_path, kind, TABLES[table][case])
-    resolved, shape = AutoConfig.from_pretrained(tmp_path), read_shape(tmp_path)
+    resolved = AutoConfig.from_pretrained(tmp_path)
+    shape = read_shape(tmp_path)
     gemma = kind == "gemma3_text"
 
-    heads, hidden = resolved.num_attention_heads, resolved.hidden_size
+    heads = resolved.num_attention_heads
+    hidden = resolved.hidden_size
     context = min(resolved.max_position_embeddings, resolved.sliding_window) if gemma else None
     expected = {
         "layers": resolved.num_hidden_layers,
@@ -192,3 +195,43 @@ def test_unsupported_gemma_configurations_are_refused(tmp_path, changes, key):
         parse_shape(raw, "dir/config.json")
     assert str(e.value).startswith("dir/config.json: ")
     assert key in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architecture 'MixtralForCausalLM' is not supported"),
+        ({"architectures": None}, "architecture None is not supported"),
+        ({"hidden_size": "48"}, "hidden_size = '48': must be of type int"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0: must be at least 1"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
+    ],
+)
+def test_refusals_name_file_and_key(tmp_path, change, message):
+    tiny.make_model(tmp_path, "qwen2", True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError) as caught:
+        read_shape(tmp_path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+def test_what_qwen2_says_of_attention_bias_does_not_matter(tmp_path):
+    """transformers' Qwen2 always has a bias of queries, keys and values, and never one of the output."""
+    tiny.make_model(tmp_path, "qwen2", True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert parse_shape(raw | {"attention_bias": False}, "") == parse_shape(raw | {"attention_bias": True}, "")
+    assert parse_shape(raw, "").qkv_bias
+
+
+def test_missing_directory_and_broken_json(tmp_path):
+    with pytest.raises(UserError, match="no such Hugging Face directory"):
+        read_shape(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"config\.json: missing"):
+        read_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_shape(tmp_path)
+    with pytest.raises(UserError, match="must be of type int"):
+        parse_shape({"architectures": ["LlamaForCausalLM"]}, "config.json")
