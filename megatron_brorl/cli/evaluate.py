@@ -139,10 +139,12 @@ def _compare(args: argparse.Namespace) -> int:
     out = args.out or args.after
 
     # A prompt keeps its id if the chat template writes another date into it.
-    dates = [read_object(folder / "evaluation.json").get("template_date") for folder in (args.before, args.after)]
+    remedy = "give the run.dir of an evaluation"
+    folders = (args.before, args.after)
+    dates = [read_object(folder / "evaluation.json", remedy).get("template_date") for folder in folders]
     if dates[0] != dates[1]:
         print(f"warning: the chat templates wrote other dates: {dates[0]} and {dates[1]}", file=sys.stderr)
-    before, after = (read_answers(directory.absolute() / ANSWERS) for directory in (args.before, args.after))
+    before, after = (read_answers(directory.absolute() / ANSWERS) for directory in folders)
     result = compare(before, after, str(args.before), str(args.after))
 
     out.mkdir(parents=True, exist_ok=True)

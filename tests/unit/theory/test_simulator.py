@@ -13,7 +13,7 @@ import torch
 from megatron_brorl.cli.main import main
 from megatron_brorl.report.plots import simulation_figure
 from megatron_brorl.theory import simulator as module
-from megatron_brorl.theory.mass_balance import general_terms, softmax
+from megatron_brorl.theory.mass_balance import general_terms
 from megatron_brorl.theory.simulator import MOVED, PREDICTED, Settings, simulate, write_csv
 
 SMALL = Settings(vocabulary=300, correct=40, steps=60)
@@ -74,12 +74,13 @@ def test_prediction_is_the_general_form_of_the_theorem(monkeypatch):
     s = replace(SMALL, steps=1)
     c = simulate(20, 0, s)
     z = module._logits(s)
-    counts = np.zeros(300)
-    counts[seen[0][0]] = seen[0][1]
+    counts = torch.zeros(300, dtype=torch.float64)
+    counts[seen[0][0]] = torch.from_numpy(seen[0][1]).double()
     assert counts.sum() == 20
-    right = np.arange(300) < 40
-    rewards = np.where(right, 1.0, -1.0)
-    terms = general_terms(softmax(z), counts, counts * (rewards - counts @ rewards / 20), right, s.lr)
+    right = torch.arange(300) < 40
+    rewards = torch.where(right, 1.0, -1.0).double()
+    p = torch.softmax(torch.from_numpy(z), 0)
+    terms = general_terms(p, counts, counts * (rewards - counts @ rewards / 20), right, s.lr)
     found = [c.column(name)[1] for name in PREDICTED]
     np.testing.assert_allclose(found, [terms.sampled_right, terms.sampled_wrong, terms.unsampled], rtol=1e-12)
 
