@@ -33,8 +33,8 @@ def read_rope(
 ) -> tuple[float, Mapping[str, Any] | None]:
     """Return base and scaling of one rope object. The scaling is None for plain RoPE and has a "rope_type" otherwise.
 
-    name: of the object in messages. theta: the default base. Raises UserError for a type outside of `supported`, a partial
-    rotation, and nested objects per kind of layer.
+    name: of the object in messages. theta: the default base. Raises UserError for a type outside of `supported`, a
+    partial rotation, and nested objects per kind of layer.
     """
     # ModelShape keeps the base apart from the scaling.
     rope = dict(rope)
