@@ -23,7 +23,7 @@ class Shard:
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """Set out [m, n] = a [m, k] @ b [k, n], or add to it. All are float32 or float64, or a and b bfloat16, out float32."""
+    """Set out [m, n] = a [m, k] @ b [k, n], or add to it; all float32 or float64, or bfloat16 with out in float32."""
     if a.dtype == torch.bfloat16 and a.device.type == "cpu" and not native.BFLOAT16_KERNEL:
         a, b = a.float(), b.float()  # slower, but not less precise
     torch.ops.brorl.gemm_(out, a, b, accumulate)
