@@ -23,7 +23,7 @@ from mpmath.libmp import prec_to_dps
 from sympy.core.function import AppliedUndef
 
 from megatron_brorl.rewards import answer_text
-from megatron_brorl.rewards.answer_text import NAME, THIN, PlainNumber, Unit, names_clash, plain_number
+from megatron_brorl.rewards.answer_text import NAME, THIN, PlainNumber, Unit, names_clash, plain_number, units_clash
 
 # A number or an expression of sympy (a Float is a decimal with its digits as written), a matrix, a set, Group, Named or
 # Relation.
@@ -108,6 +108,13 @@ class Relation(NamedTuple):
     difference: Any
 
 
+def same_value(reference: str, given: str) -> bool:
+    """Return whether two texts have equal values, and units that do not clash. Raises what `read` raises."""
+    (wanted, unit), (value, other_unit) = read(reference), read(given)
+    return not units_clash(unit, other_unit) and same(wanted, value)
+
+
+@functools.lru_cache(maxsize=256)
 def read(text: str) -> tuple[Value, Unit | None]:
     """Return the value of a text, and the unit of measurement at its end, if there is one."""
     text = answer_text.commands(_BRACED_COMMA.sub("", answer_text.ascii_text(text)))
