@@ -43,7 +43,7 @@ def _add_simulate(commands: Commands) -> None:
 
 def _simulate(args: argparse.Namespace) -> int:
     # Matplotlib is imported here, because it would slow down the start of every command.
-    from megatron_brorl.report.simulation import plot_simulation
+    from megatron_brorl.report.plots import save, simulation_figure
     from megatron_brorl.tracking.progress import progress
 
     settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})
@@ -70,7 +70,7 @@ def _simulate(args: argparse.Namespace) -> int:
             curves.append(simulate(n, seed, settings, show))
 
     write_csv(args.out / "curves.csv", curves, every=10)
-    figure = plot_simulation(curves, settings, args.out / "simulate.png")
+    figure = save(simulation_figure(curves, settings), args.out / "simulate.png")
 
     rows = [("N", "seed", "Q_pos(0)", f"Q_pos({settings.steps})", "improved", "worst drop")]
     for c in curves:
@@ -86,7 +86,7 @@ def _simulate(args: argparse.Namespace) -> int:
 def _pass_rates(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from megatron_brorl.report.pass_rates import latest_groups, plot_pass_rates
+    from megatron_brorl.report.plots import latest_groups, plot_pass_rates
     from megatron_brorl.theory.pass_rates import SIZES, mixed_share
 
     kind, right, rollouts = latest_groups(args.run)

@@ -84,7 +84,8 @@ def _longest_first(costs: Ints, parts: int) -> Ints:
     """
     order = np.argsort(-costs, kind="stable")
     # One integer per part, load * parts + part, so that the least of them names its part.
-    heap, chosen = list(range(parts)), []
+    heap = list(range(parts))
+    chosen = []
     for cost in (costs[order] * parts).tolist():
         least = heap[0]
         chosen.append(least % parts)

@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, PercentFormatter
 from megatron_brorl.algo.pass_at_k import pass_at_k, widest
 from megatron_brorl.algo.statistics import SHARE, SHARES, bootstrap_mean, paired
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, figure_of, panel, save
+from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, figure_of, panel
 
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 Key = tuple[str, str]  # benchmark, id of the prompt
@@ -47,11 +47,6 @@ def evaluation_markdown(result: Mapping[str, Any]) -> str:
         rows.append(["mean of benchmarks", *counts, *means, *wide, f"{tokens:.1f}"])
     tasks = [[name, f"{value:.2%}"] for name, value in result["by_task"].items()]
     return table(rows) + "\n" + table([["task", "pass@1"], *tasks])
-
-
-def plot_evaluation(result: Mapping[str, Any], path: Path) -> Path:
-    """Write the figure of an evaluation and return its path."""
-    return save(evaluation_figure(result), path)
 
 
 def evaluation_figure(result: Mapping[str, Any]) -> Figure:
@@ -186,11 +181,6 @@ def markdown(result: Mapping[str, Any]) -> str:
     )
     # As heads of columns, paths would make the table too wide.
     return f"A = {result['before']}\n\nB = {result['after']}\n\n{table(rows)}\n{said}\n\n{lost}\n"
-
-
-def plot_comparison(result: Mapping[str, Any], path: Path) -> Path:
-    """Write the figure of a comparison and return its path."""
-    return save(comparison_figure(result), path)
 
 
 def comparison_figure(result: Mapping[str, Any]) -> Figure:

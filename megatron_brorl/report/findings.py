@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from megatron_brorl.algo.group_signal import FIGURES, Why, why_no_signal
+from megatron_brorl.algo.group_signal import METRICS, Cause, why_no_signal
 from megatron_brorl.config.schema import Config
 
 Row = Mapping[str, Any]
@@ -32,7 +32,7 @@ def findings(
     whether the trained weights differ from those of model.path.
     """
     found: dict[str, str] = {}
-    means = {name: _mean(rows, name) for name in FIGURES}
+    means = {name: _mean(rows, name) for name in METRICS}
     why = why_no_signal(means)
 
     if not rows:
@@ -57,14 +57,14 @@ def findings(
     return found
 
 
-def _no_signal(why: Why, config: Config, rows: Sequence[Row]) -> str:
+def _no_signal(why: Cause, config: Config, rows: Sequence[Row]) -> str:
     count = f"{sum(row.get('rollouts') or 0 for row in rows):,.0f}"
     c, extract = config.rollout, config.reward.extract
     cut, reward = _mean(rows, "cut_off_share") or 0.0, _mean(rows, "reward") or 0.0
     # Rewards above 0 that never reach reward.correct_at are a cause of their own.
     short = f" (mean reward {reward:.3g}, reward.correct_at = {config.reward.correct_at:g})" if reward else ""
     how_many = f"every one of {count} responses was" if cut == 1 else f"{cut:.0%} of {count} responses were"
-    sentences: dict[Why, str] = {
+    sentences: dict[Cause, str] = {
         "cut off": f"{how_many} cut off at rollout.max_tokens = {c.max_tokens}: raise it, or "
         "put prompts in the form after which the model ends its answers (data.chat, data.template)",
         "no answer": f'no response of {count} had an answer where reward.extract = "{extract}" looks for it, '
@@ -112,7 +112,7 @@ def verdict(
     named = summary.get("findings", {})
     found = list(named.values())
     # A run that has not ended has no findings yet; its rows show whether there is a signal.
-    why = None if summary else why_no_signal({name: _mean(rows, name) for name in FIGURES})
+    why = None if summary else why_no_signal({name: _mean(rows, name) for name in METRICS})
     if why:
         found.append(f"nothing to learn from so far ({why}; mean over {len(rows)} steps)")
     if found and tone == "good":

@@ -110,6 +110,12 @@ _UNIT_WORD = re.compile(
     r"\s*(?:(?P<mark>[/*.()]|\\cdot|\\times)|(?P<word>\\?[A-Za-z]+|[$€£¥°Ωµμ])(?:\s*\^\s*\{?\s*(?P<power>-?\d)\s*\}?)?)"
 )
 
+_LAST_WORDS = re.compile(
+    r"(?<=[\w)}\]])\s*(?:\\(?:text|mathrm|mbox)\s*\{([^{}\\]+)\}|(?<=[\s})\d])((?:[A-Za-z]{2,}[ /]+){0,3}[A-Za-z]{2,}))"
+    r"\s*(\^\s*\{?\s*\d\s*\}?)?[\s.]*$"
+)
+_NO_UNITS = ("unit", "units", "square unit", "square units", "cubic units", "sq units")
+
 
 class PlainNumber(NamedTuple):
     """A number with what can change its value."""
@@ -273,6 +279,18 @@ def unit(text: str) -> Unit | None:
             powers[last] += sign * factor * int(token["power"] or 1)
             factor = 1
     return ({name: power for name, power in powers.items() if power} or None) if at == len(text) else None
+
+
+def without_unit(text: str) -> tuple[str, Unit | None]:
+    r"""Remove the words, or the unit, from the end of `6\pi \text{ cm}^2`. The unit is None for other words."""
+    match = _LAST_WORDS.search(text)
+    if not match:
+        return text, None
+    words = (match[1] or match[2]).strip()
+    measured = unit(f"{words} {match[3] or ''}")
+    if measured or words in _NO_UNITS or (match[1] and only_words(words)):
+        return text[: match.start()], measured
+    return text, None
 
 
 def _symbol(word: str) -> str:

@@ -16,8 +16,7 @@ from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.rows import in_order
+from megatron_brorl.rollout.engine import Sampling, in_order
 from megatron_brorl.rollout.sampler import open_groups
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.assignment import assign_rows

@@ -152,10 +152,8 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
     # The hold-out curve has points at powers of two.
     held = [2**k for k in range(1, n.bit_length()) if 2**k <= n // 2]
     if held:
-        curve = hold_out(groups, held)
-        for name in ("unsampled_mass", "u_pos2", "u_neg2"):
-            columns = (getattr(curve, name + end).tolist() for end in ("", "_low", "_high"))
-            for h, value, low, high in zip(held, *columns, strict=True):
+        for name, columns in hold_out(groups, held).items():
+            for h, value, low, high in zip(held, *columns.tolist(), strict=True):
                 key = f"theory_hold_out/{name}_{h}"
                 metrics |= {key: value, f"{key}_low": low, f"{key}_high": high}
 

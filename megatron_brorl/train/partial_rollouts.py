@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
+from megatron_brorl.rollout.engine import from_tensors, in_order, to_tensors
 from megatron_brorl.rollout.sampler import Slot, deal, open_groups
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 

@@ -85,9 +85,3 @@ def same(a: list[Rollout], b: list[Rollout]) -> bool:
         and x.finish == y.finish
         for x, y in pairs
     )
-
-
-def handles(tensor: torch.Tensor) -> Any:
-    """(function, seven arguments), of which the worker replaces the last: the form of torch's CUDA handles."""
-    function, arguments = tensor.__reduce_ex__(2)
-    return function, (*arguments, None)

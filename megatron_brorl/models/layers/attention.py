@@ -20,14 +20,14 @@ from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.context import own_tokens, segment_lengths
-from megatron_brorl.parallel.packing import Group
+from megatron_brorl.parallel.packing import PackedGroup
 
 
 @dataclass
 class Segments(PackedSeqParams):
     """The groups of a stream of T tokens and their rotation. Megatron passes it on to core attention."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[PackedGroup, ...] = ()
     cos: Tensor | None = None  # [T, d / 2], float32 or float64: one table for all layers, queries and keys
     sin: Tensor | None = None
     local: tuple[Tensor, Tensor] | None = None  # cos and sin of local_layers
@@ -79,7 +79,7 @@ class Segments(PackedSeqParams):
         return flex_attention.attend(query, key, value, self.mask, scale).flatten(1).unsqueeze(1)
 
 
-def segment_table(groups: tuple[Group, ...]) -> Tensor:
+def segment_table(groups: tuple[PackedGroup, ...]) -> Tensor:
     """Return [segments, 4] int64: first token, length, and both of the prompt it attends to (length 0: none)."""
     rows = []
     begin = 0
@@ -164,7 +164,7 @@ class PackedAttention(torch.nn.Module):
         return _joined(outputs)
 
     def _over_ranks(
-        self, query: Tensor, key: Tensor, value: Tensor, groups: tuple[Group, ...], ranks: dist.ProcessGroup
+        self, query: Tensor, key: Tensor, value: Tensor, groups: tuple[PackedGroup, ...], ranks: dist.ProcessGroup
     ) -> Tensor:
         """Attend within each segment from this rank's queries [t, heads, d] to the keys and values of all ranks.
 

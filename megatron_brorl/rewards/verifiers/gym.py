@@ -5,7 +5,7 @@ on it, or accept a wrong answer. The source of every `score_answer` of the versi
 with hostile and with almost right answers. Another version is refused until that has been repeated.
 
 Some allowed scorers call eval or sympy.parse_expr. Their answers must match a form in which nothing can be called, no
-name has a meaning and no number can grow: brackets hold literals, and the only powers are of one letter to two digits.
+name has a meaning and no number can grow: brackets hold literals, and there are no powers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import decimal
 import difflib
 import functools
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -26,42 +25,33 @@ from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
 PARTIAL_CREDIT_CAP = 0.98
 CHECKED_VERSION = "0.1.25"
 
-_EXECUTES = "its scorer executes the answer as Python code (eval or sympy.parse_expr)"
-_WORK = "a short answer makes its scorer work for minutes or fill the memory"
-_TUPLES = "its scorer compares with Python tuples, which do not survive JSON"
-_FINITE = "its items are a finite list made in advance, not an endless stream"
-
-REFUSED: Mapping[str, str] = {
-    "intermediate_integration": f"{_EXECUTES}, and nested powers never return",
-    "puzzle24": "its scorer does not ask for the numbers of the item: any four that make 24 score 1.0",
-    "simple_integration": f"{_EXECUTES}, and nested powers never return",
-    "number_sorting": "its scorer takes numbers that are off by one",
-    "coin_flip": f"{_WORK} (1e99999999)",
-    "propositional_logic": f"{_WORK} (a truth table over 30 made-up variables)",
-    "rubiks_cube": f"{_WORK} (R99999999)",
-    "rush_hour": f"{_WORK} (A+99999999999)",
-    "complex_arithmetic": "its scorer gives 1.0 to the answer nan",
-    "figlet_font": "its scorer gives 1.0 for ten matching letters, however long the word is",
-    "game_of_life_halting": "its scorer gives 1.0 to any answer at all where the truth is True",
-    "letter_jumble": "its scorer ignores whatever follows the right words",
-    "sokoban": "its scorer reads every R, L, U and D of any text as a move, and an echoed question can score 1.0",
-    "word_sorting": "its scorer ignores whatever follows the right words",
-    "pool_matrix": "making its items reseeds NumPy's global random generator",
-    "arc_agi": _TUPLES,
-    "rearc": _TUPLES,
-    "acre": _FINITE,
-    "gsm_symbolic": _FINITE,
-    "list_functions": _FINITE,
-    "word_ladder": _FINITE,
-    "composite": "it is a mixture: list its parts as separate tasks with weights",
+_REASONS = {
+    "its scorer executes the answer as Python code, and nested powers never return": (
+        "intermediate_integration simple_integration"
+    ),
+    "its scorer does not ask for the numbers of the item: any four that make 24 score 1.0": "puzzle24",
+    "its scorer takes numbers that are off by one": "number_sorting",
+    "a short answer such as 1e99999999 makes its scorer work for minutes or fill the memory": (
+        "coin_flip propositional_logic rubiks_cube rush_hour"
+    ),
+    "its scorer gives 1.0 to the answer nan": "complex_arithmetic",
+    "its scorer gives 1.0 for ten matching letters, however long the word is": "figlet_font",
+    "its scorer gives 1.0 to any answer at all where the truth is True": "game_of_life_halting",
+    "its scorer ignores whatever follows the right words": "letter_jumble word_sorting",
+    "its scorer reads every R, L, U and D as a move, and an echoed question can score 1.0": "sokoban",
+    "making its items reseeds NumPy's global random generator": "pool_matrix",
+    "its scorer compares with Python tuples, which do not survive JSON": "arc_agi rearc",
+    "its items depend on Python's string hashing, which differs between processes": (
+        "isomorphic_strings knight_swap polynomial_multiplication ransom_note"
+    ),
+    "its items are a finite list made in advance, not an endless stream": (
+        "acre gsm_symbolic list_functions word_ladder"
+    ),
+    "it is a mixture: list its parts as separate tasks with weights": "composite",
 }
-
-# Items of these tasks depend on Python's string hashing.
-HASH_DEPENDENT = frozenset(["isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"])
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 _LISTED = r"(?:-?\d{1,9}(?!\d)|[\s,\[\]])*"
-_TERM = r"[a-z](?:\s*\*\*\s*\d{1,2}(?!\d|\s*\*\*))?(?![a-z(])"
-_FACTOR = r"\d{1,18}(?![\da-z]|\s*\*\*)"  # no letter may follow, because 1e99999999 is a number in Python
 
 # Tasks whose scorers execute the answer: the most characters of an answer, and its form. Other text scores 0 unseen.
 EXECUTING: Mapping[str, tuple[int, re.Pattern[str]]] = {
@@ -70,7 +60,6 @@ EXECUTING: Mapping[str, tuple[int, re.Pattern[str]]] = {
     "n_queens": (4096, re.compile(r"[_Q\s,\[\]\"']*")),
     "string_insertion": (1024, re.compile(r"[A-E\s,\[\]\"']*")),
     "countdown": (200, re.compile(r"(?:\d{1,6}(?!\d)|\*(?!\s*\*)|[\s+\-/()])*")),
-    "polynomial_multiplication": (2048, re.compile(rf"(?:{_TERM}|{_FACTOR}|\*(?!\s*\*)|[\s+\-])*")),
     "bitwise_arithmetic": (64, re.compile(r"\s*-?0x[0-9a-f]{1,32}\s*", re.IGNORECASE)),
 }
 
@@ -140,11 +129,6 @@ def check_task(name: str, where: str) -> None:
         close = difflib.get_close_matches(name, known, n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
         raise UserError(f"{where}: no checked reasoning-gym task is called {name!r}; {hint}")
-    if name in HASH_DEPENDENT and not os.environ.get("PYTHONHASHSEED", "").isdigit():
-        raise UserError(
-            f"{where}: the items of reasoning-gym task {name!r} depend on Python's string hashing; "
-            "start with PYTHONHASHSEED=0 in the environment of every process, or choose another task"
-        )
 
 
 @functools.cache

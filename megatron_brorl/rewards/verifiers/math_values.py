@@ -14,7 +14,7 @@ import functools
 import random
 import re
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
+from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Context, Decimal
 from typing import Any, NamedTuple
 
 import sympy
@@ -22,18 +22,8 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from mpmath.libmp import prec_to_dps
 from sympy.core.function import AppliedUndef
 
-from megatron_brorl.rewards.answer_text import (
-    NAME,
-    THIN,
-    PlainNumber,
-    Unit,
-    ascii_text,
-    commands,
-    names_clash,
-    only_words,
-    plain_number,
-    unit,
-)
+from megatron_brorl.rewards import answer_text
+from megatron_brorl.rewards.answer_text import NAME, THIN, PlainNumber, Unit, names_clash, plain_number, units_clash
 
 # A number or an expression of sympy (a Float is a decimal with its digits as written), a matrix, a set, Group, Named or
 # Relation.
@@ -41,7 +31,7 @@ Value = Any
 
 _DIGITS = 1000
 _GAMMA_DIGITS = 100  # of factorials of fractions, which take seconds for more
-_DECIMALS = 6  # correct digits of a decimal that stands for an irrational number
+_DECIMALS = 6  # digits that a decimal needs to stand for an irrational number
 
 _LATEX2SYMPY = functools.partial(
     latex2sympy, is_real=True, normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)
@@ -54,12 +44,12 @@ _MISREAD = re.compile(
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _WITH_ARGUMENTS = re.compile(r"\\(?:frac|binom|(sqrt))(?![A-Za-z])(?:\s*\[[^\[\]]*\])?")
 
-# A numeral with its base: 2516_9, (A3)_{16}, 101_\text{two}, 101 (base 2).
+# A numeral with its base: 2516_9, (A3)_{16}, 101_\text{two}, 101 (base 2). One letter with an index is a variable.
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
           "twelve": 12, "sixteen": 16}  # fmt: skip
 _BASE = rf"\d{{1,2}}(?!\d)|{'|'.join(_BASES)}"
 _BASED = re.compile(
-    r"(?<![\w.\\])[({]?\s*(?P<digits>[0-9A-Fa-f]+(?:\.[0-9A-Fa-f]+)?)\s*[)}]?\s*(?:"
+    r"(?<![\w.\\])[({]?\s*0*(?=[A-Fa-f]*\d|[A-F]{2})(?P<whole>[0-9A-Fa-f]+)(?P<decimals>\.[0-9A-Fa-f]+)?\s*[)}]?\s*(?:"
     rf"_[\s{{(]*(?:base\s*)?(?P<base>{_BASE})[\s)}}]*|\(?\s*(?:in\s+)?base\s+(?P<base2>{_BASE})\s*\)?)"
 )
 
@@ -86,11 +76,6 @@ _SPELLINGS = [
 _DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])|\\\$")
 _BRACED_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d{3}(?!\d))")
 _GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
-_LAST_WORDS = re.compile(
-    r"(?<=[\w)}\]])\s*(?:\\(?:text|mathrm|mbox)\s*\{([^{}\\]+)\}|(?<=[\s})\d])((?:[A-Za-z]{2,}[ /]+){0,3}[A-Za-z]{2,}))"
-    r"\s*(\^\s*\{?\s*\d\s*\}?)?[\s.]*$"
-)
-_NO_UNITS = ("unit", "units", "square unit", "square units", "cubic units", "sq units")
 _NAME = re.compile(rf"\s*({NAME})\s*")
 _SUCH_THAT = re.compile(rf"\s*{NAME}\s*(?:\\mid(?![a-z])|[|:])(.*)", re.DOTALL)
 _TUPLE_OF_NAMES = re.compile(rf"\s*\(({NAME}(?:\s*,\s*{NAME})+)\s*\)\s*")
@@ -123,10 +108,17 @@ class Relation(NamedTuple):
     difference: Any
 
 
+def same_value(reference: str, given: str) -> bool:
+    """Return whether two texts have equal values, and units that do not clash. Raises what `read` raises."""
+    (wanted, unit), (value, other_unit) = read(reference), read(given)
+    return not units_clash(unit, other_unit) and same(wanted, value)
+
+
+@functools.lru_cache(maxsize=256)
 def read(text: str) -> tuple[Value, Unit | None]:
     """Return the value of a text, and the unit of measurement at its end, if there is one."""
-    text = commands(_BRACED_COMMA.sub("", ascii_text(text)))
-    text, measured = _without_unit(_DELIMITER.sub("", text))
+    text = answer_text.commands(_BRACED_COMMA.sub("", answer_text.ascii_text(text)))
+    text, measured = answer_text.without_unit(_DELIMITER.sub("", text))
     text = _FONT.sub(_without_font, text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
@@ -134,18 +126,6 @@ def read(text: str) -> tuple[Value, Unit | None]:
     if not re.search(r"[(\[]|\\\{", text):
         text = _GROUPED.sub(lambda m: m[0].replace(",", ""), text)
     return _value(_BASED.sub(_numeral, text)), measured
-
-
-def _without_unit(text: str) -> tuple[str, Unit | None]:
-    r"""Remove the words, or the unit, from the end of `6\pi \text{ cm}^2`. The unit is None for other words."""
-    match = _LAST_WORDS.search(text)
-    if not match:
-        return text, None
-    words = (match[1] or match[2]).strip()
-    measured = unit(f"{words} {match[3] or ''}")
-    if measured or words in _NO_UNITS or (match[1] and only_words(words)):
-        return text[: match.start()], measured
-    return text, None
 
 
 def _without_font(match: re.Match[str]) -> str:
@@ -156,18 +136,12 @@ def _without_font(match: re.Match[str]) -> str:
 
 
 def _numeral(match: re.Match[str]) -> str:
-    """Return a numeral as one symbol for its value and its base, or as digits if the base is ten."""
-    digits, name = match["digits"], match["base"] or match["base2"]
-    base = _BASES.get(name) or int(name)
-    # One letter with an index is a variable, and so are digits that the base does not have.
-    if not re.search(r"\d", digits) and not re.fullmatch("[A-F]{2,}", digits):
-        return match[0]
-    whole, _, decimals = digits.partition(".")
-    try:
-        value = Fraction(int(whole + decimals, base), base ** len(decimals))
-    except ValueError:
-        return match[0]
-    return f" {digits} " if base == 10 else rf"\variable{{n{value.numerator}o{value.denominator}base{base}}}"
+    """Return a numeral as one symbol for its digits and its base, or as digits if the base is ten."""
+    name = match["base"] or match["base2"]
+    base, decimals = _BASES.get(name) or int(name), (match["decimals"] or "").rstrip(".0")
+    if base == 10:
+        return f" {match['whole']}{decimals} "
+    return rf"\variable{{n{match['whole'].upper()}o{decimals[1:].upper()}base{base}}}"
 
 
 def _value(text: str) -> Value:
@@ -465,8 +439,8 @@ def _same_numbers(reference: Value, given: Value) -> bool:
     if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr):
         return bool(a == b)
     digits = prec_to_dps(given._prec) if given.is_Float else 0
-    if digits >= _DECIMALS and a.is_number and not a.is_Rational:
-        return _is_rounded(a, Fraction(int(b.p), int(b.q)), digits)
+    if digits >= _DECIMALS and a.is_number and a.is_real and not a.is_Rational:
+        return _is_rounded(a, Decimal(str(given)), digits)
     return _same_expressions(a, b)
 
 
@@ -497,15 +471,8 @@ def _is_zero(number: Any) -> bool:
     return all(part == 0 or (part.is_Float and part.is_finite and part._prec <= 2) for part in parts)
 
 
-def _is_rounded(irrational: Any, given: Fraction, digits: int) -> bool:
-    """Return whether a decimal is an irrational number with six correct digits, or with all of its digits cut off."""
-    value = irrational.evalf(digits + 20)
-    if not value.is_Float or not value:
-        return False
-    # The place of the first digit decides the size of one unit of the sixth digit.
-    size = Fraction(str(abs(value)))
-    exponent = len(str(int(size))) - 1 if size >= 1 else -len(str(int(1 / size)))
-    error = abs(size - abs(given))
-    cut_off = abs(given) < size and error < Fraction(10) ** (exponent - digits + 1)
-    rounded = 2 * error <= Fraction(10) ** (exponent - _DECIMALS + 1)
-    return (value > 0) == (given > 0) and (rounded or cut_off)
+def _is_rounded(irrational: Any, given: Decimal, digits: int) -> bool:
+    """Return whether a decimal is an irrational number rounded or cut off to `digits` digits."""
+    value = str(irrational.evalf(digits + 20))
+    contexts = (Context(prec=digits, rounding=rounding) for rounding in (ROUND_HALF_EVEN, ROUND_DOWN))
+    return any(context.create_decimal(value) == given for context in contexts)

@@ -146,16 +146,11 @@ class PendingRollouts:
 
 
 def sibling_seed(key: int, sibling: int, done: int) -> int:
-    """Return the 64-bit seed of what follows a sibling's first `done` tokens; key: of the request.
+    """Return the seed for the tokens of a sibling after its first `done`; key: of the request.
 
-    PyTorch's generator on CPUs reads only the lower half of a seed. That half differs between all siblings of a prompt:
-    it is a bijection (the finalizer of MurmurHash3) of consecutive numbers.
+    The siblings of a prompt differ in the lower half, because PyTorch's CPU generator reads only that half.
     """
-    low = (stream_key("engine", key, done) + sibling) & 0xFFFFFFFF
-    for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
-        low = ((low ^ (low >> shift)) * multiplier) & 0xFFFFFFFF
-    low ^= low >> 16
-    return stream_key("engine", key, sibling, done) >> 32 << 32 | low
+    return stream_key("engine", key, done) ^ sibling
 
 
 def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fields: Mapping[str, Any]) -> Message:

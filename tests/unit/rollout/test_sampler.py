@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout.engine import Request
-from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
+from megatron_brorl.rollout.engine import Request, from_tensors, in_order, to_tensors
 from megatron_brorl.rollout.sampler import MIN_NATS, deal, even_shares, improbable_rollouts, requests
 from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout, ScoreResult
 

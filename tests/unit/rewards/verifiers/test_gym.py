@@ -19,11 +19,6 @@ from megatron_brorl.rewards.verifiers import gym
 ITEM = {"question": "1 + 2", "answer": "3", "metadata": {"source_dataset": "chain_sum"}}
 
 
-@pytest.fixture(autouse=True)
-def _fixed_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-
-
 def item(name: str, index: int) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(json.dumps(gym.create(name, 11, {}, "test")[index]))
     return found
@@ -47,7 +42,7 @@ def score(name: str, answer: str, entry: dict[str, Any]) -> float | None:
 
 def test_refused_tasks_exist_and_the_others_are_those_that_were_checked() -> None:
     assert gym.REFUSED.keys() < set(DATASETS)
-    assert len(gym.allowed()) == 84
+    assert len(gym.allowed()) == 80
 
 
 @pytest.mark.parametrize("name", gym.allowed())
@@ -109,15 +104,6 @@ def test_refused_and_unknown_tasks_are_named_with_a_reason() -> None:
         gym.check_task("chain_sums", "data.tasks[0]")
     with pytest.raises(UserError, match="refused"):
         reward("1", {"source_dataset": "puzzle24", "entry": ITEM})
-
-
-def test_hash_dependent_tasks_need_a_fixed_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gym.check_task("ransom_note", "x")
-    for value in ("random", ""):
-        monkeypatch.setenv("PYTHONHASHSEED", value)
-        with pytest.raises(UserError, match="PYTHONHASHSEED=0"):
-            gym.check_task("ransom_note", "x")
-    gym.check_task("chain_sum", "x")
 
 
 @pytest.mark.parametrize(
