@@ -69,7 +69,7 @@ def test_init_writes_what_load_reads(capsys, tmp_path):
     assert config.data.columns == ColumnsConfig(prompt="question", answer="answer", answer_regex="#### (.+)")
 
     assert f"# {keys()['rollout.n']['description']}\nn = 64\n" in path.read_text()
-    assert f"{path}: is there already" in said(capsys, "init", path, code=2)
+    assert f"{path}: exists; name another file" in said(capsys, "init", path, code=2)
 
 
 def test_every_file_gets_a_folder_of_its_own(capsys, tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ def test_problems_of_an_engine_stop_no_run(monkeypatch, engine, answer, remedy):
 def test_the_built_in_engine_is_slow_on_a_gpu(monkeypatch):
     assert not preflight._built_in_engine().remedy or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert 'it is slow there; set rollout.engine = "vllm" or "trtllm"' in preflight._built_in_engine().remedy
+    assert 'it is slow on a GPU; set rollout.engine = "vllm" or "trtllm"' in preflight._built_in_engine().remedy
 
 
 def test_only_torch_is_needed_to_import_the_checks():
