@@ -143,7 +143,8 @@ class _Chunks:
 
 def _by_worth(run: RecordedRun) -> list[Moment]:
     """Return the last and the first evaluation, the last and the first step, then the others from late to early."""
-    evaluations, steps = run.of_kind("evaluation"), run.of_kind("step")
+    evaluations = run.of_kind("evaluation")
+    steps = run.of_kind("step")
     ends = [*evaluations[-1:], *evaluations[:1], *steps[-1:], *steps[:1]]
     return list(dict.fromkeys([*ends, *evaluations[::-1], *steps[::-1]]))
 
