@@ -27,7 +27,8 @@ ANSWERS = "evaluation.jsonl"
 def evaluate(args: argparse.Namespace) -> int:
     """Sample and score, and write evaluation.json, .jsonl (one line per prompt), .md and .png to run.dir."""
     from megatron_brorl.cli.session import Session
-    from megatron_brorl.report.comparison import evaluation_markdown, plot_evaluation
+    from megatron_brorl.report.comparison import evaluation_figure, evaluation_markdown
+    from megatron_brorl.report.plots import save
     from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
     from megatron_brorl.train.weight_sync import sync_weights
@@ -84,7 +85,7 @@ def evaluate(args: argparse.Namespace) -> int:
             write_json(session.dir / "evaluation.json", result)
             table = evaluation_markdown(result)
             write_text(session.dir / "evaluation.md", table)
-            figure = plot_evaluation(result, session.dir / "evaluation.png")
+            figure = save(evaluation_figure(result), session.dir / "evaluation.png")
 
             print(table)
             if whole.lost:
@@ -132,7 +133,8 @@ def add_compare(commands: Any) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from megatron_brorl.report.comparison import compare, markdown, plot_comparison, read_answers
+    from megatron_brorl.report.comparison import compare, comparison_figure, markdown, read_answers
+    from megatron_brorl.report.plots import save
 
     out = args.out or args.after
 
@@ -149,7 +151,7 @@ def _compare(args: argparse.Namespace) -> int:
     write_json(out / "compare.json", result)
     table = markdown(result)
     write_text(out / "compare.md", table)
-    figure = plot_comparison(result, out / "compare.png")
+    figure = save(comparison_figure(result), out / "compare.png")
 
     print(table)
     print(f"written to {out / 'compare.json'}, compare.md and {figure.name}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_brorl.cli.main import main
-from megatron_brorl.report.simulation import build_figure
+from megatron_brorl.report.plots import simulation_figure
 from megatron_brorl.theory import simulator as module
 from megatron_brorl.theory.mass_balance import general_terms
 from megatron_brorl.theory.simulator import MOVED, PREDICTED, Settings, simulate, write_csv
@@ -139,7 +139,7 @@ def test_csv_holds_states_and_sums(tmp_path):
 
 def test_figure_says_what_the_curves_say():
     curves = [simulate(n, seed, SMALL) for n in (4, 64) for seed in (0, 1)]
-    axes = build_figure(curves, SMALL).axes
+    axes = simulation_figure(curves, SMALL).axes
     for panel, name in enumerate(("q_pos", "improved_share", "worst_drop")):
         for line, c in zip(axes[panel].lines, curves, strict=False):
             assert np.asarray(line.get_ydata()).tolist() == c.column(name).tolist()
