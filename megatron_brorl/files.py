@@ -50,14 +50,14 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write indented JSON atomically, with null for numbers that are not finite, as in metrics.jsonl."""
-    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(nonfinite_to_none(value), indent=2, allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def nonfinite_to_none(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: nonfinite_to_none(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [nonfinite_to_none(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -76,7 +76,8 @@ def score(answer: str, row: VerifierRow) -> Score:
     Partial credit is capped, because one wrong cell of a hundred scores 0.99 in the library, which is not right.
     """
     metadata = row["metadata"]
-    task, config = metadata["source_dataset"], metadata.get("config") or {}
+    task = metadata["source_dataset"]
+    config = metadata.get("config") or {}
     if not harmless(task, answer):
         return Score(0.0, f"not of the form of task {task}")
     scorer = _scorer(task, json.dumps(config, sort_keys=True))
