@@ -76,8 +76,8 @@ def _no_signal(why: Cause, config: Config, rows: Sequence[Row]) -> str:
         "right, then take easier prompts, a larger rollout.n or a warm start (brorl sft)"
         + (f"; {cut:.0%} were cut off at rollout.max_tokens = {rollout.max_tokens}" if cut else ""),
         "all right": f"every one of {count} responses was right, so that nothing is left to learn: take harder prompts",
-        "no mixed group": f"no group had a signal: the rewards in each were equal: raise rollout.n = {rollout.n}, or take "
-        "prompts that the model gets right sometimes (brorl pass-rates)",
+        "no mixed group": f"no group had a signal: the rewards in each were equal: raise rollout.n = {rollout.n}, or "
+        "take prompts that the model gets right sometimes (brorl pass-rates)",
     }
     return sentences[why]
 
