@@ -57,17 +57,10 @@ def _simulate(args: argparse.Namespace) -> int:
     except OSError as e:
         raise UserError(f"{args.out}: cannot be created: {e.strerror}; give a writable folder with --out") from None
     curves: list[Curves] = []
-    quarter = max(1, settings.steps // 4)  # steps between two updates of the progress line
-
-    with progress(len(jobs) * settings.steps, "simulate", True) as p:
+    with progress(len(jobs), "simulate", True) as p:
         for n, seed in jobs:
-            done = len(curves) * settings.steps
-
-            def show(step: int, done: int = done, n: int = n, seed: int = seed) -> None:
-                if step % quarter == 0:
-                    p.update(done + step, {"N": str(n), "seed": str(seed)})
-
-            curves.append(simulate(n, seed, settings, show))
+            curves.append(simulate(n, seed, settings))
+            p.update(len(curves), {"N": str(n), "seed": str(seed)})
 
     write_csv(args.out / "curves.csv", curves, every=10)
     figure = save(simulation_figure(curves, settings), args.out / "simulate.png")

@@ -19,7 +19,8 @@ from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, 
 
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 Key = tuple[str, str]  # benchmark, id of the prompt
-_FIELDS = {"benchmark": str, "id": str, "samples": int, "right": int, "tokens": float}
+_RESAMPLES = 10_000
+_KEYS = ("samples", "right", "tokens")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -73,23 +74,14 @@ def evaluation_figure(result: Mapping[str, Any]) -> Figure:
 
 
 def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
-    """Return the lines of an evaluation.jsonl by prompt. Raises UserError naming a line that is wrong."""
+    """Return the lines of an evaluation.jsonl by prompt. Raises UserError if the file is not one."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = {(row["benchmark"], row["id"]): {key: row[key] for key in _KEYS} for row in rows}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give the run.dir of a `brorl evaluate`") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: cannot be read: {e}") from None
-    found: dict[Key, dict[str, Any]] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            missing = [k for k, kind in _FIELDS.items() if type(row[k]) not in (kind, int)]  # an integer is a float too
-        except (ValueError, TypeError, KeyError, RecursionError) as e:
-            raise UserError(f"{path}:{number}: not a line of `brorl evaluate` ({shown(e)}); evaluate again") from None
-        if missing or row["samples"] < 1:
-            raise UserError(f"{path}:{number}: {missing[0] if missing else 'samples'} is wrong; evaluate again")
-        found[row["benchmark"], row["id"]] = row
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise UserError(f"{path}: not written by `brorl evaluate` ({shown(e)}); evaluate again") from None
     if not found:
         raise UserError(f"{path}: holds no prompts; evaluate again")
     return found
@@ -100,8 +92,6 @@ def compare(
     after: Mapping[Key, Mapping[str, Any]],
     name: str,
     other: str,
-    resamples: int = 10_000,
-    seed: int = 0,
 ) -> dict[str, Any]:
     """Compare two evaluations over all prompts and per benchmark. Raises UserError unless the prompts are the same."""
     alone = sorted(before.keys() ^ after.keys())
@@ -121,14 +111,12 @@ def compare(
     return {
         "before": name,
         "after": other,
-        "all": _compared(before, after, keys, most, resamples, seed),
-        "benchmarks": {n: _compared(before, after, part, most, resamples, seed) for n, part in groups.items()},
+        "all": _compared(before, after, keys, most),
+        "benchmarks": {n: _compared(before, after, part, most) for n, part in groups.items()},
     }
 
 
-def _compared(
-    before: Mapping[Key, Any], after: Mapping[Key, Any], keys: list[Key], most: int, resamples: int, seed: int
-) -> dict[str, Any]:
+def _compared(before: Mapping[Key, Any], after: Mapping[Key, Any], keys: list[Key], most: int) -> dict[str, Any]:
     """most: samples that every prompt has on both sides; the k of pass@k next to pass@1."""
     sides: dict[str, Any] = {"prompts": len(keys)}
     scores = {}
@@ -136,14 +124,14 @@ def _compared(
         scores[side] = [answers[k]["right"] / answers[k]["samples"] for k in keys]
         wide = float(np.mean([pass_at_k(answers[k]["samples"], answers[k]["right"], most) for k in keys]))
         sides[side] = {
-            "pass_at_1": bootstrap_mean(scores[side], resamples, seed, SHARE).as_dict(),
+            "pass_at_1": bootstrap_mean(scores[side], _RESAMPLES, 0, SHARE).as_dict(),
             "pass_at_k": {"1": float(np.mean(scores[side])), str(most): wide},
             "response_tokens": float(np.mean([answers[k]["tokens"] for k in keys])),
         }
     sides["lost"] = sum(before[k]["right"] > 0 == after[k]["right"] for k in keys)
     sides["gained"] = sum(after[k]["right"] > 0 == before[k]["right"] for k in keys)
     if len(keys) > 1:  # one difference has no spread
-        sides["paired"] = paired(scores["before"], scores["after"], resamples, seed, SHARES).as_dict()
+        sides["paired"] = paired(scores["before"], scores["after"], _RESAMPLES, 0, SHARES).as_dict()
     return sides
 
 

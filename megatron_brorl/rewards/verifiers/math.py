@@ -18,7 +18,8 @@ _WORDS = re.compile(r"(?=.*[A-Za-z]{4}|yes|no)[A-Za-z][A-Za-z' -]*", re.IGNORECA
 _LEFT_TO_COMPUTE = re.compile(r"\\(?:sum|prod|i{1,3}nt|oint|lim|limsup|liminf|bigcup|bigcap)(?![a-z])|\\frac\{d\}")
 
 # Text that would take computer algebra seconds. Whatever else is slow costs the scoring process its deadline.
-_MAX_ALGEBRA_CHARS, _MAX_DEPTH = 1000, 20
+_MAX_ALGEBRA_CHARS = 1000
+_MAX_DEPTH = 20
 _POWER = r"(?:\^|\*\*)"
 _EXPONENT = _POWER + r"\s*\{[^{}]*"
 _SLOW = (
