@@ -272,7 +272,8 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
     equals pass@1. solved: prompts with a right sample only in the second evaluation. lost: prompts with a right sample
     only in the first.
     """
-    a, b = before.prompts, after.prompts
+    a = before.prompts
+    b = after.prompts
     keys = [key for key in a if key in b]
     if len(keys) < 2:
         return None
@@ -353,7 +354,8 @@ def times_to_target(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str
         if not own:
             found.append(None)
             continue
-        target, runs = own[-1]["passes"][0]["mean"], []
+        target = own[-1]["passes"][0]["mean"]
+        runs = []
         for table in tables:
             heights = [row["passes"][0]["mean"] for row in table]
             spent = {x: first_reached([row[x] for row in table], heights, target) for x in ("seconds", "rollouts")}
@@ -412,7 +414,8 @@ def curves(rows: Sequence[Row], most: int = MOST_POINTS) -> dict[str, Any]:
     flat = [[_flat(row) for row in part] for part in parts]
     names = dict.fromkeys(name for part in flat for row in part for name in row)
     values = {name: [_mean([row.get(name) for row in part]) for part in flat] for name in names}
-    elapsed, seconds = [], 0.0
+    elapsed = []
+    seconds = 0.0
     for part in flat:
         seconds += sum(row.get("time/step") or 0.0 for row in part)
         elapsed.append(float(f"{seconds:.7g}"))

@@ -22,6 +22,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from megatron_brorl import __version__
+from megatron_brorl.files import nonfinite_to_none
 from megatron_brorl.report.content import RecordedRun, Row, content
 from megatron_brorl.rollout_log import Moment, filter_rows, one_line, prompt_sort_key
 
@@ -68,7 +69,7 @@ def render(found: dict[str, Any]) -> str:
         style=Markup(_file("page.css")),
         scripts=[Markup(script) for script in scripts],
         policy=policy(scripts),
-        content=htmlsafe_json_dumps(plain(found), dumps=_dumps),
+        content=htmlsafe_json_dumps(nonfinite_to_none(found), dumps=_dumps),
     )
 
 
@@ -80,15 +81,6 @@ def policy(scripts: Sequence[str]) -> str:
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
         "connect-src 'none'; base-uri 'none'; form-action 'none'"
     )
-
-
-def plain(value: Any) -> Any:
-    """Return the value as JSON has it: numbers that are not finite become null."""
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
@@ -151,7 +143,8 @@ class _Chunks:
 
 def _by_worth(run: RecordedRun) -> list[Moment]:
     """Return the last and the first evaluation, the last and the first step, then the others from late to early."""
-    evaluations, steps = run.of_kind("evaluation"), run.of_kind("step")
+    evaluations = run.of_kind("evaluation")
+    steps = run.of_kind("step")
     ends = [*evaluations[-1:], *evaluations[:1], *steps[-1:], *steps[:1]]
     return list(dict.fromkeys([*ends, *evaluations[::-1], *steps[::-1]]))
 

@@ -44,7 +44,8 @@ class Recorded:
 
     def filtered(self, by: Filters) -> Recorded:
         """Return the groups and rollouts that pass. A filter of responses removes groups without any."""
-        groups, rollouts = self.groups, self.rollouts
+        groups = self.groups
+        rollouts = self.rollouts
         if by.prompt is not None:
             groups = filter_rows(groups, "prompt_id", [by.prompt])
         if by.mixed:
@@ -121,7 +122,8 @@ def export(recorded: Recorded, path: Path) -> int:
 
 def _joined(recorded: Recorded) -> pa.Table:
     """Return schema.ROLLOUTS with the moment in front, and with verifier, prompt and reference."""
-    rollouts, moment = recorded.rollouts, recorded.moment
+    rollouts = recorded.rollouts
+    moment = recorded.moment
     rows = {g["group"]: g for g in recorded.groups.to_pylist()}
     for name in ("reference", "prompt", "verifier"):
         column = pa.array([rows[g][name] for g in rollouts["group"].to_pylist()], pa.string())
