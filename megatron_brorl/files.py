@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.rules import named
+from megatron_brorl.config.rules import parse_benchmark
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError, shown
 
@@ -80,7 +80,7 @@ def check_outputs(config: Config, command: str, where: str) -> None:
         ("data.train", config.data.train),
         *((f"data.mixture[{i}].files", source.files) for i, source in enumerate(config.data.mixture)),
     ]
-    benchmarks = [named(benchmark)[1] for benchmark in config.evaluate.benchmarks]
+    benchmarks = [parse_benchmark(benchmark)[1] for benchmark in config.evaluate.benchmarks]
     read += [("data.held_out", config.data.held_out), ("evaluate.benchmarks", benchmarks)]
     inputs = {f"{key} = {path!r}": Path(path) for key, paths in read for path in paths if path}
     for name in WRITTEN[command].split():
