@@ -1,6 +1,6 @@
-"""csrc's CUDA kernels, executed without a GPU: the cases of tests/gpu, and kernels with planted faults.
+"""csrc's CUDA kernels without a GPU: the cases of tests/gpu, and kernels with planted faults.
 
-Each file runs in a process of its own, for torch cannot be rid of a device again. Objects are kept in build/emulation.
+Each file runs in its own process, because torch cannot unload a device. Objects are cached in build/emulation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def cases(csrc: Path, file: str, *which: str) -> subprocess.CompletedProcess[str]:
-    build.built(csrc)  # here, where nothing waits for the compiler with a deadline
+    build.built(csrc)  # build here, where no test deadline applies
     return forks.script(HERE / "run_cases.py", csrc, f"tests/gpu/{file}", *which)
 
 
@@ -40,7 +40,7 @@ def test_the_cases_of_a_gpu(file):
     assert re.search(r"^\d+ passed(, \d+ warnings?)? in ", done.stdout, re.M), done.stdout[-5000:]
 
 
-# What is planted, by what text of which file; which case must see it, and what it must say.
+# The fault: file, text and its replacement; the case that must fail, and its message.
 ROW_OF_WARPS = "  __syncthreads();\n  if (threadIdx.x == 0) {\n    for (int warp = 1;"
 OF_THREAD = "  of_thread[threadIdx.x] = x;"
 LAST = "if (i < n) values[i] ="

@@ -11,7 +11,7 @@ from megatron_brorl.ops.fused import linear as fused
 from megatron_brorl.ops.reference import linear as reference
 
 pytestmark = MARKS
-# More rows than a chunk of logits, which is smaller in the emulation: there 100 rows take a second.
+# More rows than a chunk of logits. The emulation has smaller chunks, because it takes a second for 100 rows.
 HERE = [x for x in SHAPES if x[0] <= 130] if EMULATED else [*SHAPES, (5000, 64, 9001)]
 SOME, MORE = (70, 130) if EMULATED else (240, 700)
 

@@ -1,4 +1,4 @@
-"""bfloat16 products on a GPU: csrc/common/gemm.cu calls cuBLAS, here a double of it for a CPU (double/cublas_v2.h)."""
+"""bfloat16 products on a GPU: csrc/common/gemm.cu with a fake of cuBLAS on the CPU (double/cublas_v2.h)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def library(tmp_path_factory):
 
 
 def product(library, out, a, b, accumulate, device=0, stream=0) -> str | None:
-    """gemm_'s call of the launcher: of a dimension of size 1 the stride is given as 1."""
+    """Call the launcher as gemm_ does, with a stride of 1 for a dimension of size 1."""
 
     def strides(x):
         return [ctypes.c_int64(1 if n == 1 else s) for n, s in zip(x.shape, x.stride(), strict=True)]
@@ -56,7 +56,7 @@ def product(library, out, a, b, accumulate, device=0, stream=0) -> str | None:
 
 
 def random(rows, columns, by_columns, apart, seed):
-    """[rows, columns] bfloat16 with `apart` elements more than needed from one row (or column) to the next."""
+    """Return [rows, columns] bfloat16 with `apart` unused elements between rows (or columns)."""
     g = torch.Generator().manual_seed(seed)
     long, short = (columns, rows) if by_columns else (rows, columns)
     x = torch.randn(long, short + apart, generator=g).bfloat16()[:, :short]

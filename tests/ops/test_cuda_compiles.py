@@ -1,4 +1,4 @@
-"""Every kernel compiles with plain nvcc for each architecture, and keeps its data in registers."""
+"""Every kernel compiles with plain nvcc for each architecture, without spilling registers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_torch_side_of_a_cuda_build_compiles():
 
 
 def _by_architecture(text: str) -> dict[str, str]:
-    """ptxas' messages: each kernel's begin with "Compiling entry function ... for 'sm_90'"."""
+    """Return ptxas' messages per kernel; each starts with "Compiling entry function ... for 'sm_90'"."""
     parts: dict[str, str] = {}
     for part in text.split("Compiling entry function")[1:]:
         name = re.search(r"for '(sm_\d+)'", part)

@@ -92,7 +92,7 @@ def test_an_unmoved_policy_has_ratio_one():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_huge_logits(dtype):
-    # Small integers, so that logits of up to +-1e4 have no rounding of their own; temperature 1 likewise.
+    # Small integers and temperature 1 make logits of up to +-1e4 exact.
     g = torch.Generator().manual_seed(3)
     hidden = torch.randint(-16, 17, (90, 40), generator=g).double()
     weight = torch.randint(-16, 17, (700, 40), generator=g).double()
@@ -121,7 +121,7 @@ def test_extreme_ratios():
     old[20:30] += 80  # and underflows
     old[30:40] -= 80
     rollout = case.tokens.rollout_log_probs.clone()
-    rollout[:5] = float("-inf")  # as the old one: no mismatch
+    rollout[:5] = float("-inf")  # equal to the old one, so no mismatch
     rollout[case.tokens.weights == 0] = 0.0
     case = case.change(old_log_probs=old, rollout_log_probs=rollout)
     for settings in (SETTINGS, EVERYTHING, dataclasses.replace(SETTINGS, is_cap=0.0)):
@@ -144,7 +144,7 @@ def test_an_impossible_rollout_stays_out_of_the_gradient():
 @pytest.mark.parametrize("op", [fused.linear_ppo_loss, reference.linear_ppo_loss], ids=["fused", "reference"])
 @pytest.mark.parametrize("rows", ["finite rows", "rows of NaN"])
 def test_a_masked_token_counts_for_nothing(dtype, settings, op, rows):
-    """Whatever its entries hold, and its hidden state, the results are those of the batch without it."""
+    """Results are those of the batch without it, for any entries and any hidden state of the token."""
     case = make(80, 12, 70)
     live = case.tokens.weights != 0
     poison = {
@@ -190,7 +190,7 @@ def test_reference_gradcheck(settings):
 
 @pytest.mark.parametrize("settings", VARIANTS)
 def test_fused_gradient_equals_finite_differences(settings):
-    """Along random directions: gradcheck would ask one result for several backward passes."""
+    """Along random directions, because gradcheck would need several backward passes through one result."""
     case = make(9, 4, 7)
     g = torch.Generator().manual_seed(5)
     step = 1e-6
@@ -216,7 +216,7 @@ def test_gradcheck_of_log_probs_and_entropy(op):
 
 
 def test_an_unmoved_policy_has_the_gradient_of_reinforce():
-    """Without old log-probs the ratio is 1 by definition, so finite differences would see a constant."""
+    """Against autograd: without old log-probs the ratio is 1 by definition, a constant for finite differences."""
     case = make(9, 4, 7)
     hidden = case.hidden.requires_grad_()
     tokens = dataclasses.replace(case.tokens, old_log_probs=None)
