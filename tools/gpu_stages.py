@@ -61,7 +61,7 @@ def attempt(what: str, call: Callable[[], Row]) -> Row:
 
 
 def build(job: Job) -> Iterator[Row]:
-    """Build csrc with CUDA for the torch that is installed, and run the tests of the kernels."""
+    """Build csrc with CUDA for the installed torch, and run the tests of the kernels."""
     if job.dry:
         yield missing("csrc with CUDA", "no GPU in the dry mode")
         yield attempt("tests", lambda: _tests(["tests/ops/test_value_loss.py"]))
@@ -98,7 +98,7 @@ def _tests(arguments: list[str]) -> Row:
 # Stage "ops".
 
 LOSS = {"cuda": (16384, 1536, 151936), "cpu": (64, 32, 1031)}  # tokens, hidden size, vocabulary
-CHECKED = 1024  # of these tokens are compared with float64, at most
+CHECKED = 1024  # at most this many tokens are compared with float64
 TOKENS = {"cuda": 1 << 24, "cpu": 1 << 12}  # of the ops over tokens
 LENGTH = 512  # tokens of a segment and rollouts of a group
 LOSS_ERROR = {"bf16": 2e-2, "fp32": 1e-5}  # relative error of the gradients, in the Euclidean norm
@@ -228,7 +228,7 @@ N512 = {"cuda": 512, "cpu": 16}  # rollouts per prompt
 GAP = {"bf16": 0.05, "fp32": 1e-3}  # nats: mean difference of log-probabilities between engine and trainer
 FP8_GAP = 0.3  # of gradient norms, relative: FP8 has two or three bits of mantissa
 RECIPES = ("delayed", "tensorwise", "blockwise")
-# A random model is never right, so the reward is a share of letters: every group has a signal.
+# A random model is never correct, so the reward is the share of certain letters. Then every group has a signal.
 REWARD = "def score(response, row):\n    return sum(c in 'aeiou' for c in response) / (1 + len(response))\n"
 CONFIG = """
 [model]
@@ -328,7 +328,7 @@ def _run(what: str, job: Job, folder: str, steps: int, changes: list[str] | None
         said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["no output"]
         return judged(what, f"exit code {done.returncode}: {said[-1]}")
 
-    # What every run must show: finite updates, and log-probabilities that engine and trainer agree on.
+    # Every run must have finite updates, and engine and trainer must agree on log-probabilities.
     found = [json.loads(x) for x in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found = [row for row in found if "loss" in row]
     first, last = found[0], found[-1]

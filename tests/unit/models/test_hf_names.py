@@ -1,4 +1,4 @@
-"""Sharded checkpoints in and out, and a directory that is either whole or not there."""
+"""Reading and writing sharded Hugging Face checkpoints; an incomplete directory never appears."""
 
 from __future__ import annotations
 

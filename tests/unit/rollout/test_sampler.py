@@ -1,4 +1,4 @@
-"""Who samples what: every rollout once, evenly, in requests of consecutive siblings."""
+"""Distribution of rollouts over ranks: each once, evenly, in requests of consecutive rollouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout, Scor
 
 
 def best_by_search(total: int, loads: list[int]) -> list[int]:
-    """Final loads, sorted, of giving every row to whoever has least."""
+    """Return the sorted loads after giving every row to the part with the smallest load."""
     ends = list(loads)
     for _ in range(total):
         ends[ends.index(min(ends))] += 1
@@ -46,7 +46,7 @@ def test_every_rollout_is_sampled_once(ranks, loads):
 
 @pytest.mark.parametrize(("prompts", "n", "ranks"), [(5, 16, 4), (5, 16, 3), (7, 2, 5), (128, 16, 64), (3, 512, 7)])
 def test_siblings_of_each_prompt_are_dealt_over_all_ranks(prompts, n, ranks):
-    """One run per rank, of a length that no two ranks differ in by more than one, and the loads do not either."""
+    """Every rank gets one run per prompt; run lengths and loads of two ranks differ by at most one."""
     parts = deal(list(product(range(prompts), range(n))), [0] * ranks)
     for g, part in product(range(prompts), parts):
         siblings = [s for group, s in part if group == g]
@@ -118,6 +118,6 @@ def test_duplicates_are_told_from_likely_repeats():
     hashes, names = improbable_rollouts(prompts, [first, [*second, nan]])
     assert names == [f"prompt 4: sibling {i}" for i in range(3)] + ["prompt 5: sibling 0"]
     assert hashes[0] == hashes[1]
-    assert len(set(hashes.tolist())) == 3  # another prompt's rollouts are others
-    again = Request(prompts[0].prompt, 6, 3)  # a second group of the prompt, by a key of its own
+    assert len(set(hashes.tolist())) == 3  # rollouts of another prompt have other hashes
+    again = Request(prompts[0].prompt, 6, 3)  # a second group of the prompt has its own key
     assert improbable_rollouts([again], [first[:1]])[0] == hashes[0]

@@ -41,7 +41,7 @@ def test_buckets_hold_every_entry_once_within_the_limit(pipeline, limit):
 
 
 def part_by_hand(entry: Entry, full: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-    """Row by row from the description of Megatron's layouts (interleaved query groups, gate above up)."""
+    """Return a rank's part, row by row, by Megatron's layouts (interleaved query groups, gate above up)."""
     rows = []
     if entry.layout == "replicated":
         return full[0]
