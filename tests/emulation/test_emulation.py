@@ -34,7 +34,7 @@ def cases(csrc: Path, file: str, *which: str) -> subprocess.CompletedProcess[str
         pytest.param("test_linear_ppo_loss_cuda.py", marks=pytest.mark.slow),
     ],
 )
-def test_the_cases_of_a_gpu(file):
+def test_gpu_cases_pass_on_emulated_kernels(file):
     done = cases(build.ROOT / "csrc", file)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     assert re.search(r"^\d+ passed(, \d+ warnings?)? in ", done.stdout, re.M), done.stdout[-5000:]
@@ -74,7 +74,7 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_seen(name, tmp_path):
+def test_a_planted_fault_is_detected(name, tmp_path):
     source, text, instead, file, case, says = FAULTS[name]
     shutil.copytree(build.ROOT / "csrc", tmp_path / "csrc")
     path = tmp_path / "csrc" / source

@@ -32,7 +32,7 @@ def test_every_term_agrees(settings):
     assert_agree(got, case.call(reference.linear_ppo_loss, settings=settings), 1e-5)
 
 
-def test_repeats_bit_for_bit():
+def test_results_are_reproducible_bit_for_bit():
     runs = [make(MORE, 31, 999).call(fused.linear_ppo_loss, torch.float32, EVERYTHING, device=DEVICE) for _ in range(3)]
     for result, *grads in runs[1:]:
         assert result.sums == runs[0][0].sums

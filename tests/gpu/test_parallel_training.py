@@ -58,7 +58,7 @@ def single(directory) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_are_near_those_of_one_gpu(case, directory, single):
+def test_steps_agree_with_those_on_one_gpu(case, directory, single):
     """Metrics agree within 3%, and weights differ by less than a quarter of their change in the steps."""
     size, parallel, options = CASES[case]
     if size > GPUS:

@@ -30,7 +30,7 @@ CASES = [Fp8Config()] + [
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("config", CASES, ids=lambda c: f"{c.recipe}{' parameters' * c.parameters}")
-def test_a_step_is_near_the_one_in_fp32(config, offload, tmp_path):
+def test_a_step_agrees_with_fp32(config, offload, tmp_path):
     """Log-probs agree with transformers in fp32; updates are finite and change the weights."""
     if config.parameters and offload:
         pytest.skip("refused by the configuration")

@@ -70,7 +70,7 @@ def test_moments_equal_exact_sums(name, op):
     check_moments(op, name)
 
 
-def test_moments_show_a_nan():
+def test_moments_propagate_nan():
     values = sample(5000)
     values[4321] = float("nan")
     assert math.isnan(fused.moments(values).mean)

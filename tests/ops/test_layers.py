@@ -95,7 +95,7 @@ def test_silu_mul(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "width"), [((5, 3), 4), ((1, 1, 6), 4), ((70, 1, 130), 65), ((2, 900), 33)])
-def test_products_that_take_a_norm_or_an_activation_along(shape, width, dtype):
+def test_products_fused_with_a_norm_or_an_activation(shape, width, dtype):
     g = torch.Generator().manual_seed(width)
     x, norm_weight, bias = (torch.randn(*s, generator=g) for s in (shape, (shape[-1],), (width,)))
     weight = torch.randn(width, shape[-1], generator=g)
@@ -211,7 +211,7 @@ def test_gradients_by_finite_differences():
     assert torch.autograd.gradcheck(lambda *all: ops.norm_linear(all[0], all[1], EPS, *all[2:]), (x, w, weight, bias))
 
 
-def test_a_second_backward_pass_over_what_was_overwritten_fails():
+def test_a_second_backward_pass_over_overwritten_inputs_fails():
     x = torch.randn(4, 6, requires_grad=True)
     weight = torch.randn(5, 3, requires_grad=True)
     out = ops.swiglu_linear(x.clone(), weight).sum()

@@ -36,7 +36,7 @@ def sapo(r, a):
 BY_HAND = {"clip": clip, "cispo": cispo, "sapo": sapo}  # functions of ratio and advantage
 
 
-def test_the_names_are_those_of_the_configuration_and_of_this_file():
+def test_every_policy_loss_has_a_formula_here():
     known = typing.get_args(typing.get_type_hints(AlgoConfig)["policy_loss"])
     assert set(known) == set(POLICY_LOSSES) == set(BY_HAND)
     names = {field.name for field in dataclasses.fields(PolicyLossSettings)}

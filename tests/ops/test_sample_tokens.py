@@ -41,7 +41,7 @@ def test_agrees_with_float64(name, dtype):
 @pytest.mark.parametrize(
     "name", [n for n, c in CASES.items() if c.logits.shape[1] <= 5000 and c.temperature not in (1e-42, 3e3)]
 )
-def test_draws_what_the_reference_draws(name):
+def test_samples_equal_the_reference(name):
     """All but a few per cent, because the reference has a less precise cumulative sum in float32."""
     case = CASES[name]
     ids, log_probs = draw(case)
@@ -80,7 +80,7 @@ SETTINGS = ["plain-1031", "top-p-cold", "top-k", "both", "ties-both", "greedy"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_rows_depend_on_nothing_else(name):
+def test_rows_do_not_depend_on_batch_or_threads(name):
     """Results are bit-identical for a single row, in another order, and with any number of threads."""
     case = CASES[name]
     ids, log_probs = draw(case)
@@ -116,7 +116,7 @@ def test_strided_rows(name, dtype):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_bfloat16_is_its_float32_value(name):
+def test_bfloat16_logits_equal_their_float32_values(name):
     logits = CASES[name].logits.bfloat16()
     narrow, wide = draw(CASES[name], logits=logits), draw(CASES[name], logits=logits.float())
     assert torch.equal(narrow[0], wide[0])

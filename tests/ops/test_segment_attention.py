@@ -120,7 +120,7 @@ def test_large_scores():
     assert got[0].equal(qkv[0, 0, 2])
 
 
-def test_who_kept_what_is_overwritten_is_told():
+def test_backward_of_an_overwritten_input_fails():
     """A function that saved the projection must not compute its gradient from the rotated one."""
     qkv, angle = inputs(4, 1, 1, 16, seed=5)
     leaf = qkv.requires_grad_()

@@ -101,7 +101,7 @@ def test_token_loss_derivative_equals_finite_differences(dtype):
     assert close(second, of_entropy, 1e-6)
 
 
-def test_shapes_and_dtypes_that_do_not_fit():
+def test_wrong_shapes_and_dtypes_are_refused():
     logits = torch.zeros(3, 4)
     ids = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(TypeError, match="logits must be float32 or float64"):

@@ -39,7 +39,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *x: value_loss(*x).loss, inputs)
 
 
-def test_the_bound_itself_and_ties():
+def test_gradient_at_the_clip_bound_and_at_ties():
     # At the bound and inside, the gradient is v - R; 2 and its clipped value 0 are equally far from a return of 1.
     case = Case(
         values=torch.tensor([0.5, 0.25, 2.0], dtype=torch.float64),
@@ -54,7 +54,7 @@ def test_the_bound_itself_and_ties():
 
 
 @pytest.mark.parametrize("broken", ["values", "old_values", "returns", "weights"])
-def test_a_nan_that_counts_is_seen(broken):
+def test_an_unmasked_nan_makes_the_loss_nan(broken):
     case = make(50, masked=0.0)
     x = getattr(case, broken).clone()
     x[17] = float("nan")

@@ -46,7 +46,7 @@ def test_devices_and_versions(recipe, capability, cuda, te, message):
     assert bool(message) == bool(found)
 
 
-def test_every_rank_s_part_must_be_aligned():
+def test_every_shard_must_be_aligned():
     config = Fp8Config(recipe="tensorwise", bf16_layers=2)
     assert fp8.problem(config, shape(), 2, H100, "12.9", "2.9") == ""
     assert "intermediate_size is 4484" in fp8.problem(config, shape(ffn=8968), 2, H100, "12.9", "2.9")
@@ -69,7 +69,7 @@ def test_megatron_knows_every_field():
     assert fp8.settings(Fp8Config()) == {}
 
 
-def test_not_on_this_machine():
+def test_fp8_is_refused_without_transformer_engine():
     if fp8.cpu_bridge.has_transformer_engine():
         pytest.skip("Transformer Engine is here")
     with pytest.raises(UserError, match=r'fp8\.recipe = "delayed": needs a GPU and Transformer Engine'):

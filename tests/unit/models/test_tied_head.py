@@ -51,7 +51,7 @@ def load(directory: Path, processes) -> torch.nn.Module:
     return actor
 
 
-def test_another_head_is_refused_in_one_line_and_untying_gives_the_logits_of_transformers(another, processes):
+def test_a_different_head_is_refused_and_untying_gives_transformers_logits(another, processes):
     for use in (lambda: load(another, processes), lambda: to_megatron(another, another.parent / "megatron", 1, 1)):
         with pytest.raises(UserError) as caught:
             use()
@@ -90,7 +90,7 @@ def test_a_head_of_another_shape_is_named(another, processes):
         load(another, processes)
 
 
-def test_a_critic_leaves_the_head_of_an_untied_model_aside(another, processes):
+def test_a_critic_ignores_the_head_of_an_untied_model(another, processes):
     set_tied(another, False)
     shape = read_shape(another)
     built = critic.build_critic(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
@@ -99,7 +99,7 @@ def test_a_critic_leaves_the_head_of_an_untied_model_aside(another, processes):
     assert torch.equal(built.embedding.word_embeddings.weight[: tiny.VOCAB], tiny.weights(another)[EMBEDDING])
 
 
-def test_the_converter_names_the_folder_of_its_user(tmp_path, monkeypatch):
+def test_the_converter_names_the_users_folder(tmp_path, monkeypatch):
     tiny.make_model(tmp_path / "hf", "llama", True)
     found = iter([torch.zeros(1), torch.ones(1)])
     monkeypatch.setattr(conversion, "logits", lambda *_: next(found))

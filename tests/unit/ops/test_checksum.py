@@ -53,7 +53,7 @@ def test_types_and_views(dtype):
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_every_flipped_bit_is_seen(size):
+def test_every_flipped_bit_changes_the_checksum(size):
     data = noise(size)
     before = int(checksum("a", data))
     for place in {*range(0, size, max(1, size // 50)), size - 1}:
@@ -64,7 +64,7 @@ def test_every_flipped_bit_is_seen(size):
     assert int(checksum("a", data)) == before
 
 
-def test_what_changed_places_is_seen():
+def test_swapped_data_changes_the_checksum():
     """Words, rows and halves, also in data with few distinct values, such as new norm weights."""
     few = torch.randint(0, 2, (300_000,), generator=torch.Generator().manual_seed(2)).float()
     for data in (noise(2_400_000, 3).view(torch.int64), few.view(torch.int64)):
@@ -81,7 +81,7 @@ def test_what_changed_places_is_seen():
         assert int(checksum("a", data.roll(len(data) // 2))) != before
 
 
-def test_name_type_and_shape_count():
+def test_name_dtype_and_shape_change_the_checksum():
     x = torch.zeros(4, 6)
     sums = [
         checksum("a", x),

@@ -29,16 +29,16 @@ def cpuinfo(tmp_path):
     ("flags", "module"),
     [(SKYLAKE_X, "_C_v4"), (KNIGHTS_LANDING, "_C_v3"), (HASWELL, "_C_v3"), (SANDY_BRIDGE, "_C")],
 )
-def test_the_best_that_the_processor_runs(cpuinfo, flags, module):
+def test_the_best_supported_level_is_chosen(cpuinfo, flags, module):
     assert choose_module(ALL, cpuinfo=cpuinfo(flags)) == module
 
 
-def test_a_level_may_be_asked_for(cpuinfo):
+def test_a_level_can_be_requested(cpuinfo):
     path = cpuinfo(SKYLAKE_X)
     assert [choose_module(ALL, level, path) for level in LEVELS] == ["_C_v4", "_C_v3", "_C"]
 
 
-def test_a_level_that_the_processor_has_not_is_refused(cpuinfo):
+def test_an_unsupported_level_is_refused(cpuinfo):
     with pytest.raises(UserError, match=r"^BRORL_CPU=x86-64-v4: this processor has no avx512bw, avx512dq, avx512vl$"):
         choose_module(ALL, "x86-64-v4", cpuinfo(KNIGHTS_LANDING))
     with pytest.raises(UserError, match=r"no such level; it takes x86-64-v4, x86-64-v3, x86-64$"):
@@ -52,7 +52,7 @@ def test_a_build_for_one_processor_has_no_choice(tmp_path):
         choose_module({"_C"}, "x86-64")
 
 
-def test_where_linux_does_not_tell(tmp_path):
+def test_missing_processor_flags_are_reported(tmp_path):
     with pytest.raises(UserError, match=r"does not list the processor's flags; set BRORL_CPU=x86-64"):
         choose_module(ALL, cpuinfo=tmp_path / "none")
     assert choose_module(ALL, "x86-64", tmp_path / "none") == "_C"

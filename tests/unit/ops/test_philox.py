@@ -63,7 +63,7 @@ def test_streams_are_distinct_and_uniform():
     assert max(abs(np.corrcoef(row, index)[0, 1]) for row in by_prompt) < 4 / 500**0.5
 
 
-def test_stream_key_tells_apart():
+def test_stream_keys_are_distinct():
     keys = [stream_key(1, 23, "a"), stream_key(12, 3, "a"), stream_key(1, "23", "a"), stream_key(1, 23, "b")]
     assert len(set(keys)) == 4
     assert all(0 <= k < 2**63 for k in keys)

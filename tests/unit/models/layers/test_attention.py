@@ -72,7 +72,7 @@ def test_mask_allows_exactly_the_pairs_of_the_definition(groups):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("groups", GROUPS)
-def test_forward_agrees_with_the_attention_of_the_cpu(groups):
+def test_forward_agrees_with_cpu_attention(groups):
     total = sum(g.prefix + sum(count * n for count, n in g.segments) for g in groups)
     g = torch.Generator().manual_seed(total)
     q, k, v = (torch.randn(total, 1, heads, 16, generator=g) for heads in (6, 2, 2))

@@ -76,7 +76,7 @@ def test_boundaries_of_segments_are_made_once():
     assert segments.variable_length is made
 
 
-def test_attention_is_called_as_megatron_s_wrapper_takes_it():
+def test_attention_call_fits_megatrons_wrapper():
     """The call is super().forward(q, k, v, mask, packed_seq_params=..., **kwargs) of TEDotProductAttention."""
     wrapper = _wrappers()["TEDotProductAttention"]
     forward = next(n for n in wrapper.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
@@ -122,18 +122,18 @@ def _keywords(tree: ast.AST, called: str) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"])
-def test_recipes_take_what_megatron_gives_them(recipe):
+def test_recipes_accept_megatrons_arguments(recipe):
     found = _keywords(_source_of("megatron.core.fp8_utils"), recipe)
     assert len(found) == 1
     assert {"fp8_format"} <= found[0] <= set(SIGNATURES[recipe].split())
 
 
-def test_delayed_scaling_takes_what_megatron_gives_it_but_for_an_ignored_argument():
+def test_delayed_scaling_accepts_all_but_one_ignored_argument():
     (given,) = _keywords(_wrappers()["TEDelayedScaling"], "__init__")
     assert given - set(SIGNATURES["DelayedScaling"].split()) == {"override_linear_precision"}
 
 
-def test_fused_adam_takes_what_megatron_gives_it():
+def test_fused_adam_accepts_megatrons_arguments():
     """The precision-aware optimizer is not used."""
     found: set[Any] = set()
     for node in ast.walk(_source_of("megatron.core.optimizer")):

@@ -38,7 +38,7 @@ def bridge(config, tensor: int):
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize(("family", "tied"), [c for c in tiny.CASES if c[0] in BRIDGES])
-def test_names_and_parts_equal_mbridge_s(tmp_path, family, tied, tensor):
+def test_names_and_shards_equal_mbridge(tmp_path, family, tied, tensor):
     model = tiny.make_model(tmp_path, family, tied, num_key_value_heads=4, num_attention_heads=8)
     shape = read_shape(tmp_path)
     other = bridge(AutoConfig.from_pretrained(tmp_path), tensor)

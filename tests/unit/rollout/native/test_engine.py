@@ -92,7 +92,7 @@ def same_tokens(a, b) -> float:
     return sum(x.token_ids.tolist() == y.token_ids.tolist() for x, y in pairs) / len(pairs)
 
 
-def test_rollouts_do_not_depend_on_their_neighbours(one):
+def test_rollouts_do_not_depend_on_the_batch(one):
     """Rollouts are the same if sampled alone, in a batch, in waves or in several requests."""
     sampling = Sampling(1.0, 0.95, 0, 30, STOPS)
     asked = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
@@ -130,7 +130,7 @@ class Drawer:
 
 
 @pytest.mark.parametrize("memory", [0, 24])
-def test_what_is_taken_as_there_is_room_is_what_was_asked_at_once(one, memory):
+def test_rollouts_from_a_supply_equal_those_of_one_call(one, memory):
     """With few slots or few pages, rows in flight fit, the whole supply is sampled, and tokens are the same."""
     shape = one[0]
     sampling = Sampling(1.0, 0.95, 0, 30, STOPS)
@@ -205,7 +205,7 @@ def test_sleep_drops_the_weights(one):
         engine.generate([Request(prompts()[0], 1, 1)], Sampling(1, 1, 0, 5, ()))
 
 
-def test_context_overflow_is_told(one):
+def test_context_overflow_is_an_error(one):
     with pytest.raises(UserError, match="exceeds the model's context of 256"):
         make_engine(*one).generate([Request(prompts()[0], 1, 1)], Sampling(1, 1, 0, 254, ()))
 
@@ -224,7 +224,7 @@ class Watching:
         return len(self.ended) >= self.most
 
 
-def test_rows_make_room_where_memory_is_short(one):
+def test_evicted_rows_continue_with_the_same_tokens(one):
     """With pages for a third of the rows' tokens, rows are evicted and continue; tokens are the same."""
     sampling = Sampling(1.0, 1, 0, 100, STOPS)
     asked = [Request(p, stream_key(0, 4, p.id), 40) for p in prompts((30, 9, 17))]
@@ -245,7 +245,7 @@ def test_rows_make_room_where_memory_is_short(one):
 
 
 @pytest.mark.parametrize("ops", [FusedDecode(), ReferenceDecode()])
-def test_rollouts_cut_by_a_budget_go_on_as_if_nothing_had_been(one, ops):
+def test_rollouts_cut_by_a_budget_continue_unchanged(one, ops):
     engine = make_engine(*one, ops=ops)
     asked = [Request(p, stream_key(0, 4, p.id), 32) for p in prompts()]
     whole = engine.generate(asked, Sampling(1.0, 1, 0, 50, STOPS))
@@ -274,7 +274,7 @@ def test_rollouts_cut_by_a_budget_go_on_as_if_nothing_had_been(one, ops):
     assert any(len(x.token_ids) == 50 for x, _ in same)
 
 
-def test_a_cancelled_call_gives_back_what_it_has(one):
+def test_a_cancelled_call_returns_unfinished_rollouts(one):
     engine = make_engine(*one, max_rows=60)
     asked = [Request(p, stream_key(0, 4, p.id), 50) for p in prompts()]
     sampling = Sampling(1.0, 1, 0, 60, STOPS)

@@ -64,7 +64,7 @@ def padded(request, tmp_path_factory):
     return directory, load_tokenizer(directory), decode, module
 
 
-def test_ids_that_the_tokenizer_does_not_have_decode_to_nothing(padded):
+def test_ids_beyond_the_tokenizer_decode_to_nothing(padded):
     """At every position of a text, also inside a character of several bytes."""
     _, tokenizer, decode, _ = padded
     for text in ("abc 12", "naïve é", "", "\U0001f642 x"):
@@ -75,7 +75,7 @@ def test_ids_that_the_tokenizer_does_not_have_decode_to_nothing(padded):
     assert tokenizer.decode([SIZE]) == tokenizer.decode([PADDED - 1, SIZE]) == ""
 
 
-def test_the_engine_samples_them_with_the_models_probabilities(padded):
+def test_padded_ids_are_sampled_with_the_models_probabilities(padded):
     """Log-probs equal transformers' softmax over the whole vocabulary, and additional ids end no response."""
     directory, tokenizer, decode, module = padded
     sample = fused_decode.sample_tokens

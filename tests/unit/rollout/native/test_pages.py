@@ -13,7 +13,7 @@ from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.types import Prompt
 
 
-def test_how_full_the_cache_was(model):
+def test_kv_usage_counts_pages(model):
     """Two rollouts of 40 tokens after one page of prompt need a page each for every 16 tokens."""
     shape = read_shape(model[0])
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 8, sample_tokens)
@@ -32,7 +32,7 @@ def test_how_full_the_cache_was(model):
 
 
 @pytest.mark.parametrize("rows", [8, 2])
-def test_prompts_that_siblings_found(model, rows):
+def test_kv_usage_counts_shared_prompts(model, rows):
     """Two rollouts after 3 tokens and three after 5: one of each computes the prompt, even if not all fit at once."""
     shape = read_shape(model[0])
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, rows, sample_tokens)

@@ -100,7 +100,7 @@ def engine_of(model, rows=64, memory=0):
 
 @pytest.mark.parametrize("family", [("qwen2", True), ("gemma3", False)], ids=str)
 @pytest.mark.parametrize(("rows", "queries"), [(64, 1024), (3, 1024), (64, 7)])
-def test_log_probs_behind_a_shared_beginning_are_transformers(tmp_path, family, rows, queries, monkeypatch):
+def test_log_probs_after_a_shared_prefix_equal_transformers(tmp_path, family, rows, queries, monkeypatch):
     """For prompts that start together or later than others, also with few queries at a time."""
     monkeypatch.setattr(decoder, "QUERIES", queries)
     model = tmp_path, tiny.make_model(tmp_path, *family)
@@ -121,7 +121,7 @@ def test_log_probs_behind_a_shared_beginning_are_transformers(tmp_path, family, 
             torch.testing.assert_close(rollout.log_probs, expected, atol=2e-4, rtol=0)
 
 
-def test_rows_that_go_on_use_what_is_there(model):
+def test_continued_rollouts_reuse_the_shared_prefix(model):
     """Rollouts cut after 5 tokens continue with the greedy tokens of an uncut call and reuse the shared prefix."""
     asked = instruction((140, 150), 128)
     engine = engine_of(model)

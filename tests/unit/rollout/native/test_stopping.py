@@ -149,7 +149,7 @@ def test_a_response_ends_where_brute_force_ends_it(tokenizer):
     assert ended > 200
 
 
-def test_byte_runs_that_are_long(tmp_path):
+def test_long_runs_of_byte_tokens(tmp_path):
     """Llama's decoder accepts a run of byte tokens only as a whole, so a window must not start within a character."""
     tokenizer = llama(tmp_path)
     for filler in ("你", "д", "🙂", "é你🙂"):
@@ -174,7 +174,7 @@ def test_most_tokens_decode_a_short_window(tmp_path):
     assert sorted(lengths)[-2] <= 20
 
 
-def test_rows_end_by_their_own_tokens(tmp_path):
+def test_rows_end_independently(tmp_path):
     """Rows that are decoded together end independently; a stop token ends a row, whatever its text."""
     tokenizer = byte_level(tmp_path)
     end = tokenizer.encode("q")[0]
