@@ -58,7 +58,8 @@ def evaluation_figure(result: Mapping[str, Any]) -> Figure:
     panel(curve, "At least one of k right", "pass@k", "k")
     panel(tokens, "Response length", "mean length (tokens)", "benchmark")
     for place, (name, part) in enumerate(parts.items()):
-        p, color = part["pass_at_1"], COLORS[place % len(COLORS)]
+        p = part["pass_at_1"]
+        color = COLORS[place % len(COLORS)]
         score.bar(place, p["mean"], color=color, yerr=_error(p), capsize=4)
         tokens.bar(place, part["response_tokens"], color=color)
         ks = [int(k) for k in part["pass_at_k"]]
@@ -142,7 +143,9 @@ def markdown(result: Mapping[str, Any]) -> str:
     head = ["benchmark", "prompts", "A pass@1", "B pass@1", "B - A (95% interval)", *wide, "A tokens", "B tokens"]
     rows = [[*head, "p (B > A)"]]
     for name, part in [*result["benchmarks"].items(), ("all prompts", result["all"])]:
-        a, b, test = part["before"], part["after"], part.get("paired")
+        a = part["before"]
+        b = part["after"]
+        test = part.get("paired")
         gap = f"{b['pass_at_1']['mean'] - a['pass_at_1']['mean']:+.2%}"
         if test:
             gap += f" ({test['difference']['low']:+.2%} to {test['difference']['high']:+.2%})"
@@ -209,10 +212,11 @@ def _error(p: Mapping[str, float]) -> list[list[float]]:
 
 
 def _intervals(part: Mapping[str, Any]) -> list[str]:
-    p, r = part["pass_at_1"], part["mean_reward"]
+    accuracy = part["pass_at_1"]
+    reward = part["mean_reward"]
     return [
-        f"{p['mean']:.2%} ({p['low']:.2%} to {p['high']:.2%})",
-        f"{r['mean']:.4g} ({r['low']:.4g} to {r['high']:.4g})",
+        f"{accuracy['mean']:.2%} ({accuracy['low']:.2%} to {accuracy['high']:.2%})",
+        f"{reward['mean']:.4g} ({reward['low']:.4g} to {reward['high']:.4g})",
     ]
 
 

@@ -25,9 +25,9 @@ from megatron_brorl.tracking import metric_docs, run_info
 from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
 SUMMARY = "summary.json"
-MOST_POINTS = 400  # of a curve; above, each point is the mean of several steps
-MOST_MOMENTS = 400  # whose groups are read; above, as many at even distances
-FEW_SAMPLES = 16  # up to here a prompt's right answers are counted one by one, above in tenths
+MAX_POINTS = 400  # of a curve; above, each point is the mean of several steps
+MAX_MOMENTS = 400  # whose groups are read; above, as many at even distances
+MAX_COUNTED_SAMPLES = 16  # up to here a prompt's right answers are counted one by one, above in tenths
 TENTHS = ["none", *(f"{10 * i}-{10 * i + 10}%" for i in range(10)), "all"]
 
 Row = Mapping[str, Any]
@@ -272,7 +272,8 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
     equals pass@1. solved: prompts with a right sample only in the second evaluation. lost: prompts with a right sample
     only in the first.
     """
-    a, b = before.prompts, after.prompts
+    a = before.prompts
+    b = after.prompts
     keys = [key for key in a if key in b]
     if len(keys) < 2:
         return None
@@ -353,7 +354,8 @@ def times_to_target(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str
         if not own:
             found.append(None)
             continue
-        target, runs = own[-1]["passes"][0]["mean"], []
+        target = own[-1]["passes"][0]["mean"]
+        runs = []
         for table in tables:
             heights = [row["passes"][0]["mean"] for row in table]
             spent = {x: first_reached([row[x] for row in table], heights, target) for x in ("seconds", "rollouts")}
@@ -401,7 +403,7 @@ def _kept(row: Row) -> float:
 # Curves over steps, and how many rollouts of each prompt are right.
 
 
-def curves(rows: Sequence[Row], most: int = MOST_POINTS) -> dict[str, Any]:
+def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
     """Return every metric of metrics.jsonl, at most `most` points of each.
 
     every: steps that a point is the mean of; step: the number of its last one; elapsed: seconds of steps by then;
@@ -412,7 +414,8 @@ def curves(rows: Sequence[Row], most: int = MOST_POINTS) -> dict[str, Any]:
     flat = [[_flat(row) for row in part] for part in parts]
     names = dict.fromkeys(name for part in flat for row in part for name in row)
     values = {name: [_mean([row.get(name) for row in part]) for part in flat] for name in names}
-    elapsed, seconds = [], 0.0
+    elapsed = []
+    seconds = 0.0
     for part in flat:
         seconds += sum(row.get("time/step") or 0.0 for row in part)
         elapsed.append(float(f"{seconds:.7g}"))
@@ -459,7 +462,7 @@ def spread(run: RecordedRun, kind: str) -> dict[str, Any] | None:
     if not found:
         return None
     sizes = {n for _, known in found for _, n in known}
-    exact = sizes.pop() if len(sizes) == 1 and max(sizes) <= FEW_SAMPLES else 0
+    exact = sizes.pop() if len(sizes) == 1 and max(sizes) <= MAX_COUNTED_SAMPLES else 0
     bins = [str(i) for i in range(exact + 1)] if exact else TENTHS
     counts = []
     for _, known in found:
@@ -473,7 +476,7 @@ def _tenth(right: int, n: int) -> int:
     return 0 if not right else len(TENTHS) - 1 if right == n else 1 + 10 * right // n
 
 
-def _evenly(there: list[Moment], most: int = MOST_MOMENTS) -> list[Moment]:
+def _evenly(there: list[Moment], most: int = MAX_MOMENTS) -> list[Moment]:
     """Return at most `most` moments, the first and the last among them."""
     if len(there) <= most:
         return there

@@ -22,7 +22,8 @@ def made(group: int, prompt: str, answers: list[str | None]) -> list[dict[str, o
     """Return the rollouts of a group."""
     found = []
     for i, answer in enumerate(answers):
-        right, own = bool(answer) and answer.endswith("*"), answer.rstrip("*") if answer else None
+        right = bool(answer) and answer.endswith("*")
+        own = answer.rstrip("*") if answer else None
         text = f"so [b]it[/b] is {own}\x1b[31m" if own else "I do not KNOW\nthat"
         more = {"text": text, "finish": "stop" if own else "length", "advantage": 0.25 if right else None}
         found.append(rollout(group, prompt, i, own, right, **more))
@@ -45,7 +46,8 @@ def run(tmp_path_factory):
     groups = [group(g, own, 3) for g, own in enumerate(asked)]
     for moment in (Moment("evaluation", 0), LAST):
         write(folder, moment, groups, [r for own in asked for r in own], ranks=2)
-    first, second = made(0, "t/0", ["1*", "1", "2"]), made(3, "t/3", ["8", "8", "8"])
+    first = made(0, "t/0", ["1*", "1", "2"])
+    second = made(3, "t/3", ["8", "8", "8"])
     write(folder, Moment("step", 2), [group(0, first, 3, distinct=3), group(3, second, 0)], first, ranks=1)
     return run
 

@@ -156,7 +156,8 @@ def test_workers_import_neither_torch_nor_numpy(pool: RewardPool) -> None:
 
 
 def test_every_worker_hashes_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, environment = "print(hash('a text') % 1000 / 1000)", {**os.environ, "PYTHONHASHSEED": "0"}
+    code = "print(hash('a text') % 1000 / 1000)"
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
     expected = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
     monkeypatch.setenv("PYTHONHASHSEED", "random")
     with RewardPool(1, 5.0, MAKE) as pool:
@@ -222,7 +223,8 @@ def test_an_interrupted_call_leaves_nothing_behind() -> None:
 
 def test_cancelled_requests_are_judged_when_they_are_asked_again() -> None:
     with RewardPool(1, 60.0, MAKE) as pool:
-        echoed, hung = ask("echo", "0.5"), ask("hang", "hang")
+        echoed = ask("echo", "0.5")
+        hung = ask("hang", "hang")
         verdicts = [pool.submit(request) for request in (*hung, *echoed)]
         pool.cancel()
         assert [verdict.cancelled() for verdict in verdicts] == [True, True]
