@@ -47,4 +47,6 @@ def test_a_test_passes_only_if_the_function_returns(name: str, form: str) -> Non
     when, _, which = name.partition(" ")
     program, share = {"loaded": LOADED, "called": CALLED}[when][which]
     metadata = {"function": "add", **FORMS[form]}
-    assert code.score(program, {"id": "1", "prompt": "", "answer": None, "metadata": metadata}, SANDBOX).reward == share
+    assert (
+        code.verify(program, {"id": "1", "prompt": "", "answer": None, "metadata": metadata}, SANDBOX).reward == share
+    )
