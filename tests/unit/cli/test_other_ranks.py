@@ -21,10 +21,10 @@ WAITED = (
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (CLOSED, "another rank is gone"),
-        (LATE, "did not come within parallel"),
-        (MISSED, "waited for ranks 1, 3: gone, or took too long"),
-        (WAITED, "another rank is gone"),
+        (CLOSED, "another rank has died"),
+        (LATE, "did not respond in parallel"),
+        (MISSED, "waited for ranks 1, 3: dead or too slow"),
+        (WAITED, "another rank has died"),
     ],
 )
 def test_a_lost_rank_is_reported_in_one_line(monkeypatch, capsys, text, told):
