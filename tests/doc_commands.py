@@ -17,8 +17,7 @@ ROOT = Path(__file__).parent.parent
 # Pages in docs/results are records of commands at their time.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# Why no test runs a command, in a comment before its block: <!-- not run: minutes, a GPU -->
-REASONS = {"minutes", "a GPU", "TensorRT-LLM", "Slurm", "the network", "a run", "your files", "another environment"}
+# A comment before a block says why no test runs its commands: <!-- not run: minutes, a GPU -->
 BLOCK = re.compile(r"(?:^<!-- not run: ([^>]*) -->\n\n?)?^```(bash|sh|console)\n(.*?)^```", re.S | re.M)
 FENCED = re.compile(r"^```.*?^```", re.S | re.M)
 INLINE = re.compile(r"(?<!`)`((?:brorl|torchrun|sbatch|bash|make|python) [^`\n]+)`(?!`)")

@@ -27,7 +27,8 @@ ANSWERS = "evaluation.jsonl"
 def evaluate(args: argparse.Namespace) -> int:
     """Sample and score, and write evaluation.json, .jsonl (one line per prompt), .md and .png to run.dir."""
     from megatron_brorl.cli.session import Session
-    from megatron_brorl.report.comparison import evaluation_markdown, plot_evaluation
+    from megatron_brorl.report.comparison import evaluation_figure, evaluation_markdown
+    from megatron_brorl.report.plots import save
     from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
     from megatron_brorl.train.weight_sync import sync_weights
@@ -84,7 +85,7 @@ def evaluate(args: argparse.Namespace) -> int:
             write_json(session.dir / "evaluation.json", result)
             table = evaluation_markdown(result)
             write_text(session.dir / "evaluation.md", table)
-            figure = plot_evaluation(result, session.dir / "evaluation.png")
+            figure = save(evaluation_figure(result), session.dir / "evaluation.png")
 
             print(table)
             if whole.lost:
@@ -132,22 +133,25 @@ def add_compare(commands: Any) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from megatron_brorl.report.comparison import compare, markdown, plot_comparison, read_answers
+    from megatron_brorl.report.comparison import compare, comparison_figure, markdown, read_answers
+    from megatron_brorl.report.plots import save
 
     out = args.out or args.after
 
     # A prompt keeps its id if the chat template writes another date into it.
-    dates = [read_object(folder / "evaluation.json").get("template_date") for folder in (args.before, args.after)]
+    remedy = "give the run.dir of an evaluation"
+    folders = (args.before, args.after)
+    dates = [read_object(folder / "evaluation.json", remedy).get("template_date") for folder in folders]
     if dates[0] != dates[1]:
         print(f"warning: the chat templates wrote other dates: {dates[0]} and {dates[1]}", file=sys.stderr)
-    before, after = (read_answers(directory.absolute() / ANSWERS) for directory in (args.before, args.after))
+    before, after = (read_answers(directory.absolute() / ANSWERS) for directory in folders)
     result = compare(before, after, str(args.before), str(args.after))
 
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "compare.json", result)
     table = markdown(result)
     write_text(out / "compare.md", table)
-    figure = plot_comparison(result, out / "compare.png")
+    figure = save(comparison_figure(result), out / "compare.png")
 
     print(table)
     print(f"written to {out / 'compare.json'}, compare.md and {figure.name}")

@@ -9,7 +9,6 @@ import argparse
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rollout.registry import ENGINES, EngineKind
 
-MIN_TORCH = (2, 6)  # as in pyproject.toml
 TESTED_MEGATRON = ("0.16", "0.19")  # as in pyproject.toml: before Python 3.12, and from it on
 MIN_SHARED_MIB = 1024  # Docker's default of 64 MiB holds no weights
 MIN_DISK_MIB = 1024  # for a checkpoint of the smallest models; a dry run knows the needs of a run
@@ -86,10 +84,7 @@ def check_machine() -> None:
 
 
 def _torch() -> Finding:
-    old = tuple(int(x) for x in re.findall(r"\d+", torch.__version__)[:2]) < MIN_TORCH
-    required = ".".join(map(str, MIN_TORCH))
-    remedy = f'pip install "torch>={required}", then megatron-brorl again, which is compiled against it' if old else ""
-    return Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}", remedy)
+    return Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
 
 
 def _megatron() -> Finding:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--megabytes", type=float, default=5.0, metavar="MB", help=size)
     command.set_defaults(command=_report)
 
-    text = "rollouts of a run: prompts with right of N, answers with counts, a right and a wrong response side by side"
+    text = "rollouts of a run: prompts with right of N, answers with counts, a right and a wrong response"
     command = commands.add_parser("rollouts", help=text, description=text)
     command.add_argument("run", metavar="RUN", type=Path, help="run.dir of a training run")
 
@@ -117,9 +116,7 @@ def _lines(s: dict[str, Any]) -> list[str]:
 
 
 def _rollouts(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megatron_brorl.report.rollout_browser import Filters, Page, export, listed, one_prompt, prompt_list, read
+    from megatron_brorl.report.rollout_browser import Filters, export, listed, print_prompt, print_prompts, read
     from megatron_brorl.rollout_log import FOLDER, filter_rows, moments
 
     folder = args.run / FOLDER
@@ -140,13 +137,10 @@ def _rollouts(args: argparse.Namespace) -> int:
         print(f"{export(found, args.export)} rollouts of {found.moment} written to {args.export}")
         return 0
 
-    # FORCE_COLOR must not put control codes into a file, so rich does not decide.
-    console = Console() if sys.stdout.isatty() else None
-    page = Page(console if console and not console.is_dumb_terminal else None)
     if args.prompt is None:
-        prompt_list(page, found, whole, args.limit)
-        page.line(f"recorded are {listed(moments(folder))}")
+        print_prompts(found, whole, args.limit)
+        print(f"recorded are {listed(moments(folder))}")
     else:
         for group in found.groups.to_pylist():
-            one_prompt(page, found.moment, group, filter_rows(found.rollouts, "group", [group["group"]]).to_pylist())
+            print_prompt(found.moment, group, filter_rows(found.rollouts, "group", [group["group"]]).to_pylist())
     return 0

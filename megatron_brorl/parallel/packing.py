@@ -19,7 +19,7 @@ LEAST_GAIN = 1.1  # of tokens; below, sharing a prompt costs more in attention o
 
 
 @dataclass(frozen=True)
-class Group:
+class PackedGroup:
     """Consecutive segments of a stream that attend to the same prompt."""
 
     prefix: int  # tokens of the prompt at the group's front; 0: every segment holds its own
@@ -32,7 +32,7 @@ class Packed:
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in every row
-    groups: tuple[Group, ...]  # in stream order; they cover the stream
+    groups: tuple[PackedGroup, ...]  # in stream order; they cover the stream
     predict: Tensor  # [R] int64: the stream index whose hidden state predicts response token r
     targets: Tensor  # [R] int64: that token
     rows: tuple[int, ...]  # the rows packed, in stream order
@@ -156,7 +156,8 @@ def _fill_shared(families: list[_Family], max_tokens: int) -> list[list[_Family]
             # A full micro-batch ends here; the next one holds the prompt again.
             if batches[-1] and used + cost > max_tokens:
                 batches.append([])
-                used, started = 0, False
+                used = 0
+                started = False
                 cost = len(response) - 1 + len(prompt)
 
             if not started:
@@ -180,7 +181,7 @@ def _pack_plain(
     return _finish(
         pieces=pieces,
         offsets=[0] * len(rows),
-        groups=[Group(0, _runs(lengths.tolist()))] if rows else [],
+        groups=[PackedGroup(0, _runs(lengths.tolist()))] if rows else [],
         predict=first.repeat_interleave(counts) + _ramps(counts),
         rows=[(i, responses[i]) for i in rows],
         multiple_of=multiple_of,
@@ -213,7 +214,7 @@ def _pack_shared(families: list[_Family], multiple_of: int) -> Packed:
     return _finish(
         pieces=pieces,
         offsets=offsets,
-        groups=[Group(len(prompt), _runs([len(r) - 1 for _, r in siblings])) for prompt, siblings in families],
+        groups=[PackedGroup(len(prompt), _runs([len(r) - 1 for _, r in siblings])) for prompt, siblings in families],
         predict=torch.cat(predict),
         rows=[row for _, siblings in families for row in siblings],
         multiple_of=multiple_of,
@@ -223,7 +224,7 @@ def _pack_shared(families: list[_Family], multiple_of: int) -> Packed:
 def _finish(
     pieces: list[Tensor],
     offsets: list[int],
-    groups: list[Group],
+    groups: list[PackedGroup],
     predict: Tensor,
     rows: list[tuple[int, Tensor]],
     multiple_of: int,
@@ -233,8 +234,9 @@ def _finish(
     # Padding is a segment of its own, which nothing else attends to.
     pad = -total % multiple_of if total else multiple_of
     if pad:
-        pieces, offsets = [*pieces, torch.zeros(pad, dtype=torch.int64)], [*offsets, 0]
-        groups = [*groups, Group(0, ((1, pad),))]
+        pieces = [*pieces, torch.zeros(pad, dtype=torch.int64)]
+        offsets = [*offsets, 0]
+        groups = [*groups, PackedGroup(0, ((1, pad),))]
 
     lengths = torch.tensor([len(p) for p in pieces])  # positions count within a piece
     return Packed(

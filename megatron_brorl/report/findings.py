@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from megatron_brorl.algo.group_signal import FIGURES, Why, why_no_signal
+from megatron_brorl.algo.group_signal import METRICS, Cause, why_no_signal
 from megatron_brorl.config.schema import Config
 
 Row = Mapping[str, Any]
@@ -32,7 +32,7 @@ def findings(
     whether the trained weights differ from those of model.path.
     """
     found: dict[str, str] = {}
-    means = {name: _mean(rows, name) for name in FIGURES}
+    means = {name: _mean(rows, name) for name in METRICS}
     why = why_no_signal(means)
 
     if not rows:
@@ -57,25 +57,27 @@ def findings(
     return found
 
 
-def _no_signal(why: Why, config: Config, rows: Sequence[Row]) -> str:
+def _no_signal(why: Cause, config: Config, rows: Sequence[Row]) -> str:
     count = f"{sum(row.get('rollouts') or 0 for row in rows):,.0f}"
-    c, extract = config.rollout, config.reward.extract
-    cut, reward = _mean(rows, "cut_off_share") or 0.0, _mean(rows, "reward") or 0.0
+    rollout = config.rollout
+    extract = config.reward.extract
+    cut = _mean(rows, "cut_off_share") or 0.0
+    reward = _mean(rows, "reward") or 0.0
     # Rewards above 0 that never reach reward.correct_at are a cause of their own.
     short = f" (mean reward {reward:.3g}, reward.correct_at = {config.reward.correct_at:g})" if reward else ""
     how_many = f"every one of {count} responses was" if cut == 1 else f"{cut:.0%} of {count} responses were"
-    sentences: dict[Why, str] = {
-        "cut off": f"{how_many} cut off at rollout.max_tokens = {c.max_tokens}: raise it, or "
+    sentences: dict[Cause, str] = {
+        "cut off": f"{how_many} cut off at rollout.max_tokens = {rollout.max_tokens}: raise it, or "
         "put prompts in the form after which the model ends its answers (data.chat, data.template)",
         "no answer": f'no response of {count} had an answer where reward.extract = "{extract}" looks for it, '
         f"{_PLACES[extract]}: ask for that form in data.template or data.system_prompt, or set reward.extract to the "
         "form that the model gives" + (f"; {cut:.0%} were cut off at rollout.max_tokens" if cut else ""),
         "none right": f"no response of {count} was right{short}: check that the verifier calls a reference answer "
         "right, then take easier prompts, a larger rollout.n or a warm start (brorl sft)"
-        + (f"; {cut:.0%} were cut off at rollout.max_tokens = {c.max_tokens}" if cut else ""),
+        + (f"; {cut:.0%} were cut off at rollout.max_tokens = {rollout.max_tokens}" if cut else ""),
         "all right": f"every one of {count} responses was right, so that nothing is left to learn: take harder prompts",
-        "no mixed group": f"no group had a signal: the rewards in each were equal: raise rollout.n = {c.n}, or take "
-        "prompts that the model gets right sometimes (brorl pass-rates)",
+        "no mixed group": f"no group had a signal: the rewards in each were equal: raise rollout.n = {rollout.n}, or "
+        "take prompts that the model gets right sometimes (brorl pass-rates)",
     }
     return sentences[why]
 
@@ -112,7 +114,7 @@ def verdict(
     named = summary.get("findings", {})
     found = list(named.values())
     # A run that has not ended has no findings yet; its rows show whether there is a signal.
-    why = None if summary else why_no_signal({name: _mean(rows, name) for name in FIGURES})
+    why = None if summary else why_no_signal({name: _mean(rows, name) for name in METRICS})
     if why:
         found.append(f"nothing to learn from so far ({why}; mean over {len(rows)} steps)")
     if found and tone == "good":
@@ -190,7 +192,8 @@ def _unpaired(rows: Sequence[Row], evaluations: Sequence[Mapping[str, Any]]) -> 
 
 def _level(e: Mapping[str, Any]) -> str:
     """Return pass@1 of an evaluation, with the mean reward where that is another value."""
-    text, r = f"pass@1 {e['passes'][0]['mean']:.1%}", e["reward"]
+    text = f"pass@1 {e['passes'][0]['mean']:.1%}"
+    r = e["reward"]
     if not r:
         return text
     ends = f" (95% interval {r['low']:.3g} to {r['high']:.3g})" if "low" in r else ""

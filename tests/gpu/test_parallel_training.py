@@ -78,9 +78,9 @@ def test_steps_are_near_those_of_one_gpu(case, directory, single):
 def test_context_parallel_streams_are_cut_as_transformer_engine_cuts_them():
     tex = pytest.importorskip("transformer_engine_torch")
     from megatron_brorl.parallel.context import own_tokens, segment_lengths
-    from megatron_brorl.parallel.packing import Group
+    from megatron_brorl.parallel.packing import PackedGroup
 
-    groups = (Group(0, ((3, 8), (2, 24))), Group(0, ((1, 16),)))
+    groups = (PackedGroup(0, ((3, 8), (2, 24))), PackedGroup(0, ((1, 16),)))
     ends = torch.tensor([0, *segment_lengths(groups)]).cumsum(0).int().cuda()
     for rank in range(4):
         expected = tex.thd_get_partitioned_indices(ends, int(ends[-1]), 4, rank)

@@ -92,12 +92,14 @@ def _letter(text: str) -> tuple[str, str]:
     text = _REASON.sub("", " ".join(tidy(text).split()))
     dressed = _DRESSED.match(text)
     if dressed:
-        found, behind = next(part for part in dressed.groups() if part).upper(), text[dressed.end() :]
+        found = next(part for part in dressed.groups() if part).upper()
+        behind = text[dressed.end() :]
     else:
         bare = _BARE_WORD.match(text)
         if not bare or (bare["text"] and bare[1] in "AI"):  # "A dog" is no option A
             return "", ""
-        found, behind = bare[1].upper(), bare["text"] or ""
+        found = bare[1].upper()
+        behind = bare["text"] or ""
     others = {next(part for part in match.groups() if part).upper() for match in _OTHER.finditer(behind)}
     return (found, behind.strip()) if others <= {found} else ("", "")
 

@@ -119,7 +119,8 @@ def _check_test(test: Any, of_function: bool, where: str) -> None:
 
 def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Sequence[Outcome]:
     """Return one outcome per test; "ok" means that it passed."""
-    function, tolerance = metadata.get("function"), float(metadata.get("tolerance", 0))
+    function = metadata.get("function")
+    tolerance = float(metadata.get("tolerance", 0))
     if "asserts" in metadata:
         return sandbox.asserts(program, function or "", metadata.get("setup", ""), _texts(metadata["asserts"]))
     tests = metadata["tests"]

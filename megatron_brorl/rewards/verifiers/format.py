@@ -23,7 +23,8 @@ _TAG = re.compile(f"</?{_NAME}>")
 
 def skeleton(text: str) -> str:
     """The tags of a text, with one dot for other text between them: "<think>.</think><answer>.</answer>"."""
-    parts, end = [], 0
+    parts = []
+    end = 0
     for tag in _TAG.finditer(text):
         parts += ["." if text[end : tag.start()].strip() else "", tag[0]]
         end = tag.end()

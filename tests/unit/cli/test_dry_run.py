@@ -78,7 +78,7 @@ def dry(capfd, *overrides: str, told: str = "") -> tuple[int, list[str], str]:
 @pytest.fixture
 def ranks(monkeypatch):
     """Signals and children are the test process's own."""
-    monkeypatch.setattr(main.signals, "begin", lambda **_: None)
+    monkeypatch.setattr(main.signals, "install", lambda **_: None)
 
 
 pytestmark = pytest.mark.usefixtures("ranks")

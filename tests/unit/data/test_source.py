@@ -187,19 +187,6 @@ def test_places_of_a_mixture_are_seats_by_sainte_lague(weights: list[int]) -> No
         assert mixture_positions(weights, start, 30)[: 400 - start] == whole[start : start + 30]
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_shares_are_exact_at_every_multiple_and_near_in_between(weights: list[int]) -> None:
-    total, k = sum(weights), len(weights)
-    had: Counter[int] = Counter()
-    for p, (source, position) in enumerate(mixture_positions(weights, 0, 3 * total + 11), start=1):
-        assert position == had[source]
-        had[source] += 1
-        for i, w in enumerate(weights):
-            assert abs(had[i] - Fraction(p * w, total)) <= Fraction(1, 2) + Fraction(k * w, 2 * total)
-            if p % total == 0:
-                assert had[i] == p * w // total
-
-
 def test_sources_of_a_mixture_have_epochs_of_their_own_and_can_be_resumed() -> None:
     sizes = {"a": 5, "b": 3, "c": 40}
     sources = {name: [replace(p, text=name) for p in prompts(size)] for name, size in sizes.items()}

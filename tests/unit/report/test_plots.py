@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.report.content import Run, evaluations
+from megatron_brorl.report.content import RecordedRun, evaluations
 from megatron_brorl.report.plots import build_figure, build_theory_figure, plot_run, plot_theory
 from megatron_brorl.tracking.metrics import MetricsWriter
 
@@ -50,7 +50,7 @@ def _rows(count: int) -> list[dict[str, Any]]:
 
 
 def _figure(rows: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> Figure:
-    run = Run(Path("x"), rows, summary or {}, {}, [], [])
+    run = RecordedRun(Path("x"), rows, summary or {}, {}, [], [])
     return build_figure(rows, run.summary, evaluations(run))
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_brorl.cli.main import main
-from megatron_brorl.report.simulation import build_figure
+from megatron_brorl.report.plots import simulation_figure
 from megatron_brorl.theory import simulator as module
-from megatron_brorl.theory.mass_balance import general_terms, softmax
+from megatron_brorl.theory.mass_balance import general_terms
 from megatron_brorl.theory.simulator import MOVED, PREDICTED, Settings, simulate, write_csv
 
 SMALL = Settings(vocabulary=300, correct=40, steps=60)
@@ -74,12 +74,13 @@ def test_prediction_is_the_general_form_of_the_theorem(monkeypatch):
     s = replace(SMALL, steps=1)
     c = simulate(20, 0, s)
     z = module._logits(s)
-    counts = np.zeros(300)
-    counts[seen[0][0]] = seen[0][1]
+    counts = torch.zeros(300, dtype=torch.float64)
+    counts[seen[0][0]] = torch.from_numpy(seen[0][1]).double()
     assert counts.sum() == 20
-    right = np.arange(300) < 40
-    rewards = np.where(right, 1.0, -1.0)
-    terms = general_terms(softmax(z), counts, counts * (rewards - counts @ rewards / 20), right, s.lr)
+    right = torch.arange(300) < 40
+    rewards = torch.where(right, 1.0, -1.0).double()
+    p = torch.softmax(torch.from_numpy(z), 0)
+    terms = general_terms(p, counts, counts * (rewards - counts @ rewards / 20), right, s.lr)
     found = [c.column(name)[1] for name in PREDICTED]
     np.testing.assert_allclose(found, [terms.sampled_right, terms.sampled_wrong, terms.unsampled], rtol=1e-12)
 
@@ -138,7 +139,7 @@ def test_csv_holds_states_and_sums(tmp_path):
 
 def test_figure_says_what_the_curves_say():
     curves = [simulate(n, seed, SMALL) for n in (4, 64) for seed in (0, 1)]
-    axes = build_figure(curves, SMALL).axes
+    axes = simulation_figure(curves, SMALL).axes
     for panel, name in enumerate(("q_pos", "improved_share", "worst_drop")):
         for line, c in zip(axes[panel].lines, curves, strict=False):
             assert np.asarray(line.get_ydata()).tolist() == c.column(name).tolist()

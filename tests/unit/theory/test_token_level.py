@@ -112,25 +112,22 @@ def test_token_level_against_the_general_form():
         assert found.sampled[s] == pytest.approx(sampled, rel=1e-9, abs=1e-15)
 
 
-def test_token_level_where_the_verdict_is_in_the_token():
-    """Rewards that are a function of the token: S_R is Theorem 1's, and the bound holds its third term."""
-    rng = np.random.default_rng(1)
-    p = rng.dirichlet(np.full(40, 0.3))
-    correct = rng.random(40) < 0.5
-    draws = rng.choice(40, size=25, p=p)
-    counts = np.bincount(draws, minlength=40)
-    found = token_level(
-        torch.from_numpy(np.log(p))[None],
-        torch.zeros(25, dtype=torch.int64),
-        torch.from_numpy(draws),
-        torch.from_numpy(correct[draws].astype(float)),
-    )
-    q = correct[draws].mean()
-    weights = np.where(counts > 0, correct - q, 0.0)
+def test_rewards_that_are_a_function_of_the_token():
+    """S_R is that of Theorem 1, and the bound contains its third term."""
+    g = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(40, generator=g, dtype=torch.float64)
+    p = torch.softmax(logits, 0)
+    correct = torch.rand(40, generator=g) < 0.5
+    draws = torch.multinomial(p, 25, replacement=True, generator=g)
+    counts = torch.bincount(draws, minlength=40)
+    rewards = correct.double()
+    found = token_level(logits[None], torch.zeros(25, dtype=torch.int64), draws, rewards[draws])
+    q = rewards[draws].mean()
+    weights = torch.where(counts > 0, rewards - q, 0.0)
     terms = general_terms(p, counts, weights, correct, 1.0)
     assert float(found.s_r[0]) == pytest.approx(float(terms.s_r), rel=1e-10)
-    step = surrogate_step(p, weights, 25.0, 1.0)
-    third = float((p * (correct - q) * step)[counts == 0].sum())
+    step = surrogate_step(p, weights, counts.sum(), 1.0)
+    third = float((p * (rewards - q) * step)[counts == 0].sum())
     assert float(found.unsampled_low[0]) <= third <= float(found.unsampled_high[0])
 
 

@@ -19,23 +19,27 @@ from megatron_brorl.models.layers.attention import PackedAttention, Segments, se
 from megatron_brorl.models.layers.flex_attention import block_mask
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.parallel.packing import Group
+from megatron_brorl.parallel.packing import PackedGroup
 
 GROUPS = [
-    (Group(7, ((2, 3), (1, 5))),),
-    (Group(4, ((3, 1),)), Group(0, ((1, 6), (2, 4))), Group(130, ((1, 140),)), Group(3, ())),
+    (PackedGroup(7, ((2, 3), (1, 5))),),
+    (PackedGroup(4, ((3, 1),)), PackedGroup(0, ((1, 6), (2, 4))), PackedGroup(130, ((1, 140),)), PackedGroup(3, ())),
 ]
 
 
 STREAMS = {
-    "one token": (Group(0, ((1, 1),)),),
-    "one causal segment": (Group(0, ((1, 384),)),),
-    "segments end at blocks": (Group(0, ((3, 128), (1, 256))),),
-    "segments end in blocks": (Group(0, ((7, 19), (2, 131), (1, 300))),),
-    "a prompt of whole blocks": (Group(256, ((3, 128), (1, 257))),),
-    "prompts and a pad": (Group(40, ((2, 70), (1, 200))), Group(131, ((5, 33),)), Group(0, ((1, 6),))),
-    "a prompt alone": (Group(130, ()), Group(5, ((4, 90), (3, 91)))),
-    "many short ones": tuple(Group(3 + i % 5, ((2, 1 + i % 7), (1, 9))) for i in range(40)),
+    "one token": (PackedGroup(0, ((1, 1),)),),
+    "one causal segment": (PackedGroup(0, ((1, 384),)),),
+    "segments end at blocks": (PackedGroup(0, ((3, 128), (1, 256))),),
+    "segments end in blocks": (PackedGroup(0, ((7, 19), (2, 131), (1, 300))),),
+    "a prompt of whole blocks": (PackedGroup(256, ((3, 128), (1, 257))),),
+    "prompts and a pad": (
+        PackedGroup(40, ((2, 70), (1, 200))),
+        PackedGroup(131, ((5, 33),)),
+        PackedGroup(0, ((1, 6),)),
+    ),
+    "a prompt alone": (PackedGroup(130, ()), PackedGroup(5, ((4, 90), (3, 91)))),
+    "many short ones": tuple(PackedGroup(3 + i % 5, ((2, 1 + i % 7), (1, 9))) for i in range(40)),
 }
 
 
@@ -123,7 +127,7 @@ def test_yarn_scales_attention_as_in_transformers(te_attention, processes, on_gp
         rope_parameters=YARN | more,
     )
     shape = parse_shape(reference.to_dict(), "config.json")
-    group = Group(5, ((2, 3), (1, 4)))
+    group = PackedGroup(5, ((2, 3), (1, 4)))
     ends = [(5, 8), (8, 11), (11, 15)]
     g = torch.Generator().manual_seed(3)
     q, k, v = (2 * torch.randn(15, heads, 16, generator=g) for heads in (4, 2, 2))

@@ -15,7 +15,7 @@ import torch
 
 import megatron_brorl
 from megatron_brorl.models.layers.attention import Segments
-from megatron_brorl.parallel.packing import Group
+from megatron_brorl.parallel.packing import PackedGroup
 
 SOURCE = ast.parse((Path(megatron_brorl.__file__).parent / "models" / "layers" / "te.py").read_text(encoding="utf-8"))
 EXTENSION = "megatron.core.extensions.transformer_engine"
@@ -64,7 +64,7 @@ def test_every_call_fits_its_signature():
 
 def test_boundaries_of_segments_are_made_once():
     """Three rows of 4 tokens, then one of 7, counted by hand."""
-    segments = Segments(groups=(Group(0, ((3, 4), (1, 7))),))
+    segments = Segments(groups=(PackedGroup(0, ((3, 4), (1, 7))),))
     made = segments.variable_length
     for boundaries in (made.cu_seqlens_q, made.cu_seqlens_kv, made.cu_seqlens_q_padded, made.cu_seqlens_kv_padded):
         assert boundaries.dtype == torch.int32

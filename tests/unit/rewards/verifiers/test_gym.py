@@ -165,6 +165,16 @@ def test_an_executed_answer_is_harmless(name: str) -> None:
         assert not gym.harmless(name, text)
 
 
+def test_a_row_cannot_bring_code_that_its_scorer_executes() -> None:
+    for index in range(50):
+        entry = item("bitwise_arithmetic", index)
+        data = row({"source_dataset": "bitwise_arithmetic", "entry": entry})
+        gym.check_row(data, "f.jsonl:1")
+    entry["metadata"]["problem"] = "__import__('os').getcwd()"
+    with pytest.raises(UserError, match=r"^f\.jsonl:1: metadata\.entry\.metadata\.problem = .*is no expression"):
+        gym.check_row(data, "f.jsonl:1")
+
+
 def test_partial_credit_is_capped() -> None:
     assert reward("13", {"source_dataset": "chain_sum", "entry": ITEM}) == 0.5  # one of two characters
     long = {"source_dataset": "caesar_cipher", "entry": {"answer": "A" * 199, "metadata": {}}}

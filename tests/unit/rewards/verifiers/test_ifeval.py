@@ -91,7 +91,9 @@ def test_the_answer_stands_after_the_thought(text: str, answer: str | None) -> N
 
 def test_the_language_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user of the library in the process may leave any seed behind."""
-    text, alone, ours = "Hello", set(), set()
+    text = "Hello"
+    alone = set()
+    ours = set()
     for seed in range(20):
         monkeypatch.setattr(langdetect.DetectorFactory, "seed", seed)
         alone.add(langdetect.detect(text))
