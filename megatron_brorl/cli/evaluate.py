@@ -16,7 +16,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object, write_json, write_text
 from megatron_brorl.tracking.progress import Progress, progress
 
-if TYPE_CHECKING:  # they import torch, which the other commands here do without
+if TYPE_CHECKING:  # these import torch, which `brorl compare` does not need
     from megatron_brorl.cli.session import Session
     from megatron_brorl.train.groups import Outcomes
     from megatron_brorl.types import OpenGroup, ScoredRollout
@@ -124,11 +124,11 @@ def _show(
 
 def add_compare(commands: Any) -> None:
     """Add `brorl compare` to the parser."""
-    text = "two evaluations of the same prompts: paired t-test, paired bootstrap, tokens"
+    text = "compare two evaluations of the same prompts: paired t-test, paired bootstrap, response length"
     command = commands.add_parser("compare", help=text, description=text)
     command.add_argument("before", metavar="A", type=Path, help="run.dir of an evaluation")
-    command.add_argument("after", metavar="B", type=Path, help="another, of the same prompts")
-    command.add_argument("--out", type=Path, help="where compare.json, .md and .png go (default: B)")
+    command.add_argument("after", metavar="B", type=Path, help="run.dir of another evaluation of the same prompts")
+    command.add_argument("--out", type=Path, help="folder for compare.json, .md and .png (default: B)")
     command.set_defaults(command=_compare, name="compare")
 
 

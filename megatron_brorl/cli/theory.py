@@ -25,10 +25,12 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_simulate(commands: Commands) -> None:
-    text = "the paper's token simulator: how N decides where probability mass goes"
+    text = "the paper's token simulator: where probability mass goes, depending on N"
     command = commands.add_parser("simulate", help=text, description=text)
     command.add_argument("--n", type=int, nargs="+", default=[4, 8, 16, 512, 51200], help="draws per step")
-    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="each N runs with each seed")
+    command.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="seeds; every N runs with every seed"
+    )
 
     types = typing.get_type_hints(Settings)
     for setting in fields(Settings):

@@ -25,9 +25,9 @@ from megatron_brorl.tracking import metric_docs, run_info
 from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
 SUMMARY = "summary.json"
-MOST_POINTS = 400  # of a curve; above, each point is the mean of several steps
-MOST_MOMENTS = 400  # whose groups are read; above, as many at even distances
-FEW_SAMPLES = 16  # up to here a prompt's right answers are counted one by one, above in tenths
+MAX_POINTS = 400  # of a curve; above, each point is the mean of several steps
+MAX_MOMENTS = 400  # whose groups are read; above, as many at even distances
+MAX_COUNTED_SAMPLES = 16  # up to here a prompt's right answers are counted one by one, above in tenths
 TENTHS = ["none", *(f"{10 * i}-{10 * i + 10}%" for i in range(10)), "all"]
 
 Row = Mapping[str, Any]
@@ -403,7 +403,7 @@ def _kept(row: Row) -> float:
 # Curves over steps, and how many rollouts of each prompt are right.
 
 
-def curves(rows: Sequence[Row], most: int = MOST_POINTS) -> dict[str, Any]:
+def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
     """Return every metric of metrics.jsonl, at most `most` points of each.
 
     every: steps that a point is the mean of; step: the number of its last one; elapsed: seconds of steps by then;
@@ -462,7 +462,7 @@ def spread(run: RecordedRun, kind: str) -> dict[str, Any] | None:
     if not found:
         return None
     sizes = {n for _, known in found for _, n in known}
-    exact = sizes.pop() if len(sizes) == 1 and max(sizes) <= FEW_SAMPLES else 0
+    exact = sizes.pop() if len(sizes) == 1 and max(sizes) <= MAX_COUNTED_SAMPLES else 0
     bins = [str(i) for i in range(exact + 1)] if exact else TENTHS
     counts = []
     for _, known in found:
@@ -476,7 +476,7 @@ def _tenth(right: int, n: int) -> int:
     return 0 if not right else len(TENTHS) - 1 if right == n else 1 + 10 * right // n
 
 
-def _evenly(there: list[Moment], most: int = MOST_MOMENTS) -> list[Moment]:
+def _evenly(there: list[Moment], most: int = MAX_MOMENTS) -> list[Moment]:
     """Return at most `most` moments, the first and the last among them."""
     if len(there) <= most:
         return there

@@ -128,10 +128,10 @@ def verdict(
 def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
     """Compare two evaluations of the same prompts."""
     first, *others = changed["passes"]
-    tone, sentence = _moved(f"pass@{first['k']}", first, "{:.1%}", _points, " points")
+    tone, sentence = _compare_values(f"pass@{first['k']}", first, "{:.1%}", _points, " points")
     sentences = [sentence]
     if changed["reward"]:
-        tone_of_reward, sentence = _moved("mean reward", changed["reward"], "{:.3g}", "{:+.3g}".format)
+        tone_of_reward, sentence = _compare_values("mean reward", changed["reward"], "{:.3g}", "{:+.3g}".format)
         sentences.append(sentence)
         if tone == "unclear" and tone_of_reward != "unclear":  # the reward makes the headline
             tone = tone_of_reward
@@ -143,7 +143,7 @@ def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
     # A sharper policy can lose prompts that it solved in many tries.
     if others:
         wide = others[-1]
-        tone_of_wide, sentence = _moved(f"pass@{wide['k']}", wide, "{:.1%}", _points, " points")
+        tone_of_wide, sentence = _compare_values(f"pass@{wide['k']}", wide, "{:.1%}", _points, " points")
         details.append(f"{sentence}.")
         if tone == "good" and tone_of_wide == "bad":
             details.append(f"It answers more surely and solves fewer prompts in {wide['k']} tries.")
@@ -155,7 +155,7 @@ def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
     return tone, headline, details
 
 
-def _moved(
+def _compare_values(
     name: str, p: Mapping[str, Any], level: str, gap: Callable[[float], str], unit: str = ""
 ) -> tuple[Tone, str]:
     """Return the direction of a change, by whether its interval contains 0, and a sentence."""

@@ -28,19 +28,19 @@ from megatron_brorl.rollout_log import Moment, filter_rows, one_line, prompt_sor
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("dom.js", "charts.js", "sections.js", "prompts.js", "browser.js", "app.js")
-MOST_MB = 5.0  # of a page, in millions of bytes
-MOST_MOMENTS = 60  # that are listed
-MOST_SIBLINGS = 16  # of a prompt at one moment
-MOST_TOKENS = 32_768  # of these siblings together, without the first right and the first wrong one
+MAX_MB = 5.0  # of a page, in millions of bytes
+MAX_MOMENTS = 60  # that are listed
+MAX_SIBLINGS = 16  # of a prompt at one moment
+MAX_TOKENS = 32_768  # of these siblings together, without the first right and the first wrong one
 LISTS_SHARE = 0.25  # of the room, for lists of prompts
 _ENTRY = 24  # bytes of "MOMENT/GROUP":CHUNK, at most
 _EXCERPT = 160  # characters of a prompt in a list
-_OF_GROUPS = ("group", "prompt_id", "verifier", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
-_OF_ROLLOUTS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens")
+_GROUP_KEYS = ("group", "prompt_id", "verifier", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
+_ROLLOUT_KEYS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens")
 Unit = tuple[Moment, int, dict[str, Any]]  # moment, number of the group, content of the group on the page
 
 
-def page(folders: Sequence[Path], megabytes: float = MOST_MB) -> str:
+def page(folders: Sequence[Path], megabytes: float = MAX_MB) -> str:
     """Return the HTML of a run's report, or of the comparison of several.
 
     megabytes: maximum size of the file. Rollouts fill the space that the other content leaves. The other content is
@@ -92,9 +92,9 @@ def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
     chunks = _Chunks(room)
     listed = []
     tables: dict[Moment, list[Row]] = {}
-    for moment in _by_worth(run)[:MOST_MOMENTS]:
+    for moment in _most_informative_first(run)[:MAX_MOMENTS]:
         rows = run.groups(moment).to_pylist()
-        own = [{**{key: g[key] for key in _OF_GROUPS}, "excerpt": _excerpt(g)} for g in rows]
+        own = [{**{key: g[key] for key in _GROUP_KEYS}, "excerpt": _excerpt(g)} for g in rows]
         number = chunks.add(own, int(LISTS_SHARE * room) - (room - chunks.left))
         if number is None:
             break
@@ -141,7 +141,7 @@ class _Chunks:
         return len(self.texts) - 1
 
 
-def _by_worth(run: RecordedRun) -> list[Moment]:
+def _most_informative_first(run: RecordedRun) -> list[Moment]:
     """Return the last and the first evaluation, the last and the first step, then the others from late to early."""
     evaluations = run.of_kind("evaluation")
     steps = run.of_kind("step")
@@ -170,7 +170,7 @@ def _units(run: RecordedRun, tables: Mapping[Moment, list[Row]], moved: set[str]
             yield moment, g["group"], {"prompt": g["prompt"], "reference": g["reference"], "rollouts": own}
 
 
-def select_siblings(rollouts: Sequence[Row], most: int = MOST_SIBLINGS, tokens: int = MOST_TOKENS) -> list[Row]:
+def select_siblings(rollouts: Sequence[Row], most: int = MAX_SIBLINGS, tokens: int = MAX_TOKENS) -> list[Row]:
     """Return at most `most` siblings, half of them right and half wrong where there are enough of both.
 
     They have at most `tokens` tokens together; the first right and the first wrong one are always among them.
@@ -189,7 +189,7 @@ def select_siblings(rollouts: Sequence[Row], most: int = MOST_SIBLINGS, tokens: 
 
 def _rollout(r: Row) -> dict[str, Any]:
     parts = [[name, _short(value)] for name, value in r["parts"] or []]
-    return {**{key: r[key] for key in _OF_ROLLOUTS}, "parts": parts, "advantage": _short(r["advantage"])}
+    return {**{key: r[key] for key in _ROLLOUT_KEYS}, "parts": parts, "advantage": _short(r["advantage"])}
 
 
 def _short(value: float | None) -> float | None:

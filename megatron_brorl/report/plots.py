@@ -32,7 +32,7 @@ PHASES = {"generate": BLUE, "score": ORANGE, "train": GREEN, "refit": PURPLE}
 _ENDS = ("low", "high")
 _COLORS = (RED, ORANGE, GREEN, SKY, BLUE, PURPLE)
 _PARTS = {"drawn, right": GREEN, "drawn, wrong": SKY, "not drawn": RED, "weight decay": GREY}
-_FEW = 40  # up to here every step gets a marker; above, a running mean is drawn
+_MAX_MARKERS = 40  # up to here every step gets a marker; above, a running mean is drawn
 
 Row = Mapping[str, Any]
 _Runs = dict[int, list[Curves]]  # N -> its seeds
@@ -55,7 +55,7 @@ def panel(axes: Axes, title: str, ylabel: str, xlabel: str = "training step") ->
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
-def say(axes: Axes, text: str) -> None:
+def draw_text(axes: Axes, text: str) -> None:
     """Write a text in place of a curve."""
     axes.set_yticks([])
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
@@ -75,10 +75,10 @@ def save(figure: Figure, path: Path) -> Path:
 def plot_run(run_dir: Path) -> Path:
     """Draw run_dir/curves.png and return its path."""
     run = read_run(run_dir)
-    return save(build_figure(run.rows, run.summary, evaluations(run)), run_dir / "curves.png")
+    return save(curves_figure(run.rows, run.summary, evaluations(run)), run_dir / "curves.png")
 
 
-def build_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[RecordedEvaluation]) -> Figure:
+def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[RecordedEvaluation]) -> Figure:
     """Draw six panels, in reading order in `figure.axes`. Missing or null values leave gaps."""
     figure, ((reward, accuracy, length), (kept, seconds, health)) = figure_of(2, 3, 13.5, 7.6)
     figure.suptitle(_title(rows, summary, evaluated), fontsize=13)
@@ -108,10 +108,10 @@ def build_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Recorded
 def plot_theory(run_dir: Path) -> Path | None:
     """Draw run_dir/theory.png and return its path; None for a run without theory metrics."""
     rows = [row for row in read_run(run_dir).rows if any(k.startswith("theory_") for k in row)]
-    return save(build_theory_figure(rows), run_dir / "theory.png") if rows else None
+    return save(theory_figure(rows), run_dir / "theory.png") if rows else None
 
 
-def build_theory_figure(rows: Sequence[Row]) -> Figure:
+def theory_figure(rows: Sequence[Row]) -> Figure:
     """Draw the unsampled mass over steps and the last hold-out curve. Missing or null values leave gaps."""
     figure, (mass, curve) = figure_of(1, 2, 10, 4.3)
     steps = np.array([row["step"] for row in rows])
@@ -125,7 +125,7 @@ def build_theory_figure(rows: Sequence[Row]) -> Figure:
         mass.set_ylim(bottom=0)
         mass.legend(frameon=False, fontsize=9)
     else:
-        say(mass, "no group with answers")
+        draw_text(mass, "no group with answers")
     panel(curve, "Answers of held-out siblings", "share that the others lack", "siblings held out")
     _hold_out(curve, rows)
     return figure
@@ -156,9 +156,9 @@ def _curve(axes: Axes, steps: npt.NDArray[np.int64], values: Floats, color: str,
     """Draw the values, and their running mean where there are many."""
     known = np.isfinite(values)
     if not known.any():
-        say(axes, "not recorded")
+        draw_text(axes, "not recorded")
         return
-    few = len(values) <= _FEW
+    few = len(values) <= _MAX_MARKERS
     faint = smooth and not few
     # A point between two gaps has no line to either side and would not show without a marker.
     padded = np.concatenate([[False], known, [False]])
@@ -184,7 +184,7 @@ def _curve(axes: Axes, steps: npt.NDArray[np.int64], values: Floats, color: str,
 def _accuracy(axes: Axes, evaluated: Sequence[RecordedEvaluation]) -> None:
     """Draw pass@1 with its interval, and pass@k of the largest k."""
     if not evaluated:
-        say(axes, "no evaluation yet")
+        draw_text(axes, "no evaluation yet")
         return
     places = [e.steps for e in evaluated]
     mean = np.array([e.passes[1]["mean"] for e in evaluated])
@@ -216,7 +216,7 @@ def _stack(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> Non
     """Draw one band per phase; the rest of the step is "other"."""
     times = [row.get("time") or {} for row in rows]
     if not any(times):
-        say(axes, "not recorded")
+        draw_text(axes, "not recorded")
         return
     first = int(steps.min())
     base = np.zeros(int(steps.max()) - first + 1)
@@ -247,7 +247,7 @@ def _health(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> No
         return
     panel(axes, "Engine against trainer", "largest log-prob gap (nats)")
     if not np.nanmax(gap) > 0:
-        say(axes, "exactly 0 at every step")
+        draw_text(axes, "exactly 0 at every step")
         return
     axes.set_yscale("log")
     _curve(axes, steps, np.where(gap > 0, gap, np.nan), SKY, smooth=False)  # a log scale has no 0
@@ -260,7 +260,7 @@ def _hold_out(axes: Axes, rows: Sequence[Row]) -> None:
     found = [(row, sorted(int(n) for n in own if n.isdigit())) for row, own in zip(rows, names, strict=True)]
     row, held = next(((row, held) for row, held in reversed(found) if held), ({}, []))
     if not held:
-        say(axes, "not recorded")
+        draw_text(axes, "not recorded")
         return
     values, low, high = (
         np.concatenate([column([row], f"{prefix}{h}{e}") for h in held]) for e in ("", "_low", "_high")

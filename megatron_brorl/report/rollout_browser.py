@@ -19,8 +19,8 @@ from megatron_brorl.rollout_log import Moment, filter_rows, moments, one_line, p
 
 Row = Mapping[str, Any]  # of schema.GROUPS or schema.ROLLOUTS
 EXPORTS = (".jsonl", ".parquet")
-_ANSWERS = 20  # distinct ones that are listed
-_MOST = 100  # characters of an answer or a prompt in a table
+_MAX_ANSWERS = 20  # distinct ones that are listed
+_MAX_CHARS = 100  # characters of an answer or a prompt in a table
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def print_prompts(recorded: Recorded, unfiltered: Recorded, limit: int) -> None:
             "" if g["tokens"] is None else f"{g['tokens']:.0f}",
             *(["yes" if g["trained"] else "no"] if is_step else []),
             one_line(g["prompt_id"]),
-            one_line(g["prompt"], _MOST) if g["prompt"] is not None else "(not recorded)",
+            one_line(g["prompt"], _MAX_CHARS) if g["prompt"] is not None else "(not recorded)",
         )
         for g in shown
     ]
@@ -175,15 +175,15 @@ def print_prompt(moment: object, group: Row, rollouts: list[Row]) -> None:
     counts = Counter(r["answer"] for r in rollouts)
     right = Counter(r["answer"] for r in rollouts if r["right"])
     rows = []
-    for answer, number in counts.most_common(_ANSWERS):
+    for answer, number in counts.most_common(_MAX_ANSWERS):
         # A verifier may look at more than the answer, so that equal answers can be right and wrong.
         mixed = 0 < right[answer] < number
         score = f"{right[answer]} right" if mixed else "right" if right[answer] else "wrong"
-        rows.append((str(number), score, "(no answer)" if answer is None else one_line(answer, _MOST)))
+        rows.append((str(number), score, "(no answer)" if answer is None else one_line(answer, _MAX_CHARS)))
     _print_table(("rollouts", "score", "answer"), rows)
-    if len(counts) > _ANSWERS:
+    if len(counts) > _MAX_ANSWERS:
         rest = len(rollouts) - sum(int(row[0]) for row in rows)
-        print(f"{len(counts) - _ANSWERS} more answers, of {rest} rollouts")
+        print(f"{len(counts) - _MAX_ANSWERS} more answers, of {rest} rollouts")
 
     for is_right in (True, False):
         first = next((r for r in rollouts if r["right"] is is_right), None)

@@ -15,7 +15,7 @@ from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rewards.extract import code
+from megatron_brorl.rewards.extract import answer_hash
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
@@ -105,8 +105,8 @@ class Rollouts:
             done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
             with span("verdicts", self.reward.timeout_s):
                 scores = scorer.scores([(i, r.index) for i, r in done])
-        # Answers go on as codes: tables of numbers cross ranks, texts do not.
-        columns = scores.rewards.tolist(), scores.right, map(code, scores.answers), scores.results
+        # Only tables of numbers are exchanged between ranks, so answers are sent as hashes.
+        columns = scores.rewards.tolist(), scores.right, map(answer_hash, scores.answers), scores.results
         scored = [ScoredRollout(numbers[i], r, *own) for (i, r), *own in zip(done, *columns, strict=True)]
         score = time.monotonic() - middle
 
@@ -159,7 +159,7 @@ class Rollouts:
 
     def _tell(self, raised: Mapping[str, str]) -> None:
         """Say on stderr, once in a run, which verifiers raised; the first rank that has one prints it. A collective."""
-        what = {code(text): f"{text}: {reason}" for text, reason in raised.items()}
+        what = {answer_hash(text): f"{text}: {reason}" for text, reason in raised.items()}
         own = [key for key in what if key not in self.told]
         ranks = collectives.all_gather(own)
         for rank, key in ((rank, key) for rank, keys in enumerate(ranks) for key in keys):

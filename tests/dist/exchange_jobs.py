@@ -1,4 +1,4 @@
-"""Rollouts that are dealt, assigned to replicas and exchanged, without a model: each rank says what it got and sent."""
+"""Rollouts are dealt, assigned to replicas and exchanged without a model; each rank returns its rows and messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CUT = {(4, 17)}  # so that group 4 is not closed
 
 
 def rollout(group: int, sibling: int) -> ScoredRollout:
-    """A function of its place alone; log-probabilities include what is not finite."""
+    """Make a rollout from its position; some log-probabilities are not finite."""
     g = torch.Generator().manual_seed(1000 * group + sibling)
     tokens = int((200 * (0.5 * torch.randn(2, generator=g).sum()).exp()).clamp(1, 900))
     log_probs = torch.randn(tokens, generator=g)
@@ -40,7 +40,7 @@ def rollout(group: int, sibling: int) -> ScoredRollout:
 
 
 def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel, message: int) -> dict[str, Any]:
-    """What this rank got, what was said of it, and the bytes that its messages held for other ranks."""
+    """Return this rank's rows, its log, and the bytes of its messages to other ranks."""
     grid = grid_of(**parallel)
     slots = list(product(range(GROUPS), range(N)))
     own = [rollout(*slot) for slot in deal(slots, [0] * grid.world)[rank] if slot not in LOST]

@@ -1,4 +1,4 @@
-"""Figures and a trace of ranks that do nothing but say what they did."""
+"""Metrics and traces of ranks with made-up timelines."""
 
 from __future__ import annotations
 

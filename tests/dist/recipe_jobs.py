@@ -21,7 +21,7 @@ from megatron_brorl.train.trainer import Trainer
 
 
 class Judge(fakes.Pool):
-    """The same reward for every answer."""
+    """Give every answer the same reward."""
 
     def __init__(self, reward: float) -> None:
         self.reward = reward

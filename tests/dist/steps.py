@@ -1,4 +1,4 @@
-"""Whole training steps with a fake engine: a tiny actor in a given layout, and what it made of the rollouts."""
+"""Whole training steps of a tiny actor in a given layout with a fake engine."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _go_on(
 
 @dataclass(frozen=True)
 class Drawn:
-    """One rollout, and what the sampler was given at each of its positions."""
+    """Return one rollout, and the arguments of the sampler at each of its positions."""
 
     tokens: list[int]
     uniforms: list[float]

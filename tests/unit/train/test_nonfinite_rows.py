@@ -54,7 +54,7 @@ def token_of_few(groups):
 
 
 def poison(module, token, active=lambda: True):
-    """What the embedding of `token` comes to is NaN wherever it is read; the weights stay finite."""
+    """Make the embedding of `token` NaN in every forward pass; the weights stay finite."""
 
     def hook(_module, _args, kwargs, output):
         return output.masked_fill(kwargs["input_ids"].T.eq(token)[..., None], NAN) if active() else output

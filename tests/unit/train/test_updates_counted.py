@@ -153,7 +153,7 @@ def test_evaluations_while_the_actor_waits_do_not_end_the_run(processes, model, 
 
 
 def test_tokens_are_as_old_as_the_updates_since(processes, model):
-    """Rollouts that go on over steps without an update come from the weights of now."""
+    """Rollouts that continue over steps without an update come from the present weights."""
     trainer = trainer_of(model, processes, {"rollout": {"n": 8, "prompts": 3, "partial_tokens": 2}})
     trainer.rollouts.pool.all_right = True
     found = [trainer.train_step()[0] for _ in range(8)]
