@@ -15,7 +15,7 @@ from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rewards.extract import code
+from megatron_brorl.rewards.extract import answer_hash
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
@@ -99,14 +99,14 @@ class Rollouts:
                 result = self.engine.generate(asked, sampling, finished, supply)
             came_to |= _generated(result, self.engine.kv_usage())
             # A collective, and before verdicts count: repeated rollouts would pass for independent ones everywhere.
-            _check_distinct(result.requests, result.rollouts, self.engine.engine.if_repeating)
+            _check_distinct(result.requests, result.rollouts, self.engine.engine.duplicate_advice)
             middle = time.monotonic()
 
             done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
             with span("verdicts", self.reward.timeout_s):
                 scores = scorer.scores([(i, r.index) for i, r in done])
-        # Answers go on as codes: tables of numbers cross ranks, texts do not.
-        columns = scores.rewards.tolist(), scores.right, map(code, scores.answers), scores.results
+        # Only tables of numbers are exchanged between ranks, so answers are sent as hashes.
+        columns = scores.rewards.tolist(), scores.right, map(answer_hash, scores.answers), scores.results
         scored = [ScoredRollout(numbers[i], r, *own) for (i, r), *own in zip(done, *columns, strict=True)]
         score = time.monotonic() - middle
 
@@ -159,7 +159,7 @@ class Rollouts:
 
     def _tell(self, raised: Mapping[str, str]) -> None:
         """Say on stderr, once in a run, which verifiers raised; the first rank that has one prints it. A collective."""
-        what = {code(text): f"{text}: {reason}" for text, reason in raised.items()}
+        what = {answer_hash(text): f"{text}: {reason}" for text, reason in raised.items()}
         own = [key for key in what if key not in self.told]
         ranks = collectives.all_gather(own)
         for rank, key in ((rank, key) for rank, keys in enumerate(ranks) for key in keys):
@@ -180,7 +180,7 @@ def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, flo
     return found
 
 
-def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], if_repeating: str) -> None:
+def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], duplicate_advice: str) -> None:
     """Raise UserError, on every rank, where rollouts of any ranks were drawn by the same random numbers."""
     hashes, names = improbable_rollouts(asked, rollouts)
     found, counts = torch.cat(collectives.all_gather(hashes)).unique(return_counts=True)
@@ -189,7 +189,7 @@ def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollou
         own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in again]
         raise UserError(
             f"{len(again)} responses came several times for one prompt, which chance forbids"
-            f"{f' ({own[0]})' if own else ''}: the same random numbers were drawn by {if_repeating}"
+            f"{f' ({own[0]})' if own else ''}: the same random numbers were drawn by {duplicate_advice}"
         )
 
 

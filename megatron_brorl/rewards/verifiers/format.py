@@ -31,7 +31,7 @@ def skeleton(text: str) -> str:
     return "".join([*parts, "." if text[end:].strip() else ""])
 
 
-def format_(answer: str, row: VerifierRow) -> Score:
+def verify(answer: str, row: VerifierRow) -> Score:
     """Return 1 if the skeleton has the row's tags, each once and in order, text in each and none outside.
 
     Tags that the prompt ends with are taken as written.

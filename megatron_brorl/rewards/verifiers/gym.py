@@ -70,10 +70,10 @@ _BITS = re.compile(r"(?:0x[0-9a-f]{1,16}|<<|>>|\*(?!\s*\*)|[\s+\-()&|^~])*")
 def load() -> Verifier:
     """Return the verifier after the library is imported."""
     allowed()
-    return score
+    return verify
 
 
-def score(answer: str, row: VerifierRow) -> Score:
+def verify(answer: str, row: VerifierRow) -> Score:
     """Return the library's score for the item metadata["entry"] of the task metadata["source_dataset"].
 
     Partial credit is capped, because one wrong cell of a hundred scores 0.99 in the library, which is not right.

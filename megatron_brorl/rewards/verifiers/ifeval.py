@@ -313,10 +313,10 @@ def find(response: str) -> str | None:
 def load() -> Verifier:
     """Return the verifier after langdetect has read its profiles, which takes longer than many answers."""
     detected_language("the profiles are read at the first call")
-    return score
+    return verify
 
 
-def score(answer: str, row: VerifierRow) -> Score:
+def verify(answer: str, row: VerifierRow) -> Score:
     """Return the share of the row's instructions that the answer follows, with a part for each."""
     metadata = row["metadata"]
     if count_words(answer) < metadata.get("min_words", 0):

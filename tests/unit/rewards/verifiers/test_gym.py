@@ -29,7 +29,7 @@ def row(metadata: dict[str, Any]) -> VerifierRow:
 
 
 def reward(answer: str, metadata: dict[str, Any]) -> float:
-    return gym.score(answer, row(metadata)).reward
+    return gym.verify(answer, row(metadata)).reward
 
 
 def score(name: str, answer: str, entry: dict[str, Any]) -> float | None:
