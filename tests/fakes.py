@@ -99,7 +99,7 @@ class Engine:
     version: int = -1
     calls: list[list[Request]] = field(default_factory=list)
     verbs: list[str] = field(default_factory=list)  # in the order in which they were called
-    if_repeating: str = "the fake engine"
+    duplicate_advice: str = "the fake engine"
 
     def kv_usage(self) -> None:
         return None
@@ -110,7 +110,7 @@ class Engine:
     def wake(self) -> None:
         self.verbs.append("wake")
 
-    def renew(self, why: str) -> bool:
+    def restart(self, why: str) -> bool:
         return False
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -119,12 +119,12 @@ class Engine:
         self.verbs.append("update_weights")
         self.version = version
 
-    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for _ in tensors:
             pass
 
-    def meet(self) -> None:
-        self.verbs.append("meet")
+    def barrier(self) -> None:
+        self.verbs.append("barrier")
 
     def generate(
         self,
@@ -164,7 +164,7 @@ class Engine:
         asked = self.calls[-1]
         yield from list(asked)
         for time_asked in range(self.takes if supply else 0):
-            new = supply.take(self.room)
+            new = supply.next_requests(self.room)
             if not new and time_asked:  # the first time there may be nothing of its own
                 return
             asked.extend(new)

@@ -282,9 +282,9 @@ class Session:
         )
 
     def _remote_engine(self) -> RolloutEngine:
-        from megatron_brorl.rollout.remote.engine import join
+        from megatron_brorl.rollout.remote.engine import connect_engine
 
-        engine = join(
+        engine = connect_engine(
             self.config,
             names=hf_shapes(self.shape),
             context=context(self.config, self.shape),

@@ -82,14 +82,14 @@ class Supply(Protocol):
     rows: int  # the most that may come of it
     prompt_tokens: int  # of the longest prompt that may come
 
-    def take(self, room: int) -> list[Request]:
+    def next_requests(self, room: int) -> list[Request]:
         """Return the requests that the caller samples next, at most `room` rows; an empty list if none are ready.
 
         The caller calls it once before the first token and whenever it has room. The engines of other ranks sample the
         remaining requests.
         """
 
-    def wait(self) -> bool:
+    def has_more(self) -> bool:
         """For a caller that has no row: return True when it should `take` again, False where nothing will come."""
 
 
@@ -99,7 +99,7 @@ class RolloutEngine(Protocol):
     version: int  # of the weights it holds; -1 before the first update
 
     @property
-    def if_repeating(self) -> str:
+    def duplicate_advice(self) -> str:
         """Name the engine, and what to do where it draws several rollouts by the same random numbers."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -109,7 +109,7 @@ class RolloutEngine(Protocol):
         shape or not what its checksum says (ops.checksum.ChecksummedTensor), or where the stream breaks off.
         """
 
-    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take part in an update [any shape], as other ranks need it, and leave this engine alone; from any thread."""
 
     def generate(
@@ -128,7 +128,7 @@ class RolloutEngine(Protocol):
     def kv_usage(self) -> KvUsage | None:
         """Return the usage of the last call of generate, until sleep; None where the engine does not report it."""
 
-    def renew(self, why: str) -> bool:
+    def restart(self, why: str) -> bool:
         """Restart an engine process with the weights that it has; return False, on all ranks, without a process."""
 
     def sleep(self) -> None:
@@ -139,7 +139,7 @@ class RolloutEngine(Protocol):
         """Be ready for update_weights and generate again; weights must be sent anew. Every rank that shares the engine
         calls it, and the engine takes no memory before all of them have."""
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for the other ranks that share this engine. It stands for sleep or wake on a rank whose engine cannot be
         asked, because those of the other ranks wait for it."""
 

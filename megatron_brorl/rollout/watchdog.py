@@ -95,7 +95,7 @@ class Watchdog:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; tensors [any shape]. A stuck engine takes no weights and is not asked again."""
         if self.stuck:
-            self.engine.decline_weights(tensors)
+            self.engine.skip_update(tensors)
         else:
             self.engine.update_weights(tensors, version)
 
@@ -103,17 +103,17 @@ class Watchdog:
         """See RolloutEngine; None for a stuck engine."""
         return None if self.stuck else self.engine.kv_usage()
 
-    def renew(self, why: str) -> bool:
+    def restart(self, why: str) -> bool:
         """See RolloutEngine."""
-        return self.engine.renew(why)
+        return self.engine.restart(why)
 
     def sleep(self) -> None:
         """See RolloutEngine; a stuck engine keeps its memory."""
-        (self.engine.meet if self.stuck else self.engine.sleep)()
+        (self.engine.barrier if self.stuck else self.engine.sleep)()
 
     def wake(self) -> None:
         """See RolloutEngine; a stuck engine is left as it is."""
-        (self.engine.meet if self.stuck else self.engine.wake)()
+        (self.engine.barrier if self.stuck else self.engine.wake)()
 
     def _name_missing(self, call: _Call, seconds: float, then: str) -> int:
         asked, missing = call.missing()
@@ -160,11 +160,11 @@ class _Call:
                     self._error = e
                     self.cancel()
 
-    def take(self, room: int) -> list[Request]:
+    def next_requests(self, room: int) -> list[Request]:
         # A cancelled engine takes no more requests, so that other ranks can sample them. The supply may be slow, so the
         # lock is not held while it is asked.
         assert self._supply is not None
-        new = [] if self._cancelled.is_set() else self._supply.take(room)
+        new = [] if self._cancelled.is_set() else self._supply.next_requests(room)
         with self._lock:
             if self._taken:
                 return []
@@ -172,9 +172,9 @@ class _Call:
             self._found += [{} for _ in new]
         return new
 
-    def wait(self) -> bool:
+    def has_more(self) -> bool:
         assert self._supply is not None
-        return not self._cancelled.is_set() and self._supply.wait()
+        return not self._cancelled.is_set() and self._supply.has_more()
 
     def cancelled(self) -> bool:
         return self._cancelled.is_set()

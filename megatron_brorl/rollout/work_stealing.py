@@ -86,11 +86,11 @@ class SlotSupply:
     rows: int
     prompt_tokens: int
 
-    def take(self, room: int) -> list[Request]:
+    def next_requests(self, room: int) -> list[Request]:
         """See Supply."""
         slots = self.slots.claim(room) if room > 0 else []
         return self.make_requests(slots) if slots else []
 
-    def wait(self) -> bool:
+    def has_more(self) -> bool:
         """See Supply."""
         return self.slots.left

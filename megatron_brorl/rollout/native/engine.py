@@ -62,7 +62,7 @@ class TorchEngine:
         self.version = version
 
     @property
-    def if_repeating(self) -> str:
+    def duplicate_advice(self) -> str:
         """See RolloutEngine. Keys never repeat, so duplicates would be a bug of the sampler."""
         return (
             'the built-in engine (rollout.engine = "torch"); install megatron-brorl again, or start again with the '
@@ -74,12 +74,12 @@ class TorchEngine:
         pool = self._pool
         return 0 if pool is None else (pool.size - pool.free) * page_bytes(self.shape, self.dtype)
 
-    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See RolloutEngine; tensors [any shape]."""
         for _ in tensors:  # producing each tensor is a collective
             pass
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """See RolloutEngine: no other rank shares this engine."""
 
     def kv_usage(self) -> KvUsage | None:
@@ -90,7 +90,7 @@ class TorchEngine:
         mean = pool.used_sum / pool.turns / pool.size
         return KvUsage(pool.most_used / pool.size, mean, pool.turns, pool.prompt_tokens, pool.prompt_found)
 
-    def renew(self, why: str) -> bool:
+    def restart(self, why: str) -> bool:
         """Return False, because this engine does not run in a separate process; see RolloutEngine."""
         return False
 
@@ -127,22 +127,22 @@ class TorchEngine:
                 if watch and rollout.finish != "cut":
                     watch.finished(request, rollout)
 
-        def take() -> None:
+        def request_more() -> None:
             # Take only rows that can start now. Other ranks can sample the rest of the supply.
             if supply and (room := scheduler.free_rows()):
-                new = supply.take(room)
+                new = supply.next_requests(room)
                 scheduler.add(new)
                 found.extend([] for _ in new)
 
         # hidden [active rows, H] gives each row's next token. Every turn adds one token to each row.
-        take()
+        request_more()
         hidden = scheduler.admit()
         while not (watch and watch.cancelled()):
             # Without active rows, wait for the supply.
             if not len(scheduler.active):
-                if not (supply and supply.wait()):
+                if not (supply and supply.has_more()):
                     break
-                take()
+                request_more()
                 hidden = scheduler.admit()
                 continue
 
@@ -157,7 +157,7 @@ class TorchEngine:
                 hidden = decoder.step(pool, scheduler.decode_batch(), new.to(self.device))
 
             # New rows are last in `hidden` and in scheduler.active.
-            take()
+            request_more()
             if scheduler.waiting and scheduler.free_slots:
                 hidden = torch.cat((hidden, scheduler.admit()))
 

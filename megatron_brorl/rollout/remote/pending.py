@@ -102,10 +102,10 @@ class PendingRollouts:
         ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
         return PendingRollout(number, ids, begun, tokens, sibling_seed(request.key, begun.index, done))
 
-    def take(self) -> dict[int, PendingRollout]:
+    def admit(self) -> dict[int, PendingRollout]:
         """Take rollouts of the supply, as many as the engine has room for."""
         room = self._most - len(self.rows)
-        return self.add(self._supply.take(room)) if self._supply and room > 0 else {}
+        return self.add(self._supply.next_requests(room)) if self._supply and room > 0 else {}
 
     def answered(self, answer: Message, version: int) -> None:
         """Record the answer for a rollout; version: of the weights.

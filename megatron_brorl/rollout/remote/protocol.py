@@ -128,17 +128,17 @@ class Completion:
         return cls(list(token_ids), "length" if reason == "length" else "cut", log_probs)
 
 
-class EngineLeaf(Protocol):
+class EngineBackend(Protocol):
     """One engine in this process. All methods belong to one event loop.
 
-    A class Llm(options) in the module that rollout.registry names. Its constructor raises ValueError where this version
-    of the engine cannot do what is asked.
+    rollout.registry names its class, which is called with the options and raises ValueError if this version of the
+    engine does not support them.
     """
 
     options: EngineOptions
 
     async def start(self) -> Capabilities:
-        """Start the workers with random weights and return their capabilities. Raises ValueError as `check_draws`."""
+        """Start the workers with random weights. Raises ValueError as `check_sampling`."""
 
     def params(
         self,
@@ -189,7 +189,7 @@ class EngineLeaf(Protocol):
         """Take the memory of keys and values again, when all ranks of the node have given back theirs."""
 
 
-async def check_draws(leaf: EngineLeaf, engine: str) -> None:
+async def check_sampling(leaf: EngineBackend, engine: str) -> None:
     """Raise ValueError unless a request's seed determines the sampled tokens and the engine returns log-probs.
 
     engine: name and version of the engine, for the message.
@@ -201,7 +201,7 @@ async def check_draws(leaf: EngineLeaf, engine: str) -> None:
         raise ValueError(f"{engine} reports no log-probs of sampled tokens")
 
 
-async def _draw(leaf: EngineLeaf, seed: int) -> Completion:
+async def _draw(leaf: EngineBackend, seed: int) -> Completion:
     """Return one rollout of a few tokens at temperature 1."""
     o = leaf.options
     ids = [i % o.vocab for i in range(min(8, o.context // 2))]

@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import sys
@@ -29,7 +30,7 @@ from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.process import unlink_shared_memory
 from megatron_brorl.rollout.remote.protocol import (
     Capabilities,
-    EngineLeaf,
+    EngineBackend,
     EngineOptions,
     Message,
     ProtocolError,
@@ -43,12 +44,12 @@ HEARTBEAT_S = 0.5
 class Server:
     """One engine and the ranks that share it. Weights are changed by one rank alone, while nobody generates."""
 
-    def __init__(self, llm: EngineLeaf, capabilities: Capabilities, address: str) -> None:
+    def __init__(self, llm: EngineBackend, capabilities: Capabilities, address: str) -> None:
         self.llm, self.capabilities = llm, capabilities
         self.version = -1  # of complete weights; -1 while they are random, gone or half loaded
         self.caches_asleep = False  # since `sleep`: the trainer's ranks may still hold memory that caches need
         self.waking = asyncio.Lock()
-        self.boot = os.getpid()
+        self.pid = os.getpid()
         self.clients: set[bytes] = set()
         self.calls: dict[tuple[bytes, int], list[Any]] = {}  # handles of rollouts in flight, to be aborted
         self.tasks: set[asyncio.Task[None]] = set()
@@ -94,7 +95,7 @@ class Server:
         task.add_done_callback(self.tasks.discard)
 
     def _state(self) -> Message:
-        return Message("heartbeat", {"boot": self.boot, "version": self.version})
+        return Message("heartbeat", {"pid": self.pid, "version": self.version})
 
     async def _heartbeat(self) -> None:
         while True:
@@ -191,13 +192,13 @@ class Server:
 
 
 async def _main(address: str, options: EngineOptions) -> None:
-    # The version is checked first, because the leaf cannot be imported with an older engine. The trainer reads the
+    # The version is checked first, because the backend cannot be imported with an older engine. The trainer reads the
     # reason from the last line of the log.
     kind = ENGINES[options.engine]
     old = kind.too_old(importlib.import_module(kind.package).__version__)
     if old:
         raise SystemExit(old)
-    llm: EngineLeaf = importlib.import_module(kind.leaf).Llm(options)
+    llm: EngineBackend = pkgutil.resolve_name(kind.backend)(options)
     await Server(llm, await llm.start(), address).serve()
 
 

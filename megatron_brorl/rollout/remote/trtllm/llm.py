@@ -21,7 +21,13 @@ from tensorrt_llm.llmapi.llm_args import (
 from tensorrt_llm.sampling_params import LogprobMode
 
 from megatron_brorl.config.schema import EngineConfig
-from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineLeaf, EngineOptions, check_draws
+from megatron_brorl.rollout.remote.protocol import (
+    Capabilities,
+    Completion,
+    EngineBackend,
+    EngineOptions,
+    check_sampling,
+)
 from megatron_brorl.rollout.remote.trtllm import ray_node
 from megatron_brorl.rollout.remote.trtllm.settings import (
     KV_CACHE,
@@ -31,12 +37,12 @@ from megatron_brorl.rollout.remote.trtllm.settings import (
     sleep_tags,
 )
 
-EXTENSION = "megatron_brorl.rollout.remote.trtllm.extension.BrorlExtension"
-# Quantised with the scales of each 128 x 128 block, from whatever full weights come (weights_send.in_fp8_blocks).
+EXTENSION = "megatron_brorl.rollout.remote.trtllm.extension.TrtllmWorkerExtension"
+# Quantised with the scales of each 128 x 128 block, from whatever full weights come (weights_send.to_fp8_blocks).
 _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
-class Llm(EngineLeaf):
+class TrtllmBackend(EngineBackend):
     """TensorRT-LLM's leaf."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -94,10 +100,10 @@ class Llm(EngineLeaf):
         )
 
     async def start(self) -> Capabilities:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         await self._llm
         name = f"TensorRT-LLM {tensorrt_llm.__version__}"
-        await check_draws(self, name)
+        await check_sampling(self, name)
         tokens = min(await self.call_workers("brorl_kv_tokens"))
         return Capabilities(
             engine=name,
@@ -115,7 +121,7 @@ class Llm(EngineLeaf):
         log_probs: bool = True,
         stop_strings: Sequence[str] = (),
     ) -> SamplingParams:
-        """See EngineLeaf; stop strings are refused with the configuration.
+        """See EngineBackend; stop strings are refused with the configuration.
 
         All settings are explicit: left out, they would mean greedy.
         """
@@ -137,11 +143,11 @@ class Llm(EngineLeaf):
         )
 
     def submit(self, ids: Sequence[int], params: SamplingParams) -> Any:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         return self._llm.generate_async(list(ids), sampling_params=params)
 
     async def completion(self, handle: Any) -> Completion:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         output = (await handle).outputs[0]
         # An aborted request may report other tokens than the sampled ones, so its tokens are dropped.
         if output.finish_reason not in ("stop", "length"):
@@ -150,24 +156,24 @@ class Llm(EngineLeaf):
         return Completion.of(output.token_ids, output.finish_reason, reported)
 
     def abort(self, handle: Any) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         handle.abort()
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         found: list[Any] = await self._llm.collective_rpc(method, args=args)
         return found
 
     async def sleep(self) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         # Released blocks would still be found by their prefix.
         await self.call_workers("brorl_reset_prefix_cache")
         await self._llm.release(self.tags)
 
     async def wake(self) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         await self._llm.resume([tag for tag in self.tags if tag != KV_CACHE])
 
     async def wake_caches(self) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         await self._llm.resume([KV_CACHE])

@@ -23,9 +23,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.families.shape import read_shape
-from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineLeaf, EngineOptions, check_draws
+from megatron_brorl.rollout.remote.protocol import (
+    Capabilities,
+    Completion,
+    EngineBackend,
+    EngineOptions,
+    check_sampling,
+)
 
-EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.BrorlExtension"
+EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.VllmWorkerExtension"
 _SPARE_TOKENS = 2 * 512  # of pages that requests fill in part
 # Of the GPU's whole memory. vLLM does not start unless this share is free (0.92 by default), even where the bytes for
 # keys and values are given. A trainer on the same GPU may hold more than the rest. Nothing else depends on it then.
@@ -33,7 +39,7 @@ _FREE_SHARE = 0.01
 _WATCH_S = 1.0  # between two questions whether vLLM's own processes are alive
 
 
-class Llm(EngineLeaf):
+class VllmBackend(EngineBackend):
     """vLLM's leaf."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -106,11 +112,11 @@ class Llm(EngineLeaf):
         }
 
     async def start(self) -> Capabilities:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments()))
 
         name = f"vLLM {vllm.__version__}"
-        await check_draws(self, name)
+        await check_sampling(self, name)
         self._watching = asyncio.create_task(self._watch())
         return Capabilities(
             engine=name,
@@ -128,7 +134,7 @@ class Llm(EngineLeaf):
         log_probs: bool = True,
         stop_strings: Sequence[str] = (),
     ) -> SamplingParams:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         return SamplingParams(
             n=1,  # a request per sibling: vLLM would count seeds up from one to the next
             temperature=temperature,
@@ -148,7 +154,7 @@ class Llm(EngineLeaf):
         )
 
     def submit(self, ids: Sequence[int], params: Any) -> tuple[str, asyncio.Task[Completion]]:
-        """See EngineLeaf: vLLM knows a request by a name."""
+        """See EngineBackend: vLLM knows a request by a name."""
         name = str(next(self._names))
         return name, asyncio.create_task(self._complete(name, list(ids), params))
 
@@ -187,39 +193,39 @@ class Llm(EngineLeaf):
             await asyncio.sleep(_WATCH_S)
 
     async def completion(self, handle: tuple[str, asyncio.Task[Completion]]) -> Completion:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         return await handle[1]
 
     def abort(self, handle: tuple[str, asyncio.Task[Completion]]) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         task = asyncio.create_task(self._llm.abort(handle[0]))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         found: list[Any] = await self._llm.collective_rpc(method, args=args)
         return found
 
     async def finish(self, names: Sequence[str]) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         await super().finish(names)
         if not await self._llm.reset_prefix_cache():
             raise ValueError("vLLM keeps keys and values of the weights before: a request is still in flight")
 
     async def sleep(self) -> None:
-        """See EngineLeaf. On a CPU vLLM keeps what it has."""
+        """See EngineBackend. On a CPU vLLM keeps what it has."""
         await self._llm.reset_prefix_cache()
         if self.on_gpu:
             await self._llm.sleep(2)  # weights follow, and are not kept
 
     async def wake(self) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         if self.on_gpu:
             await self._llm.wake_up(["weights"])
 
     async def wake_caches(self) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         if self.on_gpu:
             await self._llm.wake_up(["kv_cache"])
 

@@ -116,7 +116,7 @@ class Drawer:
         self.prompt_tokens = 9
         self.rooms = []
 
-    def take(self, room):
+    def next_requests(self, room):
         self.rooms.append(room)
         taken = []
         rows = 0
@@ -125,7 +125,7 @@ class Drawer:
             rows += taken[-1].n
         return taken
 
-    def wait(self):
+    def has_more(self):
         return False
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_brorl.rollout.remote.protocol import Completion, Message, ProtocolError, check_draws, decode, encode
+from megatron_brorl.rollout.remote.protocol import Completion, Message, ProtocolError, check_sampling, decode, encode
 
 
 def test_messages_arrive_as_they_were():
@@ -68,17 +68,17 @@ class Leaf:
 @pytest.mark.parametrize("kind", ["shared", "deaf"])
 def test_an_engine_without_seeds_per_request_is_refused(kind):
     with pytest.raises(ValueError, match="Other 1 takes no seed per request: siblings on different engines would"):
-        asyncio.run(check_draws(Leaf(kind), "Other 1"))
+        asyncio.run(check_sampling(Leaf(kind), "Other 1"))
 
 
 def test_an_engine_without_log_probs_is_refused():
     with pytest.raises(ValueError, match="Other 1 reports no log-probs of sampled tokens"):
-        asyncio.run(check_draws(Leaf("request", reports=False), "Other 1"))
+        asyncio.run(check_sampling(Leaf("request", reports=False), "Other 1"))
 
 
 def test_the_draws_of_the_check_stay_within_context_and_vocabulary():
     leaf = Leaf("request", vocab=3, context=10)
-    asyncio.run(check_draws(leaf, "Other 1"))
+    asyncio.run(check_sampling(leaf, "Other 1"))
     assert leaf.asked == [([0, 1, 2, 0, 1], 5)] * 3
 
 

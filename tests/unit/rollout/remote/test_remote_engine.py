@@ -18,16 +18,16 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.engine import RemoteEngine
 from megatron_brorl.rollout.remote.pending import sibling_seed
-from megatron_brorl.rollout.remote.process import Link, address
-from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineLeaf, EngineOptions, Message
+from megatron_brorl.rollout.remote.process import Connection, address
+from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineBackend, EngineOptions, Message
 from megatron_brorl.rollout.remote.server import Server
 from megatron_brorl.types import Prompt
 
-ROOM = Path(remote.__path__[0])
+FOLDER = Path(remote.__path__[0])
 OPTIONS = EngineOptions("other", "", 50, 40, "float32", 8, (2,), {})
 
 
-class Leaf(EngineLeaf):
+class Leaf(EngineBackend):
     """Answers every request with its seed's last digit, the token before, and the end; weights are counted."""
 
     keeps_cut = False  # whether a rollout that was given up has tokens
@@ -105,7 +105,7 @@ def leaf(tmp_path, request):
     assert not thread.is_alive()
 
 
-def ask(link: Link, message: Message) -> None:
+def ask(link: Connection, message: Message) -> None:
     link.send(message)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -118,8 +118,8 @@ def test_an_engine_is_its_leaf(leaf, tmp_path):
     """All of generate, with weights, through a leaf that no engine but this test has."""
     settings = EngineConfig(start_timeout_s=30.0)
     engine = RemoteEngine(settings, OPTIONS, {}, tmp_path, None, tmp_path / "log")
-    assert engine.if_repeating == 'Other 1.0; start anew with rollout.engine = "torch"'
-    leader = Link(address(tmp_path))
+    assert engine.duplicate_advice == 'Other 1.0; start anew with rollout.engine = "torch"'
+    leader = Connection(address(tmp_path))
     ask(leader, Message("begin"))
     ask(leader, Message("load", {"bucket": {"path": "x", "records": []}}))
     ask(leader, Message("finish", {"names": ["a"], "version": 3}))
@@ -158,7 +158,7 @@ def test_what_a_cancelled_rollout_had(leaf, tmp_path):
             return bool(engine._open)  # once it was asked
 
     engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
-    leader = Link(address(tmp_path))
+    leader = Connection(address(tmp_path))
     ask(leader, Message("finish", {"names": ["a"], "version": 3}))
     engine.update_weights([], 3)
     request = Request(Prompt("p", "", (5, 6), None, "exact"), 7, 2, 0)
@@ -180,7 +180,7 @@ def test_what_is_taken_is_asked_by_calls_of_its_own(leaf, tmp_path):
     assert engine.rows == 8
     engine._link.capabilities = engine.capabilities = dataclasses.replace(engine.capabilities, kv_tokens=80)
     assert engine.rows == 4
-    leader = Link(address(tmp_path))
+    leader = Connection(address(tmp_path))
     ask(leader, Message("finish", {"names": ["a"], "version": 3}))
     engine.update_weights([], 3)
     prompt = Prompt("p", "", (5, 6), None, "exact")
@@ -190,7 +190,7 @@ def test_what_is_taken_is_asked_by_calls_of_its_own(leaf, tmp_path):
         rows, prompt_tokens = 14, 2
         rooms: ClassVar[list[int]] = []
 
-        def take(self, room):
+        def next_requests(self, room):
             self.rooms.append(room)
             return [left.pop(0)] if left else []
 
@@ -207,6 +207,6 @@ def test_what_is_taken_is_asked_by_calls_of_its_own(leaf, tmp_path):
 def test_every_engine_has_an_entry_and_a_leaf():
     assert {"torch", *ENGINES} == set(get_args(get_type_hints(RolloutConfig)["engine"]))
     for engine, kind in ENGINES.items():
-        leaf = ROOM.parents[2] / (kind.leaf.replace(".", "/") + ".py")
-        assert leaf == ROOM / engine / "llm.py"
-        assert leaf.is_file()
+        module, _, name = kind.backend.partition(":")
+        assert module == f"{remote.__name__}.{engine}.llm"
+        assert f"class {name}(EngineBackend)" in (FOLDER / engine / "llm.py").read_text()
