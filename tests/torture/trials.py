@@ -28,11 +28,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import forks
-from e2e.runs import ENVIRONMENT, write_config
+from e2e.runs import ENVIRONMENT, make_model, write_config
 from torture import faults
 from torture.outcome import Outcome
 
-REPOSITORY = Path(__file__).parents[2]
 RANKS = 2
 FRESH, RESUMED = STAGES = ("from the beginning", "resumed")
 STARTS = 4  # of a run after its fault
@@ -57,22 +56,7 @@ class Torture:
     def prepare(self) -> None:
         """Run once undisturbed, once up to a kill in the second step, and count the file operations of both stages."""
         config, model = write_config(self.root), self.root / "model"
-        options = [
-            "--hidden",
-            "32",
-            "--layers",
-            "2",
-            "--heads",
-            "2",
-            "--kv-heads",
-            "1",
-            "--ffn",
-            "64",
-            "--context",
-            "32",
-        ]
-        done = forks.script(REPOSITORY / "tools" / "make_tiny_model.py", config, model, *options)
-        assert done.returncode == 0, done.stderr
+        make_model(config, model)
         (self.root / "letters.py").write_text(VERIFIER)
         verifier = f"data.verifier={self.root / 'letters.py'}:letters"
         self.words = [str(config), f"model.path={model}", verifier, *OPTIONS]
