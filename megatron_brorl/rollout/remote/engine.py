@@ -108,9 +108,8 @@ class RemoteEngine:
         context, so that no rollout waits inside the engine.
         """
         capabilities = self.capabilities
-        return max(
-            1, min(capabilities.rows, 2 * capabilities.kv_tokens // self.options.context) // self.settings.tensor
-        )
+        rows = min(capabilities.rows, 2 * capabilities.kv_tokens // self.options.context)
+        return max(1, rows // self.settings.tensor)
 
     def _wait_for_capabilities(self) -> Capabilities:
         deadline = time.monotonic() + self.settings.start_timeout_s

@@ -80,13 +80,11 @@ class PendingRollouts:
     ) -> None:
         """most: rollouts the engine has at a time. vocab: of the model, with padding. decode: see StopCriteria."""
         self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
-        self._sampling, self._callbacks, self._supply, self._most, self._vocab = (
-            sampling,
-            callbacks,
-            supply,
-            most,
-            vocab,
-        )
+        self._sampling = sampling
+        self._callbacks = callbacks
+        self._supply = supply
+        self._most = most
+        self._vocab = vocab
         self.faults: list[str] = []  # of invalid answers, each of which costs its rollout
         self.rows: dict[int, PendingRollout] = {}  # by the number in the engine's answers
         self._found: list[list[Rollout]] = []  # of each request

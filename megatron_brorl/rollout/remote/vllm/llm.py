@@ -67,10 +67,10 @@ class VllmBackend(EngineBackend):
         needed = (options.max_rows * options.context + _SPARE_TOKENS) * per_token
         found = min(needed, room) if room else needed
         if found < options.context * per_token:
+            key = "engine.memory_fraction" if self.on_gpu else "rollout.kv_cache_mib"
             raise ValueError(
                 f"keys and values of {found // per_token} tokens fit, and one response with its prompt may take "
-                f"{options.context}: raise {'engine.memory_fraction' if self.on_gpu else 'rollout.kv_cache_mib'} or lower "
-                "rollout.max_tokens"
+                f"{options.context}: raise {key} or lower rollout.max_tokens"
             )
         return found
 
