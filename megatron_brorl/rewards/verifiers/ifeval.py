@@ -263,7 +263,7 @@ def _ends_sentence(text: str, mark: re.Match[str]) -> bool:
     if "?" in marks or "!" in marks:
         return True
 
-    # Several dots end a sentence only at the end or before a capital letter. One or two dots after white space end none.
+    # Several dots end a sentence only before a capital letter or at the end. One or two dots after a space never do.
     found = _NEXT_WORD.match(text, after)
     next_word = found.group(1) if found else ""
     if marks in (".", "..") and (mark.start() == 0 or text[mark.start() - 1].isspace()):
