@@ -129,5 +129,5 @@ def test_an_engine_that_repeats_itself_is_named(processes, model):
     with pytest.raises(UserError, match=r"came several times for one prompt.* \(prompt p/\d: sibling 0\)") as caught:
         trainer.train_step()
     assert 'rollout.engine = "torch"' in str(caught.value)
-    assert "start anew with the other ops.implementation" in str(caught.value)
+    assert "start again with the other ops.implementation" in str(caught.value)
     assert "trtllm" not in str(caught.value)
