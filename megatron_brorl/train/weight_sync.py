@@ -142,7 +142,7 @@ def verify_weights(worker: Worker, engine: Watchdog, version: int, config: Confi
 
     # Checksums cover the bytes that were sent. The engine may still hold other weights.
     restarts = 0
-    if gap.exceeds(limit) and engine.renew(
+    if gap.exceeds(limit) and engine.restart(
         f"after version {version} log-probs are {gap.mean:.2e} nats from the actor's"
     ):
         restarts = 1

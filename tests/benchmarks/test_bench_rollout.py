@@ -1,4 +1,4 @@
-"""The rollout benchmark runs, counts what was asked for, and finds the prompt's keys and values stored once."""
+"""The rollout benchmark runs, counts the requested tokens, and finds one copy of the prompt's keys and values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_lengths():
 
 
 def test_matrix_weights_are_those_of_transformers():
-    """All parameters of transformers' model but norms, biases and the embedding, which a tied head is."""
+    """Compare with all parameters of transformers' model except norms, biases and the embedding; a tied head counts."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = bench_common.MODELS["t4"]
@@ -63,7 +63,7 @@ def test_matrix_weights_are_those_of_transformers():
     )
 
 
-def test_an_engine_that_cheats_is_found():
+def test_an_engine_with_wrong_lengths_is_refused():
     job = {"prompts": [[1], [2]], "lengths": [2, 3]}
     with pytest.raises(RuntimeError, match="other lengths"):
         measure.time_rollouts(job, lambda prompt, lengths, seed: [[0, 0], [1, 1]])
@@ -72,7 +72,7 @@ def test_an_engine_that_cheats_is_found():
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_is_told(monkeypatch):
+def test_the_output_of_a_failed_engine_is_reported(monkeypatch):
     monkeypatch.setattr(bench_rollout, "alone", lambda *_: 1e11)
     options = "--models t4 --n 2 --prompts 2 --lengths 2 --engines brorl --repeat 1 --vllm-python"
     monkeypatch.setattr(sys, "argv", ["bench_rollout.py", *options.split(), sys.executable])

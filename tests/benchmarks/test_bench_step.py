@@ -1,4 +1,4 @@
-"""The step benchmark trains through the command line, and both sides would see the same prompts and rewards."""
+"""The step benchmark trains through the command line; both sides get the same prompts and rewards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_rows(monkeypatch, tmp_path):
     assert row["gemm_peak_share"] == pytest.approx(8 * T4_MATRICES * row["tokens_per_s"] / peak)
 
 
-def test_prompts_have_the_tokens_they_should(tmp_path):
+def test_prompts_have_the_requested_tokens(tmp_path):
     vocab = bench_common.MODELS["t4"]["vocab_size"]
     bench_common.write_model("t4", tmp_path)  # whose config.json decides on the class of the tokenizer
     bench_step.write_tokenizer(vocab, tmp_path)
@@ -49,7 +49,7 @@ def test_prompts_have_the_tokens_they_should(tmp_path):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_step_without_a_signal_is_no_figure():
+def test_a_step_without_a_signal_is_refused():
     found = {"rewards": [0.5, 0.0]}
     with pytest.raises(bench_step.EngineFailed, match="nothing to train on"):
         bench_step.row("brorl", found, {"n": 2, "response": 1}, 1, 1)
