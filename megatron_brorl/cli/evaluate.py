@@ -1,4 +1,4 @@
-"""`brorl evaluate` and `brorl compare`."""
+"""`brorl evaluate`: evaluate a model; `brorl compare`: compare two evaluations."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _compare(args: argparse.Namespace) -> int:
 
     out = args.out or args.after
 
-    # A prompt keeps its id if the chat template writes another date into it.
+    # The id of a prompt does not depend on the date that the chat template writes into it.
     remedy = "give the run.dir of an evaluation"
     folders = (args.before, args.after)
     dates = [read_object(folder / "evaluation.json", remedy).get("template_date") for folder in folders]
