@@ -82,8 +82,8 @@ def to_megatron(
 ) -> int:
     """Write a Megatron checkpoint cut for tensor x pipeline ranks, and return the bytes of its tensors.
 
-    check is called with the finished directory before it takes its place. Raises UserError if the ranks do not divide
-    the model, a tensor cannot be read, or the disk refuses a write; then nothing is left behind.
+    check is called with the finished directory before it is renamed. Raises UserError if the ranks do not divide the
+    model, a tensor cannot be read, or a write fails; then no files are left.
     """
     check_layout(shape, tensor, pipeline, FLAGS)
     entries = megatron_format.table(shape, pipeline)
@@ -128,7 +128,7 @@ def verify(first: Path, second: Path, shape: ModelShape, target: Path | None = N
     """Return the largest difference of float32 logits between two checkpoints of either format.
 
     Each is computed by its own library, one model in memory at a time. Raises UserError if the difference exceeds
-    TOLERANCE. target: the place of `second` when it is complete, which the user knows.
+    TOLERANCE. target: the final name of `second`, for the message.
     """
     a, b = logits(first, shape), logits(second, shape)
     gap = float((a - b).abs().max())
@@ -181,7 +181,7 @@ def _bytes(source: Source, entries: list[Entry]) -> int:
 
 
 def _set_dtype(path: Path, types: set[torch.dtype]) -> None:
-    """Correct the type in config.json if the weights have another one, as after a run in fp32."""
+    """Write the dtype of the weights to config.json, which may state another one, for example after a run in fp32."""
     config = json.loads(path.read_text(encoding="utf-8"))
     stated = config.get("dtype") or config.get("torch_dtype")
     names = {str(t).removeprefix("torch.") for t in types}
@@ -193,7 +193,7 @@ def _set_dtype(path: Path, types: set[torch.dtype]) -> None:
 
 @contextlib.contextmanager
 def _output(target: Path) -> Iterator[Path]:
-    """Yield the directory to write, see hugging_face.written_aside. Raises UserError if the disk refuses something."""
+    """Yield the directory to write (hugging_face.written_aside). Raises UserError on disk errors."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with hugging_face.written_aside(target) as aside:

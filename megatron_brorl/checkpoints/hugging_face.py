@@ -158,9 +158,9 @@ def load(
 ) -> dict[str, Tensor]:
     """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype.
 
-    fused_norms: whether the actor's norms are in Transformer Engine's linear layers. own: parameters that no directory
-    has, which stay as they are. keep: return this rank's part of each tensor in the dtype of the file, by the module's
-    own parameter names. Raises UserError if the directory does not have the model of its config.json.
+    fused_norms: whether the actor's norms are in Transformer Engine's linear layers. own: parameters that no Hugging
+    Face directory has, which are not changed. keep: return this rank's part of each tensor in the dtype of the file, by
+    the module's own parameter names. Raises UserError if the directory does not have the model of its config.json.
     """
     checkpoint = Checkpoint(Path(directory))
     checkpoint.check(names.hf_shapes(shape))
@@ -192,7 +192,7 @@ def save(
 ) -> bool:
     """Write a Hugging Face directory with config.json and tokenizer of `source`, and return whether weights differ.
 
-    The directory is written aside and renamed. tensors: exactly those of `source`, one in memory at a time. dtype:
+    The files are written to a temporary directory, which is then renamed. tensors: exactly those of `source`. dtype:
     torch's name of their type ("float32"), in which they are also compared with those of `source`. card: the text of
     README.md, which is not copied from `source`. Raises ValueError if a tensor is missing or unknown.
     """
@@ -268,9 +268,9 @@ def _other_special_ids(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """Yield a fresh directory next to `target` that replaces it at the end, or is removed after an error.
+    """Yield a new directory next to `target` that replaces it at the end, or is removed after an error.
 
-    An OSError without a file name gets `target`: errors of writing and syncing have none.
+    An OSError without a file name gets the name of `target`, because errors of writing and syncing have none.
     """
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
@@ -286,7 +286,7 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 
 def replace_directory(aside: Path, target: Path) -> None:
-    """Sync a finished directory and put it in place of `target`; for an instant there may be none."""
+    """Sync a finished directory and replace `target` by it. For a moment, neither may exist."""
     for path in aside.rglob("*"):
         if path.is_file():
             with path.open("rb") as f:

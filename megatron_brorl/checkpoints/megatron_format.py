@@ -72,7 +72,7 @@ def write(
         files: dict[str, BinaryIO] = {}
 
         def put(rank: int, index: MetadataIndex, data: Tensor | io.BytesIO) -> None:
-            """Append a chunk to a rank's file, and note its place."""
+            """Append a chunk to a rank's file, and record its position."""
             name = f"__{rank}_0.distcp"
             if name not in files:
                 files[name] = stack.enter_context((directory / name).open("wb"))

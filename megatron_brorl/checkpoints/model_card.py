@@ -59,7 +59,7 @@ No held-out prompts were evaluated in this run.
 
 * Improvements are shown for the prompts above only. Rewards come from programs, and a model can exploit their gaps.
 * The training does not address harmful, private or false text; the restrictions of the base model apply.
-* The program that trained the model wrote this card; nobody has reviewed it.
+* The program that trained the model wrote this card; no one has reviewed it.
 """
 
 
@@ -73,7 +73,7 @@ class Base:
 
     @classmethod
     def of(cls, path: str, directory: Path) -> Base:
-        """path: model.path. directory: the folder of the model."""
+        """Return the description of the model in `directory`. path: model.path, as the user wrote it."""
         own = _metadata(directory / CARD)
         named = path if _HUB_NAME.fullmatch(path) and not Path(path).exists() else own.get("base_model")
         hub = named if isinstance(named, str) and _HUB_NAME.fullmatch(named) else ""

@@ -86,7 +86,7 @@ def write_verified(path: Path, fill: Callable[[HashingFile], T]) -> tuple[str, T
             raise
         raw.flush()
         os.fsync(raw.fileno())
-        # Read back from the disk and not from memory, if the system supports it.
+        # Drop the file from the page cache, so that it is read back from the disk.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -136,7 +136,7 @@ class Shards:
 
     _planned: _Planned
     _metadata: Metadata | None  # None except on rank 0
-    _common: bytes  # everything that is not a tensor
+    _common: bytes  # the state that is not a tensor
 
     def write(self, directory: Path) -> tuple[dict[str, str], list[Any]]:
         """Write this rank's files, and return their SHA-256 by name and what `index` needs. Raises OSError."""
@@ -149,7 +149,7 @@ class Shards:
         return digests, [result for _, results in written for result in results]
 
     def index(self, results: Sequence[list[Any]]) -> dict[str, bytes]:
-        """Return the files by which the shards are found, on rank 0. results: from `write`, by rank."""
+        """Return the index files of the checkpoint, on rank 0. results: returned by `write`, by rank."""
         assert self._metadata is not None
         self._metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         self._metadata.storage_meta = StorageMeta(checkpoint_id=self._planned.name, save_id=self._planned.name)
@@ -162,7 +162,7 @@ class Shards:
 
 
 def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
-    """Return what this rank writes of Megatron's sharded states as the checkpoint of that name; a collective.
+    """Plan this rank's share of a checkpoint of Megatron's sharded states; a collective. name: of the checkpoint.
 
     copy: copy the tensors to host memory, because they will change before they are written.
     """
@@ -182,7 +182,7 @@ def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy in host memory; of a GPU tensor, it is complete after device.wait()."""
+    """Return a contiguous copy in host memory; the copy of a GPU tensor is complete after cpu_bridge.wait()."""
     pinned = tensor.device.type != "cpu"
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
     return copy.copy_(tensor.detach(), non_blocking=pinned)

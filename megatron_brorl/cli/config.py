@@ -24,7 +24,7 @@ from megatron_brorl.tracking.metrics import METRICS_FILE
 
 _WIDTH = 110
 
-# What `brorl init` writes, with the values where they are not the defaults.
+# The keys that `brorl init` writes. None stands for the default, which is written as a comment.
 STARTER: dict[str, Any] = {
     "run.dir": "",  # by the name of the file
     "run.log": None,
@@ -60,7 +60,7 @@ def add_commands(commands: Any) -> None:
 
     text = "write a commented configuration for your own model and data"
     command = commands.add_parser("init", help=text, description=text)
-    command.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="to write (%(default)s)")
+    command.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="file to write (%(default)s)")
     command.add_argument("--model", default="", metavar="DIR", help="Hugging Face directory, or a name on the hub")
     command.add_argument(
         "--data", default="", metavar="FILE", help="JSONL or Parquet to train on; its columns are guessed"
@@ -151,15 +151,15 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 def _init(args: argparse.Namespace) -> int:
     if args.file.exists():
-        raise UserError(f"{args.file.absolute()}: is there already; name another file")
+        raise UserError(f"{args.file.absolute()}: exists; name another file")
 
-    # Two files must not share a folder.
+    # Two configurations must not share a run.dir.
     values = {**STARTER, "run.dir": run_dir(args.file)}
-    # What the command line says, and what the first row of the data and the tokenizer say.
+    # Values from the command line, the first row of the data and the tokenizer.
     given = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
     values |= {key: value for key, value in given.items() if value not in ("", [""])}
     if args.data:
-        from megatron_brorl.data.columns import guess  # and pyarrow, which no other command should wait for
+        from megatron_brorl.data.columns import guess  # imports pyarrow, which is slow
 
         values["data.columns"] = guess(Path(args.data))
     values["data.chat"] = bool(args.model) and _has_chat_template(Path(args.model))
@@ -172,24 +172,26 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def run_dir(file: Path) -> str:
-    """Return a run.dir that no other file gets: its path below the working directory, without suffix, in runs/.
+    """Return a run.dir for a configuration file: its path below the working directory, without suffix, in runs/.
 
-    Raises UserError where that folder holds a run.
+    Raises UserError if that folder already contains a run.
     """
-    # Outside of the working directory only the name of the file is left.
+    # A file outside of the working directory contributes only its name.
     path = Path(os.path.abspath(file))
     here = Path.cwd()
     below = path.relative_to(here) if path.is_relative_to(here) else Path(path.name)
     folder = Path("runs") / (below.relative_to("runs") if below.is_relative_to("runs") else below).with_suffix("")
 
-    # Such a run would be continued, or refused at its first step.
+    # `brorl train` would continue that run, or refuse to.
     if any((folder / name).exists() for name in (METRICS_FILE, run_info.FILE, "checkpoints")):
-        raise UserError(f"{path}: its run.dir would be {folder}, which holds a run already; choose another file name")
+        raise UserError(
+            f"{path}: its run.dir would be {folder}, which already contains a run; choose another file name"
+        )
     return str(folder)
 
 
 def starter(values: dict[str, Any]) -> str:
-    """Return the TOML file of some keys, each below its description; None: the default, as a comment."""
+    """Return the TOML file of some keys, each below its description. None writes the default as a comment."""
     section = ""
     lines: list[str] = []
     for path, value in values.items():

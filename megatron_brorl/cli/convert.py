@@ -23,7 +23,7 @@ Convert checkpoints between Hugging Face directories and Megatron distributed ch
 
     brorl convert to-megatron HF_DIR CHECKPOINT --tensor 2 --pipeline 2
     brorl convert to-hf CHECKPOINT HF_DIR
-    brorl convert to-hf runs/x/checkpoints/best HF_DIR --config runs/x/model           (or latest, step_00000100)
+    brorl convert to-hf runs/x/checkpoints/best HF_DIR --config runs/x/model   (or .../latest, .../step_00000100)
     brorl convert to-megatron CHECKPOINT OTHER --tensor 4 --pipeline 1
 
 Weights in fp32, fp16 or bf16 keep their types and bits; one tensor is in memory at a time. The output is written aside

@@ -1,4 +1,4 @@
-"""The objects of a command on this rank: built from the configuration, and closed in order at its end."""
+"""Build the objects of a command on this rank from the configuration, and close them in reverse order at its end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.recorder import Recorder
-from megatron_brorl.train.sample_and_score import Rollouts
+from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.sampling_params import context
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
@@ -97,7 +97,7 @@ class Session:
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
         program.on_check("tokenizer", self._tokenizer_line())
 
-        # Checked before data is read, which may take long.
+        # Check these before reading the data, which may take long.
         check_installed(() if benchmarks else config.run.log)
         self.ops = backend(config.ops.implementation, cpu_bridge.default_device())
         fp8.check(config.fp8, self.shape, config.parallel.tensor)
@@ -122,12 +122,12 @@ class Session:
         program.on_check("ranks", self.grid.line())
         self.job_end = JobEnd()
         self.stopped_by = ""
-        self._kv_tokens = 0  # room for keys and values, set by `preflight`; 0 = as many as fit
+        self._kv_tokens = 0  # room for keys and values, set by `preflight`; 0 means as many as fit
         self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse order
 
     def __enter__(self) -> Session:
         self._lock()
-        # Before the others' wait for a rank that hangs ends.
+        # Print stacks before the collectives that wait for a hanging rank time out.
         dump_stacks_after(0.8 * self.config.parallel.timeout_s)
         return self
 
@@ -243,12 +243,12 @@ class Session:
         """Return the SHA-256 of the tokenizer and the data, see Sources.digests."""
         return self.sources.digests(Path(self.config.model.path), self.template_date)
 
-    def rollouts(self) -> Rollouts:
+    def rollouts(self) -> RolloutRunner:
         """Return the engine and the reward workers, which end with the session."""
         engine = self._torch_engine() if self.config.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, self.config.rollout.timeout_s, self.grid.rank)
 
-        return Rollouts(
+        return RolloutRunner(
             engine=watchdog,
             pool=self.pool,
             tokenizer=self.tokenizer,
@@ -384,11 +384,11 @@ class Session:
 
 
 SLURM_END = "SLURM_JOB_END_TIME"  # Unix time, in the environment of a job's steps
-_STEPS = 5  # that are looked back on, because evaluations and checkpoints make some longer
+_STEPS = 5  # number of last steps to consider, because evaluations and checkpoints make some of them longer
 
 
 class JobEnd:
-    """The end of a job that a scheduler has set: a step that would not be done by then is not started."""
+    """The end of the job, as set by the scheduler. A step that would not end before it is not started."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """Raises UserError if the time in the environment is not a number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         _join(world, timeout)
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()  # of an earlier grid in this process
-    with _one_group_per_ranks(timeout):
+    with _shared_groups(timeout):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor,
             pipeline_model_parallel_size=config.pipeline,
@@ -176,40 +177,33 @@ def leave() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-    _groups.clear()
-
-
-# The groups of a world by their ranks. A gloo group has three threads, and Megatron asks for about twenty groups, most
-# of them of the same ranks, so equal groups are shared. NCCL groups are not shared, because they may run concurrently.
-_groups: dict[Any, dict[tuple[int, ...], Any]] = {}
+    _gloo_group.cache_clear()
 
 
 def _group_of(ranks: Sequence[int], timeout: timedelta) -> Any:
-    """Return the process group of these ranks; NON_GROUP_MEMBER on other ranks. A collective of the world."""
+    """Return the process group of these ranks; NON_GROUP_MEMBER on other ranks. Collective of all ranks."""
     if cpu_bridge.on_gpu():
         return dist.new_group(list(ranks), timeout=timeout)
+    return _gloo_group(tuple(sorted(ranks)), timeout)
 
-    world = dist.group.WORLD
-    if world not in _groups:
-        _groups.clear()
-        _groups[world] = {tuple(range(dist.get_world_size())): world}
-    groups = _groups[world]
-    key = tuple(sorted(ranks))
-    if key not in groups:
-        groups[key] = dist.new_group(list(key), timeout=timeout)
-    return groups[key]
+
+@functools.cache
+def _gloo_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
+    """Share groups of the same ranks: each has three threads, and Megatron asks for about twenty groups.
+
+    NCCL groups are not shared, because they may run concurrently.
+    """
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(list(ranks), timeout=timeout)
 
 
 @contextlib.contextmanager
-def _one_group_per_ranks(timeout: timedelta) -> Iterator[None]:
-    """Let Megatron's function for new groups share gloo groups; NCCL groups are made as before."""
-
-    def create(ranks: Sequence[int], **_: Any) -> Any:
-        return _group_of(ranks, timeout)
-
+def _shared_groups(timeout: timedelta) -> Iterator[None]:
+    """Let Megatron's function for new groups share gloo groups."""
     own = parallel_state.create_group
     if not cpu_bridge.on_gpu():
-        parallel_state.create_group = create
+        parallel_state.create_group = lambda ranks, **_: _group_of(ranks, timeout)
     try:
         yield
     finally:

@@ -59,23 +59,25 @@ def findings(
 
 def _no_signal(why: Cause, config: Config, rows: Sequence[Row]) -> str:
     count = f"{sum(row.get('rollouts') or 0 for row in rows):,.0f}"
-    c, extract = config.rollout, config.reward.extract
-    cut, reward = _mean(rows, "cut_off_share") or 0.0, _mean(rows, "reward") or 0.0
+    rollout = config.rollout
+    extract = config.reward.extract
+    cut = _mean(rows, "cut_off_share") or 0.0
+    reward = _mean(rows, "reward") or 0.0
     # Rewards above 0 that never reach reward.correct_at are a cause of their own.
     short = f" (mean reward {reward:.3g}, reward.correct_at = {config.reward.correct_at:g})" if reward else ""
     how_many = f"every one of {count} responses was" if cut == 1 else f"{cut:.0%} of {count} responses were"
     sentences: dict[Cause, str] = {
-        "cut off": f"{how_many} cut off at rollout.max_tokens = {c.max_tokens}: raise it, or "
+        "cut off": f"{how_many} cut off at rollout.max_tokens = {rollout.max_tokens}: raise it, or "
         "put prompts in the form after which the model ends its answers (data.chat, data.template)",
         "no answer": f'no response of {count} had an answer where reward.extract = "{extract}" looks for it, '
         f"{_PLACES[extract]}: ask for that form in data.template or data.system_prompt, or set reward.extract to the "
         "form that the model gives" + (f"; {cut:.0%} were cut off at rollout.max_tokens" if cut else ""),
         "none right": f"no response of {count} was right{short}: check that the verifier calls a reference answer "
         "right, then take easier prompts, a larger rollout.n or a warm start (brorl sft)"
-        + (f"; {cut:.0%} were cut off at rollout.max_tokens = {c.max_tokens}" if cut else ""),
+        + (f"; {cut:.0%} were cut off at rollout.max_tokens = {rollout.max_tokens}" if cut else ""),
         "all right": f"every one of {count} responses was right, so that nothing is left to learn: take harder prompts",
-        "no mixed group": f"no group had a signal: the rewards in each were equal: raise rollout.n = {c.n}, or take "
-        "prompts that the model gets right sometimes (brorl pass-rates)",
+        "no mixed group": f"no group had a signal: the rewards in each were equal: raise rollout.n = {rollout.n}, or "
+        "take prompts that the model gets right sometimes (brorl pass-rates)",
     }
     return sentences[why]
 
@@ -126,10 +128,10 @@ def verdict(
 def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
     """Compare two evaluations of the same prompts."""
     first, *others = changed["passes"]
-    tone, sentence = _moved(f"pass@{first['k']}", first, "{:.1%}", _points, " points")
+    tone, sentence = _compare_values(f"pass@{first['k']}", first, "{:.1%}", _points, " points")
     sentences = [sentence]
     if changed["reward"]:
-        tone_of_reward, sentence = _moved("mean reward", changed["reward"], "{:.3g}", "{:+.3g}".format)
+        tone_of_reward, sentence = _compare_values("mean reward", changed["reward"], "{:.3g}", "{:+.3g}".format)
         sentences.append(sentence)
         if tone == "unclear" and tone_of_reward != "unclear":  # the reward makes the headline
             tone = tone_of_reward
@@ -141,7 +143,7 @@ def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
     # A sharper policy can lose prompts that it solved in many tries.
     if others:
         wide = others[-1]
-        tone_of_wide, sentence = _moved(f"pass@{wide['k']}", wide, "{:.1%}", _points, " points")
+        tone_of_wide, sentence = _compare_values(f"pass@{wide['k']}", wide, "{:.1%}", _points, " points")
         details.append(f"{sentence}.")
         if tone == "good" and tone_of_wide == "bad":
             details.append(f"It answers more surely and solves fewer prompts in {wide['k']} tries.")
@@ -153,7 +155,7 @@ def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
     return tone, headline, details
 
 
-def _moved(
+def _compare_values(
     name: str, p: Mapping[str, Any], level: str, gap: Callable[[float], str], unit: str = ""
 ) -> tuple[Tone, str]:
     """Return the direction of a change, by whether its interval contains 0, and a sentence."""
@@ -190,7 +192,8 @@ def _unpaired(rows: Sequence[Row], evaluations: Sequence[Mapping[str, Any]]) -> 
 
 def _level(e: Mapping[str, Any]) -> str:
     """Return pass@1 of an evaluation, with the mean reward where that is another value."""
-    text, r = f"pass@1 {e['passes'][0]['mean']:.1%}", e["reward"]
+    text = f"pass@1 {e['passes'][0]['mean']:.1%}"
+    r = e["reward"]
     if not r:
         return text
     ends = f" (95% interval {r['low']:.3g} to {r['high']:.3g})" if "low" in r else ""

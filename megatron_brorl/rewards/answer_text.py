@@ -220,14 +220,17 @@ def _value(number: re.Match[str]) -> Fraction | None:
     """Return the value of a match without its sign."""
     # A period is divided by as many nines, behind the digits before it.
     if number["period"]:
-        fixed, period = number["fixed"], number["period"]
+        fixed = number["fixed"]
+        period = number["period"]
         shift = 10 ** len(fixed.partition(".")[2])
         return _fraction(f"0{fixed}0") + Fraction(int(period), (10 ** len(period) - 1) * shift)
 
     # A mixed fraction has a whole number before a proper fraction.
-    top, bottom = number["top"] or number["top2"], number["bottom"] or number["bottom2"]
+    top = number["top"] or number["top2"]
+    bottom = number["bottom"] or number["bottom2"]
     if top:
-        whole, divisor = number["whole"] or number["whole2"], _fraction(bottom)
+        whole = number["whole"] or number["whole2"]
+        divisor = _fraction(bottom)
         part = _fraction(top) / divisor if divisor else None
         if whole is None or part is None:
             return part
@@ -259,7 +262,10 @@ def only_words(text: str) -> bool:
 def unit(text: str) -> Unit | None:
     """Return the unit that a tidied text is, or None."""
     powers: Counter[str] = Counter()
-    sign, factor, at, last = 1, 1, 0, ""
+    sign = 1
+    factor = 1
+    at = 0
+    last = ""
     text = text.strip()
     for token in _UNIT_WORD.finditer(text):
         word = token["word"]

@@ -25,7 +25,7 @@ from megatron_brorl.rewards.answer_text import CHANGES_NUMBER, plain_text, quote
 from megatron_brorl.rewards.verifier import Find
 
 Same = Callable[[str, str], bool]  # whether two texts say the same answer
-Counts = Callable[[str], bool]  # whether a text can be an answer of the kind that is looked for
+Predicate = Callable[[str], bool]
 
 _MAX_RESPONSE = 1 << 20  # Characters. `extract` does not search longer responses.
 _TAG = re.compile(r"<answer>((?:(?!<answer>|</answer>).)*)</answer>", re.DOTALL)
@@ -126,7 +126,7 @@ def extract(text: str, find: Find, max_chars: int) -> Found:
     return Found(answer)
 
 
-def code(answer: str | None) -> int:
+def answer_hash(answer: str | None) -> int:
     """Return a hash of an answer below 2**52, which float64 tables hold exactly. 0 stands for no answer."""
     if answer is None:
         return 0
@@ -139,12 +139,12 @@ def same_text(a: str, b: str) -> bool:
     return a.strip() == b.strip() or plain_text(a) == plain_text(b)
 
 
-def final_answer(response: str, same: Same, is_bare: Counts, counts: Counts | None = None) -> str | None:
+def final_answer(response: str, same: Same, is_bare: Predicate, is_candidate: Predicate | None = None) -> str | None:
     """Return the answer of a response in one of the forms above; None if there are different ones.
 
     A response in none of the forms is an answer itself if `is_bare` is true for it.
     """
-    said = places(response, counts)
+    said = places(response, is_candidate)
     if said:
         return None if _disagreement(said, same) else said[-1]
     bare = response.strip()
@@ -174,22 +174,22 @@ def _disagreement(said: list[str], same: Same) -> str:
     return ""
 
 
-def places(response: str, counts: Counts | None = None) -> list[str]:
+def places(response: str, is_candidate: Predicate | None = None) -> list[str]:
     """Return the answer in each place of the first form that a response has, in order.
 
-    Places for which `counts` is false are left out, unless it is false for every place of every form.
+    Places for which `is_candidate` is false are left out, unless it is false for every place of every form.
     """
     text = after_thought(response)
     first: list[str] = []
     for form in (tags, boxes, _hashes, _sentences):
         found = [answer for answer in (part.strip() for part in form(text)) if answer]
         if form is tags:
-            found = [answer for tag in found for answer in places(tag, counts) or [tag]]
+            found = [answer for tag in found for answer in places(tag, is_candidate) or [tag]]
 
-        # Do not call `counts` for each of many spellings, because that could take long.
+        # Do not call `is_candidate` for each of many spellings, because that could take long.
         spellings = set(found)
-        if counts and len(spellings) <= _MAX_SPELLINGS:
-            spellings = set(filter(counts, spellings))
+        if is_candidate and len(spellings) <= _MAX_SPELLINGS:
+            spellings = set(filter(is_candidate, spellings))
         if spellings:
             return [answer for answer in found if answer in spellings]
         first = first or found

@@ -95,9 +95,13 @@ def score_of(returned: Any) -> Score:
         unknown = returned.keys() - {"reward", "reason", "parts"}
         if unknown or "reward" not in returned:
             raise NoScore(f"returned a dict with keys {_shown(sorted(map(str, returned)))}, not reward, reason, parts")
-        reward, reason, parts = returned["reward"], returned.get("reason", ""), returned.get("parts", {})
+        reward = returned["reward"]
+        reason = returned.get("reason", "")
+        parts = returned.get("parts", {})
     else:
-        reward, reason, parts = returned, "", {}
+        reward = returned
+        reason = ""
+        parts = {}
 
     if not isinstance(reason, str):
         raise NoScore(f"returned the reason {_shown(reason)}, not a string")

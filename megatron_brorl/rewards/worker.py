@@ -30,7 +30,8 @@ def main(make_path: str, memory_mb: int, parent: int) -> None:
     _limit(resource.RLIMIT_CORE, 0)
 
     # Code that runs here may print, which must not reach the pipes of the parent.
-    requests, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    requests = os.fdopen(os.dup(0), "rb")
+    results = os.fdopen(os.dup(1), "wb", buffering=0)
     silence = os.open(os.devnull, os.O_RDWR)
     os.dup2(silence, 0)
     os.dup2(silence, 1)

@@ -95,7 +95,8 @@ class RewardPool:
         The future raises UserError if a worker cannot be started. Raises RuntimeError if the pool is closed.
         """
         self._check_open()
-        prompt, answer = request.prompt, request.answer
+        prompt = request.prompt
+        answer = request.answer
         if answer is None:
             return _done(ScoreResult(0.0, "no_answer", request.why))
         row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=prompt.answer, metadata=prompt.metadata)
@@ -179,7 +180,8 @@ class RewardPool:
 
     def _serve(self) -> None:
         """Run one worker after another; the body of a thread."""
-        failures, reason = 0, ""
+        failures = 0
+        reason = ""
         while failures < _START_ATTEMPTS and not self._stopped:
             failures += 1
             jobs: deque[_Job] = deque()

@@ -98,7 +98,8 @@ class WorkerProcess:
             file.close()
 
     def _send(self, message: bytes) -> None:
-        unsent, end = memoryview(message), time.monotonic() + START_S
+        unsent = memoryview(message)
+        end = time.monotonic() + START_S
         while unsent:
             if not _ready(self._calls, select.POLLOUT, end - time.monotonic()):
                 raise WorkerLostError(f"no answer in {START_S:g} s", started=False, timed_out=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -87,8 +87,8 @@ class Curves:
         }
 
 
-def simulate(n: int, seed: int, settings: Settings, on_step: Callable[[int], None] = lambda step: None) -> Curves:
-    """Run settings.steps steps with n draws each, and call `on_step` after each. Deterministic in its arguments."""
+def simulate(n: int, seed: int, settings: Settings) -> Curves:
+    """Run settings.steps steps with n draws each. Deterministic in its arguments."""
     if n < 1:
         raise UserError(f"N = {n}: must be at least 1")
     s = settings
@@ -121,7 +121,6 @@ def simulate(n: int, seed: int, settings: Settings, on_step: Callable[[int], Non
         rows[step] = (step, now, improved, drop, now - q, *predicted, *parts)
 
         q = now
-        on_step(step)
     return Curves(n, seed, rows)
 
 

@@ -69,7 +69,7 @@ def round_size(missing: int, position: SourcePosition, config: RolloutConfig) ->
     if missing <= 0:
         return 1  # Surplus groups suffice, but the kept share must follow the current policy.
 
-    # Squared, the inequality is quadratic in m: (m p - missing)^2 = SAFETY^2 p (1 - p) (m + m^2 / a). Take the larger root.
+    # Squared, it is quadratic in m: (m p - missing)^2 = SAFETY^2 p (1 - p) (m + m^2 / a). Take the larger root.
     p = min(position.recent_kept / position.recent_prompts, 1.0)
     variance = SAFETY**2 * p * (1 - p)
     square = p**2 - variance / position.recent_prompts

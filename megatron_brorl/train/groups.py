@@ -38,7 +38,7 @@ class Outcomes:
     right: Tensor  # bool, whether the response counts as correct
     tokens: Tensor  # int64
     repeats: Tensor  # int64, n-grams that had occurred before
-    answers: Tensor  # int64, codes of the final answers (rewards.extract.code)
+    answers: Tensor  # int64, hashes of the final answers (rewards.extract.answer_hash)
     holder: Tensor  # int64, the rank that has the rollout; -1 if it is lost
     closed: list[int] = field(default_factory=list)  # groups without a "cut" rollout
     kept: list[int] = field(default_factory=list)  # closed groups to train on

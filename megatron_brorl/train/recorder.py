@@ -32,9 +32,7 @@ _SAMPLES = 3  # held-out samples on the console
 _MAX_CHARS = 240  # of a prompt or a response on the console
 
 
-def choose_recorded(
-    groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig, every: bool = False
-) -> Tensor:
+def choose_recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig, every: bool = False) -> Tensor:
     """Return which rollouts to write, bool [groups, N]; the same on every rank.
 
     The groups are the run.record_groups closed ones whose prompt ids have the smallest hashes, so a prompt that comes
@@ -125,9 +123,7 @@ class Recorder:
             with contextlib.suppress(OSError):  # stderr may be a file on the same full disk.
                 print(*self.warnings, file=sys.stderr, flush=True)
 
-    def _rollouts(
-        self, rollouts: Sequence[ScoredRollout], groups: Sequence[OpenGroup], advantages: Tensor
-    ) -> pa.Table:
+    def _rollouts(self, rollouts: Sequence[ScoredRollout], groups: Sequence[OpenGroup], advantages: Tensor) -> pa.Table:
         """Return a table of schema ROLLOUTS; advantages: [groups, N], nan for rollouts that are not trained on."""
         # Rollouts of a group repeat each other, so each text is decoded once.
         seen: dict[tuple[str, bytes], tuple[str, str | None]] = {}

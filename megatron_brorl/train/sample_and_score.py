@@ -15,7 +15,7 @@ from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rewards.extract import code
+from megatron_brorl.rewards.extract import answer_hash
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
@@ -34,8 +34,8 @@ class Sampled:
     """This rank's share of the rollouts of one call."""
 
     rollouts: list[ScoredRollout]  # without the lost ones; "cut" ones only if the sampling has a budget
-    # Rollouts "asked", "lost" and "late"; responses "scored"; "unscored" ones, on which the verifier failed; "errors" and
-    # "timeouts" of a verifier that can score other answers.
+    # Rollouts "asked", "lost" and "late"; responses "scored", and "unscored" ones, on which the verifier failed;
+    # "errors" and "timeouts" of a verifier that can score other answers.
     counts: dict[str, float]
     seconds: dict[str, float]  # "generate", and "score" for scoring after generation
 
@@ -107,14 +107,16 @@ class RolloutRunner:
             with span("verdicts", self.reward.timeout_s):
                 scores = scorer.scores([(i, r.index) for i, r in done])
         # Answers continue as codes, because ranks exchange tables of numbers.
-        columns = scores.rewards.tolist(), scores.right, map(code, scores.answers), scores.results
+        columns = scores.rewards.tolist(), scores.right, map(answer_hash, scores.answers), scores.results
         scored = [ScoredRollout(numbers[i], r, *own) for (i, r), *own in zip(done, *columns, strict=True)]
         score_seconds = time.monotonic() - generated
 
         # Unfinished rollouts have no reward yet.
         cut: list[ScoredRollout] = []
         if sampling.budget:
-            for number, rollouts in zip(numbers, result.rollouts, strict=False):  # A stuck engine may still add numbers.
+            for number, rollouts in zip(
+                numbers, result.rollouts, strict=False
+            ):  # A stuck engine may still add numbers.
                 cut += [ScoredRollout(number, r, float("nan"), right=False) for r in rollouts if r.finish == "cut"]
 
         # Wait for the other ranks here, so that the seconds above are this rank's own.
@@ -133,7 +135,7 @@ class RolloutRunner:
         return Sampled([*cut, *scored], {k: float(v) for k, v in counts.items()}, seconds)
 
     def reward_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return metrics of scoring since pool.forget(), the same on every rank, and this rank's seconds. Collective."""
+        """Return metrics of scoring since pool.forget(), for all ranks, and this rank's seconds. Collective."""
         stats = self.pool.stats
         own = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
         sums = collectives.all_reduce_sum({name: float(value) for name, value in own.items()})
@@ -157,7 +159,7 @@ class RolloutRunner:
 
     def _report_errors(self, raised: Mapping[str, str]) -> None:
         """Print each verifier that raised once in a run, on the first rank that has it. Collective."""
-        messages = {code(text): f"{text}: {reason}" for text, reason in raised.items()}
+        messages = {answer_hash(text): f"{text}: {reason}" for text, reason in raised.items()}
         own = [key for key in messages if key not in self.reported]
         ranks = collectives.all_gather(own)
         for rank, key in ((rank, key) for rank, keys in enumerate(ranks) for key in keys):

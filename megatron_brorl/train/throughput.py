@@ -79,8 +79,12 @@ def waiting(ranks: Columns) -> dict[str, float]:
         slowest = float(column.max())
         mean = float(column.mean())
         if slowest <= 0:
-            continue  # this step had no such phase
-        found |= {f"ranks/{phase}_slowest": slowest, f"ranks/{phase}_mean": mean, f"ranks/{phase}_fastest": float(column.min())}
+            continue  # The step had no such phase.
+        found |= {
+            f"ranks/{phase}_slowest": slowest,
+            f"ranks/{phase}_mean": mean,
+            f"ranks/{phase}_fastest": float(column.min()),
+        }
         found[f"ranks/{phase}_idle"] = 1 - mean / slowest
         lost += slowest - mean
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -180,9 +180,7 @@ class Trainer:
         with _timed(seconds, "train"), span("update"):
             batches = mini_batches(rollouts, outcomes.kept, config.algo.mini_batches, config.algo.mini_batch_of)
             count = int(trained(outcomes, config.algo.overlong_filter).sum())  # over all ranks, for the learning rate
-            metrics |= update_models(
-                self.models(), experience, batches * config.algo.epochs, count, config, state
-            )
+            metrics |= update_models(self.models(), experience, batches * config.algo.epochs, count, config, state)
 
         # New weights for the engine. Weights that are not finite are neither saved nor sent.
         state.step += 1
@@ -207,7 +205,7 @@ class Trainer:
     def evaluate(self, progress: Progress) -> Evaluation:
         """Evaluate the held-out prompts with the engine's weights, write the samples and print a few of them."""
 
-        def on_samples(groups: list[OpenGroup], rollouts: list[ScoredRollout], outcomes: Outcomes) -> None:
+        def on_samples(groups: Sequence[OpenGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes) -> None:
             if self.recorder:
                 self.recorder.evaluation(self.state.step, groups, outcomes, rollouts)
             for text in sample_lines(groups, rollouts, self.rollouts.tokenizer.decode, self.stop_ids):
@@ -345,9 +343,7 @@ class Trainer:
 
     def restore(self, directory: Path) -> None:
         """Continue from a checkpoint, whose fingerprint the caller has checked."""
-        self.state = run_state.restore(
-            directory, self.state, self.models(), self.train_source, self.config, self.grid
-        )
+        self.state = run_state.restore(directory, self.state, self.models(), self.train_source, self.config, self.grid)
         if self.grid.rank == 0:
             # First protect the best checkpoint, which may be one of the old ones that are removed.
             run_state.repair_best(directory.parent, self.state.best)

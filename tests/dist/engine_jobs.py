@@ -25,14 +25,14 @@ from megatron_brorl.train import weight_sync
 
 
 class Events:
-    """What happened on all ranks."""
+    """Log of the events on all ranks."""
 
     def __init__(self, name: str) -> None:
         grid_of()  # the processes meet
         self.store = dist.PrefixStore(name, _get_default_store())
 
     def happened(self, what: str) -> None:
-        """Note it after everything that was noted before, and let those go on that wait for it."""
+        """Append an event and release the ranks that wait for it."""
         self.store.set(str(self.store.add("count", 1)), what)
         self.store.set(f"first of {what.split()[0]}", "")
 
@@ -66,12 +66,12 @@ def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
 
 
 def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> RemoteEngine:
-    """This rank's share of an engine of both ranks, whose process is a stand-in that says what it was asked."""
+    """Return this rank's client of an engine for both ranks, whose process is a fake that logs its calls."""
     leads, meet = _joined(folder, 2)
     me = "leader" if leads else "other"
 
     def told_meet() -> None:
-        events.store.set(f"first of {me}", "")  # it has come to the barrier
+        events.store.set(f"first of {me}", "")  # it has reached the barrier
         meet()
 
     def sleep() -> None:
@@ -87,7 +87,7 @@ def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> Re
 
 
 def sleeping(rank: int, folder: str, name: str) -> list[str]:
-    """The leader's engine is slow to fall asleep: it does when the other rank has gone on, or waits."""
+    """The leader's engine is slow to sleep: it returns once the other rank continues or waits."""
     events = Events(name)
     engine = _engine(events, folder, lambda: events.wait("other"))
     Watchdog(engine, 60.0).sleep()
@@ -120,7 +120,7 @@ def stuck(rank: int, folder: str, name: str, which: int) -> list[str]:
 
 
 def updating(rank: int, name: str) -> list[str]:
-    """The leader's engine is slow to load: it has the weights when the other rank has gone on, or waits."""
+    """The leader's engine is slow to load weights: it returns once the other rank continues or waits."""
     events = Events(name)
     problem = weight_sync._problem
 
@@ -145,7 +145,7 @@ def updating(rank: int, name: str) -> list[str]:
 
 
 def groups(rank: int, folder: str, name: str) -> list[str]:
-    """Two engines of two ranks each: the second's ranks meet after the first's have gone on."""
+    """Two engines have two ranks each; the ranks of the second meet after those of the first have continued."""
     events = Events(name)
     _, meet = _joined(folder, 2)
     if rank >= 2:

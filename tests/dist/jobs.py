@@ -1,4 +1,4 @@
-"""What the processes of tests/dist run. Every function takes the rank first and returns plain tensors or numbers."""
+"""Functions that the processes of tests/dist run. Each takes the rank first and returns plain tensors or numbers."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def fused_loss(rank: int, world: int, seed: int, settings: PolicyLossSettings, p
 def groups(
     rank: int, parallel: dict[str, Any], names: list[str]
 ) -> tuple[dict[str, list[int]], dict[str, float], list[tuple[str, str]]]:
-    """The ranks of each group, what a sum of 10^rank over it gives, and the pairs of names that are one group."""
+    """Return the ranks of each group, the sum of 10^rank over it, and the pairs of names that share a group."""
     grid = grid_of(**parallel)
     found = {name: grid.replica if name == "replica" else getattr(grid.groups, name) for name in names}
     sums = {}

@@ -1,4 +1,4 @@
-"""What the processes of test_refit.py run; see jobs.py."""
+"""Functions that the processes of test_refit.py run; see jobs.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = StageOptions(100, backend("fused", torch.device("cpu")))
 
 
 class Engine:
-    """Keeps what it was sent, by the name it was sent under. fault: what happens to the next `faults_left` streams."""
+    """Keeps the tensors that it receives, by name. fault: the damage to the next `faults_left` streams."""
 
     def __init__(self, worker: Worker) -> None:
         self.names = hf_shapes(worker.shape)
@@ -126,7 +126,7 @@ def faulty(rank: int, directory: str, parallel: dict[str, Any], fault: str, wher
     old = engine.held
     with torch.no_grad():
         for p in worker.actor.parameters():
-            p.mul_(2)  # every copy of every parameter alike
+            p.mul_(2)  # the same for all copies of a parameter
     engine.fault, engine.faults_left = fault, tries if rank == where else 0
     result: dict[str, Any] = {"refused": ""}
     try:
@@ -140,7 +140,7 @@ def faulty(rank: int, directory: str, parallel: dict[str, Any], fault: str, wher
 
 
 def killed(rank: int, directory: str, parallel: dict[str, Any], where: int) -> tuple[str, bool]:
-    """Rank `where` dies in the middle of an update: what the others say, and whether their engines are untouched."""
+    """Kill rank `where` during an update; return the error of the others, and whether their engines are unchanged."""
     worker = make_worker(directory, parallel)
     _small_buckets(worker)
     engine = Engine(worker)

@@ -1,4 +1,4 @@
-"""Whole training steps with a fake engine: a tiny actor in a given layout, and what it made of the rollouts."""
+"""Whole training steps of a tiny actor in a given layout with a fake engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.sample_and_score import Rollouts
+from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
@@ -79,7 +79,7 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
     tokenizer, max_lost_share = fakes.Tokenizer(), config.rollout.max_lost_share
     stealing = WorkStealing(shared_store()) if config.rollout.pull else None
-    rollouts = Rollouts(
+    rollouts = RolloutRunner(
         watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, work_stealing=stealing
     )
     held_out = fakes.prompts(5, 1000)
@@ -117,7 +117,7 @@ def run_steps(
     mine = faults.get("rank", rank) == rank
     engine = fakes.Engine(**{k: v for k, v in faults.items() if k != "rank"} if mine else {})
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), engine)
-    trainer.refit()
+    trainer.sync_weights()
     figures = [trainer.train_step()[0] for _ in range(steps)]
     asked = [(i, r.prompt.id, range(r.first, r.first + r.n)) for i, call in enumerate(engine.calls) for r in call]
     return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}, asked
@@ -128,7 +128,7 @@ def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[
     config = configured(changes)
     trainer = make_trainer(directory, grid_of(**parallel), config, fakes.Engine())
     trainer.recorder = Recorder(Path(folder), config, fakes.Tokenizer().decode, (fakes.STOP,), rank)
-    trainer.refit()
+    trainer.sync_weights()
     for _ in range(2):
         trainer.train_step()
     trainer.evaluate(_Silent())
@@ -137,7 +137,7 @@ def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[
 
 def evaluation(_rank: int, directory: str, parallel: dict[str, Any], lose: set[tuple[str, int]]) -> dict[str, Any]:
     trainer = make_trainer(directory, grid_of(**parallel), BASE, fakes.Engine(lose=lose))
-    trainer.refit()
+    trainer.sync_weights()
     return trainer.evaluate(_Silent()).as_dict()
 
 
@@ -155,7 +155,7 @@ def resumed(
     """Steps up to `stop_at`, a checkpoint, and the rest in a trainer that starts from it with another engine."""
     grid, config = grid_of(**parallel), configured(changes | {"run": {"seed": 3, "dir": root}})
     first = make_trainer(directory, grid, config, fakes.Engine())
-    first.refit()
+    first.sync_weights()
     figures = [first.train_step()[0] for _ in range(stop_at)]
     first.save()
     return _go_on(directory, grid, config, figures, steps - stop_at)
@@ -178,14 +178,14 @@ def _go_on(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
         trainer.restore(found)
-    trainer.refit()
+    trainer.sync_weights()
     figures = [*figures, *(trainer.train_step()[0] for _ in range(steps))]
     return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One rollout, and what the sampler was given at each of its positions."""
+    """Return one rollout, and the arguments of the sampler at each of its positions."""
 
     tokens: list[int]
     uniforms: list[float]

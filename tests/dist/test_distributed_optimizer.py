@@ -1,4 +1,4 @@
-"""Checkpoints of the distributed optimizer: bit-exact resume, another data-parallel size, and what is refused."""
+"""Checkpoints of the distributed optimizer: bit-exact resume, another data-parallel size, refused layouts."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel.balance import CostModel
 
 LAYOUTS = [(2, {}), (2, {"tensor": 2}), (4, {}), (4, {"tensor": 2}), (4, {"pipeline": 2})]
-KEPT = [0, 1, 2, 5]  # of group 3 all are right, and one of group 4 goes on
+KEPT = [0, 1, 2, 5]  # all of group 3 are right, and one of group 4 continues in the next step
 PAIR = 1e-3
 
 
@@ -77,7 +77,7 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
     assert all(f["messages"] > (1 if message < 2**25 else 0) for f in found)
 
 
-def test_there_may_be_nothing_to_train_on(worlds):
+def test_exchange_without_rows_to_train_on(worlds):
     """Every rollout is lost: every rank agrees that no message is due."""
     algo = AlgoConfig(mini_batches=2)
     for f in worlds(2).run("exchange_jobs:nothing", {}, algo, CostModel(PAIR, 4096, True)):

@@ -1,4 +1,4 @@
-"""The same model under every layout: logits against transformers, exact round trips, equal training steps."""
+"""One model in all layouts: logits against transformers, exact round trips, equal training steps."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_round_trip_is_bit_exact(worlds, models, tmp_path, size, parallel, case)
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-# Terms of the loss beside the default ones.
+# Terms of the loss in addition to the default ones.
 FULL = {"dual_clip": 5.5, "entropy_coef": 0.1, "aggregation": "fixed", "aggregation_tokens": 20}
 SEQUENCE = {"ratio": "sequence", "aggregation": "sequence_mean"}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -90,7 +90,7 @@ TRAINING = [
     (2, {}, {}),
     (4, {"tensor": 2}, {}),
     (4, {"pipeline": 2}, {"recompute": True}),
-    (1, {}, {"tokens": 1}),  # every row alone in its micro-batch: unpacked
+    (1, {}, {"tokens": 1}),  # one row per micro-batch
     (1, {}, {}),
     (1, {}, {"share_prompt": False}),
     (4, {"tensor": 2, "pipeline": 2}, {"share_prompt": False}),

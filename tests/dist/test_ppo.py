@@ -68,7 +68,7 @@ def values(critic, prompt, response):
 
 
 def generalised(reward, v):
-    """A_t = sum_l (gamma lam)^l delta_{t+l} (Schulman et al. 2016, eq. 16), summed as it stands."""
+    """A_t = sum_l (gamma lam)^l delta_{t+l} (Schulman et al. 2016, eq. 16), summed directly."""
     n = len(v)
     after = torch.cat((v[1:], torch.zeros(1).double()))
     deltas = torch.tensor([reward if t == n - 1 else 0.0 for t in range(n)]).double() + ALGO.gamma * after - v
@@ -146,7 +146,7 @@ def loops(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("size", "parallel", "options", "case"), pairs(LAYOUTS, CASES))
-def test_ppo_equals_the_loop_written_out(worlds, loops, size, parallel, options, case):
+def test_ppo_equals_a_plain_loop(worlds, loops, size, parallel, options, case):
     directory, figures, actor, critic = loops(case)
     assert sum(f["clipped"] for f in figures) > 0  # the clipping of values is at work
     for got, actor_weights, critic_weights in worlds(size).run("ppo_jobs:ppo", directory, parallel, STEPS, options):
@@ -166,7 +166,7 @@ def test_ppo_equals_the_loop_written_out(worlds, loops, size, parallel, options,
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_fresh_critic_explains_nothing(loops, case):
+def test_a_new_critic_explains_no_variance(loops, case):
     figures = loops(case)[1]
     assert figures[0]["explained_variance"] == 0.0
     assert figures[-1]["explained_variance"] != 0.0

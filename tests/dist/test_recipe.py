@@ -30,7 +30,7 @@ def same(a, b):
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("reward", [1.0, 0.0])
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {})])
-def test_a_step_whose_every_group_is_dropped_changes_nothing(worlds, directory, size, parallel, reward, critic):
+def test_a_step_without_kept_groups_changes_nothing(worlds, directory, size, parallel, reward, critic):
     changes = SMALL | ({"algo": {"advantage": "gae"}} if critic else {}) | {"reward": {"cut_off_factor": 1.0}}
     for figures, before, after in worlds(size).run("recipe_jobs:judged", directory, parallel, changes, reward, 2):
         assert same(before, after)
@@ -116,7 +116,7 @@ def prompts_of_a_round(missing, asked, kept, most):
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (4, {"tensor": 2})])
-def test_refills_and_what_is_carried_over(worlds, directory, size, parallel):
+def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
     """Three siblings of two prompts, so that many groups agree: sampled anew until two are kept, at most thrice.
 
     The learning rate is that of the rollouts of the groups that are trained on."""

@@ -1,4 +1,4 @@
-"""Weights from any layout to the engines: bit by bit every time, and what goes wrong is caught, named and mended."""
+"""Weight sync from any layout to the engines is bit-exact; faults are found, reported and repaired."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def weights(tmp_path_factory):
     return [str(root / str(i)) for i in range(20)]
 
 
-def test_twenty_refits_are_bitwise_what_hugging_face_holds(worlds, weights):
+def test_twenty_weight_syncs_are_bit_exact(worlds, weights):
     size, parallel = BIG
     assert worlds(size).run("refit_jobs:refits", weights, parallel) == [[]] * size
 
@@ -56,14 +56,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("where", [0, 3])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_on_one_rank_is_mended_by_sending_again(worlds, weights, fault, where):
+def test_a_fault_on_one_rank_is_repaired_by_sending_again(worlds, weights, fault, where):
     size, parallel = BIG
     for result in worlds(size).run("refit_jobs:faulty", weights[0], parallel, fault, where, 1):
         assert result == {"refused": "", "again": 1, "after": 0, "right": True}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_stays_is_refused_by_every_rank(worlds, weights, fault):
+def test_a_permanent_fault_is_refused_by_every_rank(worlds, weights, fault):
     """The engine that refused keeps its version; the next refit brings all of them to one again."""
     size, parallel = BIG
     results = worlds(size).run("refit_jobs:faulty", weights[0], parallel, fault, 2, 2)
@@ -75,8 +75,8 @@ def test_a_fault_that_stays_is_refused_by_every_rank(worlds, weights, fault):
     assert results[2]["kept"]
 
 
-def test_a_rank_that_dies_in_an_update_leaves_the_others_their_version(weights):
-    """SIGKILL's effect on the peers: their collective fails, no engine is half new; a new world goes on."""
+def test_a_rank_that_dies_in_an_update_leaves_the_other_engines_unchanged(weights):
+    """After a SIGKILL the other ranks' collective fails, no engine has mixed weights, and a new world works."""
     world, answers = World(4), []
     try:
         with pytest.raises((EOFError, ConnectionError)):
@@ -84,7 +84,7 @@ def test_a_rank_that_dies_in_an_update_leaves_the_others_their_version(weights):
         for pipe, process in list(zip(world.pipes, world.processes, strict=True))[1:]:
             assert pipe.poll(120)
             answers.append(pipe.recv())
-            process.kill()  # as a rank ends that cannot go on: its own peers then hear of it
+            process.kill()  # as a rank with an error ends, so that its peers notice
     finally:
         world.close()
     assert len(answers) == 3
@@ -94,7 +94,7 @@ def test_a_rank_that_dies_in_an_update_leaves_the_others_their_version(weights):
         assert untouched
 
 
-def test_copies_that_drifted_apart_are_not_taken(worlds, weights):
+def test_different_copies_of_the_weights_are_refused(worlds, weights):
     for message in worlds(2).run("refit_jobs:drifted", weights[0], {}):
         assert "the ranks were sent different bytes" in message
 
@@ -142,7 +142,7 @@ def test_megatron_loads_converted_checkpoints(worlds, tmp_path, size, parallel, 
 
 
 @pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False)])
-def test_checkpoints_are_cut_as_megatron_cuts_them(worlds, tmp_path, case):
+def test_checkpoints_are_divided_as_megatron_divides_them(worlds, tmp_path, case):
     """Every key with its type, global shape and chunks is what Megatron's own saver writes on four ranks; and back."""
     from torch.distributed.checkpoint import FileSystemReader
 

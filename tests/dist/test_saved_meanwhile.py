@@ -1,4 +1,4 @@
-"""Checkpoints that are written while a run goes on: the bytes of those it waits for, on any layout."""
+"""Checkpoints that are written in the background have the same bytes as others, in any layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def directory(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("size", "parallel", "variant"), CASES)
-def test_what_is_written_meanwhile_is_the_state_that_was(worlds, directory, tmp_path, size, parallel, variant):
+def test_background_checkpoints_have_the_state_at_their_start(worlds, directory, tmp_path, size, parallel, variant):
     """Byte for byte, though every weight and moment has changed before the first of them is written; and neither way
     changes a figure of the run."""
     changes = VARIANTS[variant]

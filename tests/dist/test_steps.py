@@ -66,7 +66,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(worlds, directory):
-    """What a single process makes of a variant."""
+    """Return the result of a variant in a single process."""
     found = {}
 
     def get(variant, lose):
@@ -129,7 +129,7 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"pipeline": 2}), (4, {"tensor": 2})])
-def test_a_rank_that_loses_everything_holds_nobody_up(worlds, directory, size, parallel):
+def test_a_rank_that_loses_all_rollouts_blocks_no_other_rank(worlds, directory, size, parallel):
     """Its share of the first step is the last siblings; the other ranks' survivors are trained on, by all of them."""
     changes = VARIANTS["whole"]
     gone = {(f"p/{i}", s) for i, s in product(range(3), range(32 - 32 // size, 32))}
@@ -142,8 +142,8 @@ def test_a_rank_that_loses_everything_holds_nobody_up(worlds, directory, size, p
 
 
 @pytest.mark.parametrize(("size", "variant", "slow"), [(2, "whole", 0), (2, "partial", 1), (4, "critic", 2)])
-def test_what_other_ranks_take_changes_nothing(worlds, directory, single, size, variant, slow):
-    """Four rows at a time, and one rank that takes a single time: the others sample what is left of its share."""
+def test_work_stealing_changes_no_result(worlds, directory, single, size, variant, slow):
+    """One rank takes rows only once; the others sample the rest of its share, four rows at a time."""
     steps, changes = STEPS.get(variant, 2), VARIANTS[variant]
     changes = {**changes, "rollout": {**changes["rollout"], "max_num_seqs": 4, "pull": True}}
     faults = {"rank": slow, "takes": 1}
@@ -161,7 +161,7 @@ def test_what_other_ranks_take_changes_nothing(worlds, directory, single, size, 
 
 
 def test_partial_rollouts_are_carried(single):
-    """The figures of five steps at 4 of 12 tokens each, from the streams alone."""
+    """Five steps of 4 of 12 tokens each: compare the metrics with the random streams."""
     figures, _, calls = single("partial", LOST)
     groups = [
         (step, prompt.id, fakes.draws(stream_key(3, step, prompt.id), range(32), 12))
@@ -216,7 +216,7 @@ def test_resume_is_bit_exact_with_carried_rollouts(worlds, directory, tmp_path, 
     for (figures, weights, _), (got, got_weights) in zip(whole, cut, strict=True):
         assert [repr(f) for f in got] == [repr(f) for f in figures]
         assert all(torch.equal(weights[name], got_weights[name]) for name in weights)
-    # Another number of replicas goes on with the same rollouts; only floating-point order differs.
+    # Another number of replicas continues with the same rollouts; only floating-point order differs.
     other = worlds(2 if size != 2 else 1).run("steps:go_on", directory, {}, variant, 2, str(tmp_path))
     assert_same(other, (whole[0][0][2:], whole[0][1], None))
 
@@ -259,8 +259,8 @@ def test_resume_is_bit_exact_with_a_critic(worlds, directory, tmp_path, size, pa
     assert_same(other, (whole[0][0][2:], whole[0][1], None))
 
 
-def test_a_critic_that_learns_alone_leaves_the_actor(worlds, directory, single):
-    """critic.warmup_steps = 1: after one step the actor is what it was, and the critic is not."""
+def test_the_critic_warm_up_does_not_change_the_actor(worlds, directory, single):
+    """With critic.warmup_steps = 1 the first step changes the critic and not the actor."""
     ((figures, weights, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 1, {"lose": LOST})
     ((_, before, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 0, {})
     assert all(torch.equal(weights[name], before[name]) for name in before)
@@ -277,7 +277,7 @@ def first_difference(a, b):
 
 
 def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
-    """The same numbers are drawn; where a token differs, its draw lies on a step of the distribution, to rounding."""
+    """The random numbers are the same. If a token differs, its number is at a step of the distribution."""
     asked, n = [0, 1], 512
     (whole,) = worlds(1).run("steps:draw", directory, {}, asked, n, 4096)
     assert set(whole) == set(product((f"p/{i}" for i in asked), range(n)))
@@ -306,8 +306,8 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=str)
-def test_two_ranks_record_what_one_does(worlds, directory, tmp_path, parallel):
-    """Files for people to read: each rank writes what it sampled, and together they do not tell who did."""
+def test_the_rollout_log_does_not_depend_on_ranks(worlds, directory, tmp_path, parallel):
+    """Each rank writes its own rollouts to the log; the files together do not depend on the number of ranks."""
     changes = {"rollout": {"n": 16}, "run": {"seed": 3, "record_groups": 2}}
     (whole,) = worlds(1).run("steps:recorded", directory, {}, changes, str(tmp_path / "one"))
     parts = worlds(2).run("steps:recorded", directory, parallel, changes, str(tmp_path / "two"))
@@ -322,7 +322,7 @@ def test_two_ranks_record_what_one_does(worlds, directory, tmp_path, parallel):
             assert read(two, moment).to_pylist() == rows
 
 
-def test_ranks_that_meet_and_one_that_does_not():
+def test_a_barrier_names_the_missing_rank():
     """Apart for longer than a collective may take; the missing rank is named. A world of its own: it ends broken."""
     world = World(2)
     try:

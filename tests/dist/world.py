@@ -47,7 +47,7 @@ class World:
         return results
 
     def close(self) -> None:
-        """End the processes, and what they started to write checkpoints."""
+        """End the processes and those that they started to write checkpoints."""
         for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 found = psutil.Process(process.pid)

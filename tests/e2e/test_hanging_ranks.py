@@ -42,7 +42,7 @@ def test_a_rank_that_does_not_arrive_is_named_and_the_run_continues(config, init
     assert done.returncode == 1, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("brorl: ")]
     assert len(said) == 1, done.stderr
-    assert said[0].startswith("brorl: rank 0: waited for rank 1: gone, or took too long")
+    assert said[0].startswith("brorl: rank 0: waited for rank 1: dead or too slow")
     assert "in never_ends" in done.stderr
     assert "in make_experience" in done.stderr
 

@@ -240,7 +240,7 @@ def test_evaluate_repeats_the_run_s_own_evaluation(finished, config, tmp_path):
     result = json.loads((tmp_path / "evaluation.json").read_text())
     summary = json.loads((finished[0] / "summary.json").read_text())
     assert result["pass_at_1"] == summary["pass_at_1_after"]
-    assert f"pass@1 {result['pass_at_1']['mean']:.4f}" in done.stdout
+    assert f"{result['pass_at_1']['mean']:.2%} (" in done.stdout
     assert "evaluate 48/48  elapsed" in done.stderr
     assert set(result["pass_at_k"]) == {"1", "2"}
     assert result["pass_at_k"]["1"] == pytest.approx(result["pass_at_1"]["mean"])

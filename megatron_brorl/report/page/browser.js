@@ -72,8 +72,8 @@ function rollouts(parent, run) {
       return pane.replaceChildren();
     }
     // The prompt that was shown before, else one with right and wrong responses.
-    const again = rows.findIndex((g) => g.prompt_id === prompt), mixed = rows.findIndex((g) => where(m, g) && g.outcome === "mixed");
-    return select(again >= 0 ? again : mixed >= 0 ? mixed : Math.max(0, rows.findIndex((g) => where(m, g))));
+    const again = rows.findIndex((g) => g.prompt_id === prompt), mixed = rows.findIndex((g) => where(m, g) !== undefined && g.outcome === "mixed");
+    return select(again >= 0 ? again : mixed >= 0 ? mixed : Math.max(0, rows.findIndex((g) => where(m, g) !== undefined)));
   }
 
   async function select(i) {
@@ -85,7 +85,7 @@ function rollouts(parent, run) {
     list.setAttribute("aria-activedescendant", option.id);
     if (option.offsetTop < list.scrollTop || option.offsetTop + option.offsetHeight > list.scrollTop + list.clientHeight)
       list.scrollTop = option.offsetTop - list.clientHeight / 3; // the page itself does not move
-    const unit = at ? (await chunk(at[0]))[at[1]] : null;
+    const unit = at === undefined ? null : await chunk(at);
     if (rows[selected] === g) show(pane, run, m, g, unit);
   }
 

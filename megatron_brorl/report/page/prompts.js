@@ -1,13 +1,11 @@
 "use strict";
-// How many rollouts of each prompt are right, at both ends of a run and prompt by prompt, and what was not sampled.
+// How many rollouts of each prompt are right, at both ends of a run, and what was not sampled.
 
 function prompts(parent, run) {
   const made = [];
   for (const [kind, word] of [["evaluation", "Held-out prompts"], ["step", "Training prompts"]])
     if (run.spread[kind]) made.push(spread(run.spread[kind], word, kind));
   if (!made.length) append(parent, said("No rollouts are recorded: a run records them in run.dir/rollouts from its first evaluation on."));
-  for (const [kind, word] of [["evaluation", "Held-out prompts"], ["step", "Training prompts that came again"]])
-    if (run.heat[kind]) made.push(heat(run.heat[kind], word, kind));
   append(parent, make("div", { class: "charts" }, made, unsampled(run)));
 }
 
@@ -28,26 +26,6 @@ function spread(s, word, kind) {
       tooltip: [{ field: "when" }, { field: "bin", title: "right" }, { field: "count", title: "prompts" }, { field: "share", format: ".1%" }],
     },
   });
-}
-
-function heat(h, word, kind) {
-  const steps = [...h.numbers].reverse();
-  const values = h.prompts.flatMap((p, i) => h.numbers.map((n, k) => ({ x: p, y: n, v: h.shares[i][k] })).filter((c) => c.v !== null));
-  const text = `Each column is one of ${h.prompts.length} prompts, in order of its first share, then of its last.` +
-    (h.left_out ? ` ${h.left_out} more prompts are left out.` : "");
-  const made = chart(`${word}: share right, prompt by prompt`, text, {
-    data: { values },
-    mark: { type: "rect", tooltip: true },
-    encoding: {
-      x: { field: "x", type: "ordinal", sort: h.prompts, title: "prompts", scale: { paddingInner: 0 }, axis: { labels: false, ticks: false } },
-      y: { field: "y", type: "ordinal", sort: steps, title: "training step", scale: { paddingInner: 0 }, axis: { ticks: false, labelOverlap: "greedy" } },
-      color: { field: "v", type: "quantitative", title: "right", scale: { domain: [0, 1], range: ["cold", "mid", "hot"].map(colour) },
-        legend: { format: ".0%", gradientLength: 160, direction: "horizontal", titleOrient: "left", columns: 1 } },
-      tooltip: [{ field: "x", title: "prompt" }, { field: "y", title: kind === "step" ? "step" : "steps" }, { field: "v", title: "right", format: ".1%" }],
-    },
-  }, Math.min(320, Math.max(120, 26 * steps.length)));
-  made.classList.add("wide");
-  return made;
 }
 
 function unsampled(run) {

@@ -36,7 +36,8 @@ class Limits:
 
 def set_environment(bare: bool, timeout_s: float) -> None:
     """Put reward.unsandboxed and reward.timeout_s into the environment of worker processes."""
-    os.environ[UNSANDBOXED], os.environ[TIMEOUT_S] = str(int(bare)), str(timeout_s)
+    os.environ[UNSANDBOXED] = str(int(bare))
+    os.environ[TIMEOUT_S] = str(timeout_s)
 
 
 def limits() -> Limits:

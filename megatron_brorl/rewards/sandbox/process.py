@@ -32,7 +32,8 @@ class SandboxProcess:
     """A sandbox in which inside.guard carries out `order`; a context manager."""
 
     def __init__(self, order: dict[str, Any], limits: Limits, isolated: bool) -> None:
-        self._limits, self._isolated = limits, isolated
+        self._limits = limits
+        self._isolated = isolated
         self._outgoing = self._incoming = b""
         self._pidfd: int | None = None
         self._folder = None if isolated else tempfile.TemporaryDirectory(prefix="brorl-")

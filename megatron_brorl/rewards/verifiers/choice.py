@@ -16,12 +16,12 @@ from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 _LETTERS = "ABCDEFGHIJ"
 # A letter between brackets or before a stop, in either case; a capital alone at the end or before a reason.
-_DRESSED = re.compile(
+_MARKED_LETTER = re.compile(
     r"(?:(?:the )?(?:option|choice|letter|answer)\s*:?\s*)?"
     r"(?:[(\[]\s*(?P<a>[A-Ja-j])\s*[)\]][.:]?|(?P<b>[A-Ja-j])\s*[).:](?!\w)|(?P<c>[A-J])(?=\s*[,;-]|\s*$)|(?P<d>[a-j])$)",
     re.IGNORECASE,
 )
-_BARE_WORD = re.compile(
+_BARE_LETTER = re.compile(
     r"(?:(?:the )?(?:option|choice|letter|answer)\s*:?\s*)?([A-J])(?:\s+(?![=<>+*/^])(?P<text>.*))?$", re.DOTALL
 )
 _REASON = re.compile(r"[,;]?\s*\b(?:because|since|as|which|for the reason|due to)\b.*", re.IGNORECASE | re.DOTALL)
@@ -90,14 +90,16 @@ def _names_options(text: str) -> bool:
 def _letter(text: str) -> tuple[str, str]:
     """Return the letter at the start of a text as a capital, and the rest; "" if the rest names another letter."""
     text = _REASON.sub("", " ".join(tidy(text).split()))
-    dressed = _DRESSED.match(text)
-    if dressed:
-        found, behind = next(part for part in dressed.groups() if part).upper(), text[dressed.end() :]
+    marked = _MARKED_LETTER.match(text)
+    if marked:
+        found = next(part for part in marked.groups() if part).upper()
+        behind = text[marked.end() :]
     else:
-        bare = _BARE_WORD.match(text)
+        bare = _BARE_LETTER.match(text)
         if not bare or (bare["text"] and bare[1] in "AI"):  # "A dog" is no option A
             return "", ""
-        found, behind = bare[1].upper(), bare["text"] or ""
+        found = bare[1].upper()
+        behind = bare["text"] or ""
     others = {next(part for part in match.groups() if part).upper() for match in _OTHER.finditer(behind)}
     return (found, behind.strip()) if others <= {found} else ("", "")
 

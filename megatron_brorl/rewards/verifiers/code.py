@@ -28,10 +28,10 @@ _WRONG = Outcome("error", "wrong result")
 def load() -> Verifier:
     """Return the verifier. Raises UserError if programs cannot be isolated and reward.unsandboxed is false."""
     sandbox = Sandbox(probe.require('verifier "code"'), isolation.limits())
-    return lambda answer, row: score(answer, row, sandbox)
+    return lambda answer, row: verify(answer, row, sandbox)
 
 
-def score(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
+def verify(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
     """Return the share of the row's tests that the program passes. answer: a program, or what `find` found."""
     metadata = row["metadata"]
     has_input = any((test.get("input") or "").strip() for test in metadata.get("tests") or ())
@@ -52,7 +52,7 @@ def score(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
 def find(text: str) -> str | None:
     """Return the only block after the thought, or the text from the first block to the last; None: there is none.
 
-    Which of several blocks is the program depends on the row: `score` chooses.
+    Which of several blocks is the program depends on the row: `verify` chooses.
     """
     text = after_thought(text)
     return None if text.lstrip().startswith("<think>") else code_blocks.blocks_of(text)
@@ -119,7 +119,8 @@ def _check_test(test: Any, of_function: bool, where: str) -> None:
 
 def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Sequence[Outcome]:
     """Return one outcome per test; "ok" means that it passed."""
-    function, tolerance = metadata.get("function"), float(metadata.get("tolerance", 0))
+    function = metadata.get("function")
+    tolerance = float(metadata.get("tolerance", 0))
     if "asserts" in metadata:
         return sandbox.asserts(program, function or "", metadata.get("setup", ""), _texts(metadata["asserts"]))
     tests = metadata["tests"]

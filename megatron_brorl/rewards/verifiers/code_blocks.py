@@ -150,7 +150,9 @@ def _definition(scope: symtable.SymbolTable, path: list[str]) -> tuple[int, ...]
 
 def _is_complete(module: symtable.SymbolTable) -> bool:
     """Return whether a block defines or imports each global name that it uses, except builtins."""
-    scopes, used, own = [module], set(), set(_KNOWN)
+    scopes = [module]
+    used = set()
+    own = set(_KNOWN)
     while scopes:
         scope = scopes.pop()
         scopes += scope.get_children()

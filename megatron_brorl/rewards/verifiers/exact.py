@@ -6,7 +6,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 
-def exact(answer: str, row: VerifierRow) -> Score:
+def verify(answer: str, row: VerifierRow) -> Score:
     """Return 1 if the answer equals the reference; white space at the ends is ignored."""
     reference = row["answer"]
     if reference is not None and answer.strip() == reference.strip():

@@ -23,14 +23,15 @@ _TAG = re.compile(f"</?{_NAME}>")
 
 def skeleton(text: str) -> str:
     """The tags of a text, with one dot for other text between them: "<think>.</think><answer>.</answer>"."""
-    parts, end = [], 0
+    parts = []
+    end = 0
     for tag in _TAG.finditer(text):
         parts += ["." if text[end : tag.start()].strip() else "", tag[0]]
         end = tag.end()
     return "".join([*parts, "." if text[end:].strip() else ""])
 
 
-def format_(answer: str, row: VerifierRow) -> Score:
+def verify(answer: str, row: VerifierRow) -> Score:
     """Return 1 if the skeleton has the row's tags, each once and in order, text in each and none outside.
 
     Tags that the prompt ends with are taken as written.

@@ -63,20 +63,24 @@ EXECUTING: Mapping[str, tuple[int, re.Pattern[str]]] = {
     "bitwise_arithmetic": (64, re.compile(r"\s*-?0x[0-9a-f]{1,32}\s*", re.IGNORECASE)),
 }
 
+# The part of an item of bitwise_arithmetic that its scorer executes.
+_BITS = re.compile(r"(?:0x[0-9a-f]{1,16}|<<|>>|\*(?!\s*\*)|[\s+\-()&|^~])*")
+
 
 def load() -> Verifier:
     """Return the verifier after the library is imported."""
     allowed()
-    return score
+    return verify
 
 
-def score(answer: str, row: VerifierRow) -> Score:
+def verify(answer: str, row: VerifierRow) -> Score:
     """Return the library's score for the item metadata["entry"] of the task metadata["source_dataset"].
 
     Partial credit is capped, because one wrong cell of a hundred scores 0.99 in the library, which is not right.
     """
     metadata = row["metadata"]
-    task, config = metadata["source_dataset"], metadata.get("config") or {}
+    task = metadata["source_dataset"]
+    config = metadata.get("config") or {}
     if not harmless(task, answer):
         return Score(0.0, f"not of the form of task {task}")
     scorer = _scorer(task, json.dumps(config, sort_keys=True))
@@ -118,6 +122,9 @@ def check_row(row: VerifierRow, where: str) -> None:
         raise UserError(f"{where}: metadata.source_dataset is {name!r} but the entry is of {inner!r}; make them agree")
     if not isinstance(config, dict):
         raise UserError(f"{where}: metadata.config must be an object, not {config!r}; leave it out for the defaults")
+    problem = entry["metadata"].get("problem")
+    if name == "bitwise_arithmetic" and not (isinstance(problem, str) and _BITS.fullmatch(problem)):
+        raise UserError(f"{where}: metadata.entry.metadata.problem = {problem!r:.60} is no expression of this task")
 
 
 def check_task(name: str, where: str) -> None:

@@ -32,7 +32,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-LESS_THAN, AT_LEAST = "less than", "at least"
+LESS_THAN = "less than"
+AT_LEAST = "at least"
 LANGUAGES = _words(
     "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
     "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw"  # of langdetect 1.0.9
@@ -85,7 +86,8 @@ def is_in_language(response: str, language: str) -> bool:
 def _divided(text: str, divider: re.Pattern[str]) -> list[str]:
     """Return the parts between dividers, [] if one between two dividers is empty; the first and last may be empty."""
     first, *others = (part.strip() for part in divider.split(text))
-    inner, last = others[:-1], others[-1:]
+    inner = others[:-1]
+    last = others[-1:]
     return [part for part in (first, *inner, *last) if part] if all(inner) else []
 
 
@@ -114,7 +116,8 @@ def number_placeholders(response: str, num_placeholders: int) -> bool:
 
 def postscript(response: str, postscript_marker: str) -> bool:
     """Return whether the marker occurs in either case; P.S. and P.P.S may be spaced."""
-    marker, text = postscript_marker.strip(), response.lower()
+    marker = postscript_marker.strip()
+    text = response.lower()
     pattern = _POSTSCRIPTS.get(marker)
     return pattern.search(text) is not None if pattern else marker.lower() in text
 
@@ -153,7 +156,8 @@ def json_format(response: str) -> bool:
 def title(response: str) -> bool:
     """Return whether a line has a <<title>> that is not empty."""
     for line in response.split("\n"):
-        start, end = line.find("<<"), line.rfind(">>")
+        start = line.find("<<")
+        end = line.rfind(">>")
         if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
             return True
     return False
@@ -309,10 +313,10 @@ def find(response: str) -> str | None:
 def load() -> Verifier:
     """Return the verifier after langdetect has read its profiles, which takes longer than many answers."""
     detected_language("the profiles are read at the first call")
-    return score
+    return verify
 
 
-def score(answer: str, row: VerifierRow) -> Score:
+def verify(answer: str, row: VerifierRow) -> Score:
     """Return the share of the row's instructions that the answer follows, with a part for each."""
     metadata = row["metadata"]
     if count_words(answer) < metadata.get("min_words", 0):
@@ -381,7 +385,8 @@ def _check_instruction(kind: str, arguments: Any, where: str, place: int) -> Non
     key = f"{where}: metadata.kwargs[{place}] ({kind})"
     if not isinstance(arguments, dict):
         raise UserError(f"{key} is {arguments!r}; use an object, {{}} for no arguments")
-    given, wanted = _given(arguments), list(inspect.signature(CHECKS[kind]).parameters)[1:]
+    given = _given(arguments)
+    wanted = list(inspect.signature(CHECKS[kind]).parameters)[1:]
     unknown = [name for name in given if name not in wanted]
     if unknown:
         takes = ", ".join(wanted) or "no arguments"

@@ -23,7 +23,7 @@ from mpmath.libmp import prec_to_dps
 from sympy.core.function import AppliedUndef
 
 from megatron_brorl.rewards import answer_text
-from megatron_brorl.rewards.answer_text import NAME, THIN, PlainNumber, Unit, names_clash, plain_number
+from megatron_brorl.rewards.answer_text import NAME, THIN, PlainNumber, Unit, names_clash, plain_number, units_clash
 
 # A number or an expression of sympy (a Float is a decimal with its digits as written), a matrix, a set, Group, Named or
 # Relation.
@@ -82,7 +82,8 @@ _TUPLE_OF_NAMES = re.compile(rf"\s*\(({NAME}(?:\s*,\s*{NAME})+)\s*\)\s*")
 
 # Where a text is split outside brackets.
 _BRACKETS = re.compile(r"(?P<open>\\?[{(\[])|(?P<close>\\?[})\]])|\\[A-Za-z]+|\\?\S", re.DOTALL)
-_OR, _LIST = r"\\lor(?![A-Za-z])", "[,;]"
+_OR = r"\\lor(?![A-Za-z])"
+_LIST = "[,;]"
 _RELATION = r"[<>!]=|[<>=]|\\(?:in|approx|le|ge|ne)(?![A-Za-z])"
 _SIGNS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!="}
 
@@ -108,6 +109,13 @@ class Relation(NamedTuple):
     difference: Any
 
 
+def same_value(reference: str, given: str) -> bool:
+    """Return whether two texts have equal values, and units that do not clash. Raises what `read` raises."""
+    (wanted, unit), (value, other_unit) = read(reference), read(given)
+    return not units_clash(unit, other_unit) and same(wanted, value)
+
+
+@functools.lru_cache(maxsize=256)
 def read(text: str) -> tuple[Value, Unit | None]:
     """Return the value of a text, and the unit of measurement at its end, if there is one."""
     text = answer_text.commands(_BRACED_COMMA.sub("", answer_text.ascii_text(text)))
@@ -131,7 +139,8 @@ def _without_font(match: re.Match[str]) -> str:
 def _numeral(match: re.Match[str]) -> str:
     """Return a numeral as one symbol for its digits and its base, or as digits if the base is ten."""
     name = match["base"] or match["base2"]
-    base, decimals = _BASES.get(name) or int(name), (match["decimals"] or "").rstrip(".0")
+    base = _BASES.get(name) or int(name)
+    decimals = (match["decimals"] or "").rstrip(".0")
     if base == 10:
         return f" {match['whole']}{decimals} "
     return rf"\variable{{n{match['whole'].upper()}o{decimals[1:].upper()}base{base}}}"
@@ -153,7 +162,10 @@ def _value(text: str) -> Value:
 def _split(text: str, cut: str) -> tuple[list[str], list[str]]:
     """Return the parts of a text between the cuts outside brackets, and the cuts."""
     tokens = re.compile(rf"(?P<cut>{cut})|{_BRACKETS.pattern}", re.DOTALL)
-    parts, cuts, depth, start = [], [], 0, 0
+    parts = []
+    cuts = []
+    depth = 0
+    start = 0
     for token in tokens.finditer(text):
         depth += bool(token["open"]) - bool(token["close"])
         if token["cut"] and depth == 0:
@@ -225,7 +237,8 @@ def _relation(sides: list[str], signs: list[str]) -> Value:
 
 def _named(left: str, right: str) -> Value | None:
     """Return the right side of an equation whose left side is a name, or a tuple of names; None for any other."""
-    name, names = _NAME.fullmatch(left), _TUPLE_OF_NAMES.fullmatch(left)
+    name = _NAME.fullmatch(left)
+    names = _TUPLE_OF_NAMES.fullmatch(left)
     if name:
         return Named(_plain_name(name[1]), _value(right))
     if not names:
@@ -246,7 +259,8 @@ def _unsolved(terms: list[Any], signs: list[str]) -> Value:
         return Named(_plain_name(symbols.pop().name), sympy.And(*bounds).as_set())
 
     # A true equation of numbers is their value.
-    (left, right), (sign,) = terms, signs
+    (left, right) = terms
+    (sign,) = signs
     if sign == "=" and left == right:
         return right
     return Relation(sign.replace(">", "<"), right - left if sign[0] == ">" else left - right)
@@ -311,7 +325,8 @@ def _expression(text: str) -> Any:
 def _braced(text: str) -> str:
     r"""Return LaTeX with braces around the arguments of \frac, \binom and \sqrt."""
     for command in reversed(list(_WITH_ARGUMENTS.finditer(text))):
-        arguments, end = "", command.end()
+        arguments = ""
+        end = command.end()
         for _ in range(1 if command[1] else 2):
             start, end = end, _group_end(text, end)
             argument = text[start:end].strip()

@@ -115,7 +115,7 @@ def test_sequence_ratio_is_the_geometric_mean():
 
 
 def test_kl_estimates_and_their_mean_gradients():
-    """Over all tokens of two small policies: mean values are the KL, and gradients what the docstring says."""
+    """Means over all tokens of two small policies are the KL and the gradients in the docstring of kl_estimate."""
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(9, dtype=torch.float64, generator=g, requires_grad=True)
     log_p = logits.log_softmax(0)

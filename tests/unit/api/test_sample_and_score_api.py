@@ -121,13 +121,6 @@ def test_mistakes_end_in_one_line(model, arguments, message):
     assert "\n" not in str(e.value)
 
 
-def test_a_closed_engine_says_so(model):
-    engine = Engine.from_pretrained(model[0])
-    engine.close()
-    with pytest.raises(UserError, match="is closed"):
-        engine.sample(["1"])
-
-
 def test_scores_are_those_of_the_verifier():
     rewards = score([r"so \boxed{1/2}", ["\\boxed{0.5}", r"\boxed{2}", "none"]], ["0.5", "1/2"])
     assert [rewards[0].reward, *(r.reward for r in rewards[1])] == [1.0, 1.0, 0.0, 0.0]

@@ -116,13 +116,6 @@ def test_a_run_goes_on_and_is_evaluated_with_the_date_of_its_first_start(config,
     assert (tmp_path / "parts" / TEMPLATE_DATE).read_text() == "2026-02-01\n"
 
 
-def test_other_variables_are_another_run(config, tmp_path):
-    asked = {"overrides": [f"run.dir={tmp_path}"], "reward": even}
-    assert not train(config, callbacks=[Stopping()], **asked).finished
-    with pytest.raises(UserError, match=r"was written with data\.chat_template_kwargs = \{'enable_thinking': False\}"):
-        train(config, overrides=[*asked["overrides"], "data.chat_template_kwargs={}"], reward=even)
-
-
 def test_a_file_without_a_date_is_an_error(tmp_path):
     assert run_folder.template_date(tmp_path) is None
     (tmp_path / TEMPLATE_DATE).write_text("2026-01-31\n")

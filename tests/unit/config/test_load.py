@@ -103,11 +103,6 @@ def test_a_wrong_override_is_one_line(tmp_path, override, message):
         load(write(tmp_path, ""), [override])
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"none\.toml: no such configuration file"):
-        load(tmp_path / "none.toml")
-
-
 @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("examples/**/*.toml")), ids=lambda path: path.name)
 def test_every_example_loads_and_fits_the_json_schema(path):
     load(path)

@@ -15,8 +15,6 @@ import pytest
 
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
-from megatron_brorl.rewards import registry
-from megatron_brorl.rewards.extract import extract
 from megatron_brorl.train.learning_rate import scaled
 
 if sys.version_info >= (3, 11):
@@ -118,14 +116,3 @@ def test_one_length_of_a_response():
     names = (f.name for f in fields(longer.rollout))
     unlike = {name for name in names if getattr(longer.rollout, name) != getattr(brorl.rollout, name)}
     assert unlike <= {"max_tokens", "refills", "n", "prompts"}  # what an evaluation has no use for
-
-
-@pytest.mark.parametrize("name", ["prorlv2", "brorl", "dapo", "ppo", "evaluate_32k"])
-def test_a_long_program_counts(name):
-    """One of 65,000 characters, as long as 15,360 tokens of four characters can make it, is found whole."""
-    config = load(RECIPES / f"{name}.toml")
-    entry = registry.entry("code", "code", config.reward)
-    program = "x = 1\n" * 10_240  # 61,440 characters
-    found = extract(f"```python\n{program}```", entry.find, entry.max_chars)
-    assert found.answer is not None
-    assert len(found.answer) == len(program.strip())

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron_brorl.config.load import load_table
-from megatron_brorl.config.rules import named
+from megatron_brorl.config.rules import parse_benchmark
 from megatron_brorl.errors import UserError
 
 GAE = ["algo.advantage=gae"]
@@ -91,4 +91,4 @@ def test_what_the_rules_allow(overrides):
     ],
 )
 def test_the_name_of_a_benchmark(benchmark, name, file):
-    assert named(benchmark) == (name, file)
+    assert parse_benchmark(benchmark) == (name, file)

@@ -54,7 +54,7 @@ def test_prompts_are_true_tasks(tokenizer: Tokenizer) -> None:
         assert prompt.metadata["entry"]["metadata"]["source_index"] == i
         assert answer is not None
         row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=answer, metadata=prompt.metadata)
-        assert gym.score(answer, row) == Score(1.0)
+        assert gym.verify(answer, row) == Score(1.0)
 
 
 def test_a_prompt_is_a_pure_function_of_its_index(tokenizer: Tokenizer) -> None:
@@ -150,8 +150,8 @@ def test_rows_of_a_file_are_those_that_the_library_makes_and_scores() -> None:
         else:
             assert bin(int(row["prompt"])).count("1") == int(row["answer"])
         asked = VerifierRow(id=row["id"], prompt=row["prompt"], answer=row["answer"], metadata=metadata)
-        assert gym.score(row["answer"], asked).reward == 1.0
-        assert gym.score("banana", asked).reward < 0.99
+        assert gym.verify(row["answer"], asked).reward == 1.0
+        assert gym.verify("banana", asked).reward < 0.99
 
 
 def test_generated_files_are_data_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,9 @@ def rollout(group: int, prompt: str, sibling: int, answer: str | None, right: bo
 
 def group(number: int, rollouts: list[dict[str, Any]], recorded: int, **own: Any) -> dict[str, Any]:
     """Return the row of schema.GROUPS of these rollouts, of which some are recorded; own: columns that differ."""
-    right, n, prompt = sum(r["right"] for r in rollouts), len(rollouts), rollouts[0]["prompt_id"]
+    right = sum(r["right"] for r in rollouts)
+    n = len(rollouts)
+    prompt = rollouts[0]["prompt_id"]
     return {
         "group": number,
         "prompt_id": prompt,
@@ -132,7 +134,8 @@ def _write(
     mean: float | None = None,
 ) -> None:
     """first: groups of which rollouts are recorded; None: all. mean: reward, a tenth more or less by turns."""
-    groups, rollouts = [], []
+    groups = []
+    rollouts = []
     for g, (name, right) in enumerate(zip(names, rights.tolist(), strict=True)):
         own = [_rollout(g, name, i, 5 * i % n < right, moment) for i in range(n)]  # not the first ones alone
         recorded = whole if first is None or g < first else 0

@@ -15,20 +15,20 @@ from made_run import TASKS, make_run
 
 from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.report.content import (
-    Evaluation,
-    Run,
+    RecordedEvaluation,
+    RecordedRun,
     checkpoints,
     content,
     curves,
     evaluations,
+    first_reached,
     generation,
     meanings,
-    reached,
     read_run,
     times_to_target,
 )
-from megatron_brorl.report.page import embed, telling
-from megatron_brorl.train.evaluate import Answers, sum_up
+from megatron_brorl.report.page import embed, select_siblings
+from megatron_brorl.train.evaluate import PromptResult, summarize
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +107,16 @@ def test_intervals_are_those_of_the_run(folder):
         rows = groups(folder, f"evaluation_{found.steps:06d}")
         prompts = [SimpleNamespace(id=g["prompt_id"], verifier=g["verifier"], metadata={}) for g in rows]
         answers = [
-            Answers(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
+            PromptResult(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
             for i, (p, g) in enumerate(zip(prompts, rows, strict=True))
         ]
-        told = sum_up(answers, len(rows), EvaluateConfig(), seed=7)
+        told = summarize(answers, len(rows), EvaluateConfig(), seed=7)
         assert found.passes[1] == told.pass_at_1.as_dict()
         assert {k: p["mean"] for k, p in found.passes.items()} == pytest.approx(told.pass_at_k)
         assert found.tasks == pytest.approx(told.by_task)
 
 
-def test_tasks_spread_and_heat(folder, run):
+def test_tasks_and_spread(folder, run):
     steps = [groups(folder, f"step_00000{n}") for n in range(4)]
     for place, name in enumerate(TASKS):
         own = [[g["right"] / 32 for g in rows if g["verifier"] == name] for rows in steps]
@@ -138,17 +138,6 @@ def test_tasks_spread_and_heat(folder, run):
         assert sum(counts) == len(rows)
         assert named["30-40%"] == sum(0.3 <= g["right"] / 32 < 0.4 for g in rows)
         assert named["none"] == sum(g["right"] == 0 for g in rows)
-
-    heat = run["heat"]["step"]
-    shares = {
-        p: dict(zip(heat["numbers"], own, strict=True)) for p, own in zip(heat["prompts"], heat["shares"], strict=True)
-    }
-    for number, rows in enumerate(steps):
-        asked = {g["prompt_id"]: g["right"] / 32 for g in rows}
-        assert {p: own[number] for p, own in shares.items() if own[number] is not None} == pytest.approx(
-            {p: share for p, share in asked.items() if p in shares}
-        )
-    assert "train/9" not in shares
 
 
 @pytest.mark.parametrize(
@@ -217,8 +206,7 @@ def test_rollouts_of_the_page_are_those_recorded(folder):
             own = [r for r in recorded if r["group"] == g["group"]]
             assert (f"{place}/{g['group']}" in found["where"]) == bool(own)
             if own:
-                chunk, at = found["where"][f"{place}/{g['group']}"]
-                shown = chunks[chunk][at]["rollouts"]
+                shown = chunks[found["where"][f"{place}/{g['group']}"]]["rollouts"]
                 assert [r["text"] for r in shown] == [r["text"] for r in own]
                 assert [r["advantage"] for r in shown] == [a and pytest.approx(a, rel=1e-3) for a in _advantages(own)]
 
@@ -240,9 +228,9 @@ def test_rollouts_fit_into_their_room(folder, room):
 
 def test_right_and_wrong_siblings_are_shown():
     rollouts = [{"sibling": i, "right": i >= 29, "tokens": 10} for i in range(32)]
-    assert [r["sibling"] for r in telling(rollouts, 16)] == [*range(13), 29, 30, 31]
-    assert [r["sibling"] for r in telling(rollouts[:4], 16)] == [0, 1, 2, 3]
-    assert [r["sibling"] for r in telling(rollouts, 16, tokens=15)] == [0, 29]
+    assert [r["sibling"] for r in select_siblings(rollouts, 16)] == [*range(13), 29, 30, 31]
+    assert [r["sibling"] for r in select_siblings(rollouts[:4], 16)] == [0, 1, 2, 3]
+    assert [r["sibling"] for r in select_siblings(rollouts, 16, tokens=15)] == [0, 29]
 
 
 def row(step: int, rollouts: float, kept: float | None, tokens: float, generate: float, whole: float, **time: float):
@@ -259,8 +247,8 @@ ROWS = [
 
 
 def spent(*evaluated: tuple[int, float]) -> list[dict]:
-    passes = [Evaluation(steps, {}, {1: {"mean": mean}}, {}) for steps, mean in evaluated]
-    return checkpoints(Run(Path("x"), ROWS, {}, {}, [], []), passes)
+    passes = [RecordedEvaluation(steps, {}, {1: {"mean": mean}}, {}) for steps, mean in evaluated]
+    return checkpoints(RecordedRun(Path("x"), ROWS, {}, {}, [], []), passes)
 
 
 def test_seconds_and_rollouts_of_each_evaluation():
@@ -271,8 +259,8 @@ def test_seconds_and_rollouts_of_each_evaluation():
 def test_time_to_a_target():
     places, heights = [0.0, 10.0, 20.0, 40.0], [0.1, 0.3, 0.2, 0.6]
     targets = {0.05: 0.0, 0.2: 5.0, 0.3: 10.0, 0.4: 30.0, 0.6: 40.0}
-    assert [reached(places, heights, t) for t in targets] == pytest.approx([*targets.values()])
-    assert reached(places, heights, 0.61) is None
+    assert [first_reached(places, heights, t) for t in targets] == pytest.approx([*targets.values()])
+    assert first_reached(places, heights, 0.61) is None
     # The first run goes from 0.2 to 0.4 in 9 s, the second in 12 s to 0.3, the third has no evaluation.
     found = times_to_target([spent((0, 0.2), (2, 0.4)), spent((0, 0.2), (3, 0.3)), []])
     assert [to and to["target"] for to in found] == [0.4, 0.3, None]
@@ -282,7 +270,7 @@ def test_time_to_a_target():
 
 
 def test_generation_speed():
-    found = generation(Run(Path("x"), ROWS, {}, {}, [], []))
+    found = generation(RecordedRun(Path("x"), ROWS, {}, {}, [], []))
     assert found == {
         "rollouts_per_s": 320 / 8,
         "tokens_per_s": (1280 + 2560 + 640) / 8,
@@ -291,4 +279,4 @@ def test_generation_speed():
         "kept_per_s": 64 / 12,
         "prompt_hits": pytest.approx(0.75 * 128 / 192),
     }
-    assert generation(Run(Path("x"), [], {}, {}, [], [])) is None
+    assert generation(RecordedRun(Path("x"), [], {}, {}, [], [])) is None

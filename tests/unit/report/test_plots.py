@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.report.content import Run, evaluations
-from megatron_brorl.report.plots import build_figure, build_theory_figure, plot_run, plot_theory
+from megatron_brorl.report.content import RecordedRun, evaluations
+from megatron_brorl.report.plots import curves_figure, plot_run, plot_theory, theory_figure
 from megatron_brorl.tracking.metrics import MetricsWriter
 
 REWARD, ACCURACY, LENGTH, KEPT, SECONDS, HEALTH = range(6)
@@ -50,8 +50,8 @@ def _rows(count: int) -> list[dict[str, Any]]:
 
 
 def _figure(rows: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> Figure:
-    run = Run(Path("x"), rows, summary or {}, {}, [], [])
-    return build_figure(rows, run.summary, evaluations(run))
+    run = RecordedRun(Path("x"), rows, summary or {}, {}, [], [])
+    return curves_figure(rows, run.summary, evaluations(run))
 
 
 def _drawn(axes: Axes) -> tuple[list[float], list[float]]:
@@ -198,7 +198,7 @@ def _theory_rows() -> list[dict[str, Any]]:
 
 
 def test_theory_figure_has_the_masses_and_the_last_hold_out_curve() -> None:
-    mass, curve = build_theory_figure(_theory_rows()).axes
+    mass, curve = theory_figure(_theory_rows()).axes
     assert np.asarray(mass.lines[0].get_ydata()).tolist() == pytest.approx([0.3, 1.3, 2.3])
     assert np.asarray(mass.lines[1].get_ydata()).tolist() == pytest.approx([0.1, 1.1, 2.1])
     assert np.asarray(curve.lines[0].get_xdata()).tolist() == [2, 4, 16]
@@ -208,6 +208,6 @@ def test_theory_figure_has_the_masses_and_the_last_hold_out_curve() -> None:
 
 
 def test_a_run_without_theory_metrics_has_no_theory_figure(tmp_path: Path) -> None:
-    assert all(axes.texts for axes in build_theory_figure([{"step": 0}]).axes)
+    assert all(axes.texts for axes in theory_figure([{"step": 0}]).axes)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward": 1.0, "time": {}}) + "\n")
     assert plot_theory(tmp_path) is None

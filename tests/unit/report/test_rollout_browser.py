@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from made_run import group, rollout
-from rich.console import Console
 
 from megatron_brorl import rollout_log
 from megatron_brorl.cli.main import main
-from megatron_brorl.report.rollout_browser import Page, one_prompt, read
 from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, Moment
 
 LAST = Moment("evaluation", 4)
@@ -25,7 +22,8 @@ def made(group: int, prompt: str, answers: list[str | None]) -> list[dict[str, o
     """Return the rollouts of a group."""
     found = []
     for i, answer in enumerate(answers):
-        right, own = bool(answer) and answer.endswith("*"), answer.rstrip("*") if answer else None
+        right = bool(answer) and answer.endswith("*")
+        own = answer.rstrip("*") if answer else None
         text = f"so [b]it[/b] is {own}\x1b[31m" if own else "I do not KNOW\nthat"
         more = {"text": text, "finish": "stop" if own else "length", "advantage": 0.25 if right else None}
         found.append(rollout(group, prompt, i, own, right, **more))
@@ -48,7 +46,8 @@ def run(tmp_path_factory):
     groups = [group(g, own, 3) for g, own in enumerate(asked)]
     for moment in (Moment("evaluation", 0), LAST):
         write(folder, moment, groups, [r for own in asked for r in own], ranks=2)
-    first, second = made(0, "t/0", ["1*", "1", "2"]), made(3, "t/3", ["8", "8", "8"])
+    first = made(0, "t/0", ["1*", "1", "2"])
+    second = made(3, "t/3", ["8", "8", "8"])
     write(folder, Moment("step", 2), [group(0, first, 3, distinct=3), group(3, second, 0)], first, ranks=1)
     return run
 
@@ -92,9 +91,9 @@ def test_one_prompt(ask):
         "evaluation 4, prompt b (exact): right 1 of 3, 2 distinct answers",
         *("", "what is", "b?", ""),
         *("reference answer: 7", ""),
-        "rollouts  verdict  answer",
-        "2         wrong    1",
-        "1         right    2",
+        "rollouts  score  answer",
+        "2         wrong  1",
+        "1         right  2",
         "",
         "--- right (reward 1), sibling 1, 3 tokens, ended by itself, advantage +0.25, form 0.5",
         "so [b]it[/b] is 2\ufffd[31m",
@@ -134,17 +133,6 @@ def test_filters_and_exports(ask, tmp_path, options, left):
             "parts": {"form": 0.5},
         }
     assert [row | {"parts": dict(row["parts"])} for row in pq.read_table(tmp_path / "x.parquet").to_pylist()] == lines
-
-
-def test_a_terminal_shows_a_right_and_a_wrong_response_side_by_side(run):
-    found = read(run / "rollouts", "evaluation", 4, "b")
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    rollouts = rollout_log.filter_rows(found.rollouts, "prompt_id", ["b"]).to_pylist()
-    one_prompt(Page(console), found.moment, found.groups.to_pylist()[1], rollouts)
-    (line,) = (line for line in console.file.getvalue().splitlines() if "is 2" in line)
-    assert [part.strip() for part in line.strip("\u2502").split("\u2502")] == [
-        f"so [b]it[/b] is {n}\ufffd[31m" for n in (2, 1)
-    ]
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,7 @@ def log(answer: str, row: VerifierRow) -> float:
 
 
 def returns(answer: str, row: VerifierRow) -> Any:
-    values = {
-        "nan": float("nan"),
-        "int": 1,
-    }
-    return values[answer]
+    return {"nan": float("nan"), "int": 1}[answer]
 
 
 def raises(answer: str, row: VerifierRow) -> float:
@@ -92,7 +88,7 @@ def nap(answer: str, row: VerifierRow) -> float:
 
 def stop(answer: str, row: VerifierRow) -> float:
     """Freeze the process, as a debugger or a cgroup would."""
-    if answer == "stop":
+    if answer == "hang":
         os.kill(os.getpid(), signal.SIGSTOP)
     return 1.0
 

@@ -174,7 +174,9 @@ def test_a_hundred_megabytes_are_a_counted_zero(pool: RewardPool) -> None:
 
 
 def test_a_response_is_decoded_in_another_thread_without_its_stop_token(pool: RewardPool) -> None:
-    exact, others, here = Prompt("e", "?", (1,), "7 8", "exact"), [], threading.get_ident()
+    exact = Prompt("e", "?", (1,), "7 8", "exact")
+    others = []
+    here = threading.get_ident()
 
     def decode(ids: list[int]) -> str:
         others.append(threading.get_ident() != here)

@@ -1,4 +1,4 @@
-"""A position's figures against their definitions on the whole vocabulary, and their expectations by enumeration."""
+"""Terms of single positions against their definitions on the vocabulary, and expectations by enumeration."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def levels(token: np.ndarray, reward: np.ndarray):
 @pytest.mark.parametrize("n", [4, 5])
 @pytest.mark.parametrize("worth", [[0.9, 0.1, 0.4], [0.3, 0.3, 0.3]])
 def test_the_changes_are_unbiased(n, worth):
-    """Over all draws; where all tokens are worth alike nothing changes, and the mean is 0."""
+    """The mean over all draws is the true change; it is 0 if all tokens have the same success rate."""
     f = np.array(worth)
     token, reward, chance = every_outcome(n, f)
     found, q = levels(token, reward), float(P @ f)
     gradient = (n - 1) / n * float(np.square(P * (f - q)).sum())
     assert float(chance @ found.policy_gradient.numpy()) == pytest.approx(gradient, rel=1e-12, abs=1e-15)
 
-    # The surrogate's step by every other sibling, at the true worths of the tokens.
+    # The surrogate's step by one half of the siblings, at the true success rates of the tokens.
     expected = 0.0
     for x, r, weight in zip(token, reward, chance, strict=True):
         for half in (slice(0, None, 2), slice(1, None, 2)):
@@ -58,7 +58,7 @@ def test_the_changes_are_unbiased(n, worth):
 
 
 def test_policy_gradient_is_the_mean_over_all_splits():
-    """Of six siblings in two halves: the product of the halves' covariances of token and reward."""
+    """For six siblings: the mean over all halves of the product of the two covariances of token and reward."""
     rng = np.random.default_rng(0)
     token, reward = rng.integers(0, 3, 6), rng.random(6)
 
@@ -72,7 +72,7 @@ def test_policy_gradient_is_the_mean_over_all_splits():
     assert float(found.policy_gradient) == pytest.approx(5 / 6 * expected, rel=1e-12)
 
 
-def test_three_siblings_do_not_tell_a_change():
+def test_changes_are_unknown_with_three_siblings():
     found = levels(np.array([[0, 1, 1]]), np.array([[1.0, 0.0, 1.0]]))
     assert torch.isnan(found.policy_gradient).all()
     assert torch.isnan(found.sampled).all()

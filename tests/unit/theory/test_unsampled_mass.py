@@ -73,13 +73,13 @@ def test_good_turing_by_hand():
     assert (g.distinct, g.singletons, g.doubletons) == (5, 3, 1)
     assert (g.unseen_mass, g.unseen_right, g.unseen_wrong) == (3 / 8, 1 / 8, 2 / 8)
     assert (g.low, g.high) == unseen_mass(8, 3, 1)
-    # All alike: nothing is unseen, but eight siblings cannot exclude a mass of 1 - 0.025^(1/8).
+    # If all are equal, nothing is unseen, but eight siblings cannot exclude a mass of 1 - 0.025^(1/8).
     same = good_turing(np.zeros(8, dtype=np.int64), np.ones(8, dtype=bool))
     assert (same.unseen_mass, same.low) == (0, 0)
     assert (1 - same.high) ** 8 <= 0.025 + 1e-12
 
 
-def test_what_shows_no_repetition_has_an_interval_too():
+def test_intervals_without_repetitions():
     """64 draws from 4,096 equal outcomes: often all differ, and the mass not seen is 1 - 64 / 4,096, not 1."""
     right = np.arange(64) % 2 == 0
     g = good_turing(np.arange(64), right)
@@ -92,7 +92,7 @@ def test_what_shows_no_repetition_has_an_interval_too():
     for m, high in zip((62, 32), curve["u_pos2"][2], strict=True):
         pair = max(c * (c - 1) / 64 / 63 * math.comb(64 - c, m) / math.comb(62, m) for c in range(2, 65))
         assert high == pytest.approx(3.688879 * pair)
-    # All alike: no held-out sibling was new.
+    # If all are equal, no held-out sibling is new.
     same = hold_out([(np.zeros(64, dtype=np.int64), right)], [2])
     assert (same["unsampled_mass"][0][0], same["unsampled_mass"][1][0]) == (0, 0)
     assert same["unsampled_mass"][2][0] == pytest.approx(3.688879 / 64)
@@ -137,8 +137,8 @@ def test_hold_out_refuses_impossible_numbers(drawn):
             hold_out(drawn[0], held)
 
 
-def test_equal_weights_give_garwood_s_interval():
-    """Of 0, 1, 5 and 20 counts, as tables of the Poisson distribution have it (Garwood 1936)."""
+def test_equal_weights_give_the_interval_of_garwood():
+    """For 0, 1, 5 and 20 counts, compare with tables of the Poisson distribution (Garwood 1936)."""
     counts = np.array([0.0, 1.0, 5.0, 20.0])
     table = [(0, 3.688879), (0.025318, 5.571643), (1.623486, 11.668332), (12.216527, 30.888381)]
     for weight in (1.0, 0.01):
@@ -147,7 +147,7 @@ def test_equal_weights_give_garwood_s_interval():
         assert high == pytest.approx([weight * b for _, b in table], rel=1e-5)
 
 
-def test_unequal_weights_hold_their_mean():
+def test_intervals_of_unequal_weights_cover_their_mean():
     """Sums of three Poisson counts of very unequal weights: at least 95%, as Fay and Feuer found."""
     rng = np.random.default_rng(0)
     weights, means = np.array([1.0, 0.1, 0.01]), np.array([0.5, 4.0, 60.0])

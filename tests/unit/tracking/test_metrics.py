@@ -193,11 +193,3 @@ def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written: .*make run\.dir a writable folder"):
         MetricsWriter(tmp_path / "file")
-
-
-def test_reserved_names_are_refused(tmp_path: Path) -> None:
-    with (
-        MetricsWriter(tmp_path) as metrics,
-        pytest.raises(ValueError, match="reserved metric names: time"),
-    ):
-        metrics.write(0, {"time": 1.0}, {})

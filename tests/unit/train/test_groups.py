@@ -1,4 +1,4 @@
-"""What became of a step's rollouts: selection, advantages and mini-batches against the equations, by hand."""
+"""Selection of groups, mini-batches and metrics of a step, by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megatron_brorl.train.groups import CUT, LOST, drop_cut, gather_outcomes, group_metrics, mini_batches, select_groups
 from megatron_brorl.types import Rollout, ScoredRollout
 
-# Rewards by sibling; None: lost, "cut": goes on. Eight siblings each.
+# Rewards by sibling, eight each. None: lost; "cut": the rollout continues in the next step.
 TABLE = [
     [0.0, 1.0, 0.0, None, 0.0, 0.0, 1.0, 0.0],  # kept with 7 survivors
     [1.0] * 8,

@@ -29,7 +29,7 @@ def trainer_of(model, processes, changes, nonfinite=None):
     engine = fakes.Engine(nonfinite=nonfinite or {})
     trainer = make_trainer(model[0], processes, configured({**base, **changes}), engine)
     trainer.held_out = []
-    trainer.refit()
+    trainer.sync_weights()
     return trainer
 
 
@@ -54,7 +54,7 @@ def token_of_few(groups):
 
 
 def poison(module, token, active=lambda: True):
-    """What the embedding of `token` comes to is NaN wherever it is read; the weights stay finite."""
+    """Make the embedding of `token` NaN in every forward pass; the weights stay finite."""
 
     def hook(_module, _args, kwargs, output):
         return output.masked_fill(kwargs["input_ids"].T.eq(token)[..., None], NAN) if active() else output

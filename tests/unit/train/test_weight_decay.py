@@ -1,4 +1,4 @@
-"""What weight decay reaches: AdamW steps without a gradient against p (1 - lr wd) in float64, and what resumes do."""
+"""Weight decay: AdamW steps without a gradient against p (1 - lr wd), also after a resume."""
 
 from __future__ import annotations
 

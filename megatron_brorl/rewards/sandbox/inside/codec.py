@@ -99,7 +99,8 @@ class Wire:
     """Lines of JSON over two pipes."""
 
     def __init__(self, source: int, sink: int) -> None:
-        self.source, self.sink = source, sink
+        self.source = source
+        self.sink = sink
         self._buffer = b""
 
     def read(self) -> bytes | None:

@@ -47,4 +47,6 @@ def test_a_function_is_paid_for_what_it_returns_and_for_no_exit(name: str, form:
     when, _, which = name.partition(" ")
     program, share = {"loaded": LOADED, "called": CALLED}[when][which]
     metadata = {"function": "add", **FORMS[form]}
-    assert code.score(program, {"id": "1", "prompt": "", "answer": None, "metadata": metadata}, SANDBOX).reward == share
+    assert (
+        code.verify(program, {"id": "1", "prompt": "", "answer": None, "metadata": metadata}, SANDBOX).reward == share
+    )

@@ -31,7 +31,7 @@ def row(metadata: dict[str, Any]) -> VerifierRow:
 
 def score(answer: str, metadata: dict[str, Any], sandbox: Sandbox = LONG) -> Score:
     code.check_row(row(metadata), "f.jsonl:1")
-    return code.score(answer, row(metadata), sandbox)
+    return code.verify(answer, row(metadata), sandbox)
 
 
 @NEEDS
