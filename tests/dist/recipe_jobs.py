@@ -94,7 +94,7 @@ def reference_follows(
     again.reference.reset()  # type: ignore[union-attr]
     found["reset"] = say(again)
     found["stepped_after_reset"] = bool(again.worker.optimizer.optimizer.state)
-    again.refit()
+    again.sync_weights()
     found["figures"].append(again.train_step()[0])
     assert checkpoint.find(Path(root) / "checkpoints") is not None
     return found

@@ -82,7 +82,7 @@ def test_a_stuck_engine_saves_and_says_how_to_go_on(processes, model, tmp_path):
     with (
         progress(3, "train", False) as p,
         pytest.raises(
-            UserError, match=r"did not stop when told to .* the state after 2 steps is saved: start the same"
+            UserError, match=r"did not stop when told to .* the state after 2 steps is saved: run the same"
         ),
     ):
         trainer.run(None, p, lambda: False)

@@ -173,7 +173,7 @@ def test_a_resumed_run_goes_on_counting(processes, model, tmp_path):
     trainer.save()
     again = trainer_of(model, processes, {}, tmp_path)
     again.restore(tmp_path / "checkpoints" / "step_00000003")
-    again.refit()
+    again.sync_weights()
     assert versions(again) == (2, 2, 2)
     values, _ = again.train_step()
     assert values["lr"] == pytest.approx(1e-3 * 4 / 100)
