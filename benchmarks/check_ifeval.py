@@ -4,8 +4,8 @@
     python benchmarks/check_ifeval.py input_data.jsonl [--min-words N]
 
 The first line with an instruction that verifier "ifeval" does not know ends the check. The floor of a response is its
-mean reward over all prompts: the share of instructions that it follows, and the share of prompts of which it follows
-all.
+mean reward over all prompts: the share of instructions that it follows, and the share of prompts whose instructions
+it follows completely.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# BroRL on a laptop: make a model of about a million parameters and its tokenizer, teach it the tasks a little, then
-# train it with 512 rollouts per prompt, on two processes, through the code path that runs on GPUs.
+# BroRL on a laptop: create a model of about a million parameters with a tokenizer, warm-start it on solved examples, and
+# train it with 512 rollouts per prompt in two processes. GPUs use the same code path.
 # Usage: [RUN=directory] [PROCESSES=2] bash examples/brorl_tiny.sh [section.key=value ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."

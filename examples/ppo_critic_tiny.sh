@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# PPO with a critic on a laptop: make a model of about a million parameters and its tokenizer, teach it the tasks a little,
-# then train it and a critic that begins as its copy, on two processes, through the code path that runs on GPUs.
+# PPO with a critic on a laptop: create a model of about a million parameters with a tokenizer, warm-start it on solved
+# examples, and train it with a critic that starts as its copy, in two processes. GPUs use the same code path.
 # Usage: [RUN=directory] [PROCESSES=2] bash examples/ppo_critic_tiny.sh [section.key=value ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -26,7 +26,7 @@ from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.weights.layouts import local_shape
 from megatron_brorl.models.weights.names import entries, hf_shapes
 from megatron_brorl.rollout.registry import ENGINES
-from megatron_brorl.rollout.remote.weights_send import as_is, in_fp8_blocks, layout
+from megatron_brorl.rollout.remote.weights_send import file_layout, to_fp8_blocks, unchanged
 from megatron_brorl.train.sampling_params import context
 
 GIB = 2**30
@@ -139,7 +139,7 @@ def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int
     dtype = DTYPES[config.rollout.dtype]
     length = context(config, shape)
     fp8 = ENGINES[config.rollout.engine].takes_fp8_blocks and engine.quantization == "fp8"
-    sent = layout(hf_shapes(shape), dtype, in_fp8_blocks if fp8 else as_is)[1]
+    sent = file_layout(hf_shapes(shape), dtype, to_fp8_blocks if fp8 else unchanged)[1]
     table = 4 * config.rollout.max_num_seqs * length
     heads = -(-shape.kv_heads // engine.tensor)
     return Plan(

@@ -76,6 +76,7 @@ class Actor(GPTModel):
             layer.mlp.linear_fc1.fuse_norm(layer.pre_mlp_layernorm)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+        """Scale the embeddings (Gemma 3), and give Transformer Engine's layers their rotation angles."""
         prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
         if self.pre_process and self.shape.embedding_scale is not None:
             prepared = (prepared[0] * prepared[0].new_tensor(self.shape.embedding_scale), *prepared[1:])
@@ -290,17 +291,15 @@ def build_actor(
 def mark_sharded(model: Actor, table: Sequence[Entry]) -> None:
     """Mark the parameters that are split over tensor ranks.
 
-    Megatron marks them only when it initialises them. The gradient norm skips unmarked parameters
-    on tensor ranks other than 0.
+    Megatron marks them only when it initialises them. The gradient norm skips unmarked parameters on tensor ranks
+    other than 0.
     """
     parameters = dict(global_parameters(model))
     for entry in table:
         parameter = parameters.get(entry.megatron)
         if parameter is not None and entry.layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
-            dim, stride = (
-                int(entry.layout == "columns"),
-                1 + int(entry.layout == "gate_up"),
-            )  # a part of gate, one of up
+            dim = int(entry.layout == "columns")
+            stride = 1 + int(entry.layout == "gate_up")  # a shard has a part of gate and one of up
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)
 
 

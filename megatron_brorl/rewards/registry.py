@@ -1,7 +1,7 @@
-"""Verifiers by name: those of this package, and functions of the user.
+"""Verifiers by name: the verifiers of this package, and functions that users write.
 
-A verifier of this package is an entry in ENTRIES. This module imports the parts that find answers and check rows. A
-worker process loads the verifier itself.
+Each verifier of this package has an entry in ENTRIES. This module imports only the code that finds answers and checks
+rows. A worker process loads the verifier itself.
 """
 
 from __future__ import annotations

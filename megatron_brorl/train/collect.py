@@ -18,7 +18,7 @@ from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout.engine import Sampling, in_order
+from megatron_brorl.rollout.engine import Sampling, sort_rollouts
 from megatron_brorl.rollout.sampler import open_groups
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.groups import CUT, Outcomes, drop_cut, gather_outcomes, group_metrics, select_groups
@@ -171,7 +171,7 @@ class Collector:
             groups=groups,
             rollouts=received,
             outcomes=outcomes,
-            partial=keep_open_groups(groups, in_order(scored), outcomes.closed),
+            partial=keep_open_groups(groups, sort_rollouts(scored), outcomes.closed),
             position=position,
             metrics=metrics,
             seconds=seconds | reward_seconds,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout.engine import from_tensors, in_order, to_tensors
+from megatron_brorl.rollout.engine import rollouts_from_tensors, rollouts_to_tensors, sort_rollouts
 from megatron_brorl.rollout.sampler import Slot, deal, open_groups
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
@@ -79,7 +79,7 @@ def checkpoint_files(partial: PartialRollouts, grid: Grid) -> dict[str, bytes]:
     if not partial.groups:
         return {}
     groups = torch.tensor([(g.step, g.index, g.start) for g in partial.groups])
-    return {_FILES.replace("*", f"{grid.rank:05d}"): save({"groups": groups, **to_tensors(partial.rollouts)})}
+    return {_FILES.replace("*", f"{grid.rank:05d}"): save({"groups": groups, **rollouts_to_tensors(partial.rollouts)})}
 
 
 def read_checkpoint(directory: Path, source: PromptSource, grid: Grid) -> PartialRollouts:
@@ -93,7 +93,9 @@ def read_checkpoint(directory: Path, source: PromptSource, grid: Grid) -> Partia
     places = parts[0]["groups"].tolist()
     groups = tuple(open_groups(source.prompts(start, index + 1), step, start)[index] for step, index, start in places)
     if len(parts) == grid.world:
-        return PartialRollouts(groups, tuple(from_tensors(parts[grid.rank])))
-    found = {(r.group, r.rollout.index): r for r in in_order([r for part in parts for r in from_tensors(part)])}
+        return PartialRollouts(groups, tuple(rollouts_from_tensors(parts[grid.rank])))
+    found = {
+        (r.group, r.rollout.index): r for r in sort_rollouts([r for part in parts for r in rollouts_from_tensors(part)])
+    }
     own_slots = deal(list(found), [0] * grid.world)[grid.rank]
     return PartialRollouts(groups, tuple(found[slot] for slot in own_slots))

@@ -100,7 +100,7 @@ class RolloutRunner:
                 result = self.engine.generate(asked, sampling, finished, supply)
             values |= _generated(result, self.engine.kv_usage())
             # Repeated rollouts would count as independent ones, so this check comes before any score is used.
-            _check_distinct(result.requests, result.rollouts, self.engine.engine.if_repeating)
+            _check_distinct(result.requests, result.rollouts, self.engine.engine.duplicate_advice)
             generated = time.monotonic()
 
             done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
@@ -180,7 +180,7 @@ def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, flo
     return found
 
 
-def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], if_repeating: str) -> None:
+def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], duplicate_advice: str) -> None:
     """Raise UserError on every rank if rollouts were drawn with the same random numbers, on any ranks."""
     hashes, names = improbable_rollouts(asked, rollouts)
     found, counts = torch.cat(collectives.all_gather(hashes)).unique(return_counts=True)
@@ -189,7 +189,7 @@ def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollou
         own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in again]
         raise UserError(
             f"{len(again)} responses came several times for one prompt, which is practically impossible"
-            f"{f' ({own[0]})' if own else ''}: the same random numbers were drawn by {if_repeating}"
+            f"{f' ({own[0]})' if own else ''}: the same random numbers were drawn by {duplicate_advice}"
         )
 
 

@@ -67,24 +67,23 @@ def sync_weights(worker: Worker, engine: RolloutEngine | Watchdog, version: int)
     may then hold different versions, so the caller must not sample from them.
     """
     for again in range(TRIES):
-        checksum = 0
+        checksums: list[int] = []
         refused = None
-
-        def summed(tensors: Iterable[ChecksummedTensor]) -> Iterator[ChecksummedTensor]:
-            nonlocal checksum
-            for sealed in tensors:
-                checksum += int(sealed.checksum)
-                yield sealed
-
         try:
-            engine.update_weights(summed(worker.hf_tensors()), version)
+            engine.update_weights(_noting_checksums(worker.hf_tensors(), checksums), version)
         except UpdateRefused as e:
             refused = e
             print(f"brorl: rank {worker.grid.rank}, version {version}: {e}", file=sys.stderr, flush=True)
-        problem = _problem(checksum, refused is not None)
+        problem = _problem(sum(checksums), refused is not None)
         if not problem:
             return again
     raise refused or UpdateRefused(f"weight update: version {version}: {problem}")
+
+
+def _noting_checksums(tensors: Iterable[ChecksummedTensor], checksums: list[int]) -> Iterator[ChecksummedTensor]:
+    for tensor in tensors:
+        checksums.append(int(tensor.checksum))
+        yield tensor
 
 
 def _problem(checksum: int, refused: bool) -> str:
@@ -142,7 +141,7 @@ def verify_weights(worker: Worker, engine: Watchdog, version: int, config: Confi
 
     # Checksums cover the bytes that were sent. The engine may still hold other weights.
     restarts = 0
-    if gap.exceeds(limit) and engine.renew(
+    if gap.exceeds(limit) and engine.restart(
         f"after version {version} log-probs are {gap.mean:.2e} nats from the actor's"
     ):
         restarts = 1

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_brorl.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig
 from megatron_brorl.rollout.remote import engine as remote_engine
-from megatron_brorl.rollout.remote.engine import RemoteEngine, join
+from megatron_brorl.rollout.remote.engine import RemoteEngine, connect_engine
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train import weight_sync
 
@@ -47,7 +47,7 @@ class Events:
 
 
 def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
-    """Return whether join makes this rank the leader of its engine, and the barrier of the ranks that share it."""
+    """Return whether connect_engine makes this rank lead its engine, and the barrier of the ranks that share it."""
     config = replace(
         Config(),
         rollout=RolloutConfig(engine="trtllm"),
@@ -58,7 +58,7 @@ def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
         patch.setenv("LOCAL_RANK", str(dist.get_rank()))
         patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
         patch.setattr(remote_engine, "RemoteEngine", lambda *given: given)
-        given: Any = join(config, {}, 200, 304, (2,))
+        given: Any = connect_engine(config, {}, 200, 304, (2,))
     _, _, _, place, devices, *_, meet = given
     dist.barrier()
     shutil.rmtree(place, ignore_errors=True)
@@ -79,7 +79,7 @@ def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> Re
         events.happened("engine asleep")
 
     engine: Any = RemoteEngine.__new__(RemoteEngine)
-    engine._meet = told_meet
+    engine._barrier = told_meet
     engine.supervisor = None
     if leads:
         engine.supervisor = SimpleNamespace(sleep=sleep, wake=lambda: events.happened("engine awake"))

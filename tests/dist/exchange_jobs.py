@@ -18,7 +18,8 @@ from megatron_brorl.train import redistribute
 from megatron_brorl.train.groups import gather_outcomes, select_groups
 from megatron_brorl.types import Rollout, ScoredRollout
 
-GROUPS, N = 6, 90
+GROUPS = 6
+N = 90
 PROMPTS = [5, 300, 20, 40, 8, 150]  # tokens
 LOST = {(0, 3), (2, 89), (5, 44)}
 CUT = {(4, 17)}  # so that group 4 is not closed

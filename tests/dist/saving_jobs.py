@@ -34,7 +34,8 @@ def both_ways(
     trainer.save()
 
     # Nothing reaches the disk before the third step is done on all ranks.
-    changed, write = threading.Event(), Save.write
+    changed = threading.Event()
+    write = Save.write
 
     def late(*arguments: Any) -> None:
         assert changed.wait(60)

@@ -77,7 +77,8 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
     worker = Worker(read_shape(directory), grid, _options(config, grid), config.optim)
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
-    tokenizer, max_lost_share = fakes.Tokenizer(), config.rollout.max_lost_share
+    tokenizer = fakes.Tokenizer()
+    max_lost_share = config.rollout.max_lost_share
     stealing = WorkStealing(shared_store()) if config.rollout.pull else None
     rollouts = RolloutRunner(
         watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, work_stealing=stealing
@@ -153,7 +154,8 @@ def resumed(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, stop_at: int, root: str
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Steps up to `stop_at`, a checkpoint, and the rest in a trainer that starts from it with another engine."""
-    grid, config = grid_of(**parallel), configured(changes | {"run": {"seed": 3, "dir": root}})
+    grid = grid_of(**parallel)
+    config = configured(changes | {"run": {"seed": 3, "dir": root}})
     first = make_trainer(directory, grid, config, fakes.Engine())
     first.sync_weights()
     figures = [first.train_step()[0] for _ in range(stop_at)]
@@ -216,7 +218,8 @@ def draw(
     for number, request, rollouts in zip(numbers, wanted, result.rollouts, strict=True):
         for r in rollouts:
             places = [seen[request.key, r.index, position] for position in range(len(r.token_ids))]
-            uniforms, logits = [u for u, _ in places], torch.stack([row for _, row in places])
+            uniforms = [u for u, _ in places]
+            logits = torch.stack([row for _, row in places])
             found[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), uniforms, logits)
     return found
 

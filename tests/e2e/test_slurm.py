@@ -101,7 +101,7 @@ def test_the_scripts_alone(slurm, sbatch, repository):
     assert sorted(rank for rank, _, _ in ranks[:2]) == sorted(rank for rank, _, _ in ranks[2:]) == expected
     begun = int(state("StartTime"))
     assert all(abs(int(end) - begun - 60 * 60) <= 2 for _, _, end in ranks[2:])
-    assert f"run.sh: the state is saved; job {job} goes back to the queue" in said
+    assert f"run.sh: the state is saved; requeueing job {job}" in said
 
 
 @pytest.mark.parametrize("job", [SCRIPT, "examples/slurm/single_node.sbatch", "examples/slurm/multi_node.sbatch"])

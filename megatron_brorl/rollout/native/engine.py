@@ -11,7 +11,15 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops.interface import DecodeOps
 from megatron_brorl.ops.reference.decode import ReferenceDecode
-from megatron_brorl.rollout.engine import KvUsage, Request, SampleTokens, Sampling, Supply, Watch, check_context
+from megatron_brorl.rollout.engine import (
+    GenerateCallbacks,
+    KvUsage,
+    Request,
+    SampleTokens,
+    Sampling,
+    Supply,
+    check_context,
+)
 from megatron_brorl.rollout.native.decoder import Decoder
 from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
 from megatron_brorl.rollout.native.scheduler import Scheduler
@@ -62,7 +70,7 @@ class TorchEngine:
         self.version = version
 
     @property
-    def if_repeating(self) -> str:
+    def duplicate_advice(self) -> str:
         """See RolloutEngine. Keys never repeat, so duplicates would be a bug of the sampler."""
         return (
             'the built-in engine (rollout.engine = "torch"); install megatron-brorl again, or start again with the '
@@ -74,12 +82,12 @@ class TorchEngine:
         pool = self._pool
         return 0 if pool is None else (pool.size - pool.free) * page_bytes(self.shape, self.dtype)
 
-    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See RolloutEngine; tensors [any shape]."""
         for _ in tensors:  # producing each tensor is a collective
             pass
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """See RolloutEngine: no other rank shares this engine."""
 
     def kv_usage(self) -> KvUsage | None:
@@ -90,7 +98,7 @@ class TorchEngine:
         mean = pool.used_sum / pool.turns / pool.size
         return KvUsage(pool.most_used / pool.size, mean, pool.turns, pool.prompt_tokens, pool.prompt_found)
 
-    def renew(self, why: str) -> bool:
+    def restart(self, why: str) -> bool:
         """Return False, because this engine does not run in a separate process; see RolloutEngine."""
         return False
 
@@ -107,7 +115,7 @@ class TorchEngine:
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watch: Watch | None = None,
+        callbacks: GenerateCallbacks | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
         decoder = self._decoder
@@ -121,28 +129,28 @@ class TorchEngine:
         found: list[list[Rollout]] = [[] for _ in requests]
 
         def deliver(results: list[tuple[int, Rollout]]) -> None:
-            # Do not report a "cut" rollout to the watch, because a later call continues it.
+            # Do not report a "cut" rollout to the callbacks, because a later call continues it.
             for request, rollout in results:
                 found[request].append(rollout)
-                if watch and rollout.finish != "cut":
-                    watch.finished(request, rollout)
+                if callbacks and rollout.finish != "cut":
+                    callbacks.finished(request, rollout)
 
-        def take() -> None:
+        def request_more() -> None:
             # Take only rows that can start now. Other ranks can sample the rest of the supply.
             if supply and (room := scheduler.free_rows()):
-                new = supply.take(room)
+                new = supply.next_requests(room)
                 scheduler.add(new)
                 found.extend([] for _ in new)
 
         # hidden [active rows, H] gives each row's next token. Every turn adds one token to each row.
-        take()
+        request_more()
         hidden = scheduler.admit()
-        while not (watch and watch.cancelled()):
+        while not (callbacks and callbacks.cancelled()):
             # Without active rows, wait for the supply.
             if not len(scheduler.active):
-                if not (supply and supply.wait()):
+                if not (supply and supply.has_more()):
                     break
-                take()
+                request_more()
                 hidden = scheduler.admit()
                 continue
 
@@ -157,7 +165,7 @@ class TorchEngine:
                 hidden = decoder.step(pool, scheduler.decode_batch(), new.to(self.device))
 
             # New rows are last in `hidden` and in scheduler.active.
-            take()
+            request_more()
             if scheduler.waiting and scheduler.free_slots:
                 hidden = torch.cat((hidden, scheduler.admit()))
 

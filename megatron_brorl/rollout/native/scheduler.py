@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.ops.interface import PAGE, DecodeBatch
-from megatron_brorl.rollout.engine import Request, Sampling, Supply, extended
+from megatron_brorl.rollout.engine import Request, Sampling, Supply, extend_spans
 from megatron_brorl.rollout.native.decoder import Decoder, PrefillChunk
 from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache, pages_for
 from megatron_brorl.types import FinishReason, Rollout
@@ -33,7 +33,7 @@ class WaitingRollout:
 
 
 class Scheduler:
-    """Slots 0 .. max_rows - 1 hold the active rows. `active` [B] lists them, grouped by prompt."""
+    """Assigns rows, which are rollouts in progress, to slots 0 .. max_rows - 1; `active` [B] lists the used slots."""
 
     def __init__(
         self,
@@ -58,13 +58,12 @@ class Scheduler:
         self.free_slots = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
         self.held: list[WaitingRollout | None] = [None] * slots  # the rollout that each slot was assigned to
-        names = torch.zeros(6, slots, dtype=torch.int64)
-        self.request, self.prompt, self.sibling, self.key, self.produced, self.limit = names
+        columns = torch.zeros(6, slots, dtype=torch.int64)
+        self.request, self.prompt, self.sibling, self.key, self.produced, self.limit = columns
         self.tokens = torch.empty(slots, sampling.max_tokens, dtype=torch.int64)
         self.log_probs = torch.empty(slots, sampling.max_tokens)
-        self.tables = torch.zeros(
-            slots, pages_for(sampling.max_tokens), dtype=torch.int32
-        )  # pages of a row's own tokens
+        own_pages = pages_for(sampling.max_tokens)
+        self.tables = torch.zeros(slots, own_pages, dtype=torch.int32)  # pages of each row's own tokens
 
         # State per prompt. A prompt is in memory once for all its requests, from its first row to its last.
         self.prefixes = PrefixCache(pool)
@@ -93,13 +92,14 @@ class Scheduler:
 
     def _number_prompts(self, requests: Sequence[Request]) -> None:
         """Number the prompt of each request, and extend the tables for new prompts."""
-        for r in requests:
-            number = self.prompt_numbers.setdefault(r.prompt.token_ids, len(self.prompt_numbers))
+        for request in requests:
+            tokens = request.prompt.token_ids
+            number = self.prompt_numbers.setdefault(tokens, len(self.prompts))
             self.prompt_of.append(number)
-            if number == len(self.rows_left):
+            if number == len(self.prompts):
                 self.rows_left.append(0)
-                self.prompts.append(r.prompt.token_ids)
-            self.rows_left[number] += r.n
+                self.prompts.append(tokens)
+            self.rows_left[number] += request.n
         new = len(self.rows_left) - len(self.prompt_lengths)
         self.prompt_tables = torch.cat(
             (self.prompt_tables, self.prompt_tables.new_zeros(new, self.prompt_tables.shape[1]))
@@ -108,82 +108,86 @@ class Scheduler:
 
     def admit(self) -> Tensor:
         """Start waiting rows while there are slots and pages; return hidden states [new rows, H] to sample from."""
-        new: list[int] = []
+        slots: list[int] = []
         chunks: list[PrefillChunk] = []
-        owner: list[tuple[str, int]] = []  # what each chunk belongs to: a prompt number, or a slot
-        while self.waiting and self.free_slots:
-            # A row needs pages for its own tokens, and for its prompt unless that is in memory.
-            first = self.waiting[0]
-            prompt = self.requests[first.request].prompt.token_ids
-            number = self.prompt_of[first.request]
-            begun = len(first.so_far.token_ids)
-            resident = int(self.prompt_lengths[number]) > 0
-            of_prompt = 0 if resident else self.prefixes.pages_needed(prompt)
-            own = pages_for(begun)
-
-            # Reserve a free page per row, so that admission does not trigger an eviction. A single row needs no
-            # reserve, because the pool can hold any one row.
-            others = len(self.active) + len(new)
-            if others and self.pool.free < of_prompt + own + 1 + others:
-                break  # keep the order, or a long prompt might never start
-            self.waiting.popleft()
-
-            found = len(prompt)  # prompt tokens that are already computed
-            if not resident:
-                pages, found = self.prefixes.add(prompt)
+        owners: list[tuple[str, int]] = []  # of each chunk: ("prompt", its number) or ("row", its slot)
+        # Rows start in order, or a long prompt might never start.
+        while self.waiting and self.free_slots and self._fits(self.waiting[0], len(slots)):
+            waiting = self.waiting.popleft()
+            number = self.prompt_of[waiting.request]
+            prompt = self.prompts[number]
+            computed = len(prompt)  # prompt tokens that other rows have computed
+            if not self.prompt_lengths[number]:
+                pages, computed = self.prefixes.add(prompt)
                 self.prompt_tables[number, : len(pages)] = pages
                 self.prompt_lengths[number] = len(prompt)
-                chunks.append(PrefillChunk(prompt[found:], 0, pages[found // PAGE :], pages[: found // PAGE]))
-                owner.append(("prompt", number))
-            slot = self._assign_slot(first, begun)
+                first = computed // PAGE
+                chunks.append(PrefillChunk(prompt[computed:], 0, pages[first:], pages[:first]))
+                owners.append(("prompt", number))
+
+            slot = self._assign_slot(waiting)
+            produced = waiting.so_far.token_ids.tolist()
             # A row that was cut or evicted has tokens of its own. Compute them together with the unshared part of its
             # prompt, but store only the keys and values of its own tokens.
-            if begun:
+            if produced:
                 shared = (len(prompt) - 1) // BLOCK * BLOCK
-                found = min(found, shared)
-                pages = self.pool.allocate(own)
-                self.tables[slot, :own] = pages
-                ids = (*prompt, *first.so_far.token_ids.tolist())
+                computed = min(computed, shared)
+                pages = self.pool.allocate(pages_for(len(produced)))
+                self.tables[slot, : len(pages)] = pages
+                tokens = (*prompt[shared:], *produced)
                 before = self.prompt_tables[number, : shared // PAGE]
-                chunks.append(PrefillChunk(ids[shared:], len(prompt) - shared, pages, before))
-                owner.append(("row", slot))
-            self.pool.count_prompt(len(prompt), found)
-            new.append(slot)
+                chunks.append(PrefillChunk(tokens, len(prompt) - shared, pages, before))
+                owners.append(("row", slot))
+            self.pool.count_prompt(len(prompt), computed)
+            slots.append(slot)
 
-        if not new:
+        if not slots:
             return self.decoder.embedding.new_empty(0, self.decoder.shape.hidden)
 
         # All rows without tokens sample from the last hidden state of their prompt.
-        of_row: dict[int, Tensor] = {}
+        row_hidden: dict[int, Tensor] = {}
         for part in _batches(chunks):
             hidden = self.decoder.prefill(self.pool, [chunks[i] for i in part])
             for i, h in zip(part, hidden, strict=True):
-                kind, number = owner[i]
-                (self.prompt_hidden if kind == "prompt" else of_row)[number] = h
+                kind, number = owners[i]
+                (self.prompt_hidden if kind == "prompt" else row_hidden)[number] = h
 
         # Append new rows, because reserve_pages evicts rows from the end.
-        self.active = torch.cat((self.active, torch.tensor(new)))
-        return torch.stack([of_row[s] if s in of_row else self.prompt_hidden[int(self.prompt[s])] for s in new])
+        self.active = torch.cat((self.active, torch.tensor(slots)))
+        return torch.stack(
+            [row_hidden[s] if s in row_hidden else self.prompt_hidden[int(self.prompt[s])] for s in slots]
+        )
 
-    def _assign_slot(self, waiting: WaitingRollout, begun: int) -> int:
-        """Assign a slot to a waiting rollout."""
+    def _fits(self, waiting: WaitingRollout, started: int) -> bool:
+        """Return whether there are enough pages to start a rollout, after `started` other new rows."""
+        number = self.prompt_of[waiting.request]
+        prompt_pages = 0 if self.prompt_lengths[number] else self.prefixes.pages_needed(self.prompts[number])
+        own_pages = pages_for(len(waiting.so_far.token_ids))
+        # Reserve a free page per row, so that admission does not trigger an eviction. A single row needs no reserve,
+        # because the pool can hold any one row.
+        others = len(self.active) + started
+        return not others or self.pool.free >= prompt_pages + own_pages + 1 + others
+
+    def _assign_slot(self, waiting: WaitingRollout) -> int:
         slot = self.free_slots.pop()
+        produced = len(waiting.so_far.token_ids)
         self.held[slot] = waiting
         self.request[slot] = waiting.request
         self.sibling[slot] = waiting.so_far.index
         self.prompt[slot] = self.prompt_of[waiting.request]
         self.key[slot] = self.requests[waiting.request].key
-        self.produced[slot] = begun
+        self.produced[slot] = produced
         self.limit[slot] = waiting.limit
-        self.tokens[slot, :begun] = waiting.so_far.token_ids
-        self.log_probs[slot, :begun] = waiting.so_far.log_probs
+        self.tokens[slot, :produced] = waiting.so_far.token_ids
+        self.log_probs[slot, :produced] = waiting.so_far.log_probs
         return slot
 
     def append(self, new: Tensor, log_probs: Tensor) -> None:
         """Append the next token of every active row: new [B] int64, log_probs [B] float32."""
-        place = self.produced[self.active]
-        self.tokens[self.active, place], self.log_probs[self.active, place] = new, log_probs
-        self.produced[self.active] = place + 1
+        position = self.produced[self.active]
+        self.tokens[self.active, position] = new
+        self.log_probs[self.active, position] = log_probs
+        self.produced[self.active] = position + 1
 
     def remove(self, gone: Tensor, finish: Sequence[FinishReason]) -> list[tuple[int, Rollout]]:
         """Remove the rows at indices `gone` of `active` and return their results as (request, rollout)."""
@@ -208,23 +212,23 @@ class Scheduler:
 
         If pages run out, rows are evicted from the end and wait again.
         """
-        place = self.produced[self.active] - 1
-        full_page = place % PAGE == 0
-        while int(full_page.sum()) > self.pool.free:
+        position = self.produced[self.active] - 1
+        needs_page = position % PAGE == 0
+        while int(needs_page.sum()) > self.pool.free:
             slot = int(self.active[-1])
-            holder = self.held[slot]
-            assert holder is not None
+            evicted = self.held[slot]
+            assert evicted is not None
             assert len(self.active) > 1  # the pool holds any one row
-            self.waiting.appendleft(WaitingRollout(holder.request, self._rollout(slot, "cut"), holder.limit))
+            self.waiting.appendleft(WaitingRollout(evicted.request, self._rollout(slot, "cut"), evicted.limit))
             self._release(slot)
             self.active = self.active[:-1]
-            full_page = full_page[:-1]
-            place = place[:-1]
+            needs_page = needs_page[:-1]
+            position = position[:-1]
             if not bool((self.prompt[self.active] == self.prompt[slot]).any()):
                 self._forget_prompt(int(self.prompt[slot]))
 
-        rows = self.active[full_page]
-        self.tables[rows, place[full_page] // PAGE] = self.pool.allocate(len(rows))
+        rows = self.active[needs_page]
+        self.tables[rows, position[needs_page] // PAGE] = self.pool.allocate(len(rows))
         return len(self.active)
 
     def decode_batch(self) -> DecodeBatch:
@@ -246,11 +250,11 @@ class Scheduler:
         )
 
     def _rollout(self, slot: int, finish: FinishReason) -> Rollout:
-        holder = self.held[slot]
+        waiting = self.held[slot]
         end = int(self.produced[slot])
-        assert holder is not None
-        before = holder.so_far
-        spans = extended(before.spans, self.version, end - len(before.token_ids))
+        assert waiting is not None
+        before = waiting.so_far
+        spans = extend_spans(before.spans, self.version, end - len(before.token_ids))
         # Clone, so that a short response does not keep the whole buffer alive.
         ids, log_probs = self.tokens[slot, :end].clone(), self.log_probs[slot, :end].clone()
         return Rollout(before.index, ids, log_probs, finish, spans)

@@ -1,4 +1,4 @@
-"""Tables and figures of evaluations, against values by hand."""
+"""Tests of tables and figures of evaluations against values computed by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_brorl.report.comparison import compare, read_answers
 
 
 def answers(shift):
-    """Three prompts of one benchmark, two of another; 4 samples each."""
+    """Return three prompts of one benchmark and two of another, with 4 samples each."""
     rights = {("math", "a"): 1, ("math", "b"): 2, ("math", "c"): 0, ("code", "a"): 3, ("code", "b"): 1}
     return {
         key: {

@@ -1,4 +1,4 @@
-"""The page in a real browser: every chart is drawn, text of a model stays text, and the console has no error."""
+"""Tests of the page in a browser: all charts are drawn, model text stays text, and the console has no error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def opened(folder, runs):
     return body
 
 
-def test_every_chart_is_drawn_and_text_of_a_model_is_text(tmp_path):
+def test_every_chart_is_drawn_and_model_text_stays_text(tmp_path):
     folder = make_run(tmp_path / "a")
     body = opened(tmp_path, [folder])
     assert body.count("<canvas") >= 15

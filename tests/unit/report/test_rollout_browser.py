@@ -1,4 +1,4 @@
-"""`brorl rollouts` on recorded files made by hand: printed, filtered and exported; errors of the user in one line."""
+"""Tests of `brorl rollouts`: printing, filters, exports and one-line user errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_brorl.cli.main import main
 from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, Moment
 
 LAST = Moment("evaluation", 4)
-# The answers to each prompt, a right one with a star; None is a response without an answer.
+# Answers to each prompt. A star marks a right one. None is a response without an answer.
 ASKED = {"a": ["7*", "7*", "7*"], "b": ["1", "2*", "1"], "c": [None, "9", "9"]}
 
 
@@ -38,7 +38,7 @@ def write(folder, moment, groups, rollouts, ranks):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Evaluations 0 and 4 of three prompts by two ranks, and step 2, in which one of two groups is recorded."""
+    """Write evaluations 0 and 4 of three prompts by two ranks, and step 2 with one of two groups recorded."""
     run = tmp_path_factory.mktemp("run")
     folder = run / "rollouts"
     folder.mkdir()
@@ -86,7 +86,7 @@ def test_groups_of_a_step(ask):
 
 
 def test_one_prompt(ask):
-    """A pipe gets the text without control characters, and nothing in it is taken for markup."""
+    """Control characters are replaced."""
     assert ask("--prompt", "b") == [
         "evaluation 4, prompt b (exact): right 1 of 3, 2 distinct answers",
         *("", "what is", "b?", ""),
@@ -101,8 +101,8 @@ def test_one_prompt(ask):
         "--- wrong (reward 0), sibling 0, 3 tokens, ended by itself, 1 is not it, form 0.5",
         "so [b]it[/b] is 1\ufffd[31m",
     ]
-    assert ask("--prompt", "t/0")[0].startswith("step 2, prompt t/0 (exact): right 1 of 3")  # where it is found
-    assert "1 right" in "".join(ask("--prompt", "t/0"))  # answer 1 was judged right once and wrong once
+    assert ask("--prompt", "t/0")[0].startswith("step 2, prompt t/0 (exact): right 1 of 3")  # the moment that has it
+    assert "1 right" in "".join(ask("--prompt", "t/0"))  # Answer 1 was scored right once and wrong once.
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_filters_and_exports(ask, tmp_path, options, left):
         (["--export", "RUN/rollouts/x.jsonl"], "is the run's own; name another place"),
     ],
 )
-def test_an_error_of_the_user_is_one_line(ask, run, tmp_path, monkeypatch, options, said):
+def test_user_errors_are_one_line(ask, run, tmp_path, monkeypatch, options, said):
     monkeypatch.chdir(tmp_path)
     (line,) = ask(*(str(o).replace("RUN", str(run)) for o in options), status=2)
     assert line.startswith("brorl: ")

@@ -1,4 +1,4 @@
-"""Verifiers that misbehave in every way, for the workers of test_worker_pool.py. Imports no torch."""
+"""Verifiers that hang, crash, raise and forge results, for the workers of test_worker_pool.py. Imports no torch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def stop(answer: str, row: VerifierRow) -> float:
 
 
 def writes(answer: str, row: VerifierRow) -> float:
-    """Write into every open pipe, as a hostile answer would if it got to run here."""
+    """Write into every open pipe, as an answer could if a verifier executed it."""
     texts = {
         "noise": b"\xff" * 4096 + b"\n",
         "endless": b"x" * 100_000,

@@ -12,7 +12,8 @@ from megatron_brorl.train.reference import ReferencePolicy
 
 
 def make(offload: bool = False, **settings: Any) -> tuple[ReferencePolicy, torch.nn.Linear, list[str]]:
-    actor, calls = torch.nn.Linear(2, 1), []
+    actor = torch.nn.Linear(2, 1)
+    calls = []
     worker: Any = SimpleNamespace(
         actor=actor,
         reload=lambda: None,

@@ -55,7 +55,7 @@ def test_one_of_512_killed_and_another_stalled(processes, model, deaf, capfd):
     assert trainer.rollouts.stuck() == deaf
     # The engine's memory serves the training. An engine that hangs gets no more calls, but its rank still meets the
     # other ranks of the engine where they wait for its sleep and its wake.
-    after = ["meet", "meet"] if deaf else ["sleep", "wake", "update_weights"]
+    after = ["barrier", "barrier"] if deaf else ["sleep", "wake", "update_weights"]
     assert engine.verbs == ["wake", "update_weights", "generate", *after]
 
 
@@ -81,9 +81,7 @@ def test_a_stuck_engine_saves_and_says_how_to_go_on(processes, model, tmp_path):
     trainer.held_out = []
     with (
         progress(3, "train", False) as p,
-        pytest.raises(
-            UserError, match=r"did not stop when told to .* the state after 2 steps is saved: run the same"
-        ),
+        pytest.raises(UserError, match=r"did not stop when told to .* the state after 2 steps is saved: run the same"),
     ):
         trainer.run(None, p, lambda: False)
     release.set()

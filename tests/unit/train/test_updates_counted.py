@@ -97,7 +97,8 @@ def test_a_mini_batch_without_a_row_counts_nothing(processes, model):
 def test_an_update_that_is_not_applied_counts_nothing(processes, model):
     """The first step of two mini-batches is spoiled whole, the second in its first mini-batch."""
     trainer = trainer_of(model, processes, {})
-    train, calls = trainer.worker.train, []
+    train = trainer.worker.train
+    calls = []
 
     def counted(*arguments):
         calls.append(1)

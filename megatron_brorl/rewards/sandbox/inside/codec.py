@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 _DEPTH = 100
-_LONGEST_INT = 4300  # digits; reading more takes time that grows with their square
+_LONGEST_INT = 4300  # digits; parsing time grows with the square of their number
 _GROUPS = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 

@@ -41,7 +41,7 @@ def test_buckets_hold_every_entry_once_within_the_limit(pipeline, limit):
 
 
 def part_by_hand(entry: Entry, full: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-    """Row by row from the description of Megatron's layouts (interleaved query groups, gate above up)."""
+    """Return a rank's part, row by row, by Megatron's layouts (interleaved query groups, gate above up)."""
     rows = []
     if entry.layout == "replicated":
         return full[0]
@@ -68,7 +68,7 @@ def part_by_hand(entry: Entry, full: list[torch.Tensor], rank: int, size: int) -
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_cutting_equals_a_loop_and_is_undone(tensor):
+def test_sharding_equals_a_loop_and_is_invertible(tensor):
     g = torch.Generator().manual_seed(0)
     seen = set()
     for entry in entries(SHAPE, 1):
