@@ -147,10 +147,14 @@ def test_tasks_and_spread(folder, run):
         ({"prompts": 40, "rates": (0.8, 0.2)}, "bad", "It got worse: pass@1 fell from"),
         ({"rates": (0.5, 0.5), "evaluations": (0, 1)}, "unclear", "No change beyond chance: pass@1 went from"),
         ({"recorded": False}, "unclear", "pass@1 went from"),
-        ({"evaluations": ()}, "unclear", "Whether it learned is not known: there is no held-out"),
-        ({"evaluations": (0,)}, "unclear", "Whether it learned is not known: the one evaluation"),
+        ({"evaluations": ()}, "unclear", "Learning was not measured: there is no held-out"),
+        ({"evaluations": (0,)}, "unclear", "Learning was not measured: the only evaluation"),
         ({"rates": (0.0, 0.0), "ended": False}, "bad", "No change beyond chance: pass@1 went from 0.0% to 0.0%"),
-        ({"steps": 0, "evaluations": (), "recorded": False, "record": False, "ended": False}, "unclear", "Whether it"),
+        (
+            {"steps": 0, "evaluations": (), "recorded": False, "record": False, "ended": False},
+            "unclear",
+            "Learning was",
+        ),
     ],
 )
 def test_verdicts(tmp_path, options, tone, headline):
