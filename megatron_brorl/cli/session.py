@@ -49,7 +49,7 @@ from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.recorder import Recorder
-from megatron_brorl.train.sample_and_score import Rollouts
+from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.sampling_params import context
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
@@ -246,12 +246,12 @@ class Session:
         """Return the SHA-256 of the tokenizer and the data, see Sources.digests."""
         return self.sources.digests(Path(self.config.model.path), self.template_date)
 
-    def rollouts(self) -> Rollouts:
+    def rollouts(self) -> RolloutRunner:
         """Return the engine and the reward workers, which end with the session."""
         engine = self._torch_engine() if self.config.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, self.config.rollout.timeout_s, self.grid.rank)
 
-        return Rollouts(
+        return RolloutRunner(
             engine=watchdog,
             pool=self.pool,
             tokenizer=self.tokenizer,

@@ -33,10 +33,9 @@ from megatron_brorl.tracking.progress import progress
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.console import evaluation_line, evaluation_metrics
-from megatron_brorl.train.keep_best import keep_last
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.state import RunState, saved
+from megatron_brorl.train.state import RunState, mark_last_as_best, saved
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import OptimizerStep, Worker
@@ -95,7 +94,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             evaluation = trainer.evaluate(p) if trainer.held_out else None
             after = evaluation.as_dict() if evaluation else None
             if evaluation and session.is_main_rank:
-                keep_last(config, trainer.state, evaluation_metrics(evaluation))
+                mark_last_as_best(config, trainer.state, evaluation_metrics(evaluation))
             if after:
                 p.note(f"held-out after: {evaluation_line(after)}")
 
@@ -108,7 +107,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
                 summary = _summary(session, trainer, after, peak, differs)
                 write_json(session.dir / SUMMARY, summary)
                 show(session.dir)
-                program.callbacks.tell("on_end", summary)
+                program.callbacks.call("on_end", summary)
         program.callbacks.check(f"the run is complete in {session.dir}")
     return 0
 
