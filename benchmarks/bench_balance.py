@@ -28,9 +28,8 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, pair_cost
 from megatron_brorl.rollout.sampler import deal
-from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained
-from megatron_brorl.train.redistribute import TOKEN_BYTES
+from megatron_brorl.train.redistribute import TOKEN_BYTES, assign_replicas
 
 PROMPTS = 128
 PROMPT_TOKENS = 200
@@ -101,11 +100,11 @@ def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
     holder = dealt(outcomes, replicas)
 
     begun = time.thread_time()
-    assigned = assign_rows(outcomes, [PROMPT_TOKENS] * PROMPTS, algo, costs, replicas)
+    replica, balance = assign_replicas(outcomes, [PROMPT_TOKENS] * PROMPTS, algo, costs, replicas)
     seconds = time.thread_time() - begun
 
     # Rows that are trained where they were sampled are not sent.
-    moving = (assigned.replica >= 0) & (assigned.replica != holder)
+    moving = (replica >= 0) & (replica != holder)
     sent = sums(holder[moving], outcomes.tokens[moving], replicas) * TOKEN_BYTES
     return {
         "n": n,
@@ -114,8 +113,8 @@ def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
         "generation_runs": efficiency(sums(runs, outcomes.tokens, replicas)),
         "generation": efficiency(sums(holder, outcomes.tokens, replicas)),
         "update_runs": old_update(outcomes, runs, algo, costs, replicas),
-        "update": assigned.balance,
-        "rows": int((assigned.replica >= 0).sum()),
+        "update": balance,
+        "rows": int((replica >= 0).sum()),
         "seconds": seconds,
         "sent_mib": float(sent.max()) / 2**20,
     }

@@ -24,7 +24,7 @@ def both_ways(
     Return metrics, the files of the second checkpoint during the third step, and whether it was unfinished then."""
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), fakes.Engine())
     trainer.seconds = lambda: 7.5  # type: ignore[method-assign]  # wall-clock time, which run.json holds
-    trainer.refit()
+    trainer.sync_weights()
     figures = [trainer.train_step()[0] for _ in range(2)]
 
     def into(name: str) -> None:
@@ -52,7 +52,7 @@ def both_ways(
         changed.set()
         # The messages of the saver and of a step overlap.
         figures.append(trainer.train_step()[0])
-        assert trainer.written(_Silent(), wait=True)
+        assert trainer.background_save_succeeded(_Silent(), wait=True)
     finally:
         Save.write = write  # type: ignore[method-assign]
     return figures, there, busy
@@ -62,7 +62,7 @@ def saves_over_dirty_memory(_rank: int, directory: str, changes: dict[str, Any],
     """Save one state twice; the second time new tensors of `torch.empty` are full of sevens."""
     trainer = make_trainer(directory, grid_of(), configured(changes), fakes.Engine())
     trainer.seconds = lambda: 7.5  # type: ignore[method-assign]
-    trainer.refit()
+    trainer.sync_weights()
     trainer.train_step()
     empty = torch.empty
     for root, dirty in zip(roots, (False, True), strict=True):

@@ -28,7 +28,7 @@ from megatron_brorl.report.content import (
     times_to_target,
 )
 from megatron_brorl.report.page import embed, select_siblings
-from megatron_brorl.train.evaluate import Answers, sum_up
+from megatron_brorl.train.evaluate import PromptResult, summarize
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +107,10 @@ def test_intervals_match_the_evaluation_of_the_run(folder):
         rows = groups(folder, f"evaluation_{found.steps:06d}")
         prompts = [SimpleNamespace(id=g["prompt_id"], verifier=g["verifier"], metadata={}) for g in rows]
         answers = [
-            Answers(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
+            PromptResult(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
             for i, (p, g) in enumerate(zip(prompts, rows, strict=True))
         ]
-        told = sum_up(answers, len(rows), EvaluateConfig(), seed=7)
+        told = summarize(answers, len(rows), EvaluateConfig(), seed=7)
         assert found.passes[1] == told.pass_at_1.as_dict()
         assert {k: p["mean"] for k, p in found.passes.items()} == pytest.approx(told.pass_at_k)
         assert found.tasks == pytest.approx(told.by_task)

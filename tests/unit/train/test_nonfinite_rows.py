@@ -31,7 +31,7 @@ def trainer_of(model, processes, changes, nonfinite=None):
     engine = fakes.Engine(nonfinite=nonfinite or {})
     trainer = make_trainer(model[0], processes, configured({**base, **changes}), engine)
     trainer.held_out = []
-    trainer.refit()
+    trainer.sync_weights()
     return trainer
 
 

@@ -38,7 +38,7 @@ def step(model, processes, temperature, top_p=1.0, top_k=0, **algo):
     engine = Engine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 64, sample_tokens)
     trainer = make_trainer(model[0], processes, config, engine)
     trainer.held_out = []
-    trainer.refit()
+    trainer.sync_weights()
     metrics, _ = trainer.train_step()
     return metrics, engine.sampled
 

@@ -30,7 +30,7 @@ CHANGES = {
 def step(processes, model):
     """Return the metrics of one step."""
     trainer = make_trainer(model[0], processes, configured(CHANGES), fakes.Engine())
-    trainer.refit()
+    trainer.sync_weights()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diagnostics, "MAX_POSITION", DEPTH)
         return trainer.train_step()[0]
@@ -150,6 +150,6 @@ def test_answers(step):
 
 def test_every_second_step(processes, model):
     trainer = make_trainer(model[0], processes, configured(CHANGES | {"theory": {"every": 2}}), fakes.Engine())
-    trainer.refit()
+    trainer.sync_weights()
     told = [any(k.startswith("theory_") for k in trainer.train_step()[0]) for _ in range(3)]
     assert told == [True, False, True]
