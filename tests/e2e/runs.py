@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ def write_config(folder: Path) -> Path:
     return folder / "run.toml"
 
 
+SCRIPT = REPOSITORY / "examples" / "brorl_1.5b.sh"
 SMALL_MODEL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64", "--context", "32"]
 
 
@@ -77,6 +80,16 @@ def make_model(config: Path | str, directory: Path | str, *options: str, cwd: Pa
     tool = REPOSITORY / "tools" / "make_tiny_model.py"
     done = forks.script(tool, config, directory, *SMALL_MODEL, *options, cwd=cwd)
     assert done.returncode == 0, done.stderr
+
+
+def example_script() -> Any:
+    """Return the Python part of examples/brorl_1.5b.sh as a module."""
+    spec = spec_from_loader("script", SourceFileLoader("script", str(SCRIPT)))
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
@@ -99,14 +112,8 @@ def train(
     return done
 
 
-def by_launcher(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    """The same as a user starts it: in a fresh process, which starts the ranks."""
-    command = [sys.executable, "-m", "megatron_brorl", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
-
-
 def start(*arguments: Any, **environment: str) -> subprocess.Popen[str]:
-    """The same again, left running in a process group of its own."""
+    """Start a command as a user does, in a new process group. The command starts the ranks."""
     command = [sys.executable, "-m", "megatron_brorl", *map(str, arguments)]
     env = {**ENVIRONMENT, **environment}
     return subprocess.Popen(

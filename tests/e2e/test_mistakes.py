@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from e2e.runs import brorl, by_launcher
+from e2e.runs import brorl, start
 
 
 def fails(done: subprocess.CompletedProcess[str], *parts: str) -> None:
@@ -28,8 +28,13 @@ def train(config, model, tmp_path, *overrides):
     return brorl("train", config, f"model.path={model}", f"run.dir={tmp_path / 'run'}", *overrides)
 
 
-def test_unknown_key_is_told_once_by_the_launcher(config):
-    fails(by_launcher("train", "--processes", "2", config, "rollout.nn=3"), "unknown key rollout.nn")
+def test_the_launcher_reports_an_unknown_key_once(config):
+    run = start("train", "--processes", "2", config, "rollout.nn=3")
+    output = run.communicate(timeout=60)[0]
+    assert run.returncode == 2
+    assert output.startswith("brorl: ")
+    assert "unknown key rollout.nn" in output
+    assert output.count("\n") == 1
 
 
 def test_missing_model(config, tmp_path):
@@ -63,4 +68,4 @@ def test_a_second_run_in_the_same_directory(config, model, tmp_path):
 
 
 def test_report_of_nothing(tmp_path):
-    fails(brorl("report", tmp_path), "holds no metrics.jsonl")
+    fails(brorl("report", tmp_path), "contains no metrics.jsonl")

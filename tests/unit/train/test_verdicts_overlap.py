@@ -59,12 +59,12 @@ class Clocked(fakes.Engine):
     pool: Pool | None = None
     scored: int = 0  # rollouts that were scored before the call returned
 
-    def generate(self, requests, sampling, watch=None, supply=None):
+    def generate(self, requests, sampling, callbacks=None, supply=None):
         groups = super().generate(requests, sampling, _Deaf())
         ends = [(len(r.token_ids), i, r) for i, rollouts in enumerate(groups) for r in rollouts]
         for tick in range(1, TOKENS):
             for _, request, rollout in (end for end in ends if end[0] == tick):
-                watch.finished(request, rollout)
+                callbacks.finished(request, rollout)
 
         self.scored = sum(length < TOKENS for length, _, _ in ends)
         assert all(self.pool.scored.acquire(timeout=60.0) for _ in range(self.scored))
@@ -86,7 +86,7 @@ def trainer_of(model, processes, pool, engine, log):
     trainer = make_trainer(model[0], processes, configured({"rollout": {"n": N, "prompts": 2}}), engine)
     trainer.train_source = Source(log)
     trainer.rollouts = replace(trainer.rollouts, pool=pool)
-    trainer.refit()
+    trainer.sync_weights()
     return trainer
 
 
