@@ -87,16 +87,10 @@ def kill(job: subprocess.Popen[str]) -> None:
     if job.poll() is None:
         for process in [*psutil.Process(job.pid).children(recursive=True), job]:
             process.kill()
-    job.communicate()
+        job.communicate()
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(("torchrun", "--nproc-per-node", "2"), id="torchrun of two"),
-        pytest.param(("bash",), id="bash"),
-    ],
-)
+@pytest.mark.parametrize("launcher", [["torchrun", "--nproc-per-node", "2"], ["bash"]], ids=["torchrun", "bash"])
 def test_resume_of_the_smoke_run_is_bit_exact(launcher, smoke_model, tmp_path, request):
     """The run is killed after a checkpoint, which includes the state of the distributed optimizer."""
     found = {}
