@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_brorl.ops.philox import uniforms
 from megatron_brorl.rewards.worker_pool import PoolStats, ScoreRequest
-from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch
+from megatron_brorl.rollout.engine import GenerateCallbacks, Request, Sampling, Supply
 from megatron_brorl.types import Prompt, Rollout, ScoreResult
 
 STOP = 2
@@ -130,10 +130,10 @@ class Engine:
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watch: Watch | None = None,
+        callbacks: GenerateCallbacks | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
-        assert watch is not None
+        assert callbacks is not None
         self.verbs.append("generate")
         self.calls.append(list(requests))
         groups, stalled = [], False
@@ -153,9 +153,9 @@ class Engine:
                     rollout.log_probs[-1] = self.nonfinite[name]
                 found.append(rollout)
                 if rollout.finish != "cut":
-                    watch.finished(number, rollout)
+                    callbacks.finished(number, rollout)
             groups.append(found)
-        while stalled and not (self.deaf.is_set() if self.deaf else watch.cancelled()):
+        while stalled and not (self.deaf.is_set() if self.deaf else callbacks.cancelled()):
             time.sleep(0.01)
         return groups
 

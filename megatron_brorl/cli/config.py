@@ -55,7 +55,7 @@ def add_commands(commands: Any) -> None:
     text = "print the keys of a configuration with type, default, bounds and description"
     command = commands.add_parser("config", help=text, description=text)
     command.add_argument("words", nargs="*", metavar="WORD", help="a section, a key or a part of a key")
-    command.add_argument("--schema", action="store_true", help="print the JSON Schema, for editors")
+    command.add_argument("--schema", action="store_true", help="print a JSON Schema for editors")
     command.set_defaults(command=_config, name="config")
 
     text = "write a commented configuration for your own model and data"
@@ -63,12 +63,15 @@ def add_commands(commands: Any) -> None:
     command.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="file to write (%(default)s)")
     command.add_argument("--model", default="", metavar="DIR", help="Hugging Face directory, or a name on the hub")
     command.add_argument(
-        "--data", default="", metavar="FILE", help="JSONL or Parquet to train on; its columns are guessed"
+        "--data",
+        default="",
+        metavar="FILE",
+        help="JSONL or Parquet file to train on; columns are detected from its first row",
     )
-    command.add_argument("--held-out", default="", metavar="FILE", help="JSONL or Parquet to evaluate on")
+    command.add_argument("--held-out", default="", metavar="FILE", help="JSONL or Parquet file to evaluate on")
     command.set_defaults(command=_init, name="init")
 
-    text = "meaning of each metric of metrics.jsonl and summary.json"
+    text = "explain the metrics of metrics.jsonl and summary.json"
     command = commands.add_parser("metrics", help=text, description=text)
     command.add_argument("words", nargs="*", metavar="WORD", help="a metric, a group, or a part of a name")
     command.set_defaults(command=_metrics, name="metrics")

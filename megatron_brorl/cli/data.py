@@ -31,12 +31,14 @@ def add_commands(commands: Any) -> None:
     command.add_argument(
         "inputs", metavar="INPUT", nargs="+", help=".jsonl, .json, .parquet, .csv, or hf://datasets/OWNER/NAME/FILE"
     )
-    command.add_argument("--out", required=True, type=Path, help="FILE.jsonl")
+    command.add_argument("--out", required=True, type=Path, help="file to write (.jsonl)")
     command.add_argument("--verifier", default="", help="verifier to use instead of that of the set")
     command.add_argument(
         "--instruction", help="text to append to every problem (default: by verifier; '' appends nothing)"
     )
-    command.add_argument("--tokenizer", type=Path, metavar="DIR", help="a model's folder, for --max-prompt-tokens")
+    command.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="folder of the model whose tokenizer counts --max-prompt-tokens"
+    )
     command.add_argument("--max-prompt-tokens", type=int, default=0, metavar="N", help="drop longer prompts")
     command.add_argument(
         "--decontaminate",
@@ -46,10 +48,13 @@ def add_commands(commands: Any) -> None:
         metavar="[SET=]FILE",
         help="drop problems of these evaluations; the default SET is 'rows'",
     )
-    command.add_argument("--prompt", metavar="COLUMN", help=f"of {CUSTOM}: the problem")
-    command.add_argument("--answer", default="", metavar="COLUMN", help=f"of {CUSTOM}: the answer")
+    command.add_argument("--prompt", metavar="COLUMN", help=f"for {CUSTOM}: column of the problem")
+    command.add_argument("--answer", default="", metavar="COLUMN", help=f"for {CUSTOM}: column of the answer")
     command.add_argument(
-        "--answer-regex", default="", metavar="R", help=f"of {CUSTOM}: the answer is the first group of the last match"
+        "--answer-regex",
+        default="",
+        metavar="R",
+        help=f"for {CUSTOM}: the answer is the first group of the last match of this pattern",
     )
     command.set_defaults(command=_prepare, name="data prepare")
 
@@ -57,7 +62,7 @@ def add_commands(commands: Any) -> None:
     command = actions.add_parser("generate", help=text, description=text)
     command.add_argument("config", help="TOML file with [[data.tasks]]")
     command.add_argument("--count", required=True, type=int, help="number of rows, all with different texts")
-    command.add_argument("--out", required=True, type=Path, help="FILE.jsonl")
+    command.add_argument("--out", required=True, type=Path, help="file to write (.jsonl)")
     command.add_argument("--seed", type=int, default=0, help="seed of the tasks (%(default)s)")
     command.set_defaults(command=_generate, name="data generate")
 

@@ -124,9 +124,9 @@ def _parser() -> argparse.ArgumentParser:
 
     # Commands of ranks, which take a configuration.
     for name, function, text in [
-        ("train", _lazily("train", "run"), "reinforcement learning: sample, score, update, evaluate before and after"),
-        ("sft", _lazily("sft", "run"), "supervised training on solved examples (a warm start)"),
-        ("evaluate", evaluate_cli.evaluate, "pass@1 and pass@k of a model on held-out prompts or benchmarks"),
+        ("train", _lazily("train", "run"), "train by reinforcement learning, with an evaluation before and after"),
+        ("sft", _lazily("sft", "run"), "train on solved examples (supervised warm start)"),
+        ("evaluate", evaluate_cli.evaluate, "measure pass@1 and pass@k of a model on held-out prompts or benchmarks"),
     ]:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
             text = "check everything that the run needs, including a forward and backward pass, and write nothing"
             command.add_argument("--dry-run", action="store_true", help=text)
         if name == "evaluate":
-            text = "JSONL or Parquet, may be repeated (evaluate.benchmarks)"
+            text = "JSONL or Parquet file with prompts (evaluate.benchmarks); may be given several times"
             command.add_argument("--benchmark", action="append", metavar="[NAME=]FILE", help=text)
         command.set_defaults(command=function, name=name)
 

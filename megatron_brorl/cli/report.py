@@ -34,15 +34,15 @@ def add_commands(commands: Any) -> None:
     command.add_argument("run", metavar="RUN", type=Path, help="run.dir of a training run")
 
     when = command.add_mutually_exclusive_group()
-    when.add_argument("--step", type=int, metavar="K", help="a step, from 0, as in metrics.jsonl")
+    when.add_argument("--step", type=int, metavar="K", help="a training step, counted from 0 as in metrics.jsonl")
     when.add_argument(
         "--evaluation", type=int, metavar="K", help="the evaluation after K steps (default: the last one)"
     )
 
     command.add_argument("--prompt", metavar="ID", help="show one prompt with its responses")
-    command.add_argument("--right", action="store_true", help="only right responses")
+    command.add_argument("--right", action="store_true", help="only correct responses")
     command.add_argument("--wrong", action="store_true", help="only wrong responses")
-    command.add_argument("--mixed", action="store_true", help="only prompts with right and wrong responses")
+    command.add_argument("--mixed", action="store_true", help="only prompts with both correct and wrong responses")
     command.add_argument("--contains", metavar="TEXT", default="", help="only responses that contain this text")
 
     command.add_argument(

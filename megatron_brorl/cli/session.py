@@ -331,12 +331,12 @@ class Session:
         own = {
             "signal": signals.stop_requested(),
             "late": not self.job_end.step_fits(save_s),
-            "told": self.program.callbacks.stop,
+            "callback": self.program.callbacks.stop,
         }
         found = collectives.all_reduce_max({k: float(v) for k, v in own.items()})
         if found["signal"]:
             self.stopped_by = "stopped by a signal"
-        elif found["told"]:
+        elif found["callback"]:
             self.stopped_by = "stopped by a callback"
         elif found["late"]:
             end = time.strftime("%H:%M:%S", time.localtime(self.job_end.at))

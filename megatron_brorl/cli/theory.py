@@ -18,14 +18,14 @@ Commands = Any  # argparse._SubParsersAction, which is private
 def add_commands(commands: Commands) -> None:
     """Add both commands to the parser of `brorl`."""
     _add_simulate(commands)
-    text = "success rates of a run's prompts, and the share of prompts with a mixed group for N = 8 to 1024"
+    text = "print the success rates of a run's prompts, and the share of mixed groups for N = 8 to 1024"
     command = commands.add_parser("pass-rates", help=text, description=text)
     command.add_argument("run", metavar="RUN", type=Path, help="run.dir of a training run or an evaluation")
     command.set_defaults(command=_pass_rates)
 
 
 def _add_simulate(commands: Commands) -> None:
-    text = "the paper's token simulator: where probability mass goes, depending on N"
+    text = "run the paper's token simulator, which shows where probability mass moves for each N"
     command = commands.add_parser("simulate", help=text, description=text)
     command.add_argument("--n", type=int, nargs="+", default=[4, 8, 16, 512, 51200], help="draws per step")
     command.add_argument(

@@ -63,7 +63,7 @@ class Request:
             yield begun.get(sibling) or Rollout(sibling, *nothing, "cut")
 
 
-class Watch(Protocol):
+class GenerateCallbacks(Protocol):
     """Follows one call of generate; called from the thread that generates, so both must be quick and thread-safe."""
 
     def finished(self, request: int, rollout: Rollout) -> None:
@@ -116,7 +116,7 @@ class RolloutEngine(Protocol):
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watch: Watch | None = None,
+        callbacks: GenerateCallbacks | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
         """Sample every request, and what is taken of the supply; returns the rollouts of each, by index.
@@ -144,7 +144,7 @@ class RolloutEngine(Protocol):
         asked, because those of the other ranks wait for it."""
 
 
-def extended(spans: Spans, version: int, tokens: int) -> Spans:
+def extend_spans(spans: Spans, version: int, tokens: int) -> Spans:
     """Return the spans of a rollout to which `version` of the weights has added `tokens`."""
     if not tokens:
         return spans
@@ -166,7 +166,7 @@ def check_context(
         )
 
 
-def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
+def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     """Any number of rows in a few tensors; files cost per object.
 
     heads [B, 7] int64: group, sibling, tokens, finish, spans, right, answer. token_ids [sum of tokens] int64, log_probs
@@ -194,15 +194,17 @@ def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     }
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
-    """The rows of to_tensors, bit for bit, in order: token_ids and log_probs [G] are views of the large ones."""
+def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
+    """Return the rollouts of rollouts_to_tensors, bit for bit. Their token_ids and log_probs [G] are views."""
     heads = tensors["heads"].tolist()
     lengths = [head[2] for head in heads]
-    ids, log_probs = tensors["token_ids"].split(lengths), tensors["log_probs"].split(lengths)
+    ids = tensors["token_ids"].split(lengths)
+    log_probs = tensors["log_probs"].split(lengths)
     spans = tensors["spans"].tolist()
     texts = json.loads(bytes(tensors["verdicts"].tolist()))
     verdicts = [*(ScoreResult(*each) for each in texts), None]  # entry -1: none
-    rows, at = [], 0
+    rows = []
+    at = 0
     for (group, sibling, _, finish, count, right, answer), i, lp, reward, v in zip(
         heads, ids, log_probs, tensors["rewards"].tolist(), tensors["verdict"].tolist(), strict=True
     ):
@@ -213,6 +215,6 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     return rows
 
 
-def in_order(rows: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+def sort_rollouts(rows: Sequence[ScoredRollout]) -> list[ScoredRollout]:
     """By group, then by sibling."""
     return sorted(rows, key=lambda row: (row.group, row.rollout.index))

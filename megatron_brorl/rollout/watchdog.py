@@ -43,7 +43,10 @@ class Watchdog:
 
     def __init__(self, engine: RolloutEngine, timeout_s: float, rank: int = 0, grace_s: float = GRACE_S) -> None:
         """timeout_s: seconds that one call of generate may take (config key rollout.timeout_s)."""
-        self.engine, self.timeout_s, self.rank, self.grace_s = engine, timeout_s, rank, grace_s
+        self.engine = engine
+        self.timeout_s = timeout_s
+        self.rank = rank
+        self.grace_s = grace_s
         self.stuck = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         # A daemon thread, because the end of the process must not wait for it, as it does with concurrent.futures.
@@ -130,12 +133,15 @@ class Watchdog:
 
 
 class _Call:
-    """One call of generate and its results so far: a rollout.engine.Watch, and a Supply where it was given one."""
+    """One call of generate and its results so far. It is the engine's GenerateCallbacks and its Supply."""
 
     def __init__(
         self, requests: Sequence[Request], sampling: Sampling, tell: Finished | None, supply: Supply | None
     ) -> None:
-        self.requests, self.sampling, self._tell, self._supply = list(requests), sampling, tell, supply
+        self.requests = list(requests)
+        self.sampling = sampling
+        self._tell = tell
+        self._supply = supply
         self.rows, self.prompt_tokens = (supply.rows, supply.prompt_tokens) if supply else (0, 0)
         self.done = threading.Event()
         self._cancelled = threading.Event()

@@ -61,7 +61,8 @@ def receive_each(
     """
     taken: set[str] = set()
     sealed: bool | None = None  # whether this update is sealed, as its first pair is
-    fault, seen = "", 0
+    fault = ""
+    seen = 0
 
     try:
         for pair in tensors:

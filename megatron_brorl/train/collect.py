@@ -16,7 +16,7 @@ from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout.engine import Sampling, in_order
+from megatron_brorl.rollout.engine import Sampling, sort_rollouts
 from megatron_brorl.rollout.sampler import open_groups
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.assignment import assign_rows
@@ -116,7 +116,7 @@ class Collector:
             metrics |= staleness(going, version)
 
         # Groups that have not closed continue in the next step. Rounds append rows; carried ones are in order.
-        going_on = carry(groups, in_order(rows), outcomes.closed)
+        going_on = carry(groups, sort_rollouts(rows), outcomes.closed)
         shown = take_recorded(rows, recorded(groups, outcomes, c.run))
         return Collected(groups, exchanged.rows, outcomes, going_on, taken, metrics, dict(seconds) | queued, shown)
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout.engine import from_tensors, in_order, to_tensors
+from megatron_brorl.rollout.engine import rollouts_from_tensors, rollouts_to_tensors, sort_rollouts
 from megatron_brorl.rollout.sampler import Slot, deal, open_groups
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
@@ -77,7 +77,7 @@ def files(carried: Carried, grid: Grid) -> dict[str, bytes]:
     if not carried.groups:
         return {}
     groups = torch.tensor([(g.step, g.index, g.start) for g in carried.groups])
-    return {_FILES.replace("*", f"{grid.rank:05d}"): save({"groups": groups, **to_tensors(carried.rows)})}
+    return {_FILES.replace("*", f"{grid.rank:05d}"): save({"groups": groups, **rollouts_to_tensors(carried.rows)})}
 
 
 def read(directory: Path, source: PromptSource, grid: Grid) -> Carried:
@@ -91,7 +91,7 @@ def read(directory: Path, source: PromptSource, grid: Grid) -> Carried:
     places = parts[0]["groups"].tolist()
     groups = tuple(open_groups(source.prompts(start, place + 1), step, start)[place] for step, place, start in places)
     if len(parts) == grid.world:
-        return Carried(groups, tuple(from_tensors(parts[grid.rank])))
-    rows = in_order([row for part in parts for row in from_tensors(part)])
+        return Carried(groups, tuple(rollouts_from_tensors(parts[grid.rank])))
+    rows = sort_rollouts([row for part in parts for row in rollouts_from_tensors(part)])
     found = {(row.group, row.rollout.index): row for row in rows}
     return Carried(groups, tuple(found[slot] for slot in deal(list(found), [0] * grid.world)[grid.rank]))

@@ -11,7 +11,15 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops.interface import DecodeOps
 from megatron_brorl.ops.reference.decode import ReferenceDecode
-from megatron_brorl.rollout.engine import KvUsage, Request, SampleTokens, Sampling, Supply, Watch, check_context
+from megatron_brorl.rollout.engine import (
+    GenerateCallbacks,
+    KvUsage,
+    Request,
+    SampleTokens,
+    Sampling,
+    Supply,
+    check_context,
+)
 from megatron_brorl.rollout.native.decoder import Decoder
 from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
 from megatron_brorl.rollout.native.scheduler import Scheduler
@@ -107,7 +115,7 @@ class TorchEngine:
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watch: Watch | None = None,
+        callbacks: GenerateCallbacks | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
         decoder = self._decoder
@@ -121,11 +129,11 @@ class TorchEngine:
         found: list[list[Rollout]] = [[] for _ in requests]
 
         def deliver(results: list[tuple[int, Rollout]]) -> None:
-            # Do not report a "cut" rollout to the watch, because a later call continues it.
+            # Do not report a "cut" rollout to the callbacks, because a later call continues it.
             for request, rollout in results:
                 found[request].append(rollout)
-                if watch and rollout.finish != "cut":
-                    watch.finished(request, rollout)
+                if callbacks and rollout.finish != "cut":
+                    callbacks.finished(request, rollout)
 
         def request_more() -> None:
             # Take only rows that can start now. Other ranks can sample the rest of the supply.
@@ -137,7 +145,7 @@ class TorchEngine:
         # hidden [active rows, H] gives each row's next token. Every turn adds one token to each row.
         request_more()
         hidden = scheduler.admit()
-        while not (watch and watch.cancelled()):
+        while not (callbacks and callbacks.cancelled()):
             # Without active rows, wait for the supply.
             if not len(scheduler.active):
                 if not (supply and supply.has_more()):

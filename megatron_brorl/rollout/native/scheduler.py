@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.ops.interface import PAGE, DecodeBatch
-from megatron_brorl.rollout.engine import Request, Sampling, Supply, extended
+from megatron_brorl.rollout.engine import Request, Sampling, Supply, extend_spans
 from megatron_brorl.rollout.native.decoder import Decoder, PrefillChunk
 from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache, pages_for
 from megatron_brorl.types import FinishReason, Rollout
@@ -254,7 +254,7 @@ class Scheduler:
         end = int(self.produced[slot])
         assert waiting is not None
         before = waiting.so_far
-        spans = extended(before.spans, self.version, end - len(before.token_ids))
+        spans = extend_spans(before.spans, self.version, end - len(before.token_ids))
         # Clone, so that a short response does not keep the whole buffer alive.
         ids, log_probs = self.tokens[slot, :end].clone(), self.log_probs[slot, :end].clone()
         return Rollout(before.index, ids, log_probs, finish, spans)

@@ -27,7 +27,7 @@ from megatron_brorl.config.schema import Config, EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.rollout.engine import KvUsage, Request, Sampling, Supply, Watch, check_context
+from megatron_brorl.rollout.engine import GenerateCallbacks, KvUsage, Request, Sampling, Supply, check_context
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
 from megatron_brorl.rollout.remote.process import Connection, EngineError, Supervisor, address, make_folder
@@ -71,7 +71,10 @@ class RemoteEngine:
 
         Raises UserError if the process does not start, or does not support the configuration.
         """
-        self.settings, self.options, self.names, self.folder = settings, options, names, folder
+        self.settings = settings
+        self.options = options
+        self.names = names
+        self.folder = folder
         self.decode = decode
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.version = -1
@@ -104,8 +107,9 @@ class RemoteEngine:
         It is the rank's share of the rows that the engine computes at a time. Each row is assumed to fill half of the
         context, so that no rollout waits inside the engine.
         """
-        c = self.capabilities
-        return max(1, min(c.rows, 2 * c.kv_tokens // self.options.context) // self.settings.tensor)
+        capabilities = self.capabilities
+        rows = min(capabilities.rows, 2 * capabilities.kv_tokens // self.options.context)
+        return max(1, rows // self.settings.tensor)
 
     def _wait_for_capabilities(self) -> Capabilities:
         deadline = time.monotonic() + self.settings.start_timeout_s
@@ -166,7 +170,7 @@ class RemoteEngine:
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watch: Watch | None = None,
+        callbacks: GenerateCallbacks | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
         """See RolloutEngine.
@@ -180,14 +184,15 @@ class RemoteEngine:
 
         # An earlier call is over, however it ended.
         self._open.clear()
-        pending = PendingRollouts(sampling, watch, supply, self.rows, self.options.vocab, self.decode)
+        pending = PendingRollouts(sampling, callbacks, supply, self.rows, self.options.vocab, self.decode)
         pending.add(requests)
         pending.admit()
 
         # Loop until every rollout has an answer or the caller cancels. The engine process may be restarted meanwhile.
-        asked, rows = 0, pending.rows  # asked: the process that has the rows
+        asked = 0
+        rows = pending.rows  # asked: the process that has the rows
         self._link.say_hello()  # It answers with its state, which may be newer than what this rank knows.
-        while rows and not (watch and watch.cancelled()):
+        while rows and not (callbacks and callbacks.cancelled()):
             # No engine will come up any more. Ranks without a supervisor do not know, and end when they are cancelled.
             if self.supervisor and self.supervisor.failure:
                 raise UserError(f"{self.options.key}: {self.supervisor.failure}")
@@ -314,13 +319,15 @@ def connect_engine(
     tokens -> text, for stop strings. Raises UserError where the ranks of a node cannot be grouped so, or the engine
     does not come up.
     """
-    engine, settings = config.rollout.engine, config.engine
+    engine = config.rollout.engine
+    settings = config.engine
     kind = ENGINES[engine]
     model = Path(config.model.path).resolve()
     _check_stop_strings(config.rollout.stop_strings, kind.name, model)
 
     # torchrun sets these variables. Without them, this rank is the only one on its node.
-    rank, tensor = dist.get_rank(), settings.tensor
+    rank = dist.get_rank()
+    tensor = settings.tensor
     local, per_node = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     if per_node % tensor:
         raise UserError(

@@ -114,7 +114,9 @@ class Connection:
         """Connect to a new process, and drop the state of the old one and the messages still queued for it."""
         self._socket.close()
         self._socket = self._connect()
-        self.pid, self.version, self._greeted = 0, -1, 0.0
+        self.pid = 0
+        self.version = -1
+        self._greeted = 0.0
         self.heard = time.monotonic()
 
     def send(self, message: Message) -> None:
@@ -141,7 +143,8 @@ class Connection:
                 message = decode(self._socket.recv_multipart())
                 self.heard = time.monotonic()
                 if message.kind == "heartbeat":
-                    self.pid, self.version = message.fields["pid"], message.fields["version"]
+                    self.pid = message.fields["pid"]
+                    self.version = message.fields["version"]
                 elif message.kind == "hello":
                     self.capabilities = Capabilities(**message.fields)
                 else:
@@ -216,7 +219,11 @@ class Supervisor:
         self, settings: EngineConfig, options: EngineOptions, folder: Path, devices: Sequence[int], log: Path
     ) -> None:
         """Start the process and wait until it answers. Raises UserError where it does not come up."""
-        self.settings, self.options, self.folder, self.devices, self.log = settings, options, folder, devices, log
+        self.settings = settings
+        self.options = options
+        self.folder = folder
+        self.devices = devices
+        self.log = log
         self.weights: HostWeights | None = None  # the weights in use
         self.restarts = 0
         self.failure = ""  # why the engine was given up; "" before that
@@ -252,7 +259,8 @@ class Supervisor:
                 self._push(weights)
             except EngineError as e:
                 self._restart(str(e), weights)
-            old, self.weights = self.weights, weights
+            old = self.weights
+            self.weights = weights
             if old:
                 old.delete()
 

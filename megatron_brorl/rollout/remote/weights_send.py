@@ -73,7 +73,8 @@ class HostWeights:
         for record in self.records:
             if bucket and size + record.nbytes > limit and not record.name.endswith(SCALE):
                 yield bucket
-                bucket, size = [], 0
+                bucket = []
+                size = 0
             bucket.append(record)
             size += record.nbytes
         if bucket:
@@ -172,7 +173,8 @@ def file_layout(
     shapes: name -> shape of each tensor before `encode`. The ranks of a node compute the same layout without
     communication.
     """
-    records, offset = [], 0
+    records = []
+    offset = 0
     for name, shape in shapes.items():
         for sent, x in encode(name, torch.empty(shape, dtype=dtype, device="meta")):
             record = TensorRecord(sent, str(x.dtype).removeprefix("torch."), tuple(x.shape), offset, 0)
@@ -184,7 +186,8 @@ def file_layout(
 
 def assign_writers(names: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
     """Return the rank of a node that writes each tensor: the one that has least to write so far."""
-    load, owner = [0] * ranks, {}
+    load = [0] * ranks
+    owner = {}
     for name, shape in names.items():
         owner[name] = load.index(min(load))
         load[owner[name]] += torch.Size(shape).numel()

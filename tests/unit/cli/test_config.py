@@ -50,7 +50,7 @@ def test_version_and_help_without_a_command(capsys):
     assert said(capsys, "--version") == f"brorl {__version__}\n"
     shown = said(capsys)
     assert shown.startswith("usage: brorl")
-    assert "reinforcement learning: sample, score" in shown
+    assert "train by reinforcement learning" in shown
     assert "generate" in said(capsys, "data", code=2)
 
 

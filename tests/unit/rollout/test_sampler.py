@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout.engine import Request, from_tensors, in_order, to_tensors
+from megatron_brorl.rollout.engine import Request, rollouts_from_tensors, rollouts_to_tensors, sort_rollouts
 from megatron_brorl.rollout.sampler import MIN_NATS, deal, even_shares, improbable_rollouts, requests
 from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout, ScoreResult
 
@@ -90,7 +90,7 @@ def test_rollouts_become_tensors_and_back_bit_for_bit():
     half = ScoreResult(1 / 3, "ok", 'says "\u2028"', {"format": 1.0, "answer": 0.1})
     rows[0], rows[2] = (replace(row, score=half) for row in (rows[0], rows[2]))
     for sent in (rows, []):
-        back = from_tensors(to_tensors(sent))
+        back = rollouts_from_tensors(rollouts_to_tensors(sent))
         assert [vars(r.score) if r.score else None for r in back] == [vars(r.score) if r.score else None for r in sent]
         for a, b in zip(sent, back, strict=True):
             assert (a.group, a.rollout.index, a.rollout.finish, a.rollout.spans) == (
@@ -103,7 +103,7 @@ def test_rollouts_become_tensors_and_back_bit_for_bit():
             assert torch.equal(a.rollout.token_ids, b.rollout.token_ids)
             assert torch.equal(a.rollout.log_probs, b.rollout.log_probs)
             assert b.reward == pytest.approx(a.reward, abs=1e-7, nan_ok=True)  # a float32
-    assert [(r.group, r.rollout.index) for r in in_order(rows)] == [(0, 0), (0, 2), (1, 1), (1, 3)]
+    assert [(r.group, r.rollout.index) for r in sort_rollouts(rows)] == [(0, 0), (0, 2), (1, 1), (1, 3)]
 
 
 def test_duplicates_are_distinguished_from_likely_repeats():

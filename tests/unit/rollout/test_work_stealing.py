@@ -110,8 +110,8 @@ def test_an_engine_that_is_told_to_stop_begins_nothing_more():
     supply, _ = supplied(waiting[0], GROUPS)
 
     class Slow(fakes.Engine):
-        def generate(self, requests, sampling, watch=None, supply=None):
-            while not watch.cancelled():
+        def generate(self, requests, sampling, callbacks=None, supply=None):
+            while not callbacks.cancelled():
                 time.sleep(0.01)
             assert supply.next_requests(4) == []
             assert not supply.has_more()

@@ -47,12 +47,12 @@ class Clocked(fakes.Engine):
     log: Path = Path()
     waited_for: int = 0
 
-    def generate(self, requests, sampling, watch=None, supply=None):
+    def generate(self, requests, sampling, callbacks=None, supply=None):
         groups = super().generate(requests, sampling, _Deaf())
         ends = [(len(r.token_ids), i, r) for i, rollouts in enumerate(groups) for r in rollouts]
         for tick in range(1, TOKENS):
             for _, request, rollout in (end for end in ends if end[0] == tick):
-                watch.finished(request, rollout)
+                callbacks.finished(request, rollout)
 
         # An answer is the tokens without the stop token; equal ones are judged once.
         early = {(i, *r.token_ids.tolist()[:-1]) for length, i, r in ends if length < TOKENS}

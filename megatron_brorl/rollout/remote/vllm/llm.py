@@ -23,6 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.families.shape import read_shape
+from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.remote.protocol import (
     Capabilities,
     Completion,
@@ -44,7 +45,8 @@ class VllmBackend(EngineBackend):
 
     def __init__(self, options: EngineOptions) -> None:
         """Raises ValueError where vLLM cannot do what is asked here."""
-        self.options, self.config = options, EngineConfig(**options.section)
+        self.options = options
+        self.config = EngineConfig(**options.section)
         self.on_gpu = torch.cuda.is_available()
         self._names = count()
         self._aborting: set[asyncio.Task[None]] = set()
@@ -56,54 +58,56 @@ class VllmBackend(EngineBackend):
     def _kv_bytes(self) -> int:
         """Of keys and values on each of the engine's devices: what all rows take at their longest, or what there is
         room for. Raises ValueError where not even one response fits."""
-        o, shape = self.options, read_shape(Path(self.options.model))
-        size = 1 if self.config.kv_dtype == "fp8" else getattr(torch, o.dtype).itemsize
+        options = self.options
+        shape = read_shape(Path(self.options.model))
+        size = 1 if self.config.kv_dtype == "fp8" else getattr(torch, options.dtype).itemsize
         per_token = 2 * shape.layers * -(-shape.kv_heads // self.config.tensor) * shape.head_dim * size
 
-        room = o.max_kv_tokens * per_token if self.on_gpu else o.kv_bytes
-        needed = (o.max_rows * o.context + _SPARE_TOKENS) * per_token
+        room = options.max_kv_tokens * per_token if self.on_gpu else options.kv_bytes
+        needed = (options.max_rows * options.context + _SPARE_TOKENS) * per_token
         found = min(needed, room) if room else needed
-        if found < o.context * per_token:
+        if found < options.context * per_token:
+            key = "engine.memory_fraction" if self.on_gpu else "rollout.kv_cache_mib"
             raise ValueError(
                 f"keys and values of {found // per_token} tokens fit, and one response with its prompt may take "
-                f"{o.context}: raise {'engine.memory_fraction' if self.on_gpu else 'rollout.kv_cache_mib'} or lower "
-                "rollout.max_tokens"
+                f"{options.context}: raise {key} or lower rollout.max_tokens"
             )
         return found
 
     def arguments(self) -> dict[str, Any]:
         """Of vLLM's AsyncEngineArgs. Raises ValueError where no response would fit."""
-        o, c = self.options, self.config
+        options = self.options
+        config = self.config
 
         # What differs between devices. vLLM's seeds crash under chunked prefill on CPUs, and eager code starts sooner.
         if self.on_gpu:
             own: dict[str, Any] = {
                 "enable_sleep_mode": True,
-                "enforce_eager": not c.cuda_graphs,
+                "enforce_eager": not config.cuda_graphs,
                 "gpu_memory_utilization": _FREE_SHARE,
             }
         else:
             own = {"enable_chunked_prefill": False, "enforce_eager": True}
-        if c.quantization == "fp8":
+        if config.quantization == "fp8":
             own["quantization"] = "fp8"  # of each weight, by vLLM, as it comes
 
         # What training needs is set here; the rest is left to the engine.
         return {
-            "model": o.model,
+            "model": options.model,
             # Ids in, ids out; stop strings alone need text.
-            "skip_tokenizer_init": not o.stop_strings,
+            "skip_tokenizer_init": not options.stop_strings,
             "trust_remote_code": False,
-            "tensor_parallel_size": c.tensor,
-            "dtype": o.dtype,
+            "tensor_parallel_size": config.tensor,
+            "dtype": options.dtype,
             "load_format": "dummy",  # weights come from the trainer
-            "max_model_len": o.context,
-            "max_num_seqs": o.max_rows,
+            "max_model_len": options.context,
+            "max_num_seqs": options.max_rows,
             # Neither a prompt nor a rollout that goes on may be cut into pieces.
-            "max_num_batched_tokens": max(c.max_num_tokens, o.context, o.max_rows),
+            "max_num_batched_tokens": max(config.max_num_tokens, options.context, options.max_rows),
             # Siblings find the blocks of their prompt by its prefix.
             "enable_prefix_caching": True,
             "kv_cache_memory_bytes": self._kv_bytes(),
-            "kv_cache_dtype": c.kv_dtype,
+            "kv_cache_dtype": config.kv_dtype,
             "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
             "worker_extension_cls": EXTENSION,
             "generation_config": "vllm",  # none of the model's own settings
@@ -124,30 +128,21 @@ class VllmBackend(EngineBackend):
             rows=self.options.max_rows,
         )
 
-    def params(
-        self,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        tokens: int,
-        seed: int,
-        log_probs: bool = True,
-        stop_strings: Sequence[str] = (),
-    ) -> SamplingParams:
+    def params(self, sampling: Sampling, tokens: int, seed: int) -> SamplingParams:
         """See EngineBackend."""
         return SamplingParams(
             n=1,  # a request per sibling: vLLM would count seeds up from one to the next
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
             seed=seed,
             max_tokens=tokens,
             stop_token_ids=list(self.options.stop_ids),
-            stop=list(stop_strings),
+            stop=list(sampling.stop_strings),
             ignore_eos=True,  # the ids above are all
-            logprobs=0 if log_probs else None,  # of the sampled token alone
+            logprobs=0 if sampling.log_probs else None,  # of the sampled token alone
             flat_logprobs=True,
-            detokenize=bool(stop_strings),
+            detokenize=bool(sampling.stop_strings),
             skip_special_tokens=False,  # a stop string may be the text of one
             spaces_between_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

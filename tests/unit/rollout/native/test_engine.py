@@ -211,7 +211,7 @@ def test_context_overflow_is_an_error(one):
 
 
 class Watching:
-    """A watch that counts finished rollouts and cancels after `most`."""
+    """A callbacks that counts finished rollouts and cancels after `most`."""
 
     def __init__(self, most=10**9):
         self.most = most
@@ -232,10 +232,10 @@ def test_evicted_rows_continue_with_the_same_tokens(one):
     expected = ample.generate(asked, sampling)
     page = page_bytes(ample.shape, torch.float32)
     short = make_engine(*one, memory=40 * page)
-    watch = Watching()
-    got = short.generate(asked, sampling, watch)
+    callbacks = Watching()
+    got = short.generate(asked, sampling, callbacks)
     assert ample._pool.size > 3 * short._pool.size
-    assert sorted(watch.ended) == [(i, j) for i in range(3) for j in range(40)]
+    assert sorted(callbacks.ended) == [(i, j) for i in range(3) for j in range(40)]
     for a, b in zip(expected, got, strict=True):
         assert [r.index for r in b] == list(range(40))
         assert [sum(n for _, n in r.spans) for r in b] == [len(r.token_ids) for r in b]
@@ -279,11 +279,11 @@ def test_a_cancelled_call_returns_unfinished_rollouts(one):
     asked = [Request(p, stream_key(0, 4, p.id), 50) for p in prompts()]
     sampling = Sampling(1.0, 1, 0, 60, STOPS)
     whole = engine.generate(asked, sampling)
-    watch = Watching(most=20)
-    groups = engine.generate(asked, sampling, watch)
+    callbacks = Watching(most=20)
+    groups = engine.generate(asked, sampling, callbacks)
     assert [[r.index for r in g] for g in groups] == [list(range(50))] * 4
     ended = {(i, r.index) for i, g in enumerate(groups) for r in g if r.finish != "cut"}
-    assert ended == set(watch.ended)
+    assert ended == set(callbacks.ended)
     assert 20 <= len(ended) < 100
     cut = [(x, y) for a, b in zip(whole, groups, strict=True) for x, y in zip(a, b, strict=True)]
     cut = [(x, y) for x, y in cut if y.finish == "cut"]

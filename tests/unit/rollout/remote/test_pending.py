@@ -32,9 +32,9 @@ def test_rollouts_are_taken_as_others_are_answered():
             return [later.pop(0)] if later else []
 
     told = []
-    watch = SimpleNamespace(finished=lambda request, rollout: told.append((request, rollout.index)))
+    callbacks = SimpleNamespace(finished=lambda request, rollout: told.append((request, rollout.index)))
     sampling = Sampling(1.0, 1.0, 0, 12, (2,))
-    pending = PendingRollouts(sampling, watch, Queue(), 5, vocab=50)
+    pending = PendingRollouts(sampling, callbacks, Queue(), 5, vocab=50)
     assert list(pending.add([Request(a, 5, 4)])) == [0, 1, 2, 3]
     assert list(pending.admit()) == [4, 5, 6]
     assert pending.admit() == {}  # it has more than there is room for already
