@@ -2,7 +2,8 @@
 
 Megatron's own saver needs all ranks with the whole model in memory. The format is torch.distributed.checkpoint's: every
 tensor has one key, its global shape, and chunks at offsets; all layers share a key, with the layer as first dimension.
-A checkpoint loads under any layout; the one that it is written for decides only its chunks and the vocabulary padding.
+A checkpoint can be loaded under any layout. The layout that it is written for determines only its chunks and the
+vocabulary padding.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class MegatronCheckpoint:
         items = create_read_items_for_chunk_list(key, meta, [wanted])
         # A gap would leave uninitialised memory among the weights.
         if sum(item.lengths.numel() for item in items) != target.numel():
-            raise UserError(f"{self.directory}: {METADATA} lists chunks of {key} that do not make up the whole tensor")
+            raise UserError(f"{self.directory}: {METADATA} lists chunks of {key} that do not cover the whole tensor")
 
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()

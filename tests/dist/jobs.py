@@ -77,7 +77,8 @@ def log_probs(
     """Log-probs of the responses on every rank, and on the last stage all logits [G, V] of every row."""
     prompts, responses = rows(1)
     worker = make_worker(directory, parallel)
-    actor, logits = worker.actor, {}
+    actor = worker.actor
+    logits = {}
 
     def head(hidden: torch.Tensor, batch: Packed, temperature: float) -> Any:
         part = hidden.squeeze(1)[batch.predict] @ actor.head_weight().t()
@@ -115,7 +116,8 @@ def train_steps(
     noise = [0.3 * torch.randn(len(r), generator=g) for r in responses]
     advantages = torch.randn(len(responses), generator=g)
     base = torch.full((), -4.0)
-    data, rank = worker.grid.data, worker.grid.dp_rank
+    data = worker.grid.data
+    rank = worker.grid.dp_rank
     own = list(range(len(prompts) * rank // data, len(prompts) * (rank + 1) // data))
     experience = Experience(
         prompts=tuple(prompts),

@@ -49,7 +49,7 @@ def judged(
     """Figures of each step, and the weights before and after."""
     trainer = _trainer(directory, parallel, changes, reward)
     before = _weights(trainer)
-    trainer.refit()
+    trainer.sync_weights()
     figures = [trainer.train_step()[0] for _ in range(steps)]
     return figures, before, _weights(trainer)
 
@@ -62,7 +62,7 @@ def unmoved(
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 200, sample_tokens, FusedDecode())
     trainer = _trainer(directory, parallel, changes, None, engine)
     before = _weights(trainer)
-    trainer.refit()
+    trainer.sync_weights()
     figures = [trainer.train_step()[0] for _ in range(steps)]
     after = _weights(trainer)
     return figures, all(torch.equal(after[name].view(torch.int32), before[name].view(torch.int32)) for name in before)
@@ -81,7 +81,7 @@ def reference_follows(
         return [t.worker.log_probs(*rows, 0.9), t.reference.log_probs(*rows, 0.9), t.worker.log_probs(*rows, 0.9)]
 
     found: dict[str, Any] = {"start": say(trainer)}
-    trainer.refit()
+    trainer.sync_weights()
     found["figures"] = [trainer.train_step()[0] for _ in range(2)]
     found["moved"] = say(trainer)
     found["stepped"] = bool(trainer.worker.optimizer.optimizer.state)
@@ -94,7 +94,7 @@ def reference_follows(
     again.reference.reset()  # type: ignore[union-attr]
     found["reset"] = say(again)
     found["stepped_after_reset"] = bool(again.worker.optimizer.optimizer.state)
-    again.refit()
+    again.sync_weights()
     found["figures"].append(again.train_step()[0])
     assert checkpoint.find(Path(root) / "checkpoints") is not None
     return found

@@ -38,7 +38,9 @@ class Engine:
     def __init__(self, worker: Worker) -> None:
         self.names = hf_shapes(worker.shape)
         self.held: dict[str, torch.Tensor] = {}
-        self.version, self.fault, self.faults_left = -1, "", 0
+        self.version = -1
+        self.fault = ""
+        self.faults_left = 0
 
     def update_weights(self, tensors: Any, version: int) -> None:
         if self.faults_left:
@@ -105,7 +107,8 @@ def refits(_rank: int, directories: list[str], parallel: dict[str, Any]) -> list
     """One refit per directory, whose weights the actor then has; names of tensors that did not arrive bit by bit."""
     worker = make_worker(directories[0], parallel)
     _small_buckets(worker)
-    engine, wrong = Engine(worker), []
+    engine = Engine(worker)
+    wrong = []
     for version, directory in enumerate(directories):
         worker.load_hf(directory)
         assert sync_weights(worker, engine, version) == 0
@@ -127,7 +130,8 @@ def faulty(rank: int, directory: str, parallel: dict[str, Any], fault: str, wher
     with torch.no_grad():
         for p in worker.actor.parameters():
             p.mul_(2)  # the same for all copies of a parameter
-    engine.fault, engine.faults_left = fault, tries if rank == where else 0
+    engine.fault = fault
+    engine.faults_left = tries if rank == where else 0
     result: dict[str, Any] = {"refused": ""}
     try:
         result["again"] = sync_weights(worker, engine, 1)
@@ -146,7 +150,8 @@ def killed(rank: int, directory: str, parallel: dict[str, Any], where: int) -> t
     engine = Engine(worker)
     sync_weights(worker, engine, 0)
     old = dict(engine.held)
-    engine.fault, engine.faults_left = "die", int(rank == where)
+    engine.fault = "die"
+    engine.faults_left = int(rank == where)
     try:
         engine.update_weights(worker.hf_tensors(), 1)
     except UpdateRefused as e:
@@ -187,8 +192,12 @@ class CpuCopies(GlooCopyService):
     """Megatron's own service over gloo without the CUDA stream that it makes first and then only waits for."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size, self.gloo_pg = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-        self.send_ops, self.recv_ops, self._copy_stream = [], [], None
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.gloo_pg = dist.group.WORLD
+        self.send_ops = []
+        self.recv_ops = []
+        self._copy_stream = None
 
 
 def between_layouts(_rank: int, directory: str, source: dict[str, Any], target: dict[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ def both_ways(
     was done, and whether it was still under way then."""
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), fakes.Engine())
     trainer.seconds = lambda: 7.5  # type: ignore[method-assign]  # wall-clock time, which run.json holds
-    trainer.refit()
+    trainer.sync_weights()
     figures = [trainer.train_step()[0] for _ in range(2)]
 
     def into(name: str) -> None:
@@ -34,7 +34,8 @@ def both_ways(
     trainer.save()
 
     # Nothing reaches the disk before the third step is done on all ranks.
-    changed, write = threading.Event(), Save.write
+    changed = threading.Event()
+    write = Save.write
 
     def late(*arguments: Any) -> None:
         assert changed.wait(60)
@@ -50,7 +51,7 @@ def both_ways(
         changed.set()
         # Its messages and those of a step, at the same time.
         figures.append(trainer.train_step()[0])
-        assert trainer.written(_Silent(), wait=True)
+        assert trainer.background_save_succeeded(_Silent(), wait=True)
     finally:
         Save.write = write  # type: ignore[method-assign]
     return figures, there, busy
@@ -60,7 +61,7 @@ def saves_over_dirty_memory(_rank: int, directory: str, changes: dict[str, Any],
     """Save one state twice; the second time new tensors of `torch.empty` are full of sevens."""
     trainer = make_trainer(directory, grid_of(), configured(changes), fakes.Engine())
     trainer.seconds = lambda: 7.5  # type: ignore[method-assign]
-    trainer.refit()
+    trainer.sync_weights()
     trainer.train_step()
     empty = torch.empty
     for root, dirty in zip(roots, (False, True), strict=True):

@@ -51,7 +51,8 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
     assert sum(map(len, replicas.values())) == len(expected)
 
     # In every optimizer step every replica has as much to do as the others.
-    mean, most = 0.0, 0.0
+    mean = 0.0
+    most = 0.0
     for step in range(3):
         parts = [
             [
@@ -64,7 +65,8 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
         costs = [cost(part) for part in parts]
         assert min(costs) > 0
         assert max(costs) <= 1.02 * sum(costs) / len(costs)
-        mean, most = mean + sum(costs) / len(costs), most + max(costs)
+        mean = mean + sum(costs) / len(costs)
+        most = most + max(costs)
     assert all(f["balance"] == pytest.approx(mean / most, abs=1e-3) for f in found)
 
     # A row goes once to every rank of its replica that did not sample it: 4 bytes per id and per log-probability.

@@ -83,7 +83,8 @@ def loop(directory, case):
     actor = tiny.make_model(directory, *case).double()
     reference = copy.deepcopy(actor)
     critic = Critic(actor)
-    adam, critic_adam = optimizer(actor, OPTIM), optimizer(critic, CRITIC_OPTIM)
+    adam = optimizer(actor, OPTIM)
+    critic_adam = optimizer(critic, CRITIC_OPTIM)
     figures = []
     for step in range(STEPS):
         prompts, responses, sampled, rewards = batch(step)
@@ -94,7 +95,8 @@ def loop(directory, case):
             v = [values(critic, p, r) for p, r in pairs]
         raw = [generalised(reward, x) for reward, x in zip(rewards, v, strict=True)]
         returns = [a + x for a, x in zip(raw, v, strict=True)]
-        flat, goal = torch.cat(raw), torch.cat(returns)
+        flat = torch.cat(raw)
+        goal = torch.cat(returns)
         advantages = [
             (a - flat.mean()) / flat.std(correction=0) + ALGO.correct_boost * (reward >= 0.99)
             for a, reward in zip(raw, rewards, strict=True)
@@ -129,7 +131,8 @@ def loop(directory, case):
                     clipped = ratio.clamp(1 - ALGO.eps_low, 1 + ALGO.eps_high)
                     weight = gaps[i].clamp(max=ALGO.is_cap)
                     gain = weight * torch.minimum(ratio * advantages[i], clipped * advantages[i])
-                    kl, entropy = (current - fixed[i]) ** 2 / 2, -(every.exp() * every).sum(-1)
+                    kl = (current - fixed[i]) ** 2 / 2
+                    entropy = -(every.exp() * every).sum(-1)
                     terms = ALGO.kl_coef * kl - gain - ALGO.entropy_coef * entropy
                     loss = loss + (terms * trusted[i]).sum() / tokens
                 found["loss"] += loss.item() / 4

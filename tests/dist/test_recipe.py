@@ -125,18 +125,27 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
         "optim": {"lr": 1e-3, "lr_for_rollouts": 24, "lr_counts": "kept"},
     }
     results = worlds(size).run("steps:run_steps", directory, parallel, changes, 8, {})
-    rounds, taken, waiting, saw = 0, 0, [], set()
+    rounds = 0
+    taken = 0
+    waiting = []
+    saw = set()
     asked = kept_lately = 0.0
     for step in range(8):
-        pool, sampled, missing, first = list(waiting), 0, 2 - len(waiting), rounds
+        pool = list(waiting)
+        sampled = 0
+        missing = 2 - len(waiting)
+        first = rounds
         before = asked, kept_lately
         for _ in range(3):
             count = prompts_of_a_round(missing, asked, kept_lately, 2 * 4)
             pool += [(rounds, p) for p in fakes.prompts(count, taken)]
-            rounds, taken, sampled = rounds + 1, taken + count, sampled + count
+            rounds = rounds + 1
+            taken = taken + count
+            sampled = sampled + count
             kept = [g for g in pool if 0 < sum(passes(g[1], g[0], 3)) < 3]
             missing = 2 - len(kept)
-            asked, kept_lately = 0.5 * before[0] + sampled, 0.5 * before[1] + len(kept) - len(waiting)
+            asked = 0.5 * before[0] + sampled
+            kept_lately = 0.5 * before[1] + len(kept) - len(waiting)
             if missing <= 0:
                 break
         waiting = kept[2:]

@@ -77,7 +77,8 @@ def test_a_permanent_fault_is_refused_by_every_rank(worlds, weights, fault):
 
 def test_a_rank_that_dies_in_an_update_leaves_the_other_engines_unchanged(weights):
     """After a SIGKILL the other ranks' collective fails, no engine has mixed weights, and a new world works."""
-    world, answers = World(4), []
+    world = World(4)
+    answers = []
     try:
         with pytest.raises((EOFError, ConnectionError)):
             world.run("refit_jobs:killed", weights[0], BIG[1], 0)

@@ -144,7 +144,8 @@ def test_a_rank_that_loses_all_rollouts_blocks_no_other_rank(worlds, directory, 
 @pytest.mark.parametrize(("size", "variant", "slow"), [(2, "whole", 0), (2, "partial", 1), (4, "critic", 2)])
 def test_work_stealing_changes_no_result(worlds, directory, single, size, variant, slow):
     """One rank takes rows only once; the others sample the rest of its share, four rows at a time."""
-    steps, changes = STEPS.get(variant, 2), VARIANTS[variant]
+    steps = STEPS.get(variant, 2)
+    changes = VARIANTS[variant]
     changes = {**changes, "rollout": {**changes["rollout"], "max_num_seqs": 4, "pull": True}}
     faults = {"rank": slow, "takes": 1}
     results = worlds(size).run("steps:run_steps", directory, {}, changes, steps, faults)
@@ -224,7 +225,8 @@ def test_resume_is_bit_exact_with_carried_rollouts(worlds, directory, tmp_path, 
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (4, {"tensor": 2})])
 def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
     lose = {("p/1000", 0), *(("p/1002", i) for i in range(4)), ("p/1004", 2), ("p/1004", 3)}
-    right, tokens = {}, []
+    right = {}
+    tokens = []
     for prompt in fakes.prompts(5, 1000):
         for i, row in enumerate(fakes.draws(stream_key(3, "evaluate", prompt.id), range(4), 12)):
             if (prompt.id, i) not in lose:
@@ -278,7 +280,8 @@ def first_difference(a, b):
 
 def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
     """The random numbers are the same. If a token differs, its number is at a step of the distribution."""
-    asked, n = [0, 1], 512
+    asked = [0, 1]
+    n = 512
     (whole,) = worlds(1).run("steps:draw", directory, {}, asked, n, 4096)
     assert set(whole) == set(product((f"p/{i}" for i in asked), range(n)))
     others = [("alone", [worlds(1).run("steps:draw", directory, {}, [i], n, 300)[0] for i in asked])]
@@ -296,7 +299,8 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
             common = min(len(a.tokens), len(b.tokens))
             assert a.uniforms[:common] == b.uniforms[:common]
         for place in differing:
-            a, b = whole[place], found[place]
+            a = whole[place]
+            b = found[place]
             at = first_difference(a, b)
             gap = (a.logits[at] - b.logits[at]).abs().max().item()
             cdf = a.logits[at].double().softmax(-1).cumsum(-1)
@@ -313,7 +317,8 @@ def test_the_rollout_log_does_not_depend_on_ranks(worlds, directory, tmp_path, p
     parts = worlds(2).run("steps:recorded", directory, parallel, changes, str(tmp_path / "two"))
     assert len(whole) == 3
     assert [len(own) for own in parts] == [3, 3]
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert moments(one) == moments(two)
     for moment in moments(one):
         for read in (read_groups, read_rollouts):

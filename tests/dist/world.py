@@ -21,7 +21,8 @@ class World:
     """`size` processes that wait for jobs."""
 
     def __init__(self, size: int) -> None:
-        self.pipes, self.processes = [], []
+        self.pipes = []
+        self.processes = []
         with meeting_point() as listener:
             for rank, told in enumerate(meeting(listener, size)):
                 ours, theirs = CONTEXT.Pipe()
@@ -34,7 +35,8 @@ class World:
     def run(self, job: str, *args: Any, timeout: float = 300) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((job, args))
-        results, failures = [], []
+        results = []
+        failures = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout):
                 raise TimeoutError(f"{job}: rank {rank} gave no answer in {timeout} s")

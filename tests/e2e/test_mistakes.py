@@ -87,4 +87,4 @@ def test_a_second_run_in_the_same_directory(config, model, tmp_path):
 
 
 def test_report_of_nothing(tmp_path):
-    fails(brorl("report", tmp_path), "holds no metrics.jsonl")
+    fails(brorl("report", tmp_path), "contains no metrics.jsonl")

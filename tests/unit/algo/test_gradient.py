@@ -52,7 +52,8 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     for name, parameter in parameters.items():
         index = int(parameter.grad.abs().argmax())  # where it matters most
         flat = parameter.data.view(-1)
-        kept, h = flat[index].item(), 1e-6
+        kept = flat[index].item()
+        h = 1e-6
         with torch.no_grad():
             flat[index] = kept + h
             up = loss().item()

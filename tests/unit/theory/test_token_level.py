@@ -40,7 +40,8 @@ def test_the_changes_are_unbiased(n, worth):
     """The mean over all draws is the true change; it is 0 if all tokens have the same success rate."""
     f = np.array(worth)
     token, reward, chance = every_outcome(n, f)
-    found, q = levels(token, reward), float(P @ f)
+    found = levels(token, reward)
+    q = float(P @ f)
     gradient = (n - 1) / n * float(np.square(P * (f - q)).sum())
     assert float(chance @ found.policy_gradient.numpy()) == pytest.approx(gradient, rel=1e-12, abs=1e-15)
 
@@ -60,7 +61,8 @@ def test_the_changes_are_unbiased(n, worth):
 def test_policy_gradient_is_the_mean_over_all_splits():
     """For six siblings: the mean over all halves of the product of the two covariances of token and reward."""
     rng = np.random.default_rng(0)
-    token, reward = rng.integers(0, 3, 6), rng.random(6)
+    token = rng.integers(0, 3, 6)
+    reward = rng.random(6)
 
     def covariance(part: list[int]) -> np.ndarray:
         onehot = np.eye(3)[token[part]]
@@ -92,7 +94,8 @@ def test_token_level_against_the_general_form():
         here = position == s
         counts = torch.bincount(token[here], minlength=30).double()
         worth = torch.zeros(30, dtype=torch.float64).index_add(0, token[here], reward[here]) / counts.clamp(min=1)
-        q, n = reward[here].mean(), counts.sum()
+        q = reward[here].mean()
+        n = counts.sum()
         seen = counts > 0
         weights = torch.where(seen, worth - q, 0.0)
         assert found.siblings[s] == n

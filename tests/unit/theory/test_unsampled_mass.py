@@ -21,7 +21,9 @@ def _policy(seed: int, outcomes: int = 300):
 
 
 POLICIES = [_policy(seed) for seed in range(8)]
-N, REPETITIONS, HELD = 64, 200, [2, 4, 8, 16, 32]
+N = 64
+REPETITIONS = 200
+HELD = [2, 4, 8, 16, 32]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,9 @@ def test_hold_out_is_the_average_over_all_splits():
     right = np.isin(outcomes, [0, 3])
     curve = hold_out([(outcomes, right)], [2, 3, 5])
     for i, h in enumerate((2, 3, 5)):
-        mass, pos, neg = [], [], []
+        mass = []
+        pos = []
+        neg = []
         for held in itertools.combinations(range(7), h):
             rest = set(outcomes[[j for j in range(7) if j not in held]])
             new = [outcomes[j] not in rest for j in held]
@@ -150,7 +154,8 @@ def test_equal_weights_give_the_interval_of_garwood():
 def test_intervals_of_unequal_weights_cover_their_mean():
     """Sums of three Poisson counts of very unequal weights: at least 95%, as Fay and Feuer found."""
     rng = np.random.default_rng(0)
-    weights, means = np.array([1.0, 0.1, 0.01]), np.array([0.5, 4.0, 60.0])
+    weights = np.array([1.0, 0.1, 0.01])
+    means = np.array([0.5, 4.0, 60.0])
     counts = rng.poisson(means, size=(4000, 3))
     low, high = weighted_counts(counts @ weights, counts @ weights**2, np.ones(4000))
     assert np.mean((low < weights @ means) & (weights @ means < high)) > 0.945
@@ -163,7 +168,8 @@ def test_unseen_mass_by_hand():
             assert 0 < end < 1
             assert abs(once - n * end) == pytest.approx(1.959964 * (n * end * (1 - end) + 2 * twice + 2) ** 0.5)
     # Nothing came once: eight draws cannot exclude a mass of 1 - 0.025^(1/8). Nothing came twice: it may be all.
-    none, every = unseen_mass(8, 0, 0), unseen_mass(64, 64, 0)
+    none = unseen_mass(8, 0, 0)
+    every = unseen_mass(64, 64, 0)
     assert none[0] == 0
     assert none[1] >= 1 - 0.025 ** (1 / 8)
     assert unseen_mass(8, 8, 0)[1] == every[1] == 1

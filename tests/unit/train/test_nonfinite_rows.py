@@ -18,8 +18,10 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.train.nonfinite import nonfinite_steps
 from megatron_brorl.train.sft import sft
 
-N, TOKENS = 32, 12
-NAN, INF = float("nan"), float("inf")
+N = 32
+TOKENS = 12
+NAN = float("nan")
+INF = float("inf")
 ROWS = {("p/0", 3): NAN, ("p/1", 0): -INF, ("p/1", 31): INF, ("p/2", 17): NAN}  # of the engine's log-probs
 PPO = {"algo": {"advantage": "gae"}, "critic": {"lr": 2e-3}}
 
@@ -29,7 +31,7 @@ def trainer_of(model, processes, changes, nonfinite=None):
     engine = fakes.Engine(nonfinite=nonfinite or {})
     trainer = make_trainer(model[0], processes, configured({**base, **changes}), engine)
     trainer.held_out = []
-    trainer.refit()
+    trainer.sync_weights()
     return trainer
 
 
@@ -128,7 +130,8 @@ def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
     token, left_out = token_of_few(groups_of(first.config.run.seed))
     poison(first.critic.critic if critic else first.worker.actor, token)
     second = trainer_of(model, processes, changes, dict.fromkeys(left_out, NAN))
-    values, expected = first.train_step()[0], second.train_step()[0]
+    values = first.train_step()[0]
+    expected = second.train_step()[0]
     for key in ("nonfinite_rows", "finite_rows", "updates", "trained_tokens", "loss", "grad_norm", "reward"):
         assert values[key] == expected[key], key
     assert (values["nonfinite_rows"], values["updates_skipped"]) == (len(left_out), 0)
@@ -245,7 +248,8 @@ def test_supervised_training_stops_where_it_is_not_finite(processes, model, lr, 
 
 def test_weights_that_an_update_breaks_reach_no_engine(processes, model):
     trainer = trainer_of(model, processes, {})
-    name, engine = breaking(trainer), trainer.rollouts.engine.engine
+    name = breaking(trainer)
+    engine = trainer.rollouts.engine.engine
     with pytest.raises(UserError, match=rf"^the state after 1 step, actor: weights that are not finite: {name}; "):
         trainer.train_step()
     assert engine.verbs.count("update_weights") == 1  # before the step

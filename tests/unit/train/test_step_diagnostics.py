@@ -15,7 +15,11 @@ from dist.steps import configured, make_trainer
 from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.train import diagnostics
 
-N, TOKENS, POSITIONS, DEPTH, TEMPERATURE = 200, 12, 40, 3, 0.8
+N = 200
+TOKENS = 12
+POSITIONS = 40
+DEPTH = 3
+TEMPERATURE = 0.8
 CHANGES = {
     "rollout": {"n": N, "prompts": 3, "temperature": TEMPERATURE},
     "theory": {"prompts": 2, "positions": POSITIONS},
@@ -26,7 +30,7 @@ CHANGES = {
 def step(processes, model):
     """Return the metrics of one step."""
     trainer = make_trainer(model[0], processes, configured(CHANGES), fakes.Engine())
-    trainer.refit()
+    trainer.sync_weights()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diagnostics, "MAX_POSITION", DEPTH)
         return trainer.train_step()[0]
@@ -34,7 +38,8 @@ def step(processes, model):
 
 def drawn(prompt):
     """Responses with their stop token, and verdicts."""
-    rows, right = [], []
+    rows = []
+    right = []
     for row in fakes.draws(stream_key(3, 0, prompt.id), range(N), TOKENS):
         stopped = fakes.STOP in row
         rows.append(row[: row.index(fakes.STOP) + 1] if stopped else row)
@@ -54,7 +59,10 @@ def by_hand(model):
     count = 2 * POSITIONS
     key = torch.full((count,), stream_key(3, "theory", 0))
     us = uniforms(key, torch.arange(count), torch.ones(count, dtype=torch.int64)).view(2, -1).tolist()
-    figures, known, weights, tokens = [], [], [], 0
+    figures = []
+    known = []
+    weights = []
+    tokens = 0
     for prompt, numbers in zip(chosen(), us, strict=True):
         rows, right = drawn(prompt)
         tokens += sum(map(len, rows))
@@ -76,8 +84,10 @@ def by_hand(model):
                 logits = model(torch.tensor([[*prompt.token_ids, *prefix]])).logits[0, -1]
             p = (logits.double() / TEMPERATURE).softmax(-1).numpy()
             there = holders[tuple(prefix)]
-            next_token, worth = np.array([rows[j][t] for j in there]), right[there].astype(float)
-            q, n = worth.mean(), len(there)
+            next_token = np.array([rows[j][t] for j in there])
+            worth = right[there].astype(float)
+            q = worth.mean()
+            n = len(there)
             seen = np.isin(np.arange(tiny.VOCAB), next_token)
             better = np.array([worth[next_token == v].mean() - q if seen[v] else 0.0 for v in range(tiny.VOCAB)])
             s_r = better @ p
@@ -118,7 +128,9 @@ def test_token_level_figures(step, model):
 
 def test_answers(step):
     """The fake tokenizer prints tokens, so an answer is the response without its stop token; cut ones have none."""
-    distinct, singles, pairs = [], [], []
+    distinct = []
+    singles = []
+    pairs = []
     for prompt in fakes.prompts(3):
         rows, _ = drawn(prompt)
         answers = [tuple(row[:-1]) if row[-1] == fakes.STOP else None for row in rows]
@@ -138,6 +150,6 @@ def test_answers(step):
 
 def test_every_second_step(processes, model):
     trainer = make_trainer(model[0], processes, configured(CHANGES | {"theory": {"every": 2}}), fakes.Engine())
-    trainer.refit()
+    trainer.sync_weights()
     told = [any(k.startswith("theory_") for k in trainer.train_step()[0]) for _ in range(3)]
     assert told == [True, False, True]

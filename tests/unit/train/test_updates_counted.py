@@ -36,7 +36,7 @@ def trainer_of(model, processes, changes, tmp_path=None):
     trainer = make_trainer(model[0], processes, configured(merged), fakes.Engine())
     trainer.rollouts = replace(trainer.rollouts, pool=Pool())
     trainer.held_out = []
-    trainer.refit()
+    trainer.sync_weights()
     return trainer
 
 
@@ -97,7 +97,8 @@ def test_a_mini_batch_without_a_row_counts_nothing(processes, model):
 def test_an_update_that_is_not_applied_counts_nothing(processes, model):
     """The first step of two mini-batches is spoiled whole, the second in its first mini-batch."""
     trainer = trainer_of(model, processes, {})
-    train, calls = trainer.worker.train, []
+    train = trainer.worker.train
+    calls = []
 
     def counted(*arguments):
         calls.append(1)
@@ -146,7 +147,7 @@ def test_evaluations_while_the_actor_waits_do_not_end_the_run(processes, model, 
     }
     trainer = trainer_of(model, processes, changes, tmp_path)
     trainer.held_out = fakes.prompts(2, 1000)
-    trainer.state.stall.best = 1.0  # no evaluation is better
+    trainer.state.early_stopping.best = 1.0  # no evaluation is better
     trainer.run(None, _Silent(), lambda: False)
     # The first evaluation that counts is that of step 4.
     assert trainer.state.step == 5
@@ -160,7 +161,7 @@ def test_tokens_are_as_old_as_the_updates_since(processes, model):
     assert sum(v["rollouts"] for v in found) > 0
     assert {v["updates"] for v in found} == {0}
     assert {v["staleness_max"] for v in found} == {0}
-    spans = [row.rollout.spans for row in trainer.state.carried.rows]
+    spans = [row.rollout.spans for row in trainer.state.partial.rollouts]
     assert spans
     assert {version for own in spans for version, _ in own} == {0}
 
@@ -173,7 +174,7 @@ def test_a_resumed_run_goes_on_counting(processes, model, tmp_path):
     trainer.save()
     again = trainer_of(model, processes, {}, tmp_path)
     again.restore(tmp_path / "checkpoints" / "step_00000003")
-    again.refit()
+    again.sync_weights()
     assert versions(again) == (2, 2, 2)
     values, _ = again.train_step()
     assert values["lr"] == pytest.approx(1e-3 * 4 / 100)

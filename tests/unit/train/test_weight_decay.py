@@ -20,7 +20,8 @@ from megatron_brorl.train.sft import sft_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # inside Megatron
-PROMPTS, RESPONSES = [torch.tensor([5, 9])], [torch.tensor([7, 4, 2])]
+PROMPTS = [torch.tensor([5, 9])]
+RESPONSES = [torch.tensor([7, 4, 2])]
 OPTIM = OptimConfig(lr=0.5, weight_decay=0.25, clip_grad=1.0)
 LR = 0.125  # of the steps: what schedules make of OPTIM.lr
 

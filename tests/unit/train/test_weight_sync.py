@@ -11,7 +11,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from megatron_brorl.config.schema import Config, ModelConfig, RolloutConfig
 from megatron_brorl.train.weight_sync import PROMPTS, SIBLINGS, TOKENS, gap_statistics, tolerance
 
-ENGINES, PER_ENGINE = 64, PROMPTS * SIBLINGS * TOKENS
+ENGINES = 64
+PER_ENGINE = PROMPTS * SIBLINGS * TOKENS
 LIMIT = tolerance(Config(model=ModelConfig(dtype="bf16"), rollout=RolloutConfig(dtype="bf16")))
 VOCAB = 64
 
@@ -74,7 +75,8 @@ def probe(actor, engine, faulty, g):
     """Gaps [T] and engines [T] where `faulty` of the 64 engines have the other weights. All compute in bfloat16."""
     prompts = torch.randint(0, VOCAB, (ENGINES * PROMPTS * SIBLINGS, TOKENS), generator=g)
     engines = torch.arange(ENGINES).repeat_interleave(PROMPTS * SIBLINGS)
-    log_probs, tokens = [], prompts
+    log_probs = []
+    tokens = prompts
     with torch.no_grad():
         for _ in range(TOKENS):
             good, bad = (m(tokens).logits[:, -1].float().log_softmax(-1) for m in (actor, engine))
@@ -97,7 +99,8 @@ def probe(actor, engine, faulty, g):
     ],
 )
 def test_planted_faults_are_found(model, fault, faulty):
-    actor, engine = copy.deepcopy(model).bfloat16(), copy.deepcopy(model)
+    actor = copy.deepcopy(model).bfloat16()
+    engine = copy.deepcopy(model)
     if fault:
         with torch.no_grad():
             fault(engine)
