@@ -46,9 +46,9 @@ def stream(
 ) -> Iterator[ChecksummedTensor]:
     """Yield every full tensor [WeightEntry.hf_shapes] once, in the order of the buckets, on every rank of the grid.
 
-    parameters holds this rank's parts under WeightEntry.megatron names. A collective: every rank must consume the stream to
+    parameters: this rank's parts under WeightEntry.megatron names. A collective: every rank must consume the stream to
     its end. Checksums are computed on the stage that owns a tensor, before it is sent. The tensors are views of a
-    bucket, or of the parameters where nothing had to be gathered: copy what you keep.
+    bucket, or of the parameters if nothing had to be gathered. Copy them to keep them.
     """
     device = next(iter(parameters.values())).device
     for bucket in buckets:
