@@ -65,7 +65,7 @@ def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
 
 @pytest.mark.parametrize("ops", OPS)
 def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
-    """gamma = lambda = 1 and V = 0: every token's advantage is its response's (REINFORCE++, section 3.3)."""
+    """With gamma = lambda = 1 and V = 0, tokens have the advantage of their response (REINFORCE++, section 3.3)."""
     algo = AlgoConfig(advantage="gae")
     zeros = [torch.zeros(n) for n in LENGTHS]
     credit = token_advantages(torch.tensor(EARNED), LENGTHS, zeros, None, algo, ops, replicas)
@@ -99,7 +99,7 @@ def test_kl_in_the_reward(replicas, ops, kind):
 
 @pytest.mark.parametrize("ops", OPS)
 def test_no_rows_and_equal_returns(replicas, ops):
-    """A replica without rows takes part; returns that do not vary leave no advantage and no variance to explain."""
+    """A replica without rows takes part; equal returns give advantages of 0 and no explained variance."""
     algo = AlgoConfig(advantage="gae")
     nothing = token_advantages(torch.zeros(0), [], [], None, algo, ops, replicas)
     assert len(nothing.advantages) == len(nothing.returns) == 0
@@ -134,7 +134,7 @@ def test_what_rollouts_earn(ops, kind):
     elif kind == "maxrl":
         expected = [[x / statistics.fmean(row) for x in part] for part, row in zip(centred, alive, strict=True)]
     elif kind == "pass_at_k":
-        expected = [[-1, 2, -1], [0] * 4, [0] * 3]  # both others are wrong: nothing is right without the one
+        expected = [[-1, 2, -1], [0] * 4, [0] * 3]  # both others are wrong
     else:
         expected = centred
     if kind in ("pass_at_k", "reinforce_pp_baseline"):

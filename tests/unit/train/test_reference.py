@@ -54,7 +54,7 @@ def test_a_reset_copies_the_actor_and_starts_the_optimizer_anew_where_asked():
         assert calls == (["optimizer"] if asked else [])
 
 
-def test_it_waits_in_host_memory_where_asked():
+def test_the_reference_is_in_host_memory_with_offload():
     """Offloading frees the memory. log_probs restores the weights, and the actor's weights do not change."""
     for offload in (True, False):
         reference, actor, _ = make(offload)

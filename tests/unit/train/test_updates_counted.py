@@ -1,4 +1,4 @@
-"""Only optimizer steps that were taken count, for warm-up, staleness and the version of the weights."""
+"""Only applied optimizer steps count for warm-up, staleness and the version of the weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trainer_of(model, processes, changes, tmp_path=None):
 
 
 def poison_gradients(stage, active):
-    """Make the gradient of every update in which active() holds NaN."""
+    """Make the gradient of an update NaN if active()."""
 
     def hook(_module, _args, output):
         if output.requires_grad and active():
@@ -51,7 +51,7 @@ def poison_gradients(stage, active):
 
 
 def versions(trainer):
-    """The version that the state, the engine and Adam's own counter say the weights have."""
+    """Return the version of the weights by the state, the engine and Adam's counter."""
     optimizer = trainer.worker.optimizer.chained_optimizers[0].optimizer
     steps = {int(s["step"]) for s in optimizer.state.values()} or {0}
     assert len(steps) == 1
@@ -95,7 +95,7 @@ def test_a_mini_batch_without_a_row_counts_nothing(processes, model):
 
 
 def test_an_update_that_is_not_applied_counts_nothing(processes, model):
-    """The first step of two mini-batches is spoiled whole, the second in its first mini-batch."""
+    """Both mini-batches of the first step and the first one of the second step have a NaN gradient."""
     trainer = trainer_of(model, processes, {})
     train = trainer.worker.train
     calls = []

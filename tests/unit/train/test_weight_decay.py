@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # inside Megat
 PROMPTS = [torch.tensor([5, 9])]
 RESPONSES = [torch.tensor([7, 4, 2])]
 OPTIM = OptimConfig(lr=0.5, weight_decay=0.25, clip_grad=1.0)
-LR = 0.125  # of the steps: what schedules make of OPTIM.lr
+LR = 0.125  # learning rates of the steps
 
 
 def stage_of(kind, directory, processes, optim, distributed=False):
@@ -34,7 +34,7 @@ def stage_of(kind, directory, processes, optim, distributed=False):
 
 
 def step(stage):
-    """One optimizer step with a gradient of zero; parameters before and after it."""
+    """Take one optimizer step with a gradient of zero; return the parameters before and after it."""
 
     def loss(_batch, head):
         found = head if isinstance(stage, CriticWorker) else head.log_probs()[0]
