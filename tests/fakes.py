@@ -135,7 +135,8 @@ class Engine:
         assert callbacks is not None
         self.verbs.append("generate")
         self.calls.append(list(requests))
-        groups, stalled = [], False
+        groups = []
+        stalled = False
         for number, request in enumerate(self._all(supply)):
             found = []
             begun = {r.index: r for r in request.begun}
@@ -175,7 +176,8 @@ class Engine:
         finish = "length" if done + len(new) == sampling.max_tokens else "cut"
         ends = [i for i, drawn in enumerate(new) if drawn in sampling.stop_ids]
         if ends:
-            new, finish = new[: ends[0] + 1], "stop"
+            new = new[: ends[0] + 1]
+            finish = "stop"
         ids = torch.cat((start.token_ids, torch.tensor(new)))
         log_probs = torch.cat((start.log_probs, torch.tensor([log_prob(i, self.version) for i in new])))
         spans = (*start.spans, (self.version, len(new)))

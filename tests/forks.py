@@ -35,23 +35,24 @@ IMPORTED = [
 CONTEXT: Any = get_context("spawn" if cpu_bridge.on_gpu() else "forkserver")
 if not cpu_bridge.on_gpu():
     CONTEXT.set_forkserver_preload(IMPORTED)
-LAST_WORDS_S = 20.0  # for the other ranks, once one has failed
+GRACE_S = 20.0  # for the other ranks, once one has failed
 
 
 def command_line(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     cwd: Path | None = None,
-    figures: bool = True,
+    plots: bool = True,
     main: Callable[[list[str]], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`brorl` with these arguments; with --processes N as so many ranks that meet as those of torchrun do.
 
-    figures: whether they are drawn, or their files left empty. main: a test's own way into the command line, in every
+    plots: whether they are drawn, or their files left empty. main: a test's own way into the command line, in every
     rank.
     """
-    words, size = list(arguments), 0
-    main = main or (_main if figures else _main_without_figures)
+    words = list(arguments)
+    size = 0
+    main = main or (_main if plots else _main_without_plots)
     if "--processes" in words:
         at = words.index("--processes")
         size = int(words[at + 1])
@@ -60,8 +61,8 @@ def command_line(
         return _complete([(main, words, environment, cwd)])
 
     # Rank 0 gets the socket where the ranks meet: no one else can take the port in between.
-    with meeting_point() as listener:
-        told = meeting(listener, size)
+    with listen_on_free_port() as listener:
+        told = rank_environments(listener, size)
         return _complete(
             [(main, words, {**environment, **told[rank]}, cwd, None if rank else listener) for rank in range(size)]
         )
@@ -107,19 +108,19 @@ class Module:
         return code
 
 
-def meeting_point() -> socket.socket:
+def listen_on_free_port() -> socket.socket:
     """Listens on a free port."""
     return socket.create_server(("127.0.0.1", 0))
 
 
-def meeting(listener: socket.socket, size: int) -> list[dict[str, str]]:
+def rank_environments(listener: socket.socket, size: int) -> list[dict[str, str]]:
     """The environment of each of `size` ranks that meet there; `take` is for rank 0."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     return [{**place, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
-def take(listener: socket.socket | None) -> None:
+def adopt_listener(listener: socket.socket | None) -> None:
     """In the process of rank 0: its store will listen on this socket, as on one of our launcher."""
     if listener is not None:
         os.environ[LISTENER] = str(listener.detach())
@@ -141,7 +142,8 @@ def _complete(jobs: Sequence[tuple[Any, ...]]) -> subprocess.CompletedProcess[st
 
 def _wait(processes: Sequence[Any], seconds: float = 300.0) -> int:
     """The exit code of the first that failed, or 0; a signal's number is negative."""
-    code, deadline = 0, time.monotonic() + seconds
+    code = 0
+    deadline = time.monotonic() + seconds
     left = list(processes)
     try:
         while left:
@@ -154,7 +156,8 @@ def _wait(processes: Sequence[Any], seconds: float = 300.0) -> int:
                 process.join()
                 left.remove(process)
                 if process.exitcode and not code:
-                    code, deadline = process.exitcode, min(deadline, time.monotonic() + LAST_WORDS_S)
+                    code = process.exitcode
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
     finally:
         for process in left:
             process.kill()
@@ -176,7 +179,7 @@ def _forked(
         os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    take(listener)
+    adopt_listener(listener)
     if place:
         _have_forks(place)
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -199,7 +202,7 @@ def _main(arguments: list[str]) -> None:
     main(arguments)
 
 
-def _main_without_figures(arguments: list[str]) -> None:
+def _main_without_plots(arguments: list[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -14,7 +14,7 @@ import traceback
 from typing import Any
 
 import psutil
-from forks import CONTEXT, meeting, meeting_point, take
+from forks import CONTEXT, adopt_listener, listen_on_free_port, rank_environments
 
 
 class World:
@@ -23,8 +23,8 @@ class World:
     def __init__(self, size: int) -> None:
         self.pipes = []
         self.processes = []
-        with meeting_point() as listener:
-            for rank, told in enumerate(meeting(listener, size)):
+        with listen_on_free_port() as listener:
+            for rank, told in enumerate(rank_environments(listener, size)):
                 ours, theirs = CONTEXT.Pipe()
                 given = (rank, told, None if rank else listener, theirs)
                 process = CONTEXT.Process(target=_serve, args=given)  # may have children that save checkpoints
@@ -59,7 +59,7 @@ class World:
 
 def _serve(rank: int, told: dict[str, str], listener: socket.socket | None, pipe: Any) -> None:
     os.environ.update(told, OMP_NUM_THREADS="1")
-    take(listener)
+    adopt_listener(listener)
     import torch
 
     torch.set_num_threads(1)

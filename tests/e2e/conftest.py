@@ -32,6 +32,6 @@ def warm(config, init) -> Path:
 def finished(config, warm, tmp_path_factory):
     """An undisturbed run: its folder and its finished process."""
     directory = tmp_path_factory.mktemp("runs") / "whole"
-    done = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", figures=True)
+    done = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", plots=True)
     assert done.returncode == 0, done.stderr
     return directory, done

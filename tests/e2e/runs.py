@@ -96,10 +96,10 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
 
 
 def brorl(
-    *arguments: Any, cwd: Path | None = None, figures: bool = False, **environment: str
+    *arguments: Any, cwd: Path | None = None, plots: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """One command to its end, in forked ranks; figures: drawn, which takes a short run half of its time."""
-    return forks.command_line([str(a) for a in arguments], {**ENVIRONMENT, **environment}, cwd, figures)
+    """One command to its end, in forked ranks; plots: drawn, which takes a short run half of its time."""
+    return forks.command_line([str(a) for a in arguments], {**ENVIRONMENT, **environment}, cwd, plots)
 
 
 def train(

@@ -118,7 +118,8 @@ def test_resume_of_the_smoke_run_is_bit_exact(launcher, smoke_model, tmp_path, r
 
 def test_a_preempted_job_saves_and_is_requeued(smoke_model, tmp_path, request):
     """srun starts two ranks. SIGTERM ends them after a checkpoint, and the restarted job exports a model."""
-    log, directory = tmp_path / "log", tmp_path / "run"
+    log = tmp_path / "log"
+    directory = tmp_path / "run"
     shutil.copytree(smoke_model, tmp_path / "run_model")
     standin = {"STANDIN_TASKS": "2", "STANDIN_LOG": str(log)}
     command = [
@@ -189,7 +190,8 @@ def test_every_job_asks_for_what_it_starts(tmp_path):
 @pytest.mark.parametrize("told", [{"STANDIN_END": "2000000000"}, {"SLURM_JOB_END_TIME": "2000000000"}])
 def test_the_ranks_know_when_the_job_ends(told, tmp_path):
     """Where Slurm does not say it in the environment, run.sh asks."""
-    job, log = SLURM / "single_node.sbatch", tmp_path / "log"
+    job = SLURM / "single_node.sbatch"
+    log = tmp_path / "log"
     assert run("sbatch", job, STANDIN_DRY="1", STANDIN_LOG=str(log), **told).returncode == 0
     assert log_of(log)[1]["end"] == "2000000000"
 

@@ -160,7 +160,8 @@ def hanging(arguments: list[str]) -> None:
     from megatron_brorl.cli.main import main
     from megatron_brorl.train import trainer
 
-    make_experience, calls = trainer.make_experience, []
+    make_experience = trainer.make_experience
+    calls = []
 
     def planted(*given):
         calls.append(1)
@@ -173,7 +174,7 @@ def hanging(arguments: list[str]) -> None:
 
 
 def test_a_rank_that_does_not_arrive_is_named_and_the_run_continues(config, init, tmp_path, monkeypatch):
-    monkeypatch.setattr(forks, "LAST_WORDS_S", 1.0)  # Rank 1 would never end.
+    monkeypatch.setattr(forks, "GRACE_S", 1.0)  # Rank 1 would never end.
     options = ["train.steps=2", "train.checkpoint_every=1", "train.checkpoint_async=false"]
     options += ["evaluate.every=0", "data.held_out=[]", "rollout.n=8"]
     command = ["train", "--processes", "2", str(config), f"model.path={init}", f"run.dir={tmp_path}", *options]

@@ -142,7 +142,8 @@ def test_a_step_that_spans_two_epochs(config, init, tmp_path):
 @pytest.mark.parametrize("implementation", ["fused", "reference"])
 def test_a_vocabulary_padded_beyond_the_tokenizers(config, tmp_path, implementation):
     """512 pieces padded to 576, as many published models are: engine and trainer agree on every token, and go on."""
-    model, run = tmp_path / "model", tmp_path / "run"
+    model = tmp_path / "model"
+    run = tmp_path / "run"
     words = [f"{i * i} {i:x} {'abcdefgh'[i % 8 :]}{'hgfedcba'[i // 8 % 8 :]} naïve" for i in range(2000)]
     tokenizer = train_sentencepiece(words, model, 512)
     assert tokenizer.vocab_size == 512
@@ -158,14 +159,15 @@ def test_a_vocabulary_padded_beyond_the_tokenizers(config, tmp_path, implementat
 
 def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     """Two files; the same answers by another number of processes, and so a comparison without a difference."""
-    sums, words = tmp_path / "sums.jsonl", tmp_path / "words.jsonl"
+    sums = tmp_path / "sums.jsonl"
+    words = tmp_path / "words.jsonl"
     lines = [{"prompt": f"gcd {i},4", "answer": str(math.gcd(i, 4)), "verifier": "exact"} for i in range(1, 7)]
     sums.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words.write_text(json.dumps({"prompt": "abc", "answer": "cba", "id": "w"}) + "\n")
     benchmarks = f'evaluate.benchmarks=["sums_of_6={sums}", "{words}"]'
     ask = ["evaluate.samples=4", benchmarks, "data.train=[]", "data.held_out=[]"]
     model = f"model.path={finished[0] / 'model'}"
-    one = brorl("evaluate", config, model, f"run.dir={tmp_path / 'one'}", *ask, figures=True)
+    one = brorl("evaluate", config, model, f"run.dir={tmp_path / 'one'}", *ask, plots=True)
     assert one.returncode == 0, one.stderr
     two = brorl("evaluate", "--processes", "2", config, model, f"run.dir={tmp_path / 'two'}", *ask)
     assert two.returncode == 0, two.stderr
@@ -181,7 +183,8 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     assert result["sampling"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "max_tokens": 6}
     assert set(result["pass_at_k"]) == {"1", "2", "4"}
     for name, count in (("sums_of_6", 6), ("words", 1)):
-        mine, part = [a for a in found if a["benchmark"] == name], result["benchmarks"][name]
+        mine = [a for a in found if a["benchmark"] == name]
+        part = result["benchmarks"][name]
         assert part["prompts"] == len(mine) == count
         assert part["pass_at_1"]["mean"] == pytest.approx(sum(a["right"] for a in mine) / (4 * count))
         assert part["pass_at_k"]["4"] == pytest.approx(sum(a["right"] > 0 for a in mine) / count)
@@ -191,7 +194,7 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
         assert result["mean_of_benchmarks"][key]["mean"] == pytest.approx(sum(part[key]["mean"] for part in parts) / 2)
     assert "| words | exact | 1 | 4 |" in (tmp_path / "one" / "evaluation.md").read_text()
     assert (tmp_path / "one" / "evaluation.png").stat().st_size > 10_000
-    done = brorl("compare", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "both", figures=True)
+    done = brorl("compare", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "both", plots=True)
     assert done.returncode == 0, done.stderr
     compared = json.loads((tmp_path / "both" / "compare.json").read_text())
     assert compared["all"]["paired"]["t"] == 0.0

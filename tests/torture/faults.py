@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     asked = json.loads(os.environ[KEY])
     faults = Faults(asked) if asked and int(os.environ["RANK"]) == asked["rank"] else None
     try:
-        forks._main_without_figures(arguments)
+        forks._main_without_plots(arguments)
     finally:
         if faults and "log" in asked:
             Path(asked["log"]).write_text(json.dumps(faults.seen))
@@ -50,7 +50,10 @@ class Faults:
     """Wraps the functions that change files, for the rest of this process."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
-        self.asked, self.pid, self.lock, self.hit = asked, os.getpid(), threading.Lock(), False
+        self.asked = asked
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.hit = False
         self.seen: collections.Counter[str] = collections.Counter()
         for owner, name in (*_CALLS, (shutil, "rmtree")):
             setattr(owner, name, self._wrapped(getattr(owner, name)))
@@ -59,7 +62,8 @@ class Faults:
 
     def operation(self, kind: str, place: str, file: object = None, half: Callable[[], object] = lambda: None) -> None:
         """Count an operation that is about to happen, and do the fault if it is due. half: does half of it."""
-        fault, where = self.asked.get("fault"), f"{place}: {kind}"
+        fault = self.asked.get("fault")
+        where = f"{place}: {kind}"
         with self.lock:
             self.seen[where] += 1
             due = where == self.asked.get("where") and self.seen[where] == self.asked["at"]
@@ -137,7 +141,8 @@ class Faults:
 class _CountedFile(io.FileIO):
     def __init__(self, faults: Faults, place: str, file: Any, mode: str) -> None:
         super().__init__(file, mode)
-        self._faults, self._place_in_run = faults, place
+        self._faults = faults
+        self._place_in_run = place
 
     def write(self, data: Any) -> int:
         half = memoryview(data).cast("B")

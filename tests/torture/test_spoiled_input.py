@@ -99,7 +99,8 @@ def read_model(folder: Path) -> None:
 @given(st.integers(0, 500), VALUES, st.none() | SPOIL, st.booleans())
 def test_models(model, tmp_path, place, value, spoil, header):
     assert accepted(read_model, model)
-    config, weights = (model / CONFIG).read_bytes(), (model / WEIGHTS).read_bytes()
+    config = (model / CONFIG).read_bytes()
+    weights = (model / WEIGHTS).read_bytes()
     size = int.from_bytes(weights[:8], "little")
     table = weights[8 : 8 + size]
     if header:  # the table of tensors in front of the weights, or the file's bytes

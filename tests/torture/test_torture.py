@@ -18,7 +18,8 @@ def test_a_killed_run_and_a_full_disk_end_as_the_undisturbed_run(tmp_path):
         told = {"rank": 0, "where": where, "at": at, "fault": fault, "lasting": fault != faults.KILL}
         assert torture.trial(RESUMED, told) == (expected, "")
 
-    metrics, directory = tmp_path / "run" / "metrics.jsonl", tmp_path / "run"
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    directory = tmp_path / "run"
     sound = metrics.read_text()
     metrics.write_text(sound.replace('"step": 2', '"step": 3'))
     assert torture.expected.difference(directory, "", disk_fault=True) == "other metrics"

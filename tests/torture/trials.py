@@ -100,7 +100,8 @@ class Torture:
 
     def prepare(self) -> None:
         """Run once undisturbed, once up to a kill in the second step, and count the file operations of both stages."""
-        config, model = write_config(self.root), self.root / "model"
+        config = write_config(self.root)
+        model = self.root / "model"
         make_model(config, model)
         (self.root / "letters.py").write_text(VERIFIER)
         verifier = f"data.verifier={self.root / 'letters.py'}:letters"
@@ -114,7 +115,8 @@ class Torture:
         done = self.start(half, {"rank": 0, "where": "metrics.jsonl: write", "at": 2, "fault": faults.KILL})
         assert done.returncode == -9, done.stderr
         for stage, rank in itertools.product(STAGES, range(RANKS)):
-            directory, log = self.begin(stage), self.root / "log"
+            directory = self.begin(stage)
+            log = self.root / "log"
             done = self.start(directory, {"rank": rank, "log": str(log)})
             assert done.returncode == 0, done.stderr
             self.operations[stage, rank] = json.loads(log.read_text())
@@ -138,7 +140,8 @@ class Torture:
 
     def choose(self, rng: random.Random, fault: str) -> tuple[str, dict[str, Any]]:
         """Return a stage and a fault, each place of a run as likely as any other."""
-        stage, rank = rng.choice(STAGES), rng.randrange(RANKS)
+        stage = rng.choice(STAGES)
+        rank = rng.randrange(RANKS)
         by_place = collections.defaultdict(list)
         for where in sorted(self.operations[stage, rank]):
             place, _, kind = where.partition(": ")
@@ -195,7 +198,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--again", type=json.loads, help="a trial, as it was printed")
     args = parser.parse_args()
-    rng, began, wrong = random.Random(args.seed), time.monotonic(), 0
+    rng = random.Random(args.seed)
+    began = time.monotonic()
+    wrong = 0
     kinds = [faults.KILL] * args.kills + [rng.choice(sorted(faults.DISK)) for _ in range(args.faults)]
     ends: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory(prefix="torture") as folder:
