@@ -6,7 +6,6 @@ Tests of how a run begins and ends as processes (launchers, signals, kills) star
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing.forkserver as server
 import os
 import runpy
@@ -87,14 +86,15 @@ class Module:
 
     def __init__(self, command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **_: Any) -> None:
         theirs, self.stdin = CONTEXT.Pipe(duplex=False)
-        given = (theirs, stdout.name, dict(env), command[2], list(command[3:]))
+        ready, in_session = CONTEXT.Pipe(duplex=False)
+        given = (theirs, in_session, stdout.name, dict(env), command[2], list(command[3:]))
         self._process = CONTEXT.Process(target=_module, args=given, daemon=True)
         self._process.start()
         theirs.close()
+        in_session.close()
         self.pid: int = self._process.pid
-        with contextlib.suppress(ProcessLookupError):
-            while self._process.is_alive() and os.getsid(self.pid) != self.pid:  # whoever ends it ends its session
-                time.sleep(0.001)
+        # To end an engine, its client kills the session, so the session must exist first.
+        ready.poll(None)
 
     def poll(self) -> int | None:
         """Its exit code, a signal's as a negative number, or None while it runs."""
@@ -213,8 +213,11 @@ def _main_without_plots(arguments: list[str]) -> None:
     _main(arguments)
 
 
-def _module(ends: Any, log: str, environment: Mapping[str, str], name: str, arguments: list[str]) -> None:
+def _module(
+    ends: Any, in_session: Any, log: str, environment: Mapping[str, str], name: str, arguments: list[str]
+) -> None:
     os.setsid()
+    in_session.close()
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
